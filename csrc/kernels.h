@@ -1,0 +1,62 @@
+// The row kernels as plain functions over pointers. kernels.cpp is compiled once per instruction set; each copy exports
+// one table of these functions, and dispatch.cpp picks a table at run time.
+#pragma once
+#include <stdint.h>
+
+namespace grpo {
+
+enum DType : int { FP32 = 0, BF16 = 1, FP16 = 2 };
+
+// Rows of [A, T, V], counted in row-major order over A and T; unit stride in V.
+struct Rows {
+    char* base;
+    int dtype;
+    int64_t inner_count, outer_stride, inner_stride;  // T; elements from one [T, V] to the next; from one row to the next
+
+    char* row(int64_t i) const {
+        const int64_t element = (i / inner_count) * outer_stride + (i % inner_count) * inner_stride;
+        return base + element * (dtype == FP32 ? 4 : 2);
+    }
+};
+
+// z = softcap * tanh(x * scale / softcap) * inv_temperature; softcap 0 means none.
+struct Transform {
+    float scale, softcap, inv_temperature;
+    const float* inv_temperatures;  // per row, or null
+
+    float inverse(int64_t i) const { return inv_temperatures ? inv_temperatures[i] : inv_temperature; }
+};
+
+// Per-row vectors are indexed from 0: entry i belongs to row first + i of the logits.
+struct StatsJob {
+    Rows logits;
+    int64_t vocab, first;
+    Transform transform;
+    const int64_t* targets;
+    const uint8_t* read;  // rows whose entry is 0 are not touched; null = all are read
+    float *max, *sum, *weighted, *target;  // weighted may be null
+};
+
+struct GradsJob {
+    Rows logits, out;
+    int64_t vocab, first;
+    Transform transform;
+    const int64_t* targets;
+    const float *max, *sum, *target, *entropy, *d_logps, *d_entropy;  // d_entropy may be null, and then entropy too
+};
+
+struct ScaleJob {
+    char* data;
+    int dtype;
+    int64_t count;
+    float factor;
+};
+
+struct Kernels {
+    const char* name;
+    void (*row_stats)(const StatsJob&, int64_t i);
+    void (*row_grads)(const GradsJob&, int64_t i);
+    void (*scale)(const ScaleJob&, int64_t begin, int64_t end);
+};
+
+}  // namespace grpo

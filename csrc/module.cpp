@@ -1,0 +1,136 @@
+// The Python binding: addresses as integers, sizes and strides in elements. backends/cpu.py knows the tensors and checks
+// them; nothing here does.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "parallel.h"
+
+namespace nb = nanobind;
+
+namespace grpo {
+
+#ifdef GRPO_X86
+extern const Kernels kernels_avx512bf16, kernels_avx512, kernels_avx2;
+#endif
+extern const Kernels kernels_baseline;
+
+namespace {
+
+std::vector<const Kernels*> supported() {  // best first
+    std::vector<const Kernels*> tables;
+#ifdef GRPO_X86
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
+        if (__builtin_cpu_supports("avx512bf16")) tables.push_back(&kernels_avx512bf16);
+        tables.push_back(&kernels_avx512);
+    }
+    // Every processor with AVX2 also has F16C, which not every compiler can ask for.
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) tables.push_back(&kernels_avx2);
+#endif
+    tables.push_back(&kernels_baseline);
+    return tables;
+}
+
+const Kernels* kernels = supported().front();
+
+// Rows handed out at once: about 64 KiB of logits, so that short rows do not each pay for a turn.
+template <class Job> int64_t rows_at_once(const Job& job) {
+    return 65536 / (job.vocab * (job.logits.dtype == FP32 ? 4 : 2)) + 1;
+}
+
+template <class T> T* at(uintptr_t address) { return reinterpret_cast<T*>(address); }
+
+void row_stats(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_stride, int64_t inner_stride, int64_t vocab,
+               int64_t first, int64_t count, uintptr_t targets, uintptr_t read, float scale, float softcap, float inv_temperature,
+               uintptr_t inv_temperatures, uintptr_t max, uintptr_t sum, uintptr_t weighted, uintptr_t target, int threads) {
+    const StatsJob job{{at<char>(logits), dtype, inner_count, outer_stride, inner_stride},
+                       vocab,
+                       first,
+                       {scale, softcap, inv_temperature, at<float>(inv_temperatures)},
+                       at<int64_t>(targets),
+                       at<uint8_t>(read),
+                       at<float>(max),
+                       at<float>(sum),
+                       at<float>(weighted),
+                       at<float>(target)};
+    nb::gil_scoped_release release;
+    parallel_for(
+        count, rows_at_once(job), threads,
+        [](const void* context, int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; i++) kernels->row_stats(*static_cast<const StatsJob*>(context), i);
+        },
+        &job);
+}
+
+void row_grads(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_stride, int64_t inner_stride, uintptr_t out,
+               int out_dtype, int64_t out_outer_stride, int64_t out_inner_stride, int64_t vocab, int64_t first, int64_t count,
+               uintptr_t targets, float scale, float softcap, float inv_temperature, uintptr_t inv_temperatures, uintptr_t max,
+               uintptr_t sum, uintptr_t target, uintptr_t entropy, uintptr_t d_logps, uintptr_t d_entropy, int threads) {
+    const GradsJob job{{at<char>(logits), dtype, inner_count, outer_stride, inner_stride},
+                       {at<char>(out), out_dtype, inner_count, out_outer_stride, out_inner_stride},
+                       vocab,
+                       first,
+                       {scale, softcap, inv_temperature, at<float>(inv_temperatures)},
+                       at<int64_t>(targets),
+                       at<float>(max),
+                       at<float>(sum),
+                       at<float>(target),
+                       at<float>(entropy),
+                       at<float>(d_logps),
+                       at<float>(d_entropy)};
+    nb::gil_scoped_release release;
+    parallel_for(
+        count, rows_at_once(job), threads,
+        [](const void* context, int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; i++) kernels->row_grads(*static_cast<const GradsJob*>(context), i);
+        },
+        &job);
+}
+
+void scale(uintptr_t data, int dtype, int64_t count, float factor, int threads) {
+    const ScaleJob job{at<char>(data), dtype, count, factor};
+    nb::gil_scoped_release release;
+    parallel_for(
+        count, 65536, threads,
+        [](const void* context, int64_t begin, int64_t end) {
+            kernels->scale(*static_cast<const ScaleJob*>(context), begin, end);
+        },
+        &job);
+}
+
+std::vector<std::string> isas() {
+    std::vector<std::string> names;
+    for (const Kernels* table : supported()) names.emplace_back(table->name);
+    return names;
+}
+
+void use_isa(const std::string& name) {
+    for (const Kernels* table : supported()) {
+        if (name == table->name) {
+            kernels = table;
+            return;
+        }
+    }
+    throw std::invalid_argument("instruction set " + name + " is not supported here: choose one of isas().");
+}
+
+}  // namespace
+
+NB_MODULE(_cpu, m) {
+    m.doc() = "CPU kernels of grpo_kernels; use them through grpo_kernels.backends.cpu.";
+    m.def("row_stats", &row_stats);
+    m.def("row_grads", &row_grads);
+    m.def("scale", &scale);
+    m.def("compiler", [] { return std::string(GRPO_COMPILER); });
+    m.def("isa", [] { return std::string(kernels->name); }, "The instruction set in use.");
+    m.def("isas", &isas, "Those this processor can run, best first.");
+    m.def("use_isa", &use_isa, nb::arg("name"), "Force one of them, for tests.");
+}
+
+}  // namespace grpo

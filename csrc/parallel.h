@@ -1,0 +1,73 @@
+// Rows over threads, without a thread pool of our own: two pools that both spin would take each other's cores.
+#pragma once
+#include <dlfcn.h>
+#include <stdint.h>
+
+#include <atomic>
+#include <thread>
+#include <vector>
+
+namespace grpo {
+
+struct ParallelFor {
+    void (*body)(const void* context, int64_t begin, int64_t end);
+    const void* context;
+    int64_t n, grain;
+    std::atomic<int64_t> taken;
+
+    void range(int64_t index) const {
+        const int64_t begin = index * grain;
+        if (begin < n) body(context, begin, begin + grain < n ? begin + grain : n);
+    }
+    // The first range goes by the thread's number, so that a thread which visits the same few rows twice finds them in
+    // its own cache; the rest go to whoever is free.
+    void work(int number, int threads) {
+        int64_t index = number;
+        while (index * grain < n) {
+            range(index);
+            index = threads + taken.fetch_add(1, std::memory_order_relaxed);
+        }
+    }
+};
+
+// The OpenMP runtime that torch has loaded for its own kernels, found at run time: its threads are borrowed.
+struct OpenMP {
+    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
+    int (*thread_number)();
+    int (*team_size)();
+
+    static const OpenMP& loaded() {
+        static const OpenMP found = {
+            reinterpret_cast<decltype(parallel)>(dlsym(RTLD_DEFAULT, "GOMP_parallel")),
+            reinterpret_cast<decltype(thread_number)>(dlsym(RTLD_DEFAULT, "omp_get_thread_num")),
+            reinterpret_cast<decltype(team_size)>(dlsym(RTLD_DEFAULT, "omp_get_num_threads")),
+        };
+        return found;
+    }
+    explicit operator bool() const { return parallel && thread_number && team_size; }
+};
+
+// Calls body(context, begin, end) for ranges of at most `grain` that cover [0, n).
+inline void parallel_for(int64_t n, int64_t grain, int threads, void (*body)(const void*, int64_t, int64_t), const void* context) {
+    if (grain < 1) grain = 1;
+    const int64_t ranges = (n + grain - 1) / grain;
+    if (threads > ranges) threads = int(ranges);
+    ParallelFor loop{body, context, n, grain, {0}};
+    if (threads <= 1) {
+        loop.work(0, 1);
+    } else if (const OpenMP& openmp = OpenMP::loaded()) {
+        openmp.parallel(
+            [](void* self) {
+                const OpenMP& team = OpenMP::loaded();
+                static_cast<ParallelFor*>(self)->work(team.thread_number(), team.team_size());
+            },
+            &loop, unsigned(threads), 0);
+    } else {
+        std::vector<std::thread> helpers;
+        for (int k = 1; k < threads; k++) helpers.emplace_back([&loop, k, threads] { loop.work(k, threads); });
+        loop.work(0, threads);
+        for (auto& helper : helpers) helper.join();
+    }
+}
+
+}  // namespace grpo

@@ -1,0 +1,19 @@
+"""grpo_kernels: the GRPO loss at the speed of the hardware, in any trainer."""
+
+from .advantages import group_advantages
+from .batch import LogitTransform, TokenBatch
+from .logprobs import token_logprobs
+from .losses import LossOutput, grpo_loss
+from .objective import Objective
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LogitTransform",
+    "LossOutput",
+    "Objective",
+    "TokenBatch",
+    "group_advantages",
+    "grpo_loss",
+    "token_logprobs",
+]

@@ -1,0 +1,142 @@
+"""Backends compute the two vocabulary stages and know no RL. Which one runs is decided here.
+
+A backend is a module with these functions, over logits `[A, T, V]` (any strides in the first two dimensions, unit stride
+in the last; fp32, bf16 or fp16) whose rows are counted in order, n = A * T, and per-row vectors `[n]`:
+
+    row_stats(logits, targets, read, transform, entropy) -> RowStats
+    row_grads(logits, targets, stats, entropy, d_logps, d_entropy, transform, out) -> None
+    fused_loss(logits, rows, objective, transform, out) -> FusedRows
+    scale_(gradient, factor) -> None            gradient *= factor (a 0-d tensor), without a pass over it when factor is 1
+
+`two_visits` below is the `fused_loss` of every backend that has no kernel for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from ..objective import Objective, TokenRows
+
+Tensor = torch.Tensor
+
+
+class RowTransform(NamedTuple):
+    """z = softcap * tanh(x * scale / softcap) * inv_temperature, row by row; softcap 0 means none."""
+
+    scale: float
+    softcap: float
+    inv_temperature: float | Tensor  # a number, or fp32 [n]
+
+    def rows(self, lo: int, hi: int) -> RowTransform:
+        t = self.inv_temperature
+        return self if isinstance(t, float) else self._replace(inv_temperature=t[lo:hi])
+
+
+class RowStats(NamedTuple):
+    """Mergeable partials of a row's softmax over transformed logits z, each fp32 [n].
+
+    A row that is not read holds (0, 1, 0, 0), so that its log-prob and entropy are exactly 0.
+    A row of only -inf holds max = -inf; its log-prob and entropy are NaN, as torch's log_softmax has it."""
+
+    max: Tensor  # max_j z_j
+    sum: Tensor  # sum_j exp(z_j - max)
+    weighted: Tensor | None  # sum_j exp(z_j - max) (z_j - max), terms with exp = 0 counting 0; None if not asked for
+    target: Tensor  # z of the target; NaN if its id is outside [0, V)
+
+    @property
+    def logps(self) -> Tensor:
+        return (self.target - self.max) - torch.log(self.sum)
+
+    @property
+    def entropy(self) -> Tensor:
+        assert self.weighted is not None
+        # Rounding may take the entropy of a one-hot row a hair below 0. clamp keeps NaN.
+        return (torch.log(self.sum) - self.weighted / self.sum).clamp(min=0.0)
+
+
+class FusedRows(NamedTuple):
+    """What `fused_loss` returns: per-row fp32 [n]; the gradient went into `out`."""
+
+    logps: Tensor
+    entropy: Tensor
+    losses: Tensor  # weighted terms: their sum is the loss
+
+
+def two_visits(
+    backend: ModuleType,
+    logits: Tensor,
+    rows: TokenRows,
+    objective: Objective,
+    transform: RowTransform,
+    out: Tensor | None,
+    block_rows: int,
+) -> FusedRows:
+    """Token-level loss by visiting `block_rows` rows at a time twice: statistics, token stage, gradient.
+
+    A block small enough for the cache makes the second visit nearly free. `out` None leaves out the gradient."""
+    n = rows.targets.numel()
+    result = FusedRows(*(torch.empty(n, dtype=torch.float32, device=logits.device) for _ in FusedRows._fields))
+    for lo in range(0, n, block_rows):
+        hi = min(lo + block_rows, n)
+        block, block_transform = rows[lo:hi], transform.rows(lo, hi)
+        stats = backend.row_stats(logits, block.targets, block.read, block_transform, True, rows=(lo, hi))
+        logps, entropy = stats.logps, stats.entropy
+        losses, d_logps, d_entropy = objective.token_stage(logps, entropy, block)
+        for whole, part in zip(result, (logps, entropy, losses), strict=True):
+            whole[lo:hi] = part
+        if out is not None:
+            backend.row_grads(logits, block.targets, stats, entropy, d_logps, d_entropy, block_transform, out, rows=(lo, hi))
+    return result
+
+
+# ---- which backend runs
+
+BACKENDS = ("eager", "cpu", "triton")
+_warned: set[str] = set()
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(f".{name}", __name__)
+
+
+def unavailable(name: str) -> str | None:
+    """Why a backend cannot run here, in words; None if it can."""
+    return load(name).available()
+
+
+def pick(backend: str, device: torch.device, strict: bool = False) -> ModuleType:
+    """The backend module for data on `device`.
+
+    "auto" takes the native one (cpu on a CPU, triton on a GPU) and falls back to eager with one warning per reason;
+    strict=True, or GRPO_KERNELS_STRICT=1 in the environment, raises RuntimeError instead. A backend asked for by name
+    never falls back: RuntimeError says why it cannot run. ValueError for an unknown name."""
+    native = {"cpu": "cpu", "cuda": "triton"}.get(device.type)
+    if backend == "auto":
+        reason = f"no kernels for {device.type} tensors" if native is None else unavailable(native)
+        if reason is None:
+            assert native is not None
+            return load(native)
+        message = f"grpo_kernels falls back to eager PyTorch, which is slow: {reason}. `python -m grpo_kernels doctor` says more."
+        if strict or os.environ.get("GRPO_KERNELS_STRICT", "0") == "1":
+            raise RuntimeError(f"{message} (strict mode: no fallback)")
+        if reason not in _warned:
+            _warned.add(reason)
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+        return load("eager")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: it must be auto or one of {', '.join(BACKENDS)}.")
+    reason = unavailable(backend)
+    if reason is None and backend == "cpu" and device.type != "cpu":
+        reason = f"the data is on {device}"
+    if reason is None and backend == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        reason = "the data is on the CPU"
+    if reason is not None:
+        raise RuntimeError(f'backend="{backend}" cannot run: {reason}. Use backend="auto", or see `python -m grpo_kernels doctor`.')
+    return load(backend)

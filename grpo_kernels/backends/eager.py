@@ -1,0 +1,124 @@
+"""Eager PyTorch: the readable version of the vocabulary stages, and the fallback where no kernel runs.
+
+Rows go through in blocks, so the temporaries stay within BLOCK_BYTES (or one row) whatever the batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import FusedRows, RowStats, RowTransform, two_visits
+
+if TYPE_CHECKING:
+    from ..objective import Objective, TokenRows
+
+Tensor = torch.Tensor
+
+BLOCK_BYTES = 64 << 20
+
+
+def available() -> str | None:
+    return None
+
+
+def _blocks(logits: Tensor, rows: tuple[int, int] | None, copies: int) -> Iterator[tuple[slice, Tensor]]:
+    """(rows of the per-row vectors, their [r, V] view of the logits) such that `copies` fp32 copies fit the budget."""
+    A, T, V = logits.shape
+    lo, hi = (0, A * T) if rows is None else rows
+    size = max(1, BLOCK_BYTES // (4 * V * copies))
+    start = lo
+    while start < hi:
+        a, t = divmod(start, T)  # a block stays within one outer index, where rows have one stride
+        end = min(hi, start + size, (a + 1) * T)
+        yield slice(start - lo, end - lo), logits[a, t : t + end - start]
+        start = end
+
+
+def _column(x: float | Tensor, rows: slice) -> float | Tensor:
+    return x if isinstance(x, float) else x[rows, None]
+
+
+def _transformed(x: Tensor, transform: RowTransform, rows: slice) -> Tensor:
+    """z [r, V] fp32: the only copy of the block."""
+    z = x.to(torch.float32, copy=True)
+    if transform.scale != 1.0:
+        z.mul_(transform.scale)
+    if transform.softcap:
+        z.div_(transform.softcap).tanh_().mul_(transform.softcap)
+    return z.mul_(_column(transform.inv_temperature, rows))
+
+
+def _safe(targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """([r, 1] ids that can be gathered, [r] whether they are the real ones)."""
+    valid = (targets >= 0) & (targets < vocab)
+    return torch.where(valid, targets, 0)[:, None], valid
+
+
+def row_stats(
+    logits: Tensor, targets: Tensor, read: Tensor | None, transform: RowTransform, entropy: bool, rows: tuple[int, int] | None = None
+) -> RowStats:
+    n = targets.numel()
+    top, total, weighted, chosen = (torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(4))
+    for r, x in _blocks(logits, rows, copies=1):
+        z = _transformed(x, transform, r)
+        ids, valid = _safe(targets[r], logits.shape[-1])
+        chosen[r] = torch.where(valid, z.gather(1, ids)[:, 0], torch.nan)
+        top[r] = z.amax(1)
+        z.sub_(top[r, None]).exp_()
+        total[r] = z.sum(1)
+        if entropy:
+            weighted[r] = z.xlogy_(z).sum(1)  # e^(z - max) (z - max), and 0 where e^(z - max) is 0
+    if read is not None:
+        chosen, top, weighted = (torch.where(read, x, 0.0) for x in (chosen, top, weighted))
+        total = torch.where(read, total, 1.0)
+    return RowStats(top, total, weighted if entropy else None, chosen)
+
+
+def row_grads(
+    logits: Tensor,
+    targets: Tensor,
+    stats: RowStats,
+    entropy: Tensor | None,
+    d_logps: Tensor,
+    d_entropy: Tensor | None,
+    transform: RowTransform,
+    out: Tensor,
+    rows: tuple[int, int] | None = None,
+) -> None:
+    """d_logits = d_logp (onehot - p) - d_entropy p (log p + H), times dz/dx, written into `out`."""
+    idle = d_logps == 0 if d_entropy is None else (d_logps == 0) & (d_entropy == 0)
+    for (r, x), (_, y) in zip(_blocks(logits, rows, copies=2), _blocks(out, rows, copies=2), strict=True):
+        z = _transformed(x, transform, r)
+        ids, _ = _safe(targets[r], logits.shape[-1])
+        d_logp, logp = d_logps[r, None], stats.logps[r, None]
+        # max and log(sum) go one after the other: their sum rounds where logits are large.
+        z.sub_(stats.max[r, None]).sub_(torch.log(stats.sum[r, None]))
+        d_target = -d_logp * torch.expm1(logp)  # accurate where p is close to 1
+        if d_entropy is None:
+            g = z.exp().mul_(-d_logp)
+        else:
+            assert entropy is not None
+            H, dH = entropy[r, None], d_entropy[r, None]
+            d_target = d_target - dH * logp.exp() * (logp.clamp(min=-1e4) + H)
+            g = z.exp()
+            g.mul_(z.clamp_(min=-1e4).add_(H).mul_(-dH).sub_(d_logp))  # the clamp keeps 0 * log 0 at 0
+        g.scatter_(1, ids, d_target)
+        factor = _column(transform.inv_temperature, r)
+        if transform.softcap:
+            z.copy_(x).mul_(transform.scale).div_(transform.softcap).tanh_()
+            g.mul_(z.square_().neg_().add_(1.0))
+        g.mul_(factor).mul_(transform.scale)
+        y.copy_(g.masked_fill_(idle[r, None], 0.0))
+
+
+def fused_loss(
+    logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None
+) -> FusedRows:
+    return two_visits(sys.modules[__name__], logits, rows, objective, transform, out, max(1, BLOCK_BYTES // (4 * logits.shape[-1])))
+
+
+def scale_(gradient: Tensor, factor: Tensor) -> None:
+    gradient.mul_(factor)

@@ -1,0 +1,581 @@
+"""Triton backend: one program per row, the row read from device memory once and once more from L2.
+
+Nothing here knows RL: `fused_loss` compiles the formulas of surrogates.py into its kernel. Row counts, strides, scalars
+and parameters are runtime values, so no length and no schedule compiles anything after the first call of a kind; what
+is compile-time is the vocabulary's size class, dtypes, alignment and the presence of optional inputs.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import math
+import textwrap
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import surrogates
+from ..objective import Objective, TokenRows
+from . import FusedRows, RowStats, RowTransform
+
+Tensor = torch.Tensor
+
+#: bytes of a logit -> (threads of a program, 128-bit accesses in flight per thread), for rows long enough to fill them.
+#: 4.8 TB/s times 0.7 us of latency ask for 25 KiB in flight on each of 132 SMs. One program of 1024 threads has 32 KiB
+#: with two accesses each; 16-bit rows take four, because their arithmetic per byte is double and more of it must overlap.
+LAUNCH = {2: (1024, 4), 4: (1024, 2)}
+#: Threads that the programs of the fused kernel fill on one SM. 1024 is one program for a long row: 132 rows of 152k bf16
+#: logits (39 MB) then stay in the 50 MB L2 of a Hopper GPU between the first and the second read, twice as many would not.
+RESIDENT_THREADS = 1024
+#: Programs of `scale_`: a few for each SM of the largest GPUs, and few enough to return at once when there is nothing to do.
+SCALE_PROGRAMS = 512
+
+_LOG2E = tl.constexpr(math.log2(math.e))
+_NEG_INF = tl.constexpr(-math.inf)
+#: Stands for -inf where a factor of exactly 0 follows: 0 * -inf would be NaN.
+_FLOOR = tl.constexpr(-1e30)
+
+# ---- one row, in tiles [LANES, COLS] whose second dimension lies within a thread, so that reductions over it cost no exchange
+
+
+@triton.jit
+def _columns(ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr):
+    if ALIGNED:  # neighbours belong to one thread: a 128-bit access
+        return tl.arange(0, LANES)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    else:  # neighbours belong to neighbouring threads: single elements, side by side
+        return tl.arange(0, LANES)[:, None] + tl.arange(0, COLS)[None, :] * LANES
+
+
+@triton.jit
+def _row_offset(row, T, stride_a, stride_t, ALIGNED: tl.constexpr):
+    offset = (row // T) * stride_a + (row % T) * stride_t
+    if ALIGNED:
+        offset = tl.multiple_of(offset, 16)
+    return offset
+
+
+# z = k u(x) with k > 0: the softmax runs over u, whose maximum is subtracted before the scaling, so a shift of the logits
+# costs no precision. SHAPE is "linear" (u = x), "mirrored" (u = -x, for a negative scale) or "softcap" (u = tanh).
+
+
+@triton.jit
+def _u(x, scale, softcap, SHAPE: tl.constexpr):
+    if SHAPE == "softcap":
+        # tanh(v) = 1 - 2 / (e^2v + 1), off by 6e-8: times the cap, the spacing of fp32 numbers near it.
+        return 1.0 - 2.0 / (tl.exp2(x * (2.0 * _LOG2E * scale / softcap)) + 1.0)
+    elif SHAPE == "mirrored":
+        return -x
+    else:
+        return x
+
+
+@triton.jit
+def _k(scale, softcap, inv_t, SHAPE: tl.constexpr):
+    if SHAPE == "softcap":
+        return softcap * inv_t
+    else:
+        return tl.abs(scale * inv_t)
+
+
+@triton.jit
+def _dz_dx(u, scale, inv_t, SHAPE: tl.constexpr):
+    slope = scale * inv_t
+    if SHAPE == "softcap":
+        slope = slope * (1.0 - u * u)
+    return slope
+
+
+@triton.jit
+def _fold(m, s, w, u, k, ENTROPY: tl.constexpr):
+    """Fold a tile of u into every lane's running max m, sum s of e^k(u - m) and sum w of e^k(u - m) (u - m)."""
+    new = tl.maximum(m, tl.max(u, axis=1))
+    base = tl.where(new == _NEG_INF, 0.0, new)
+    d = u - base[:, None]
+    e = tl.exp2(d * (k * _LOG2E))
+    shift = m - base
+    keep = tl.exp2(shift * (k * _LOG2E))
+    if ENTROPY:
+        w = (w + s * tl.maximum(shift, _FLOOR)) * keep + tl.sum(e * tl.maximum(d, _FLOOR), axis=1)
+    return new, s * keep + tl.sum(e, axis=1), w
+
+
+@triton.jit
+def _softmax_partials(
+    row, V, k, scale, softcap,
+    SHAPE: tl.constexpr, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """m = max u, s and w (see _fold) of one row."""
+    BLOCK: tl.constexpr = LANES * COLS
+    cols = _columns(ALIGNED, LANES, COLS)
+    m = tl.full((LANES,), _NEG_INF, tl.float32)
+    s = tl.zeros((LANES,), tl.float32)
+    w = tl.zeros((LANES,), tl.float32)
+    full = V // BLOCK * BLOCK
+    for start in range(0, full, BLOCK):
+        x = tl.load(row + start + cols, eviction_policy="evict_last").to(tl.float32)
+        m, s, w = _fold(m, s, w, _u(x, scale, softcap, SHAPE), k, ENTROPY)
+    if full < V:
+        inside = full + cols < V
+        x = tl.load(row + full + cols, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        # -inf goes in after u: tanh and the mirror would make a number, or +inf, of it.
+        u = tl.where(inside, _u(x, scale, softcap, SHAPE), _NEG_INF)
+        m, s, w = _fold(m, s, w, u, k, ENTROPY)
+    top = tl.max(m, axis=0)
+    shift = m - tl.where(top == _NEG_INF, 0.0, top)
+    keep = tl.exp2(shift * (k * _LOG2E))
+    if ENTROPY:
+        w = (w + s * tl.maximum(shift, _FLOOR)) * keep
+    return top, tl.sum(s * keep, axis=0), tl.sum(w, axis=0)
+
+
+@triton.jit
+def _target_u(row, target, V, scale, softcap, SHAPE: tl.constexpr):
+    x = tl.load(row + target, mask=(target >= 0) & (target < V), other=float("nan")).to(tl.float32)
+    return _u(x, scale, softcap, SHAPE)
+
+
+@triton.jit
+def _expm1(x):
+    series = 1.0 + x * (1 / 5 + x * (1 / 30 + x * (1 / 210)))
+    series = x + x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24) * series))
+    return tl.where(tl.abs(x) < 0.35, series, tl.exp(x) - 1.0)  # the series is off by less than 1e-8 there
+
+
+@triton.jit
+def _write_zeros(out, V, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr):
+    BLOCK: tl.constexpr = LANES * COLS
+    cols = _columns(ALIGNED, LANES, COLS)
+    zeros = tl.zeros((LANES, COLS), out.dtype.element_ty)
+    full = V // BLOCK * BLOCK
+    for start in range(0, full, BLOCK):
+        tl.store(out + start + cols, zeros, eviction_policy="evict_first")
+    if full < V:
+        tl.store(out + full + cols, zeros, mask=full + cols < V, eviction_policy="evict_first")
+
+
+@triton.jit
+def _gradient(x, m, k, constant, linear, scale, softcap, inv_t, SHAPE: tl.constexpr, ENTROPY: tl.constexpr):
+    u = _u(x, scale, softcap, SHAPE)
+    slope = _dz_dx(u, scale, inv_t, SHAPE)
+    d = u - m
+    factor = constant * slope
+    if ENTROPY:
+        factor += linear * slope * tl.maximum(d, _FLOOR)
+    return tl.exp2(d * (k * _LOG2E)) * factor
+
+
+@triton.jit
+def _write_gradient(
+    row, out, V,
+    target, u_target, m, s, logp, entropy, d_logp, d_entropy,
+    k, scale, softcap, inv_t,
+    SHAPE: tl.constexpr, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """d loss / dx_j = (d_logp (1[j = target] - p_j) - d_entropy p_j (log p_j + H)) dz_j / dx_j, p_j = e^k(u_j - m) / s."""
+    BLOCK: tl.constexpr = LANES * COLS
+    cols = _columns(ALIGNED, LANES, COLS)
+    # Without the target's own term this is e^k(u_j - m) (constant + linear (u_j - m)) dz_j / dx_j.
+    constant = -d_logp / s
+    linear = -d_entropy / s
+    if ENTROPY:
+        constant += linear * (entropy - tl.log(s))
+    linear *= k
+    full = V // BLOCK * BLOCK
+    # Backwards: what was read last is the surest to be in L2 still.
+    if full < V:
+        inside = full + cols < V
+        x = tl.load(row + full + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        g = _gradient(x, m, k, constant, linear, scale, softcap, inv_t, SHAPE, ENTROPY)
+        tl.store(out + full + cols, g.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+    for done in range(0, full, BLOCK):
+        at = full - BLOCK - done
+        x = tl.load(row + at + cols, eviction_policy="evict_first").to(tl.float32)
+        g = _gradient(x, m, k, constant, linear, scale, softcap, inv_t, SHAPE, ENTROPY)
+        tl.store(out + at + cols, g.to(out.dtype.element_ty), eviction_policy="evict_first")
+    # The target's gradient is formed apart: 1 - p_y cancels as p_y -> 1, -expm1(logp) does not, and adding 1 to a stored
+    # 16-bit value would lose it. One store for the row, which the barrier orders behind the tiles' stores.
+    g = -d_logp * _expm1(logp)
+    if ENTROPY:
+        g -= d_entropy * tl.exp(logp) * (tl.maximum(logp, _FLOOR) + entropy)
+    g *= _dz_dx(u_target, scale, inv_t, SHAPE)
+    tl.debug_barrier()
+    tl.store(out + target, g.to(out.dtype.element_ty), mask=(target >= 0) & (target < V))
+
+
+# ---- kernels: one program per row, on grid axis 0 (the others end at 65 535)
+
+# fmt: off
+@triton.jit(do_not_specialize=[
+    "stride_a", "stride_t", "T", "first", "targets", "read", "inv_temperature", "scale", "softcap",
+    "maxima", "sums", "weighted", "z_targets",
+])
+def _row_stats_kernel(
+    logits, stride_a: tl.int64, stride_t: tl.int64, V, T, first: tl.int64,  # [A, T, V]
+    targets, read, inv_temperature, scale, softcap,                         # [n], n programs
+    maxima, sums, weighted, z_targets,                                      # [n]
+    SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    live = True
+    if read is not None:
+        live = tl.load(read + i)
+    if live:
+        inv_t = inv_temperature
+        if ROW_TEMPERATURE:
+            inv_t = tl.load(inv_temperature + i)
+        row = logits + _row_offset(first + i, T, stride_a, stride_t, ALIGNED)
+        k = _k(scale, softcap, inv_t, SHAPE)
+        u = _target_u(row, tl.load(targets + i), V, scale, softcap, SHAPE)
+        m, s, w = _softmax_partials(row, V, k, scale, softcap, SHAPE, weighted is not None, ALIGNED, LANES, COLS)
+        tl.store(maxima + i, k * m)
+        tl.store(sums + i, s)
+        tl.store(z_targets + i, k * u)
+        if weighted is not None:
+            tl.store(weighted + i, k * w)
+    else:
+        tl.store(maxima + i, 0.0)
+        tl.store(sums + i, 1.0)
+        tl.store(z_targets + i, 0.0)
+        if weighted is not None:
+            tl.store(weighted + i, 0.0)
+
+
+@triton.jit(do_not_specialize=[
+    "stride_a", "stride_t", "out_stride_a", "out_stride_t", "T", "first", "targets", "maxima", "sums", "z_targets",
+    "entropies", "d_logps", "d_entropies", "inv_temperature", "scale", "softcap",
+])
+def _row_grads_kernel(
+    logits, stride_a: tl.int64, stride_t: tl.int64,                        # [A, T, V]
+    out, out_stride_a: tl.int64, out_stride_t: tl.int64,                   # [A, T, V], may be the logits
+    V, T, first: tl.int64,
+    targets, maxima, sums, z_targets, entropies, d_logps, d_entropies,     # [n], n programs
+    inv_temperature, scale, softcap,
+    SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    ENTROPY: tl.constexpr = d_entropies is not None
+    d_logp = tl.load(d_logps + i)
+    d_entropy = d_logp * 0.0
+    entropy = d_entropy
+    active = d_logp != 0.0
+    if ENTROPY:
+        d_entropy = tl.load(d_entropies + i)
+        entropy = tl.load(entropies + i)
+        active = active | (d_entropy != 0.0)
+    out_row = out + _row_offset(first + i, T, out_stride_a, out_stride_t, ALIGNED)
+    if active:
+        inv_t = inv_temperature
+        if ROW_TEMPERATURE:
+            inv_t = tl.load(inv_temperature + i)
+        row = logits + _row_offset(first + i, T, stride_a, stride_t, ALIGNED)
+        k = _k(scale, softcap, inv_t, SHAPE)
+        m = tl.load(maxima + i)
+        s = tl.load(sums + i)
+        z = tl.load(z_targets + i)
+        _write_gradient(row, out_row, V, tl.load(targets + i), tl.div_rn(z, k), tl.div_rn(m, k), s, (z - m) - tl.log(s),
+                        entropy, d_logp, d_entropy, k, scale, softcap, inv_t, SHAPE, ENTROPY, ALIGNED, LANES, COLS)
+    else:
+        _write_zeros(out_row, V, ALIGNED, LANES, COLS)
+
+
+@triton.jit(do_not_specialize=[
+    "stride_a", "stride_t", "out_stride_a", "out_stride_t", "T", "n", "targets", "read", "advantages", "old_logps", "ref_logps",
+    "policy_weight", "token_weight", "inv_temperature", "scale", "softcap", "beta", "entropy_coef", "surrogate_params",
+    "logps", "entropies", "losses",
+])
+def _fused_loss_kernel(
+    logits, stride_a: tl.int64, stride_t: tl.int64,                        # [A, T, V]
+    out, out_stride_a: tl.int64, out_stride_t: tl.int64,                   # [A, T, V], may be the logits, or None
+    V, T, n,
+    targets, read, advantages, old_logps, ref_logps, policy_weight, token_weight,  # [n]
+    inv_temperature, scale, softcap, beta, entropy_coef, surrogate_params,
+    logps, entropies, losses,                                              # [n]
+    TERMS: tl.constexpr, SURROGATE: tl.constexpr, KL: tl.constexpr, BONUS: tl.constexpr,
+    SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+):
+    for index in range(tl.program_id(0), n, tl.num_programs(0)):
+        i = index.to(tl.int64)
+        live = True
+        if read is not None:
+            live = tl.load(read + i)
+        if live:
+            inv_t = inv_temperature
+            if ROW_TEMPERATURE:
+                inv_t = tl.load(inv_temperature + i)
+            row = logits + _row_offset(i, T, stride_a, stride_t, ALIGNED)
+            target = tl.load(targets + i)
+            # Before the first store: the gradient may go where the logits are. The reductions below are the barrier.
+            k = _k(scale, softcap, inv_t, SHAPE)
+            u = _target_u(row, target, V, scale, softcap, SHAPE)
+            m, s, w = _softmax_partials(row, V, k, scale, softcap, SHAPE, True, ALIGNED, LANES, COLS)
+            log_s = tl.log(s)
+            logp = k * (u - m) - log_s
+            entropy = log_s - k * w / s
+            entropy = tl.where(entropy < 0.0, 0.0, entropy)  # unlike maximum, keeps NaN
+            old_logp = logp  # on-policy: ratio 1
+            if old_logps is not None:
+                old_logp = tl.load(old_logps + i)
+            ref_logp = logp
+            if ref_logps is not None:
+                ref_logp = tl.load(ref_logps + i)
+            loss, d_logp, d_entropy = TERMS(
+                logp, old_logp, ref_logp, entropy, tl.load(advantages + i), tl.load(policy_weight + i), tl.load(token_weight + i),
+                beta, entropy_coef, SURROGATE, surrogate_params, KL, BONUS,
+            )
+            tl.store(logps + i, logp)
+            tl.store(entropies + i, entropy)
+            tl.store(losses + i, loss)
+            if out is not None:
+                out_row = out + _row_offset(i, T, out_stride_a, out_stride_t, ALIGNED)
+                if (d_logp != 0.0) | (d_entropy != 0.0):
+                    _write_gradient(row, out_row, V, target, u, m, s, logp, entropy, d_logp, d_entropy,
+                                    k, scale, softcap, inv_t, SHAPE, BONUS, ALIGNED, LANES, COLS)
+                else:
+                    _write_zeros(out_row, V, ALIGNED, LANES, COLS)
+        else:
+            tl.store(logps + i, 0.0)
+            tl.store(entropies + i, 0.0)
+            tl.store(losses + i, 0.0)
+            if out is not None:
+                _write_zeros(out + _row_offset(i, T, out_stride_a, out_stride_t, ALIGNED), V, ALIGNED, LANES, COLS)
+# fmt: on
+
+
+@triton.jit(do_not_specialize=["stride_a", "stride_t", "V", "T", "tiles", "factor"])
+def _scale_kernel(
+    x, stride_a: tl.int64, stride_t: tl.int64, V: tl.int64, T: tl.int64, tiles: tl.int64, factor,
+    ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    f = tl.load(factor).to(tl.float32)
+    if f != 1.0:
+        BLOCK: tl.constexpr = LANES * COLS
+        cols = _columns(ALIGNED, LANES, COLS)
+        per_row = tl.cdiv(V, BLOCK)
+        for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
+            start = (tile % per_row) * BLOCK
+            at = x + _row_offset(tile // per_row, T, stride_a, stride_t, ALIGNED) + start + cols
+            if start + BLOCK <= V:
+                tl.store(at, (tl.load(at).to(tl.float32) * f).to(x.dtype.element_ty))
+            else:
+                inside = start + cols < V
+                value = tl.load(at, mask=inside, other=0.0).to(tl.float32) * f
+                tl.store(at, value.to(x.dtype.element_ty), mask=inside)
+
+
+# ---- formulas into Triton
+
+
+@functools.cache
+def compiled_formula(function: Callable[..., Any]) -> Any:
+    """A formula written with `surrogates.ops` as a Triton function: the same source, with `ops` = triton.language.
+
+    Plain functions that it calls are converted too; numbers it refers to are fixed at the first use. Raises ValueError
+    for what Triton cannot compile: lambdas, closures, callable objects, functions without a source file."""
+    if isinstance(function, triton.runtime.jit.JITCallable):
+        return function
+    name = getattr(function, "__qualname__", repr(function))
+    remedy = "a formula for the fused kernel is a module-level function, written in a file with the names of surrogates.ops."
+    if not isinstance(function, types.FunctionType) or function.__name__ == "<lambda>":
+        raise ValueError(f"{name} cannot be compiled by Triton: {remedy}")
+    if function.__closure__:
+        free = ", ".join(function.__code__.co_freevars)
+        raise ValueError(f"{name} closes over {free}: pass numbers as parameters; {remedy}")
+    try:
+        source = inspect.getsource(function)
+    except OSError:
+        raise ValueError(f"{name} has no source file: {remedy}") from None
+    definition = ast.parse(textwrap.dedent(source)).body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    used = {node.id for statement in definition.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    names: dict[str, Any] = {"tl": tl}  # the interpreter asks to see it
+    for used_name in sorted(used & function.__globals__.keys()):
+        value = function.__globals__[used_name]
+        if value is surrogates.ops:
+            names[used_name] = tl
+        elif value is function:
+            raise ValueError(f"{name} calls itself: {remedy}")
+        elif isinstance(value, types.FunctionType):
+            names[used_name] = compiled_formula(value)
+        elif isinstance(value, (bool, int, float)):
+            names[used_name] = tl.constexpr(value)
+        else:
+            raise ValueError(f"{name} refers to {used_name}, a {type(value).__name__}: {remedy}")
+    clone = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    clone.__module__, clone.__qualname__ = function.__module__, function.__qualname__
+    return triton.jit(clone)
+
+
+# ---- launches
+
+
+class _Launch(NamedTuple):
+    """What depends on the data's vocabulary, dtypes and strides, never on the number of rows."""
+
+    flags: dict[str, Any]
+    threads: int
+    num_warps: int
+
+
+_INTERPRETED = not isinstance(_row_stats_kernel, triton.runtime.jit.JITFunction)
+
+
+def available() -> str | None:
+    """None when the kernels can run here, else the reason in words."""
+    if _INTERPRETED or torch.cuda.is_available():
+        return None
+    return "no CUDA or HIP device is visible (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+
+
+def _launch(columns: int, *tensors: Tensor) -> _Launch:
+    """The tile and warps for rows of `columns`; `tensors` are [A, T, V], the first sets the width of an access."""
+    itemsize = tensors[0].element_size()
+    threads, accesses = LAUNCH[itemsize]
+    cols = 16 // itemsize
+    lanes = max(32, min(threads * accesses, triton.next_power_of_2(triton.cdiv(columns, cols))))
+    warp = 32 if _INTERPRETED else triton.runtime.driver.active.get_current_target().warp_size
+    # Both strides, whatever the sizes: a dimension of size 1 must not select another kernel.
+    aligned = all(x.stride(0) % 16 == 0 and x.stride(1) % 16 == 0 for x in tensors)
+    threads = min(threads, lanes)
+    return _Launch({"ALIGNED": aligned, "LANES": lanes, "COLS": cols}, threads, max(1, threads // warp))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def _check_layout(logits: Tensor, out: Tensor | None, n: int) -> None:
+    assert logits.dim() == 3 and (logits.stride(2) == 1 or logits.shape[2] == 1), (logits.shape, logits.stride())
+    assert out is None or (out.shape == logits.shape and (out.stride(2) == 1 or out.shape[2] == 1)), (out.shape, out.stride())
+    assert logits.element_size() in LAUNCH and logits.is_floating_point(), logits.dtype
+    assert 0 <= n < 2**31 - 2**16 and 0 < logits.shape[2] < 2**31 - 2**16, (n, logits.shape)
+
+
+def _transform_arguments(transform: RowTransform) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    inverse: Any = transform.inv_temperature
+    per_row = isinstance(inverse, Tensor)
+    shape = "softcap" if transform.softcap != 0 else "linear" if transform.scale >= 0 else "mirrored"
+    values = (inverse.contiguous() if per_row else float(inverse), float(transform.scale), float(transform.softcap))
+    return values, {"SHAPE": shape, "ROW_TEMPERATURE": per_row}
+
+
+def _vector(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def row_stats(
+    logits: Tensor,
+    targets: Tensor,
+    read: Tensor | None,
+    transform: RowTransform,
+    entropy: bool,
+    rows: tuple[int, int] | None = None,
+) -> RowStats:
+    """Softmax partials of each row of logits [A, T, V]. `rows` = (lo, hi) takes those flat rows; vectors are [hi - lo]."""
+    A, T, V = logits.shape
+    lo, hi = (0, A * T) if rows is None else rows
+    n = hi - lo
+    _check_layout(logits, None, n)
+    maxima, sums, z_targets, *rest = torch.empty(4 if entropy else 3, n, dtype=torch.float32, device=logits.device).unbind(0)
+    weighted = rest[0] if entropy else None
+    stats = RowStats(maxima, sums, weighted, z_targets)
+    if n == 0:
+        return stats
+    with _on_device(logits):
+        launch = _launch(V, logits)
+        arguments, flags = _transform_arguments(transform)
+        _row_stats_kernel[(n,)](
+            logits, logits.stride(0), logits.stride(1), V, T, lo, _vector(targets), _vector(read), *arguments,
+            maxima, sums, weighted, z_targets, **flags, **launch.flags, num_warps=launch.num_warps,
+        )  # fmt: skip
+    return stats
+
+
+def row_grads(
+    logits: Tensor,
+    targets: Tensor,
+    stats: RowStats,
+    entropy: Tensor | None,
+    d_logps: Tensor,
+    d_entropy: Tensor | None,
+    transform: RowTransform,
+    out: Tensor,
+    rows: tuple[int, int] | None = None,
+) -> None:
+    """d logits into `out` [A, T, V], which may be the logits. Rows whose slopes are 0 become 0 and are not read."""
+    A, T, V = logits.shape
+    lo, hi = (0, A * T) if rows is None else rows
+    n = hi - lo
+    _check_layout(logits, out, n)
+    if n == 0:
+        return
+    if d_entropy is not None and entropy is None:
+        entropy = stats.entropy
+    with _on_device(logits):
+        launch = _launch(V, logits, out)
+        arguments, flags = _transform_arguments(transform)
+        _row_grads_kernel[(n,)](
+            logits, logits.stride(0), logits.stride(1), out, out.stride(0), out.stride(1), V, T, lo,
+            _vector(targets), _vector(stats.max), _vector(stats.sum), _vector(stats.target),
+            None if d_entropy is None else _vector(entropy), _vector(d_logps), _vector(d_entropy), *arguments,
+            **flags, **launch.flags, num_warps=launch.num_warps,
+        )  # fmt: skip
+
+
+def fused_loss(
+    logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None
+) -> FusedRows:  # fmt: skip
+    """Per-token losses and, with `out`, d loss / d logits, in one visit of each row. Token-level objectives only."""
+    assert objective.level == "token", objective.level
+    A, T, V = logits.shape
+    n = A * T
+    _check_layout(logits, out, n)
+    formulas = {
+        "TERMS": compiled_formula(surrogates.token_terms),
+        "SURROGATE": compiled_formula(objective.surrogate.function),
+        "KL": None if objective.kl_function is None else compiled_formula(objective.kl_function),
+        "BONUS": objective.needs_entropy,
+    }
+    logps, entropies, losses = torch.empty(3, n, dtype=torch.float32, device=logits.device).unbind(0)
+    if n == 0:
+        return FusedRows(logps, entropies, losses)
+    with _on_device(logits):
+        gradient = logits if out is None else out  # its strides are not looked at without a gradient
+        launch = _launch(V, logits, gradient)
+        arguments, flags = _transform_arguments(transform)
+        programs = _multiprocessors(logits.device) * max(1, RESIDENT_THREADS // launch.threads)
+        _fused_loss_kernel[(min(n, programs),)](
+            logits, logits.stride(0), logits.stride(1), out, gradient.stride(0), gradient.stride(1), V, T, n,
+            _vector(rows.targets), _vector(rows.read), _vector(rows.advantages), _vector(rows.old_logps), _vector(rows.ref_logps),
+            _vector(rows.policy_weight), _vector(rows.token_weight), *arguments,
+            float(objective.beta), float(objective.entropy_coef), objective.surrogate.params, logps, entropies, losses,
+            **formulas, **flags, **launch.flags, num_warps=launch.num_warps,
+        )  # fmt: skip
+    return FusedRows(logps, entropies, losses)
+
+
+def scale_(gradient: Tensor, factor: Tensor) -> None:
+    """gradient *= factor, a 0-d tensor. The kernel looks at the factor: 1 costs a launch and the host never waits."""
+    if gradient.numel() == 0:
+        return
+    # One row when contiguous. Its stride is never used; 0 keeps the length from selecting a kernel.
+    view = gradient.as_strided((1, 1, gradient.numel()), (0, 0, 1)) if gradient.is_contiguous() else gradient
+    assert view.dim() == 3 and view.stride(2) == 1, (gradient.shape, gradient.stride())
+    A, T, V = view.shape
+    with _on_device(gradient):
+        launch = _launch(2**31, view)
+        tiles = A * T * triton.cdiv(V, launch.flags["LANES"] * launch.flags["COLS"])
+        _scale_kernel[(min(tiles, SCALE_PROGRAMS),)](
+            view, view.stride(0), view.stride(1), V, T, tiles, factor, **launch.flags, num_warps=launch.num_warps
+        )

@@ -1,0 +1,263 @@
+"""The tokens of a batch and the transform of their logits: validated once, then seen as flat rows."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .advantages import group_advantages
+from .backends import RowTransform
+
+Tensor = torch.Tensor
+
+
+def values_are_checked(tensor: Tensor) -> bool:
+    """Values (ids, temperatures, offsets) are checked on the CPU; on a GPU, where a look at them would stall the
+    device, only with GRPO_KERNELS_CHECK=1 in the environment. Shapes, dtypes and devices are always checked."""
+    return tensor.device.type == "cpu" or os.environ.get("GRPO_KERNELS_CHECK", "0") == "1"
+
+
+def check_targets(targets: Tensor, mask: Tensor | None, vocab: int) -> None:
+    """Raise ValueError naming the first target outside [0, vocab) at a row that counts."""
+    if not values_are_checked(targets):
+        return
+    bad = (targets < 0) | (targets >= vocab)
+    if mask is not None:
+        bad &= mask
+    if bad.any():
+        at = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"targets{list(at)}={int(targets[at])} is outside the vocabulary [0, {vocab}). "
+            "Mask the position (mask=False) if it is padding; its id may then be anything."
+        )
+
+
+def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
+    """A bool mask of `shape`; 0/1 integers, as tokenizers give them, are accepted."""
+    if mask.shape != shape:
+        raise ValueError(f"{name} has shape {list(mask.shape)}, but targets has {list(shape)}: they must be the same.")
+    if mask.is_floating_point() or mask.is_complex():
+        raise ValueError(f"{name} has dtype {mask.dtype}: pass a bool (or 0/1 integer) tensor, for example {name}.bool().")
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
+def sequence_ids(cu_seqlens: Tensor, n: int) -> Tensor:
+    """[n] int64: the sequence that each packed row belongs to. Computed on the device, without a host sync."""
+    rows = torch.arange(n, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].to(torch.int64), rows, right=True)
+
+
+def per_token(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Flat fp32 [N]: `value` given per token (the shape of targets), per sequence ([B] or [B, 1]) or as a 0-d tensor."""
+    value = value.detach().to(torch.float32)
+    if value.shape == shape:
+        return value.reshape(-1)
+    if value.dim() == 0:
+        return value.expand(shape.numel())
+    if cu_seqlens is None:
+        if len(shape) >= 2 and value.shape in (shape[:1], shape[:1] + (1,) * (len(shape) - 1)):
+            return value.reshape(-1, *(1,) * (len(shape) - 1)).expand(shape).reshape(-1)
+        options = f"{list(shape)}" + (f", [{shape[0]}] or [{shape[0]}, 1]" if len(shape) == 2 else "")
+        hint = " For packed sequences pass cu_seqlens." if len(shape) == 1 else ""
+    else:
+        sequences = cu_seqlens.numel() - 1
+        if value.shape in ((sequences,), (sequences, 1)):
+            return value.reshape(-1)[sequence_ids(cu_seqlens, shape.numel())]
+        options, hint = f"{list(shape)} (per token) or [{sequences}] (per sequence)", ""
+    raise ValueError(f"{name} has shape {list(value.shape)}, but targets of shape {list(shape)} want {options}.{hint}")
+
+
+@dataclass(frozen=True, eq=False)
+class LogitTransform:
+    """What the model does to its logits before the softmax: z = softcap * tanh(x * scale / softcap) / temperature.
+
+    temperature: a number > 0, or a tensor > 0: 0-d, per sequence [B] or per token (the shape of targets).
+    softcap: a number > 0, or None. scale: a finite number, not 0. The order is scale, softcap, temperature.
+    Logits that come out of a model's own forward already carry its scale and softcap: pass the temperature only.
+    """
+
+    temperature: float | Tensor = 1.0
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        t = self.temperature
+        if isinstance(t, Tensor):
+            if not t.is_floating_point():
+                raise ValueError(f"temperature has dtype {t.dtype}: pass a floating-point tensor.")
+            if t.requires_grad:
+                raise ValueError("temperature requires grad, but no gradient flows to it: pass temperature.detach().")
+        elif not 0 < t < math.inf:
+            raise ValueError(f"temperature={t}: it divides the logits and must be a finite number above 0.")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(f"softcap={self.softcap}: it must be a finite number above 0, or None for no softcap.")
+        if not (math.isfinite(self.scale) and self.scale != 0):
+            raise ValueError(f"scale={self.scale}: it multiplies the logits and must be finite and not 0.")
+
+    def for_rows(self, shape: torch.Size, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> RowTransform:
+        """The transform of flat rows; a temperature tensor becomes one inverse per row, checked where mask is set."""
+        t = self.temperature
+        inverse: float | Tensor
+        if isinstance(t, Tensor):
+            if t.device != device:
+                raise ValueError(f"temperature is on {t.device}, but the logits are on {device}: move it there.")
+            t = per_token("temperature", t, shape, cu_seqlens)
+            if values_are_checked(t):
+                bad = ~((t > 0) & torch.isfinite(t))
+                if mask is not None:
+                    bad &= mask.reshape(-1)
+                if bad.any():
+                    at = int(bad.nonzero()[0])
+                    raise ValueError(f"temperature is {float(t[at])} at row {at}: it must be finite and above 0.")
+            inverse = t.reciprocal().contiguous()
+        else:
+            inverse = 1.0 / float(t)
+        return RowTransform(float(self.scale), float(self.softcap or 0.0), inverse)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """The chosen tokens of a batch and everything the loss knows about them besides the policy itself.
+
+    targets      int64 [B, T] padded, or [N] packed: the chosen token of each position. Row i of the logits (or hidden
+                 states) predicts targets[i]; nothing is shifted.
+    advantages   float [B], [B, 1], [B, T] or [N].
+    mask         bool (or 0/1 integer), the shape of targets: True where the token is trained on; None = everywhere.
+                 What the other tensors hold where it is False (NaN, inf, ids out of range) has no effect.
+    old_logps    float, the shape of targets: log-probs under the policy at the start of the update. None = on-policy:
+                 the ratio is 1 and keeps its gradient.
+    ref_logps    float, the shape of targets: log-probs under the frozen reference; needed when beta != 0.
+    weights      float [B], [B, 1] or the shape of targets: multiplies the policy term, not the KL (sampler mismatch).
+    cu_seqlens   int32 or int64 [B + 1] when packed: sequence b is rows cu_seqlens[b] : cu_seqlens[b + 1].
+
+    Gradients never flow into these tensors. Raises ValueError on shapes, dtypes or devices that disagree.
+    """
+
+    targets: Tensor
+    advantages: Tensor
+    mask: Tensor | None = field(default=None, kw_only=True)
+    old_logps: Tensor | None = field(default=None, kw_only=True)
+    ref_logps: Tensor | None = field(default=None, kw_only=True)
+    weights: Tensor | None = field(default=None, kw_only=True)
+    cu_seqlens: Tensor | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        targets = self.targets
+        if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
+            got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+            raise ValueError(f"targets is {got}: pass an int64 tensor of token ids, [B, T] or packed [N].")
+        if targets.dim() not in (1, 2):
+            raise ValueError(f"targets has shape {list(targets.shape)}: pass [B, T], or packed [N] with cu_seqlens.")
+        for name in ("advantages", "mask", "old_logps", "ref_logps", "weights", "cu_seqlens"):
+            value = getattr(self, name)
+            if value is None:
+                if name == "advantages":
+                    raise ValueError("advantages is None: pass a float tensor [B] or [B, T]; see group_advantages.")
+                continue
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name} is a {type(value).__name__}: pass a tensor on {targets.device}.")
+            if value.device != targets.device:
+                raise ValueError(f"{name} is on {value.device}, but targets is on {targets.device}: move it there.")
+            if name not in ("mask", "cu_seqlens") and not value.is_floating_point():
+                raise ValueError(f"{name} has dtype {value.dtype}: pass a floating-point tensor.")
+        for name in ("old_logps", "ref_logps"):
+            value = getattr(self, name)
+            if value is not None and value.shape != targets.shape:
+                raise ValueError(f"{name} has shape {list(value.shape)}, but targets has {list(targets.shape)}: they must be the same.")
+        if self.mask is not None:
+            object.__setattr__(self, "mask", as_mask("mask", self.mask, targets.shape))
+        if self.cu_seqlens is not None:
+            self._check_offsets(self.cu_seqlens)
+        self.flat("advantages")
+        self.flat("weights")
+
+    def _check_offsets(self, cu_seqlens: Tensor) -> None:
+        if self.targets.dim() != 1:
+            raise ValueError(f"cu_seqlens goes with packed targets [N], but targets has shape {list(self.targets.shape)}.")
+        if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+            raise ValueError(
+                f"cu_seqlens has dtype {cu_seqlens.dtype} and shape {list(cu_seqlens.shape)}: pass int32 [B + 1], starting at 0."
+            )
+        if values_are_checked(cu_seqlens):
+            offsets, n = cu_seqlens.tolist(), self.targets.numel()
+            if offsets[0] != 0 or offsets[-1] != n or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
+                raise ValueError(f"cu_seqlens={offsets}: it must rise from 0 to the number of rows, {n}.")
+
+    @classmethod
+    def from_rewards(
+        cls,
+        targets: Tensor,
+        rewards: Tensor,
+        *,
+        group_size: int | None = None,
+        groups: Tensor | None = None,
+        scale: str = "group",
+        **fields: Any,
+    ) -> TokenBatch:
+        """A batch whose advantages are the group-normalised `rewards` [B]; see `group_advantages`.
+
+        `fields` are those of TokenBatch (mask, old_logps, ...). Raises ValueError as both do."""
+        advantages = group_advantages(rewards, group_size=group_size, groups=groups, scale=scale)
+        return cls(targets, advantages.to(targets.device), **fields)
+
+    # ---- the batch as flat rows, row-major
+
+    @property
+    def rows(self) -> int:
+        return self.targets.numel()
+
+    @property
+    def sequences(self) -> int | None:
+        """Number of sequences B (fully masked ones count), or None for packed rows without cu_seqlens."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens.numel() - 1
+        return self.targets.shape[0] if self.targets.dim() == 2 else None
+
+    def flat(self, name: str) -> Tensor | None:
+        """A float field as fp32 [N], one value per token, 0 where the mask is False; None if it was not given."""
+        value = getattr(self, name)
+        if value is None:
+            return None
+        value = per_token(name, value, self.targets.shape, self.cu_seqlens)
+        return value if self.mask is None else torch.where(self.mask.reshape(-1), value, 0.0)
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """Sum of flat `values` [N] over each sequence: [B], accumulated in fp64 in a fixed order, no atomics."""
+        values = values.to(torch.float64)
+        if self.cu_seqlens is None:
+            return values.view(self.targets.shape).sum(1)
+        return torch.segment_reduce(values, "sum", offsets=self.cu_seqlens.to(torch.int64), initial=0, unsafe=True)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Give each token its sequence's value: [B] -> [N]."""
+        if self.cu_seqlens is not None:
+            return values[sequence_ids(self.cu_seqlens, self.rows)]
+        return values[:, None].expand(self.targets.shape).reshape(-1)
+
+
+def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool) -> Tensor:
+    """Logits as [A, T, V] with unit stride in V, in the order of targets of `shape`; a view wherever there is one."""
+    if not isinstance(logits, Tensor) or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"logits is {got}: pass a float32, bfloat16 or float16 tensor.")
+    if logits.dim() != len(shape) + 1 or logits.shape[:-1] != shape:
+        raise ValueError(
+            f"logits has shape {list(logits.shape)}, but targets has {list(shape)}: logits must be targets' shape plus the "
+            "vocabulary, row i predicting targets[i] (for a model's output usually logits[:, :-1] against ids[:, 1:])."
+        )
+    if logits.shape[-1] == 0:
+        raise ValueError(f"logits has shape {list(logits.shape)}: the vocabulary is empty.")
+    if logits.device != device:
+        raise ValueError(f"logits is on {logits.device}, but targets is on {device}: move one of them.")
+    if inplace and (logits.stride(-1) != 1 or any(s == 0 and n > 1 for s, n in zip(logits.stride(), logits.shape, strict=True))):
+        raise ValueError(
+            f"inplace=True, but logits of shape {list(logits.shape)} has strides {list(logits.stride())}: "
+            "it must have unit stride in the vocabulary and no expanded dimension. Pass logits.contiguous() or inplace=False."
+        )
+    if logits.stride(-1) != 1 and logits.shape[-1] != 1:
+        logits = logits.contiguous()
+    return logits if logits.dim() == 3 else logits.unsqueeze(0)

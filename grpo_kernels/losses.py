@@ -1,0 +1,203 @@
+"""Layer 2: the loss with its gradient computed in the forward pass."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from . import backends
+from .backends import FusedRows, RowTransform
+from .batch import LogitTransform, TokenBatch, check_targets, logit_rows
+from .objective import Objective, TokenRows
+
+Tensor = torch.Tensor
+
+
+@dataclass(eq=False)
+class LossOutput:
+    """What a fused loss returns.
+
+    loss      0-d fp32, differentiable: the sum of all weighted per-token terms.
+    logps     fp32, the shape of targets, detached; 0 where masked.
+    entropy   likewise, in nats.
+    metrics   computed on first use, see below.
+    """
+
+    loss: Tensor
+    logps: Tensor
+    entropy: Tensor
+    _objective: Objective = field(repr=False)
+    _batch: TokenBatch = field(repr=False)
+    _rows: TokenRows = field(repr=False)
+
+    @cached_property
+    def metrics(self) -> dict[str, Tensor]:
+        """0-d fp32 tensors on the device of the data (reading one waits for it, making them does not). Means are over
+        the trained tokens of this batch; with skip_inactive=True, over those that were read.
+
+        tokens           trained tokens
+        ratio_mean, ratio_min, ratio_max     of the ratio at the objective's level (1 when on-policy)
+        clip_low         share of tokens with A < 0 and a ratio below the lower bound
+        clip_high        share of tokens with A > 0 and a ratio above the upper bound
+        ess              effective sample size of ratio * weights, as a share: (sum r)^2 / (tokens * sum r^2)
+        zero_advantage   share of all trained tokens whose advantage is exactly 0
+        entropy          mean entropy in nats
+        kl               mean of the KL estimator (only with beta != 0)
+        """
+        rows, logps = self._rows, self.logps.reshape(-1)
+        everywhere = torch.ones_like(logps, dtype=torch.bool)
+        trained = everywhere if rows.trained is None else rows.trained
+        read = everywhere if rows.read is None else rows.read
+        count = read.sum().to(torch.float32)
+        tokens = count.clamp(min=1.0)
+
+        def mean(x: Tensor) -> Tensor:
+            return torch.where(read, x, 0.0).sum() / tokens
+
+        def extreme(x: Tensor, reduce: Any, start: float) -> Tensor:
+            if x.numel() == 0:
+                return x.new_ones(())
+            return torch.where(count > 0, reduce(torch.where(read, x, start)), 1.0)
+
+        ratio = torch.exp(self._objective.log_ratio(logps, rows, self._batch))
+        low, high = self._objective.surrogate.ratio_bounds
+        weight = ratio * torch.where(rows.token_weight != 0, rows.policy_weight / rows.token_weight, 0.0)
+        weight = torch.where(read, weight, 0.0)
+        metrics = {
+            "tokens": trained.sum().to(torch.float32),
+            "ratio_mean": mean(ratio),
+            "ratio_min": extreme(ratio, torch.amin, math.inf),
+            "ratio_max": extreme(ratio, torch.amax, -math.inf),
+            "clip_low": mean(((ratio < low) & (rows.advantages < 0)).to(torch.float32)),
+            "clip_high": mean(((ratio > high) & (rows.advantages > 0)).to(torch.float32)),
+            "ess": weight.sum().square() / (tokens * weight.square().sum()).clamp(min=1e-30),
+            "zero_advantage": (trained & (rows.advantages == 0)).sum() / trained.sum().clamp(min=1),
+            "entropy": mean(self.entropy.reshape(-1)),
+        }
+        kl = self._objective.kl_function
+        if kl is not None:
+            old = logps if rows.old_logps is None else rows.old_logps
+            metrics["kl"] = mean(kl(logps, old, rows.ref_logps)[0])
+        return metrics
+
+
+def grpo_loss(
+    logits: Tensor,
+    batch: TokenBatch,
+    objective: Objective,
+    *,
+    transform: LogitTransform | None = None,
+    normalizer: float | Tensor | None = None,
+    inplace: bool = False,
+    skip_inactive: bool = False,
+    backend: str = "auto",
+    strict: bool = False,
+) -> LossOutput:
+    """The loss of `objective` over `batch`, from logits, with the gradient computed in the same visit of each row.
+
+        out = grpo_loss(logits[:, :-1], TokenBatch(ids[:, 1:], advantages, mask=mask, old_logps=old), Objective.preset("dapo"))
+        out.loss.backward()
+
+    logits       [B, T, V] or [N, V], fp32, bf16 or fp16, any strides; row i predicts batch.targets[i].
+    transform    temperature, softcap and scale; see LogitTransform.
+    normalizer   the denominator over all micro-batches and ranks, a number or 0-d tensor; None: that of this batch
+                 alone, `objective.normalizer(batch)`, at least 1.
+    inplace      True: the gradient overwrites the logits, no second [.., V] tensor exists. Their version counter is
+                 bumped, so autograd raises where something else still needs their values.
+    skip_inactive  True: rows that cannot contribute (zero advantage or weight, and neither KL nor entropy bonus, at
+                 token level) are not read either; out.logps and out.entropy hold 0 there. Loss and gradient are the same.
+    backend      "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
+
+    Token-level objectives read each logit from memory once and write its gradient once; sequence levels read twice.
+    fp16 logits keep their values and form the gradient in the backward, where the loss scale is known: it would
+    underflow here. On-policy (ratio 1, advantages that sum to 0) a loss near 0 is normal: its gradient is not.
+
+    out.loss.backward() hands the stored gradient on, multiplied by the upstream scalar; no pass over it when that is 1
+    and no host sync. The gradient is handed over once: a second backward raises RuntimeError (fp16: with
+    retain_graph=True it works). Raises ValueError naming the argument that is wrong, before any work.
+    """
+    if not isinstance(batch, TokenBatch):
+        raise ValueError(f"batch is a {type(batch).__name__}: pass a TokenBatch.")
+    if not isinstance(objective, Objective):
+        raise ValueError(f"objective is a {type(objective).__name__}: pass an Objective, for example Objective.preset('grpo').")
+    shape, device = batch.targets.shape, batch.targets.device
+    flat_logits = logit_rows(logits, shape, device, inplace)
+    check_targets(batch.targets, batch.mask, flat_logits.shape[-1])
+    row_transform = (transform or LogitTransform()).for_rows(shape, batch.mask, batch.cu_seqlens, device)
+    rows = objective.token_rows(batch, normalizer, skip_inactive)
+    module = backends.pick(backend, device, strict)
+    call = _Call(batch, objective, rows, row_transform, module, inplace)
+    loss, logps, entropy = _GrpoLoss.apply(flat_logits, call)
+    return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows)
+
+
+@dataclass(eq=False)
+class _Call:
+    """The arguments of one call, as one object through autograd."""
+
+    batch: TokenBatch
+    objective: Objective
+    rows: TokenRows
+    transform: RowTransform
+    backend: ModuleType
+    inplace: bool
+
+
+class _GrpoLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[0]
+        # A gradient in fp16 is stored only after the loss scale is in it.
+        deferred = wanted and logits.dtype == torch.float16
+        out = None
+        if wanted and not deferred:
+            out = logits.detach() if call.inplace else torch.empty_like(logits)
+        if call.objective.level == "token" and not deferred:
+            fused = call.backend.fused_loss(logits, call.rows, call.objective, call.transform, out)
+        else:
+            stats = call.backend.row_stats(logits, call.rows.targets, call.rows.read, call.transform, True)
+            logps, H = stats.logps, stats.entropy
+            losses, d_logps, d_entropy = call.objective.token_stage(logps, H, call.rows, call.batch)
+            fused = FusedRows(logps, H, losses)
+            if out is not None:
+                call.backend.row_grads(logits, call.rows.targets, stats, H, d_logps, d_entropy, call.transform, out)
+            elif deferred:
+                ctx.save_for_backward(logits)
+                ctx.slopes = (stats, H, d_logps, d_entropy)
+        if out is not None and call.inplace:
+            torch.autograd.graph.increment_version(logits)
+        ctx.call, ctx.gradient, ctx.deferred = call, out, deferred
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(fused.logps, fused.entropy)
+        return fused.losses.sum(), fused.logps, fused.entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, None]:
+        if d_loss is None:
+            return None, None
+        call: _Call = ctx.call
+        if ctx.deferred:
+            (logits,) = ctx.saved_tensors
+            stats, H, d_logps, d_entropy = ctx.slopes
+            out = logits.detach() if call.inplace else torch.empty_like(logits)
+            call.backend.row_grads(
+                logits, call.rows.targets, stats, H,
+                d_logps * d_loss, None if d_entropy is None else d_entropy * d_loss, call.transform, out,
+            )  # fmt: skip
+            if call.inplace:
+                torch.autograd.graph.increment_version(logits)
+            return out, None
+        if ctx.gradient is None:
+            raise RuntimeError(
+                "the gradient of this grpo_loss was already handed over by an earlier backward. It exists once, to save a "
+                "[N, V] tensor: call grpo_loss again, or use token_logprobs with your own loss, for a second backward."
+            )
+        gradient, ctx.gradient = ctx.gradient, None
+        call.backend.scale_(gradient, d_loss)
+        return gradient, None

@@ -1,0 +1,78 @@
+"""Checkpoints: written whole or not at all, verified before use.
+
+A checkpoint is a folder `step-00000120` with `state.pt` and `manifest.json`, which holds the size and SHA-256 of the
+former. It is written under another name and renamed, so a folder with the right name was complete when it appeared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
+    """Write the checkpoint of a step and drop all but the newest `keep`."""
+    final, draft = folder / f"step-{step:08d}", folder / f"draft-{step:08d}"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    with open(draft / "state.pt", "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    with open(draft / "manifest.json", "w") as file:
+        json.dump({"step": step, "bytes": (draft / "state.pt").stat().st_size, "sha256": _digest(draft / "state.pt")}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    shutil.rmtree(final, ignore_errors=True)
+    draft.rename(final)
+    for old in listed(folder)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def listed(folder: Path) -> list[Path]:
+    """Checkpoints, oldest first."""
+    return sorted(folder.glob("step-*"))
+
+
+def load_newest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """The newest intact checkpoint (None if there is none), and what was wrong with those passed over."""
+    problems = []
+    for path in reversed(listed(folder)):
+        try:
+            manifest = json.loads((path / "manifest.json").read_text())
+            if _digest(path / "state.pt") != manifest["sha256"]:
+                raise ValueError("state.pt does not match its checksum")
+            # The checksum says that the file is the one written; weights_only keeps it from being a program.
+            return torch.load(path / "state.pt", map_location="cpu", weights_only=True), problems
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            problems.append(f"{path}: {error}")
+    return None, problems
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def rng_state() -> dict[str, Any]:
+    """Global generators, which dropout and reward functions may use; sampling and the data order have their own."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,166 @@
+"""What a run is: one dataclass, which is also the command line (`python -m grpo_kernels train --help`)."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import types
+import typing
+from dataclasses import MISSING, dataclass, field, fields
+
+from ..advantages import SCALES
+from ..objective import PRESETS, Objective
+
+LOSSES = ("logits", "eager")
+SCHEDULES = ("constant", "linear", "cosine")
+DTYPES = ("float32", "bfloat16")  # float16 would need a loss scaler
+
+
+def _field(default: typing.Any, text: str) -> typing.Any:
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run. Raises ValueError naming the field, its value and what would be right."""
+
+    model: str = _field("", "path or Hub name of a causal language model (its tokenizer beside it)")
+    dataset: str = _field("", "Hub name (openai/gsm8k), a folder laid out like a Hub data set, or a .jsonl / .json / .parquet file")
+    dataset_config: str | None = _field(None, "configuration of the data set (gsm8k has main and socratic)")
+    train_split: str = _field("train", "split to train on")
+    eval_split: str = _field("test", "split to evaluate on; a lone file gives up its last eval_prompts rows instead")
+    prompt_column: str | None = _field(None, "column of the prompt; default: the first of prompt, question, problem")
+    answer_column: str | None = _field(None, "column of the reference answer; default: the first of answer, solution")
+    prompt_template: str = _field("{prompt}", "text around a prompt; {prompt} stands for it")
+    chat: bool = _field(False, "send the prompt as a user message through the tokenizer's chat template")
+    rewards: list[str] = _field(["exact"], "reward functions: exact, number, or module:function")
+    reward_weights: list[float] | None = _field(None, "one weight per reward function (then the reward model's); default: all 1")
+    reward_model: str | None = _field(None, "path or Hub name of a sequence classifier with one output, added to the rewards")
+
+    preset: str = _field("grpo", f"objective: {', '.join(PRESETS)}")
+    beta: float = _field(0.0, "weight of the KL to the reference model; 0 loads no reference")
+    entropy_coef: float = _field(0.0, "weight of the entropy bonus")
+    advantage_scale: str = _field("group", f"divide centred rewards by the standard deviation of: {', '.join(SCALES)}")
+    ref_refresh_steps: int = _field(0, "copy the policy into the reference every so many steps (iterative GRPO); 0 = never")
+
+    steps: int = _field(200, "training steps: one batch of completions each")
+    prompts_per_step: int = _field(16, "prompts in a batch")
+    group_size: int = _field(8, "completions per prompt, G")
+    num_updates: int = _field(1, "optimizer steps on each batch; the ratio is to the policy before the first")
+    micro_batch: int = _field(0, "completions per forward and backward pass; 0 = the whole batch. Does not change the gradient")
+    max_prompt_tokens: int = _field(1024, "longer prompts are left out, with a count")
+    max_new_tokens: int = _field(256, "completion budget in tokens")
+    temperature: float = _field(1.0, "sampling temperature; the loss uses the same")
+    top_p: float = _field(1.0, "sample from the smallest set of tokens with this probability; the loss stays with the full softmax")
+    top_k: int = _field(0, "sample from the k most likely tokens; 0 = all")
+
+    lr: float = _field(1e-6, "learning rate of AdamW")
+    lr_schedule: str = _field("constant", f"after the warm-up: {', '.join(SCHEDULES)} (the last two end at 0)")
+    warmup_steps: int = _field(0, "optimizer steps of linear warm-up")
+    weight_decay: float = _field(0.0, "decoupled weight decay")
+    betas: list[float] = _field([0.9, 0.999], "AdamW's two betas")
+    max_grad_norm: float = _field(1.0, "gradient norm clip; inf switches it off")
+
+    eval_steps: int = _field(50, "evaluate every so many steps, before the first and after the last; 0 = never")
+    eval_prompts: int = _field(256, "held-out prompts per evaluation")
+    eval_temperature: float = _field(0.0, "0 = greedy")
+
+    out: str = _field("runs/grpo", "folder of metrics.jsonl, curves.png, checkpoints and the final model")
+    checkpoint_steps: int = _field(50, "write a checkpoint every so many steps and after the last; 0 = only after the last")
+    keep_checkpoints: int = _field(2, "checkpoints to keep, at least 2, so that a damaged one has a predecessor")
+    resume: bool = _field(False, "continue from the newest intact checkpoint in out; start afresh if there is none")
+
+    loss: str = _field("logits", "logits: fused kernels on the model's logits; eager: plain PyTorch log_softmax and autograd")
+    backend: str = _field("auto", "backend of the fused kernels, see `python -m grpo_kernels doctor`")
+    attn_implementation: str = _field("auto", "auto, sdpa, eager, flash_attention_2, ...; auto: flash-attn where installed, else sdpa")
+    liger: bool = _field(False, "replace the model's norms, rotary embedding and MLP by liger-kernel's (GPU)")
+    gradient_checkpointing: bool = _field(False, "recompute activations in the backward pass")
+    dtype: str = _field("float32", f"arithmetic of the model: {', '.join(DTYPES)}; parameters stay float32 (autocast)")
+    device: str = _field("auto", "auto, cpu, cuda, cuda:1, ...")
+    seed: int = _field(0, "seed of the data order and of sampling")
+    progress: bool = _field(True, "show a progress bar")
+
+    def __post_init__(self) -> None:
+        def check(name: str, ok: bool, remedy: str) -> None:
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r}: {remedy}")
+
+        for name in ("steps", "prompts_per_step", "group_size", "num_updates", "max_prompt_tokens", "max_new_tokens"):
+            check(name, getattr(self, name) >= 1, "it must be at least 1.")
+        for name in ("ref_refresh_steps", "micro_batch", "top_k", "warmup_steps", "weight_decay", "eval_steps", "checkpoint_steps"):
+            check(name, getattr(self, name) >= 0, "it must be 0 or more.")
+        for name, choices in (
+            ("preset", tuple(PRESETS)),
+            ("advantage_scale", SCALES),
+            ("lr_schedule", SCHEDULES),
+            ("loss", LOSSES),
+            ("dtype", DTYPES),
+        ):
+            check(name, getattr(self, name) in choices, f"it must be one of {', '.join(choices)}.")
+        check("prompt_template", "{prompt}" in self.prompt_template, "it must contain {prompt}.")
+        check("rewards", bool(self.rewards) or self.reward_model is not None, "name a reward function, or set reward_model.")
+        scorers = len(self.rewards) + (self.reward_model is not None)
+        weights = self.reward_weights
+        check("reward_weights", weights is None or len(weights) == scorers, f"give one weight for each of the {scorers} rewards.")
+        check("beta", 0 <= self.beta < math.inf, "the KL weight is a finite number >= 0.")
+        check("entropy_coef", math.isfinite(self.entropy_coef), "it must be finite.")
+        check("temperature", 0 < self.temperature < math.inf, "it divides the logits and must be above 0; for greedy use eval_temperature=0.")
+        check("eval_temperature", 0 <= self.eval_temperature < math.inf, "it must be 0 (greedy) or above.")
+        check("top_p", 0 < self.top_p <= 1, "it must be in (0, 1]; 1 switches it off.")
+        check("lr", 0 <= self.lr < math.inf, "it must be a finite number >= 0.")
+        check("betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "give two numbers in [0, 1).")
+        check("max_grad_norm", self.max_grad_norm > 0, "it must be above 0; inf switches clipping off.")
+        check("eval_prompts", self.eval_prompts >= 1, "it must be at least 1; eval_steps=0 switches evaluation off.")
+        check("keep_checkpoints", self.keep_checkpoints >= 2, "keep at least 2, so that a damaged one has a predecessor.")
+        check(
+            "ref_refresh_steps",
+            self.ref_refresh_steps == 0 or self.beta > 0,
+            "there is no reference to refresh at beta=0: set beta above 0.",
+        )
+
+    @property
+    def objective(self) -> Objective:
+        changes: dict[str, typing.Any] = {"beta": self.beta, "entropy_coef": self.entropy_coef}
+        if PRESETS[self.preset].aggregate == "constant":
+            changes["max_tokens"] = self.max_new_tokens
+        return Objective.preset(self.preset, **changes)
+
+    def lr_at(self, update: int) -> float:
+        """The learning rate of an optimizer step; a plain function of its number, so there is nothing to save."""
+        if update < self.warmup_steps:
+            return self.lr * (update + 1) / self.warmup_steps
+        done = (update - self.warmup_steps) / max(self.steps * self.num_updates - self.warmup_steps, 1)
+        if self.lr_schedule == "linear":
+            return self.lr * max(1.0 - done, 0.0)
+        if self.lr_schedule == "cosine":
+            return self.lr * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
+        return self.lr
+
+
+def parse_args(argv: list[str]) -> TrainConfig:
+    """TrainConfig from `--field value` arguments; a bad one ends the program with its message."""
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_kernels train",
+        description="Train a causal language model with GRPO.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    hints = typing.get_type_hints(TrainConfig)
+    for f in fields(TrainConfig):
+        kind = hints[f.name]
+        if isinstance(kind, types.UnionType):
+            kind = next(k for k in typing.get_args(kind) if k is not types.NoneType)
+        options: dict[str, typing.Any] = {"type": kind}
+        if kind is bool:
+            options = {"action": argparse.BooleanOptionalAction}
+        elif typing.get_origin(kind) is list:
+            options = {"type": typing.get_args(kind)[0], "nargs": "+"}
+        default = f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc]
+        # argparse formats help with %, and shows defaults only where there is a text.
+        text = f.metadata["help"].replace("%", "%%")
+        parser.add_argument("--" + f.name.replace("_", "-"), default=default, required=default == "", help=text, **options)
+    try:
+        return TrainConfig(**vars(parser.parse_args(argv)))
+    except ValueError as error:
+        parser.error(str(error))

@@ -1,0 +1,63 @@
+"""The policy and its tokenizer from disk or the Hub, on the device and with the kernels that the config asks for."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from . import require
+from .config import TrainConfig
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name!r}: torch sees no CUDA device here; use device='cpu' or 'auto'.")
+    return device
+
+
+def pick_attention(config: TrainConfig, device: torch.device) -> str:
+    name = config.attn_implementation
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    if name == "auto":
+        return "flash_attention_2" if has_flash and device.type == "cuda" and config.dtype != "float32" else "sdpa"
+    if name.startswith("flash_attention"):
+        asked = f"attn_implementation={name!r}"
+        if device.type != "cuda":
+            raise ValueError(f"{asked} needs a CUDA device, but device is {device}: use attn_implementation='sdpa'.")
+        if config.dtype == "float32":
+            raise ValueError(f"{asked} computes in half precision, but dtype='float32': use dtype='bfloat16', or 'sdpa'.")
+        if name == "flash_attention_2" and not has_flash:
+            raise ValueError(f"{asked}, but flash-attn is not installed: pip install flash-attn, or use 'sdpa'.")
+    return name
+
+
+def check_liger(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ValueError(f"liger=True: liger-kernel's model kernels run on a GPU, but device is {device}; leave liger off.")
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise ValueError("liger=True, but liger-kernel is not installed: pip install liger-kernel.")
+
+
+def load_policy(config: TrainConfig, device: torch.device) -> tuple[Any, Any]:
+    """(model, tokenizer) of `config.model`, with float32 parameters."""
+    transformers = require("transformers")
+    attention = pick_attention(config, device)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32, attn_implementation=attention)
+    return model, tokenizer
+
+
+def prepare_policy(model: Any, config: TrainConfig, device: torch.device) -> Any:
+    if config.liger:
+        from transformers.integrations.liger import apply_liger_kernel
+
+        # The losses stay ours: liger's would replace the model's forward.
+        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model.to(device)

@@ -1,0 +1,71 @@
+"""What a run leaves to read: one JSON line per step and a picture of the curves."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from . import require
+
+#: (title, field of a metrics line); panels whose field never appears are left out.
+PANELS = (("reward", "reward"), ("held-out accuracy", "accuracy"), ("KL to the reference", "kl"), ("entropy (nats per token)", "entropy"))
+
+
+class MetricsLog:
+    """metrics.jsonl, one object per line, on disk when `write` returns."""
+
+    def __init__(self, path: Path, resume_at: int) -> None:
+        """Lines of steps from `resume_at` on, which a resumed run writes again, are dropped."""
+        if path.exists():
+            draft = path.with_suffix(".draft")
+            kept = [line for line in read_metrics(path) if line["step"] < resume_at]
+            draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            draft.replace(path)
+        self.file = open(path, "a")
+
+    def write(self, line: dict[str, Any]) -> None:
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines; a torn last line, left by a crash while writing, is not one."""
+    text = path.read_text()
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def plot(metrics: Path, picture: Path) -> None:
+    """Reward, accuracy, KL and entropy over the steps, on a transparent ground with greys that read on light and dark."""
+    require("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = read_metrics(metrics)
+    panels = [(title, name) for title, name in PANELS if any(name in line for line in lines)]
+    if not panels:
+        return
+    grey, colour = "#808080", "#3987e5"
+    figure = Figure(figsize=(4 * len(panels), 3), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, name) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        steps, values = zip(*points, strict=True)
+        marker = "o" if len(points) < 30 else ""
+        axes.plot(steps, values, color=colour, marker=marker, markersize=4, linewidth=1.5)
+        axes.set_title(title, color=grey, fontsize=11)
+        axes.set_xlabel("step", color=grey)
+        axes.tick_params(colors=grey)
+        axes.grid(color=grey, alpha=0.25, linewidth=0.5)
+        axes.patch.set_alpha(0)
+        for side, spine in axes.spines.items():
+            spine.set_visible(side in ("left", "bottom"))
+            spine.set_color(grey)
+    draft = picture.with_suffix(".draft.png")
+    figure.savefig(draft, dpi=150, transparent=True)
+    draft.replace(picture)

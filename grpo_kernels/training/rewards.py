@@ -1,0 +1,161 @@
+"""Rewards: functions, reward models, per-token process rewards, and the advantages made of them.
+
+A reward function is any callable
+    reward(prompts, completions, *, completion_ids, **columns) -> list
+over the B completions of a step: texts, sampled ids (the end token included) and the data set's columns, each repeated
+per completion. It takes what it needs by name and swallows the rest with **_. It returns, per completion, either
+
+    a number              the outcome reward, or
+    a list                process rewards, one entry per sampled token: a number where a step of the reasoning ends,
+                          None elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..advantages import group_advantages
+from . import require
+
+Tensor = torch.Tensor
+RewardFunction = Callable[..., list[Any]]
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def exact(prompts: list[str], completions: list[str], *, answer: list[str], **_: Any) -> list[float]:
+    """1 if the completion is the answer, apart from white space around it, else 0."""
+    return [float(c.strip() == a.strip()) for c, a in zip(completions, answer, strict=True)]
+
+
+def number(prompts: list[str], completions: list[str], *, answer: list[str], **_: Any) -> list[float]:
+    r"""1 if the final number of the completion equals the answer, else 0: after "####", or in \boxed{}, or the last."""
+    return [float(_final_number(c) is not None and _final_number(c) == _final_number(a)) for c, a in zip(completions, answer, strict=True)]
+
+
+def _final_number(text: str) -> float | None:
+    boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
+    where = text.rsplit("####", 1)[1] if "####" in text else boxed[-1] if boxed else text
+    found = NUMBER.findall(where)
+    if not found:
+        return None
+    return float((found[0] if "####" in text else found[-1]).replace(",", ""))
+
+
+REWARDS: dict[str, RewardFunction] = {"exact": exact, "number": number}
+
+
+def resolve(name: str) -> RewardFunction:
+    """A reward function by its name in REWARDS, or as module:function."""
+    if name in REWARDS:
+        return REWARDS[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(f"rewards={name!r}: it must be one of {', '.join(REWARDS)}, or module:function.")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"rewards={name!r} cannot be imported ({error}): check the module path and the function's name.") from error
+    if not callable(function):
+        raise ValueError(f"rewards={name!r} is a {type(function).__name__}: name a function.")
+    return function
+
+
+class RewardModel:
+    """An outcome reward function around a sequence classifier with one output."""
+
+    def __init__(self, path: str, device: torch.device, batch_size: int = 32) -> None:
+        transformers = require("transformers")
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        self.model = transformers.AutoModelForSequenceClassification.from_pretrained(path).to(device).eval()
+        if self.model.config.num_labels != 1:
+            raise ValueError(f"reward_model={path!r} has {self.model.config.num_labels} outputs: use a classifier with num_labels=1.")
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        # The classifier finds the last real token by this id.
+        self.model.config.pad_token_id = self.tokenizer.pad_token_id
+        self.device, self.batch_size = device, batch_size
+
+    @torch.no_grad()
+    def __call__(self, prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        scores: list[float] = []
+        texts = [p + c for p, c in zip(prompts, completions, strict=True)]
+        for start in range(0, len(texts), self.batch_size):
+            inputs = self.tokenizer(texts[start : start + self.batch_size], return_tensors="pt", padding=True).to(self.device)
+            logits = self.model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+            scores += logits[:, 0].float().tolist()
+        return scores
+
+
+@dataclass(frozen=True)
+class Scores:
+    totals: Tensor  # [B]: the weighted sum of all rewards; of process rewards, the sum over steps
+    first: Tensor  # [B]: the first function's reward, which decides whether a prompt counts as solved
+    advantages: Tensor  # [B], or [B, T] with process rewards
+
+
+def score(
+    functions: list[RewardFunction],
+    weights: list[float],
+    *,
+    prompts: list[str],
+    completions: list[str],
+    tokens: list[list[int]],
+    columns: dict[str, list[Any]],
+    group_size: int,
+    width: int,
+    scale: str,
+) -> Scores:
+    """Call the reward functions and turn what they return into advantages.
+
+    Outcome rewards are added with their weights and normalised within each group. Process rewards follow DeepSeekMath
+    (arXiv 2402.03300, section 4.1.3): all step rewards of a group are normalised together, and the advantage of a token
+    is the sum of the normalised rewards of the steps that end at it or later; times the weight, it is added to the
+    outcome's advantage."""
+    outcome = torch.zeros(len(completions), dtype=torch.float64)
+    process = torch.zeros(len(completions), width)
+    totals, first, per_token = torch.zeros_like(outcome), None, False
+    for function, weight in zip(functions, weights, strict=True):
+        name = getattr(function, "__name__", type(function).__name__)
+        values = function(prompts, completions, completion_ids=tokens, **columns)
+        if len(values) != len(completions):
+            raise ValueError(f"reward {name} returned {len(values)} values for {len(completions)} completions: return one for each.")
+        if any(isinstance(v, (list, tuple)) for v in values):
+            per_token = True
+            process += weight * process_advantages(values, tokens, name, group_size=group_size, width=width, scale=scale)
+            values = [math.fsum(r for r in v if r is not None) for v in values]
+        else:
+            outcome += weight * torch.tensor(values, dtype=torch.float64)
+        numbers = torch.tensor(values, dtype=torch.float64)
+        totals += weight * numbers
+        first = numbers if first is None else first
+    assert first is not None
+    advantages = group_advantages(outcome, group_size=group_size, scale=scale)
+    return Scores(totals, first, advantages[:, None] + process if per_token else advantages)
+
+
+def process_advantages(
+    values: list[Any], tokens: list[list[int]], name: str, *, group_size: int, width: int, scale: str
+) -> Tensor:
+    """Group-normalised reward-to-go, fp32 [B, T]; see `score`."""
+    rows, columns, rewards = [], [], []
+    for i, (steps, ids) in enumerate(zip(values, tokens, strict=True)):
+        if not isinstance(steps, (list, tuple)) or len(steps) != len(ids):
+            got = f"{len(steps)} entries" if isinstance(steps, (list, tuple)) else f"a {type(steps).__name__}"
+            raise ValueError(f"process reward {name} returned {got} for completion {i} of {len(ids)} tokens: one entry per token.")
+        for t, reward in enumerate(steps):
+            if reward is not None:
+                rows.append(i), columns.append(t), rewards.append(float(reward))
+    at = torch.tensor(rows, dtype=torch.int64)
+    normalised = torch.zeros(len(tokens), width)
+    if rewards:
+        step_rewards = torch.tensor(rewards, dtype=torch.float64)
+        normalised[at, torch.tensor(columns)] = group_advantages(step_rewards, groups=at // group_size, scale=scale)
+    return normalised.flip(1).cumsum(1).flip(1)

@@ -1,0 +1,143 @@
+"""Completions of the policy, and the logits that the loss needs of them.
+
+Shape suffixes: B completions, P prompt width, T completion width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import require
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Left-padded prompts, each followed by its completion."""
+
+    ids: Tensor  # [B, P + T] int64
+    attention: Tensor  # [B, P + T] bool: prompt tokens and completion tokens up to and including the first end token
+    prompt_width: int  # P
+
+    @property
+    def targets(self) -> Tensor:
+        """[B, T]"""
+        return self.ids[:, self.prompt_width :]
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, T]: the tokens that were sampled, known from when sampling stopped and not from the padding id."""
+        return self.attention[:, self.prompt_width :]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The sampled ids of each completion, the end token included."""
+        rows = zip(self.targets.tolist(), self.mask.sum(1).tolist(), strict=True)
+        return [ids[:length] for ids, length in rows]
+
+    def __getitem__(self, rows: slice) -> Completions:
+        return Completions(self.ids[rows], self.attention[rows], self.prompt_width)
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+
+
+def completion_logits(model: Any, completions: Completions) -> Tensor:
+    """Logits [B, T, V] whose row t predicts completion token t.
+
+    The last token predicts nothing and is not fed; of what is fed, only the last T positions go through the head."""
+    ids, attention = completions.ids[:, :-1], completions.attention[:, :-1]
+    width = completions.targets.shape[1]
+    out = model(input_ids=ids, attention_mask=attention.long(), position_ids=positions(attention), logits_to_keep=width, use_cache=False)
+    assert out.logits.shape[1] == width, "the model ignores logits_to_keep"
+    return out.logits
+
+
+def positions(attention: Tensor) -> Tensor:
+    """Positions count real tokens, so that left padding moves nothing."""
+    return (attention.long().cumsum(1) - 1).clamp(min=0)
+
+
+def end_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Every id that ends a completion: the tokenizer's, and those of the generation config (a chat model has several)."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    found = sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
+    if not found:
+        raise ValueError("eos_token_id is None in the tokenizer and the generation config: set one, or completions never end.")
+    return found
+
+
+def left_pad(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(ids [B, P], attention [B, P] bool)"""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad_id] * (width - len(p)) + p for p in prompts], device=device)
+    lengths = torch.tensor([[len(p)] for p in prompts], device=device)
+    return ids, torch.arange(width, device=device) >= width - lengths
+
+
+@torch.no_grad()
+def sample(
+    model: Any,
+    prompts: list[list[int]],
+    *,
+    group_size: int,
+    max_new_tokens: int,
+    ends: list[int],
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    generator: torch.Generator | None = None,
+) -> Completions:
+    """`group_size` completions of each prompt, those of one prompt side by side. temperature 0 is greedy.
+
+    Each prompt runs through the model once; its cache is then repeated for the group."""
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    ids, attention = left_pad(prompts, ends[0], device)
+    cache = require("transformers").DynamicCache(config=model.config)
+    out = model(
+        input_ids=ids, attention_mask=attention.long(), position_ids=positions(attention), past_key_values=cache,
+        use_cache=True, logits_to_keep=1,
+    )  # fmt: skip
+    cache.batch_repeat_interleave(group_size)
+    ids, attention = ids.repeat_interleave(group_size, 0), attention.repeat_interleave(group_size, 0)
+    logits = out.logits[:, -1].repeat_interleave(group_size, 0)
+    prompt_width, lengths = ids.shape[1], attention.long().sum(1, keepdim=True)
+    end_tensor = torch.tensor(ends, device=device)
+    alive = torch.ones(len(ids), 1, dtype=torch.bool, device=device)
+    for t in range(max_new_tokens):
+        token = choose(logits, temperature, top_p, top_k, generator)[:, None]
+        ids = torch.cat([ids, token.masked_fill(~alive, ends[0])], 1)
+        attention = torch.cat([attention, alive], 1)
+        alive = alive & ~torch.isin(token, end_tensor)
+        if t + 1 == max_new_tokens or not alive.any():
+            break
+        logits = model(
+            input_ids=ids[:, -1:], attention_mask=attention.long(), position_ids=lengths + t, past_key_values=cache, use_cache=True
+        ).logits[:, -1]
+    model.train(training)
+    return Completions(ids, attention, prompt_width)
+
+
+def choose(logits: Tensor, temperature: float, top_p: float, top_k: int, generator: torch.Generator | None) -> Tensor:
+    """One id per row of logits [B, V]."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    probs = logits.softmax(-1)
+    if top_p < 1:
+        ordered, order = probs.sort(-1, descending=True)
+        # A token stays while the mass before it is below top_p, so at least one does.
+        beyond = ordered.cumsum(-1) - ordered >= top_p
+        probs = probs.scatter(-1, order, ordered.masked_fill(beyond, 0.0))
+    return torch.multinomial(probs, 1, generator=generator)[:, 0]

@@ -1,0 +1,58 @@
+"""Fixtures: the backends, seeds, and uninitialised memory that shows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import grpo_kernels
+
+PACKAGE = grpo_kernels.__name__
+
+
+@pytest.fixture(params=["eager", "cpu"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend that runs on CPU tensors in this process; Triton's interpreter has a process of its own."""
+    if request.param == "cpu":
+        from grpo_kernels.backends import cpu
+
+        reason = cpu.available()
+        if reason is not None:
+            pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(20260)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty and its kin, called from the package, return NaN (integers: their minimum): an element that nobody
+    wrote then cannot pass a comparison by luck."""
+
+    def poison(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = make(*args, **kwargs)
+            if str(sys._getframe(1).f_globals.get("__name__", "")).split(".")[0] == PACKAGE and not tensor.is_meta:
+                with torch.no_grad():
+                    tensor.fill_(
+                        float("nan") if tensor.dtype.is_floating_point else -(2**7) if tensor.dtype != torch.uint8 else 255
+                    )
+            return tensor
+
+        return made
+
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    ):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))

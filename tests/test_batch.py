@@ -1,0 +1,146 @@
+"""The specs of a call: shapes that are accepted, flat rows, sequences, transforms."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from grpo_kernels import LogitTransform, TokenBatch
+
+SHAPE = (3, 4)
+OFFSETS = [0, 2, 2, 7, 10]  # four sequences, the second empty
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 4)], ids=str)
+@pytest.mark.parametrize("field", ["advantages", "weights"])
+def test_values_per_sequence_or_token_padded(field: str, shape: tuple[int, ...]) -> None:
+    value = torch.randn(shape)
+    batch = TokenBatch(ids(*SHAPE), **{"advantages": torch.zeros(3), field: value})
+    column = value if len(shape) == 2 else value[:, None]
+    flat = batch.flat(field)
+    assert flat is not None and flat.dtype == torch.float32
+    assert flat.tolist() == [float(column[b, t if column.shape[1] > 1 else 0]) for b in range(3) for t in range(4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (10,)], ids=str)
+def test_values_per_sequence_or_token_packed(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    value = torch.randn(shape)
+    batch = TokenBatch(ids(10), value, cu_seqlens=torch.tensor(OFFSETS, dtype=dtype))
+    flat = batch.flat("advantages")
+    assert flat is not None
+    owner = [b for b in range(4) for _ in range(OFFSETS[b], OFFSETS[b + 1])]
+    assert flat.tolist() == [float(value.reshape(-1)[i if shape == (10,) else owner[i]]) for i in range(10)]
+
+
+def test_one_number_for_all() -> None:
+    batch = TokenBatch(ids(*SHAPE), torch.tensor(2.5))
+    flat = batch.flat("advantages")
+    assert flat is not None and flat.tolist() == [2.5] * 12
+
+
+def test_square_batches_are_not_transposed() -> None:
+    """B == T: [B] still means one value per sequence."""
+    batch = TokenBatch(ids(3, 3), torch.tensor([1.0, 2.0, 3.0]))
+    flat = batch.flat("advantages")
+    assert flat is not None and flat.tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_fields_become_fp32(dtype: torch.dtype) -> None:
+    value = torch.randn(SHAPE).to(dtype)
+    batch = TokenBatch(ids(*SHAPE), value, old_logps=value)
+    for name in ("advantages", "old_logps"):
+        flat = batch.flat(name)
+        assert flat is not None and flat.dtype == torch.float32 and torch.equal(flat, value.float().reshape(-1))
+
+
+def test_masked_values_read_as_zero() -> None:
+    mask = torch.tensor([[1, 0, 1, 0]] * 3)
+    poisoned = torch.where(mask.bool(), 1.5, torch.nan)
+    for given in (mask.bool(), mask, mask.to(torch.int32), mask.to(torch.uint8)):
+        batch = TokenBatch(ids(*SHAPE), poisoned, mask=given, old_logps=poisoned, ref_logps=poisoned, weights=poisoned)
+        assert batch.mask is not None and batch.mask.dtype == torch.bool
+        for name in ("advantages", "old_logps", "ref_logps", "weights"):
+            flat = batch.flat(name)
+            assert flat is not None and flat.tolist() == [1.5, 0, 1.5, 0] * 3
+    assert batch.flat("weights") is not None and TokenBatch(ids(*SHAPE), poisoned[:, 0]).flat("weights") is None
+
+
+def test_sequence_sum_and_spread_padded() -> None:
+    batch = TokenBatch(ids(*SHAPE), torch.zeros(3))
+    values = torch.arange(12.0)
+    assert batch.sequence_sum(values).tolist() == [6, 22, 38]
+    assert batch.spread(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1] * 4 + [2] * 4 + [3] * 4
+    assert batch.rows == 12 and batch.sequences == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_sequence_sum_and_spread_packed(dtype: torch.dtype) -> None:
+    batch = TokenBatch(ids(10), torch.zeros(4), cu_seqlens=torch.tensor(OFFSETS, dtype=dtype))
+    assert batch.sequence_sum(torch.arange(10.0)).tolist() == [1, 0, 20, 24]
+    assert batch.spread(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [1, 1, 3, 3, 3, 3, 3, 4, 4, 4]
+    assert batch.rows == 10 and batch.sequences == 4
+
+
+def test_sequence_sum_is_exact_enough() -> None:
+    """A sum of log-ratios in fp32 would lose what GSPO's bounds of 3e-4 need."""
+    values = torch.full((1, 50_000), 1e-4) + torch.randn(1, 50_000) * 1e-6
+    for batch in (
+        TokenBatch(ids(1, 50_000), torch.zeros(1)),
+        TokenBatch(ids(50_000), torch.zeros(1), cu_seqlens=torch.tensor([0, 50_000])),
+    ):
+        assert float(batch.sequence_sum(values.reshape(-1))) == pytest.approx(float(values.double().sum()), rel=1e-12)
+
+
+def test_packed_without_offsets() -> None:
+    batch = TokenBatch(ids(5), torch.randn(5))
+    assert batch.rows == 5 and batch.sequences is None
+
+
+@pytest.mark.parametrize("offsets", [[0], [0, 0], [0, 0, 0]])
+def test_packed_and_empty(offsets: list[int]) -> None:
+    batch = TokenBatch(ids(0), torch.zeros(len(offsets) - 1), cu_seqlens=torch.tensor(offsets))
+    assert batch.sequences == len(offsets) - 1
+    assert batch.sequence_sum(torch.zeros(0)).tolist() == [0.0] * (len(offsets) - 1)
+
+
+def test_gradients_stay_out() -> None:
+    values = torch.randn(3, requires_grad=True)
+    flat = TokenBatch(ids(*SHAPE), values).flat("advantages")
+    assert flat is not None and not flat.requires_grad
+
+
+def test_specs_are_frozen() -> None:
+    batch = TokenBatch(ids(*SHAPE), torch.zeros(3))
+    with pytest.raises(FrozenInstanceError):
+        batch.targets = ids(2, 2)  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        LogitTransform().temperature = 2.0  # type: ignore[misc]
+
+
+def test_temperature_of_rows() -> None:
+    """One inverse per row, in the order of the rows; a number stays a number."""
+    device = torch.device("cpu")
+    shape = torch.Size(SHAPE)
+    assert LogitTransform(temperature=0.5).for_rows(shape, None, None, device).inv_temperature == 2.0
+    per_sequence = LogitTransform(temperature=torch.tensor([0.5, 1.0, 2.0])).for_rows(shape, None, None, device).inv_temperature
+    assert isinstance(per_sequence, torch.Tensor) and per_sequence.tolist() == [2.0] * 4 + [1.0] * 4 + [0.5] * 4
+    packed = LogitTransform(temperature=torch.tensor([0.5, 1.0, 2.0, 4.0])).for_rows(
+        torch.Size([10]), None, torch.tensor(OFFSETS), device
+    )
+    assert isinstance(packed.inv_temperature, torch.Tensor)
+    assert packed.inv_temperature.tolist() == [2.0] * 2 + [0.5] * 5 + [0.25] * 3
+    assert packed.rows(1, 4).inv_temperature.tolist() == [2.0, 0.5, 0.5]  # type: ignore[union-attr]
+
+
+def test_transform_fields() -> None:
+    rows = LogitTransform(temperature=2.0, softcap=30.0, scale=0.5).for_rows(torch.Size([1]), None, None, torch.device("cpu"))
+    assert (rows.scale, rows.softcap, rows.inv_temperature) == (0.5, 30.0, 0.5)
+    assert LogitTransform().for_rows(torch.Size([1]), None, None, torch.device("cpu")).softcap == 0.0

@@ -1,0 +1,715 @@
+"""Layer 2: the fused loss, value and gradient, against the float64 oracle and against itself in other arrangements."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import oracle
+from cases import ADVANTAGES, DTYPES, LENGTHS, OBJECTIVES, Case, assert_no_worse, build, near_a_kink, pack, same_bits, snapshot
+from grpo_kernels import LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss, token_logprobs
+from grpo_kernels.surrogates import Clip, Custom, ops
+
+Tensor = torch.Tensor
+BOTH = ("dapo", "grpo, k3 and entropy", "gspo")  # token-level, everything on, sequence-level
+
+
+def run(case: Case, objective: Objective, backend: str, **options: Any) -> tuple[LossOutput, Tensor]:
+    """Loss and gradient of the logits."""
+    leaf = case.logits.detach().clone().requires_grad_()
+    out = grpo_loss(leaf, case.batch(), objective, transform=case.logit_transform(), backend=backend, **options)
+    out.loss.backward()
+    assert leaf.grad is not None
+    return out, leaf.grad
+
+
+# ---- against the oracle
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_objective_matches_oracle(name: str, dtype: torch.dtype, packed: bool, backend: str) -> None:
+    make, spec = OBJECTIVES[name]
+    case = build(dtype, packed=packed)
+    expected, gradient = case.expected(spec)
+    naive, naive_gradient = case.naive(spec)
+    out, ours = run(case, make(), backend)
+    assert out.loss.dtype == torch.float32 and out.loss.shape == ()
+    assert_no_worse(out.loss, naive.loss, expected.loss, "loss")
+    assert_no_worse(out.logps.reshape(-1), naive.logps, expected.logps, "logps")
+    assert_no_worse(out.entropy.reshape(-1), naive.entropy, expected.entropy, "entropy")
+    assert out.logps.shape == out.entropy.shape == case.targets.shape
+    assert ours.dtype == dtype
+    assert_no_worse(ours, naive_gradient, gradient, "gradient")
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_cases_are_not_trivial(name: str) -> None:
+    """Both sides of the clip are active, no token sits on a kink, and the gradient is not small."""
+    _, spec = OBJECTIVES[name]
+    for dtype in DTYPES:
+        case = build(dtype)
+        expected, gradient = case.expected(spec)
+        assert not near_a_kink(spec, expected)
+        assert gradient.abs().max() > 5e-3 and abs(expected.loss) > 1e-2
+        ratio = expected.log_ratio.exp()
+        if spec.surrogate == "clip":
+            assert expected.clipped_low.sum() >= 2 and expected.clipped_high.sum() >= 2
+            assert ((ratio < 1 - spec.eps_low) | (ratio > 1 + spec.eps_high)).sum() < ratio.numel() or spec.eps_low < 1e-3
+        if spec.delta is not None:
+            advantage = case.fields["advantages"][:, None].expand(case.targets.shape)[case.fields["mask"]]
+            assert ((ratio > spec.delta) & (advantage < 0)).any()
+        if spec.surrogate == "cispo":
+            assert expected.clipped_high.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["dapo, k3", "gspo", "grpo, k3 and entropy"])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        {"temperature": 0.7},
+        {"temperature": 1.3, "softcap": 15.0, "scale": 0.8},
+        {"temperature": torch.linspace(0.5, 2.0, len(LENGTHS))},
+    ],
+    ids=["temperature", "all", "per sequence"],
+)
+def test_transform_matches_oracle(transform: dict[str, Any], name: str, dtype: torch.dtype, backend: str) -> None:
+    make, spec = OBJECTIVES[name]
+    case = build(dtype, transform=transform)
+    expected, gradient = case.expected(spec)
+    naive, naive_gradient = case.naive(spec)
+    out, ours = run(case, make(), backend)
+    assert_no_worse(out.loss, naive.loss, expected.loss, "loss")
+    assert_no_worse(ours, naive_gradient, gradient, "gradient")
+
+
+@pytest.mark.parametrize("missing", ["old_logps", "mask", "weights"])
+@pytest.mark.parametrize("name", BOTH)
+def test_absent_fields_match_oracle(name: str, missing: str, backend: str) -> None:
+    """Without old_logps the ratio is 1 and keeps its gradient."""
+    make, spec = OBJECTIVES[name]
+    case = build(transform={"temperature": 1.1})
+    case.fields[missing] = None
+    expected, gradient = case.expected(spec)
+    naive, naive_gradient = case.naive(spec)
+    out, ours = run(case, make(), backend)
+    assert_no_worse(out.loss, naive.loss, expected.loss, "loss")
+    assert_no_worse(ours, naive_gradient, gradient, "gradient")
+
+
+@pytest.mark.parametrize("vocab", [1000, 32001, 129921])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_odd_vocabularies(vocab: int, dtype: torch.dtype, backend: str) -> None:
+    make, spec = OBJECTIVES["dapo, k3"]
+    case = build(dtype, vocab=vocab)
+    if vocab > 10_000:  # fewer rows, enough for both signs of the advantage
+        keep = {k: v[:2] for k, v in case.fields.items()}
+        case = Case(case.logits[:2], keep)
+    expected, gradient = case.expected(spec)
+    naive, naive_gradient = case.naive(spec)
+    out, ours = run(case, make(), backend)
+    assert (out.logps <= 0).all()
+    assert_no_worse(out.loss, naive.loss, expected.loss, "loss")
+    assert_no_worse(ours, naive_gradient, gradient, "gradient")
+
+
+def test_per_token_and_column_shapes(backend: str) -> None:
+    """Advantages and weights as [B], [B, 1] or [B, T] say the same."""
+    case = build()
+    objective = Objective.preset("dapo")
+    per_sequence = torch.linspace(0.5, 1.5, len(LENGTHS))
+    results = []
+    for a, w in (((-1,), (-1, 1)), ((-1, 1), (-1,)), (None, None)):
+        shape = case.targets.shape
+        column = torch.tensor(ADVANTAGES)[:, None], per_sequence[:, None]
+        case.fields["advantages"] = column[0].reshape(a) if a else column[0].expand(shape)
+        case.fields["weights"] = column[1].reshape(w) if w else column[1].expand(shape)
+        out, gradient = run(case, objective, backend)
+        results.append((out.loss, gradient))
+    for loss, gradient in results[1:]:
+        assert same_bits(loss, results[0][0]) and same_bits(gradient, results[0][1])
+
+
+def test_weights_do_not_touch_the_kl(backend: str) -> None:
+    case = build()
+    case.fields["weights"] = torch.zeros(case.targets.shape)
+    expected, gradient = case.expected(oracle.Spec(beta=0.5))
+    out, ours = run(case, Objective(beta=0.5), backend)
+    trained = case.fields["mask"].reshape(-1)
+    torch.testing.assert_close(out.loss.double(), 0.5 * expected.kl[trained].mean(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.double(), gradient, rtol=1e-4, atol=1e-7)
+
+
+# ---- identities
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_equals_layer_1_and_token_stage(name: str, dtype: torch.dtype, backend: str) -> None:
+    """The fused loss = log-probs, then Objective.token_stage, then autograd with its slopes."""
+    objective = OBJECTIVES[name][0]()
+    case = build(dtype, transform={"temperature": 0.9})
+    out, fused = run(case, objective, backend)
+    leaf = case.logits.detach().clone().requires_grad_()
+    logps, entropy = token_logprobs(
+        leaf, case.targets, mask=case.mask, transform=case.logit_transform(), entropy=True, backend=backend
+    )
+    assert entropy is not None
+    batch = case.batch()
+    losses, d_logps, d_entropy = objective.token_stage(
+        logps.detach().reshape(-1), entropy.detach().reshape(-1), objective.token_rows(batch), batch
+    )
+    outputs, slopes = [logps], [d_logps.view_as(logps)]
+    if d_entropy is not None:
+        outputs, slopes = [logps, entropy], [*slopes, d_entropy.view_as(entropy)]
+    torch.autograd.backward(outputs, slopes)
+    assert leaf.grad is not None
+    torch.testing.assert_close(losses.sum(), out.loss, rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(logps.detach(), out.logps, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy.detach(), out.entropy, rtol=1e-6, atol=1e-6)
+    # Both round the same fp32 gradient to the logits' dtype; it may fall on either side of a tie.
+    rounding = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype]
+    torch.testing.assert_close(leaf.grad, fused, rtol=rounding, atol=2e-7)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_packed_equals_padded(name: str, backend: str) -> None:
+    objective = OBJECTIVES[name][0]()
+    padded = build()
+    packed = pack(padded)
+    a, ga = run(padded, objective, backend)
+    b, gb = run(packed, objective, backend)
+    inside = torch.arange(padded.targets.shape[1]) < torch.tensor(LENGTHS)[:, None]
+    torch.testing.assert_close(a.loss, b.loss, rtol=2e-6, atol=1e-7)
+    assert same_bits(a.logps[inside], b.logps)
+    torch.testing.assert_close(ga[inside], gb, rtol=2e-6, atol=1e-8)
+    assert not ga[~inside].any()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo", "luspo", "grpo, k3 and entropy"])
+def test_micro_batches_add_up(name: str, packed: bool, backend: str) -> None:
+    """1, 2 and 4 micro-batches of unequal lengths, one of them fully masked, with the normaliser of the whole."""
+    objective = OBJECTIVES[name][0]()
+    whole = build()
+    whole.fields["mask"][2:4] = False  # the second of four micro-batches trains on nothing
+    total = objective.normalizer(whole.batch())
+    reference, gradient = run(whole, objective, backend)
+    for parts in (1, 2, 4):
+        size = len(LENGTHS) // parts
+        losses, gradients = [], []
+        summed = 0.0
+        for i in range(0, len(LENGTHS), size):
+            part = Case(whole.logits[i : i + size], {k: v[i : i + size] for k, v in whole.fields.items()})
+            summed += float(objective.normalizer(part.batch()))
+            if packed:
+                lengths = torch.tensor(LENGTHS[i : i + size])
+                inside = torch.arange(part.targets.shape[1]) < lengths[:, None]
+                fields = {k: v if k == "advantages" else v[inside] for k, v in part.fields.items()}
+                fields["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+                out, g = run(Case(part.logits[inside], fields), objective, backend, normalizer=total)
+                g = torch.zeros_like(part.logits).masked_scatter_(inside[..., None], g)
+            else:
+                out, g = run(part, objective, backend, normalizer=total)
+            losses.append(out.loss.detach())
+            gradients.append(g)
+        assert summed == float(total)
+        torch.testing.assert_close(torch.stack(losses).sum(), reference.loss.detach(), rtol=3e-6, atol=1e-6)
+        torch.testing.assert_close(torch.cat(gradients), gradient, rtol=2e-6, atol=1e-9)
+    assert gradient.abs().max() > 1e-2 and not gradient[2:4].any()
+
+
+@pytest.mark.parametrize("kind", ["number", "0-d", "float64", "[1]"])
+def test_normalizer_kinds(kind: str, backend: str) -> None:
+    case = build()
+    make, spec = OBJECTIVES["grpo"]
+    kinds = {
+        "number": 37,
+        "0-d": torch.tensor(37.0),
+        "float64": torch.tensor(37, dtype=torch.float64),
+        "[1]": torch.tensor([37]),
+    }
+    normalizer: Any = kinds[kind]
+    expected, gradient = case.expected(spec, normalizer=37.0)
+    out, ours = run(case, make(), backend, normalizer=normalizer)
+    torch.testing.assert_close(out.loss.double(), expected.loss, rtol=2e-6, atol=0)
+    torch.testing.assert_close(ours.double(), gradient, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [61, 1031])
+def test_row_alone_is_bitwise_the_row_in_a_batch(dtype: torch.dtype, vocab: int, backend: str) -> None:
+    objective = Objective.preset("dapo", beta=0.1, entropy_coef=0.01)
+    case = build(dtype, packed=True, vocab=vocab)
+    case.fields["advantages"] = oracle.to_rows(
+        case.fields["advantages"], oracle.sequences_of(case.targets, case.fields["cu_seqlens"]), torch.float32
+    )
+    del case.fields["cu_seqlens"]
+    out, gradient = run(case, objective, backend, normalizer=1.0)
+    again, gradient_again = run(case, objective, backend, normalizer=1.0)
+    assert same_bits(out.loss, again.loss) and same_bits(gradient, gradient_again)
+    for i in (0, 5, 11, case.targets.numel() - 1):
+        row = Case(case.logits[i : i + 1], {k: v[i : i + 1] for k, v in case.fields.items()})
+        alone, g = run(row, objective, backend, normalizer=1.0)
+        assert same_bits(alone.logps, out.logps[i : i + 1]) and same_bits(alone.entropy, out.entropy[i : i + 1])
+        assert same_bits(g, gradient[i : i + 1])
+
+
+# ---- what must not matter
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e4])
+@pytest.mark.parametrize("wild_id", [-100, 61, 2**31])
+@pytest.mark.parametrize("name", BOTH)
+def test_masked_rows_may_hold_anything(name: str, wild_id: int, poison: float, backend: str) -> None:
+    objective = OBJECTIVES[name][0]()
+    clean = build(transform={"temperature": torch.full((len(LENGTHS), max(LENGTHS)), 0.8)})
+    dirty = Case(clean.logits.clone(), copy.deepcopy(clean.fields), copy.deepcopy(clean.transform))
+    masked = ~clean.fields["mask"]
+    dirty.logits[masked] = poison
+    dirty.fields["targets"][masked] = wild_id
+    dirty.fields["advantages"] = torch.where(masked, poison, clean.fields["advantages"][:, None])
+    for field in ("old_logps", "ref_logps", "weights"):
+        dirty.fields[field][masked] = poison
+    dirty.transform["temperature"][masked] = poison
+    out, gradient = run(clean, objective, backend)
+    out_dirty, gradient_dirty = run(dirty, objective, backend)
+    assert same_bits(out.loss, out_dirty.loss) and same_bits(gradient, gradient_dirty)
+    assert same_bits(out.logps, out_dirty.logps) and same_bits(out.entropy, out_dirty.entropy)
+    assert not out.logps[masked].any() and not out.entropy[masked].any() and not gradient[masked].any()
+    for key, value in out.metrics.items():
+        assert same_bits(value, out_dirty.metrics[key]) and torch.isfinite(value), key
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BOTH)
+def test_inputs_are_not_modified(name: str, dtype: torch.dtype, backend: str) -> None:
+    case = build(dtype, transform={"temperature": torch.full((len(LENGTHS),), 0.8)})
+    leaf = case.logits.requires_grad_()
+    check = snapshot(logits=leaf, **case.fields, **case.transform)
+    versions = {k: v._version for k, v in case.fields.items()}
+    out = grpo_loss(leaf, case.batch(), OBJECTIVES[name][0](), transform=case.logit_transform(), backend=backend)
+    (3.5 * out.loss).backward()
+    assert out.metrics
+    check()
+    assert leaf._version == 0 and versions == {k: v._version for k, v in case.fields.items()}
+
+
+@pytest.mark.parametrize(
+    "layout", ["[:, :-1]", "transposed", "every second row", "vocabulary stride 2", "targets int32", "mask int"]
+)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", ["dapo, k3", "gspo"])
+def test_strided_inputs(layout: str, inplace: bool, name: str, backend: str) -> None:
+    objective = OBJECTIVES[name][0]()
+    case = build()
+    _, expected = run(case, objective, backend)
+    b, t, v = case.logits.shape
+    batch = case.batch()
+    if layout == "[:, :-1]":
+        base = torch.full((b, t + 1, v), math.nan)
+        view = base[:, :-1]
+    elif layout == "transposed":
+        base = torch.full((t, b, v), math.nan)
+        view = base.transpose(0, 1)
+    elif layout == "every second row":
+        base = torch.full((b, 2 * t, v), math.nan)
+        view = base[:, ::2]
+    elif layout == "vocabulary stride 2":
+        if inplace:
+            pytest.skip("refused, see test_bad_input")
+        base = torch.full((b, t, 2 * v), math.nan)
+        view = base[..., ::2]
+    else:
+        base = view = torch.empty(b, t, v)
+        batch = (
+            case.batch(targets=case.targets.int()) if layout == "targets int32" else case.batch(mask=case.fields["mask"].int())
+        )
+    view.copy_(case.logits)
+    leaf = base.requires_grad_()
+    source = leaf * 1.0  # in-place wants memory that autograd does not own as a leaf
+    logits = {
+        "[:, :-1]": lambda: source[:, :-1],
+        "transposed": lambda: source.transpose(0, 1),
+        "every second row": lambda: source[:, ::2],
+        "vocabulary stride 2": lambda: source[..., ::2],
+    }.get(layout, lambda: source)()
+    grpo_loss(logits, batch, objective, inplace=inplace, backend=backend).loss.backward()
+    assert leaf.grad is not None
+    got = {
+        "[:, :-1]": lambda g: g[:, :-1],
+        "transposed": lambda g: g.transpose(0, 1),
+        "every second row": lambda g: g[:, ::2],
+        "vocabulary stride 2": lambda g: g[..., ::2],
+    }.get(layout, lambda g: g)(leaf.grad)
+    assert same_bits(got.contiguous(), expected)
+    assert leaf.grad.count_nonzero() == expected.count_nonzero()
+
+
+def test_expanded_logits(backend: str) -> None:
+    """One row of logits shared by all sequences: its gradient is the sum over them."""
+    case = build()
+    objective = Objective.preset("dapo")
+    one = case.logits[:1].clone()
+    _, per_row = run(case.with_logits(one.expand_as(case.logits)), objective, backend)
+    leaf = one.clone().requires_grad_()
+    grpo_loss(leaf.expand_as(case.logits), case.batch(), objective, backend=backend).loss.backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, per_row.sum(0, keepdim=True), rtol=1e-5, atol=1e-7)
+
+
+# ---- autograd
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BOTH)
+def test_upstream_scalar(name: str, dtype: torch.dtype, backend: str) -> None:
+    make, spec = OBJECTIVES[name]
+    case = build(dtype)
+    _, gradient = case.expected(spec)
+    _, naive = case.naive(spec)
+    leaf = case.logits.clone().requires_grad_()
+    (3.5 * grpo_loss(leaf, case.batch(), make(), backend=backend).loss).backward()
+    assert leaf.grad is not None
+    # Rounded before the factor or after it: not the same rounding.
+    tiny = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    assert_no_worse(leaf.grad, 3.5 * naive.float(), 3.5 * gradient, "gradient", tiny)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_fp16_with_a_loss_scale(name: str, backend: str) -> None:
+    """What GradScaler does: gradients far below fp16's smallest number survive once the scale is in them."""
+    make, spec = OBJECTIVES[name]
+    case = build(torch.float16)
+    normalizer = 3e5
+    _, gradient = case.expected(spec, normalizer)
+    leaf = case.logits.clone().requires_grad_()
+    out = grpo_loss(leaf, case.batch(), make(), normalizer=normalizer, backend=backend)
+    (out.loss * 2.0**16).backward()
+    assert leaf.grad is not None and torch.isfinite(leaf.grad).all()
+    scaled = gradient * 2.0**16
+    assert_no_worse(leaf.grad, scaled.half(), scaled, "scaled gradient", tiny=1e-5)
+    relevant = scaled.abs() > 1e-4
+    assert relevant.sum() > 50 and gradient[relevant].abs().min() < 2**-24
+    torch.testing.assert_close(leaf.grad.double()[relevant], scaled[relevant], rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_second_backward_is_right_or_refused(dtype: torch.dtype, backend: str) -> None:
+    case = build(dtype)
+    leaf = case.logits.clone().requires_grad_()
+    out = grpo_loss(leaf, case.batch(), Objective.preset("dapo"), backend=backend)
+    (first,) = torch.autograd.grad(out.loss, leaf, retain_graph=True)
+    first = first.clone()
+    if dtype == torch.float16:
+        (second,) = torch.autograd.grad(out.loss, leaf)
+        assert same_bits(first, second)
+    else:
+        with pytest.raises(RuntimeError, match="token_logprobs"):
+            torch.autograd.grad(out.loss, leaf)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BOTH)
+def test_inplace_is_the_same_gradient_in_the_logits_memory(name: str, dtype: torch.dtype, backend: str) -> None:
+    objective = OBJECTIVES[name][0]()
+    case = build(dtype)
+    out, expected = run(case, objective, backend)
+    leaf = case.logits.clone().requires_grad_()
+    logits = leaf * 1.0
+    address, version = logits.data_ptr(), logits._version
+    seen: list[int] = []
+    logits.register_hook(lambda g: seen.append(g.data_ptr()))
+    mine = grpo_loss(logits, case.batch(), objective, inplace=True, backend=backend)
+    mine.loss.backward()
+    assert leaf.grad is not None
+    assert same_bits(leaf.grad, expected) and same_bits(mine.loss, out.loss) and same_bits(mine.logps, out.logps)
+    assert seen == [address] and logits._version > version
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_overwritten_logits_cannot_be_trained_on(dtype: torch.dtype, backend: str) -> None:
+    """Another head on the same logits: works out of place, raises (instead of using garbage) in place."""
+    case = build(dtype)
+    objective = Objective.preset("dapo")
+    for inplace in (False, True):
+        leaf = case.logits.clone().requires_grad_()
+        logits = leaf * 1.0
+        other = logits.float().square().sum()
+        out = grpo_loss(logits, case.batch(), objective, inplace=inplace, backend=backend)
+        if not inplace:
+            (out.loss + other).backward()
+            _, expected = run(case, objective, backend)
+            assert leaf.grad is not None
+            torch.testing.assert_close(leaf.grad.float(), (expected + 2 * case.logits).float(), rtol=2**-6, atol=1e-6)
+        else:
+            out.loss.backward(retain_graph=True)
+            square = (logits.detach() * 0 + 1).requires_grad_()  # unrelated graphs still work
+            square.sum().backward()
+            if dtype == torch.float32:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    other.backward()
+
+
+def test_leaf_logits_in_place(backend: str) -> None:
+    """Logits that are a leaf (an experiment, a test) get the same gradient, or a clear refusal."""
+    case = build()
+    _, expected = run(case, Objective.preset("dapo"), backend)
+    leaf = case.logits.clone().requires_grad_()
+    try:
+        grpo_loss(leaf, case.batch(), Objective.preset("dapo"), inplace=True, backend=backend).loss.backward()
+    except (RuntimeError, ValueError) as error:
+        assert "in-place" in str(error) or "inplace" in str(error)
+    else:
+        assert leaf.grad is not None and same_bits(leaf.grad, expected)
+
+
+def test_frozen_no_grad_and_inference_mode(backend: str) -> None:
+    case = build()
+    objective = Objective.preset("dapo")
+    out, _ = run(case, objective, backend)
+    frozen = grpo_loss(case.logits, case.batch(), objective, backend=backend)
+    assert not frozen.loss.requires_grad and same_bits(frozen.loss, out.loss.detach())
+    leaf = case.logits.clone().requires_grad_()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            quiet = grpo_loss(leaf, case.batch(), objective, backend=backend)
+            assert not quiet.loss.requires_grad and same_bits(quiet.loss, out.loss.detach())
+            assert same_bits(quiet.logps, out.logps) and quiet.metrics["clip_low"] > 0
+    with torch.inference_mode():
+        made_inside = build()
+        assert same_bits(grpo_loss(made_inside.logits, made_inside.batch(), objective, backend=backend).logps, out.logps)
+
+
+def test_outputs_beside_the_loss_are_detached(backend: str) -> None:
+    case = build()
+    leaf = case.logits.clone().requires_grad_()
+    out = grpo_loss(leaf, case.batch(), Objective.preset("dapo", beta=0.1), backend=backend)
+    assert out.loss.requires_grad and not out.logps.requires_grad and not out.entropy.requires_grad
+    assert not any(m.requires_grad for m in out.metrics.values())
+
+
+def test_fields_that_require_grad_get_none(backend: str) -> None:
+    """Gradients never flow into the batch: old log-probs that someone forgot to detach change nothing."""
+    case = build()
+    _, expected = run(case, Objective.preset("dapo", beta=0.1), backend)
+    for name in ("old_logps", "ref_logps", "weights", "advantages"):
+        case.fields[name].requires_grad_()
+    _, gradient = run(case, Objective.preset("dapo", beta=0.1), backend)
+    assert same_bits(gradient, expected)
+    assert all(case.fields[name].grad is None for name in ("old_logps", "ref_logps", "weights", "advantages"))
+
+
+# ---- empty, masked, huge
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_rows(shape: tuple[int, ...], dtype: torch.dtype, backend: str) -> None:
+    leaf = torch.randn(*shape, 11, dtype=dtype, requires_grad=True)
+    batch = TokenBatch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape))
+    out = grpo_loss(leaf, batch, Objective.preset("dapo"), backend=backend)
+    out.loss.backward()
+    assert out.loss.item() == 0 and leaf.grad is not None and leaf.grad.shape == leaf.shape
+    assert all(torch.isfinite(m) for m in out.metrics.values())
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["own normalizer", "given normalizer"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_all_masked(name: str, dtype: torch.dtype, given: bool, backend: str) -> None:
+    """A micro-batch without a trained token; where the whole batch is like that, its token count is 0."""
+    case, objective = build(dtype), OBJECTIVES[name][0]()
+    case.fields["mask"] = torch.zeros_like(case.fields["mask"])
+    case.logits[0] = math.nan
+    out, gradient = run(case, objective, backend, normalizer=objective.normalizer(case.batch()) if given else None)
+    assert out.loss.item() == 0 and not gradient.any() and not out.logps.any()
+    assert all(torch.isfinite(m) for m in out.metrics.values())
+
+
+def test_many_rows(backend: str) -> None:
+    """65,537 rows: past the 16-bit limits of grids and of careless indices."""
+    n, v = 65_537, 3
+    logits = torch.randn(n, v)
+    targets = torch.randint(v, (n,))
+    case = Case(logits, {"targets": targets, "advantages": torch.randn(n), "old_logps": logits.log_softmax(-1)[:, 0] * 0.9})
+    make, spec = OBJECTIVES["dapo"]
+    expected, gradient = case.expected(spec)
+    naive, naive_gradient = case.naive(spec)
+    out, ours = run(case, make(), backend)
+    assert_no_worse(out.loss, naive.loss, expected.loss, "loss", tiny=2e-5)
+    assert_no_worse(ours, naive_gradient, gradient, "gradient")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_huge_log_ratios_stay_finite(name: str, dtype: torch.dtype, backend: str) -> None:
+    case = build(dtype)
+    huge = torch.tensor([1000.0, -1000.0, 100.0, -100.0, 0.0, 80.0, -80.0])
+    for field in ("old_logps", "ref_logps"):
+        case.fields[field] = case.fields[field] - huge[: case.targets.shape[1]]
+    out, gradient = run(case, OBJECTIVES[name][0](), backend)
+    assert torch.isfinite(out.loss)
+    assert gradient.any() or name == "delta below 1 + eps_high"  # which clips every one of them
+    assert torch.isfinite(gradient).all() or dtype == torch.float16  # e^60 is beyond fp16, in any implementation
+
+
+@pytest.mark.parametrize("name", ["dapo, k3", "gspo"])
+def test_metrics_of_huge_log_ratios_are_finite(name: str, backend: str) -> None:
+    """One token that ran away must not turn every curve of the run into inf."""
+    case = build()
+    for field in ("old_logps", "ref_logps"):
+        case.fields[field][0, 0] -= 1000.0
+    out, _ = run(case, OBJECTIVES[name][0](), backend)
+    for key, value in out.metrics.items():
+        assert torch.isfinite(value), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_confident_tokens_keep_their_gradient(dtype: torch.dtype, backend: str) -> None:
+    """p = 0.9 ... 0.99999: the target's gradient is right relative to itself, not to the largest of the row."""
+    v = 1000
+    p = torch.tensor([0.9, 0.99, 0.999, 0.9999, 0.99999], dtype=torch.float64)
+    logits = torch.zeros(len(p), v, dtype=dtype)
+    logits[:, 17] = torch.log(p / (1 - p) * (v - 1)).to(dtype)
+    case = Case(logits, {"targets": torch.full((len(p),), 17), "advantages": torch.ones(len(p))})
+    _, gradient = case.expected(oracle.Spec("policy-gradient"))
+    _, ours = run(case, Objective.preset("reinforce"), backend)
+    _, naive = case.naive(oracle.Spec("policy-gradient"))
+    others = torch.arange(v) != 17
+    torch.testing.assert_close(
+        ours.double()[:, others], gradient[:, others], rtol={torch.float32: 2e-6, torch.bfloat16: 2**-8}[dtype], atol=0
+    )
+    error, exact = (ours.double() - gradient)[:, 17].abs(), gradient[:, 17].abs()
+    # 1 - p comes from a sum of about 1 in fp32, so it is known to some units of 2^-24.
+    rounding = {torch.float32: 2**-24, torch.bfloat16: 2**-8}[dtype] * exact
+    assert (error <= rounding + 16 * 2**-24 / len(p)).all(), error / exact
+    assert_no_worse(ours[:, 17], naive[:, 17], gradient[:, 17], "gradient of the target")
+
+
+# ---- metrics, options
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_metrics_match_a_direct_computation(name: str, packed: bool, backend: str) -> None:
+    make, spec = OBJECTIVES[name]
+    case = build(packed=packed)
+    expected, _ = case.expected(spec)
+    out, _ = run(case, make(), backend)
+    trained = case.fields["mask"].reshape(-1)
+    ratio = expected.log_ratio.exp()
+    sequences = oracle.sequences_of(case.targets, case.fields.get("cu_seqlens"))
+    w = ratio * case.fields["weights"].reshape(-1)[trained]
+    direct = {
+        "tokens": trained.sum().double(),
+        "ratio_mean": ratio.mean(),
+        "ratio_min": ratio.min(),
+        "ratio_max": ratio.max(),
+        "clip_low": expected.clipped_low.double().mean(),
+        "clip_high": expected.clipped_high.double().mean(),
+        "entropy": expected.entropy[trained].mean(),
+        "ess": w.sum() ** 2 / (len(w) * w.square().sum()),
+        "zero_advantage": (oracle.to_rows(case.fields["advantages"], sequences, torch.float64)[trained] == 0).double().mean(),
+    }
+    if spec.beta != 0:
+        direct["kl"] = expected.kl[trained].mean()
+    for key, value in direct.items():
+        assert out.metrics[key].shape == (), key
+        torch.testing.assert_close(out.metrics[key].double(), value, rtol=2e-5, atol=1e-7, msg=lambda m, key=key: f"{key}: {m}")
+    assert out.metrics.keys() == direct.keys()
+
+
+def squared(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
+    """A surrogate of a user: -A logp, pulled back to the old policy."""
+    x = logp - old_logp
+    return -advantage * logp + 0.5 * params[0] * x * x, -advantage + params[0] * x
+
+
+def test_custom_surrogate(backend: str) -> None:
+    case = build()
+    out, gradient = run(case, Objective(Custom(squared, (0.3,)), beta=0.1), backend)
+    leaf = case.logits.double().requires_grad_()
+    mask = case.fields["mask"]
+    logps = leaf.log_softmax(-1).gather(-1, case.targets[..., None])[..., 0][mask]
+    f = {k: v[mask].double() for k, v in case.fields.items() if k != "advantages"}
+    a = case.fields["advantages"].double()[:, None].expand(mask.shape)[mask]
+    x, d = logps - f["old_logps"], f["ref_logps"] - logps
+    loss = (f["weights"] * (-a * logps + 0.15 * x * x) + 0.1 * (d.exp() - d - 1)).sum() / mask.sum()
+    loss.backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(out.loss.double(), loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), leaf.grad, rtol=1e-4, atol=1e-7)
+
+
+def absolute(logp: Any, old_logp: Any, ref_logp: Any) -> Any:
+    """|logp - ref_logp|: a KL estimator of a user."""
+    d = logp - ref_logp
+    return ops.abs(d), ops.where(d > 0.0, 1.0, -1.0)
+
+
+def test_custom_kl(backend: str) -> None:
+    case = build()
+    case.fields["advantages"] = torch.zeros(len(LENGTHS))
+    out, _ = run(case, Objective(Clip(), beta=0.5, kl=absolute), backend)
+    expected, _ = case.expected(oracle.Spec())
+    mask = case.fields["mask"].reshape(-1)
+    d = expected.logps - case.fields["ref_logps"].reshape(-1).double()
+    torch.testing.assert_close(out.loss.double(), 0.5 * d[mask].abs().mean(), rtol=1e-5, atol=0)
+
+
+def test_zero_advantage_rows_have_no_gradient(backend: str) -> None:
+    case = build()
+    out, gradient = run(case, Objective.preset("dapo"), backend)
+    assert ADVANTAGES[6] == 0 and not gradient[6].any()
+    assert out.logps[6, : LENGTHS[6]].all()
+    _, with_kl = run(case, Objective.preset("dapo", beta=0.1), backend)
+    assert with_kl[6, : LENGTHS[6]].any()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_skip_inactive_changes_nothing_but_the_reading(name: str, dtype: torch.dtype, packed: bool, backend: str) -> None:
+    """Rows of zero advantage or weight may be left unread: bitwise the same loss and gradient."""
+    objective, case = OBJECTIVES[name][0](), build(dtype, packed=packed)
+    case.fields["weights"].view(-1)[0] = 0.0
+    sequences = oracle.sequences_of(case.targets, case.fields.get("cu_seqlens"))
+    advantages = oracle.to_rows(case.fields["advantages"], sequences, torch.float32)
+    idle = ((advantages == 0) | (case.fields["weights"].reshape(-1) == 0)).view(case.targets.shape)
+    full, gradient = run(case, objective, backend)
+    if objective.level == "token" and objective.beta == 0 and objective.entropy_coef == 0:
+        case.logits[idle] = math.nan  # shows whether they are read
+    out, skipped = run(case, objective, backend, skip_inactive=True)
+    assert same_bits(out.loss, full.loss) and same_bits(skipped, gradient)
+    trained = case.fields["mask"] & ~idle
+    assert idle[case.fields["mask"]].sum() >= 5 and same_bits(out.logps[trained], full.logps[trained])
+    for key in ("tokens", "zero_advantage"):
+        assert same_bits(out.metrics[key], full.metrics[key])
+    assert all(torch.isfinite(m) for m in out.metrics.values())
+
+
+def test_a_step_down_the_gradient_lowers_the_loss(backend: str) -> None:
+    case = build()
+    objective = Objective.preset("grpo", beta=0.1, entropy_coef=0.01)
+    out, gradient = run(case, objective, backend)
+    after, _ = run(case.with_logits(case.logits - 0.01 * gradient / gradient.norm()), objective, backend)
+    predicted = 0.01 * float(gradient.norm())
+    assert (out.loss - after.loss).item() == pytest.approx(predicted, rel=0.05)
+
+
+def test_auto_backend_is_a_known_one() -> None:
+    case = build()
+    objective = Objective.preset("dapo")
+    torch.testing.assert_close(
+        grpo_loss(case.logits, case.batch(), objective).loss,
+        grpo_loss(case.logits, case.batch(), objective, backend="eager", transform=LogitTransform()).loss,
+        rtol=1e-5,
+        atol=1e-6,
+    )
