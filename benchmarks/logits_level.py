@@ -99,7 +99,7 @@ def reference(c: Case) -> tuple[Tensor, Tensor]:
         part = slice(lo, lo + 32)
         b = TokenBatch(c.batch.targets[part], c.batch.advantages[part], old_logps=c.batch.old_logps[part], ref_logps=c.batch.ref_logps[part])
         loss = naive_loss(x, b) * x.shape[0] / n
-        total += float(loss)
+        total += float(loss.detach())
         grads[part] = torch.autograd.grad(loss, x)[0]
     return torch.tensor(total), grads
 

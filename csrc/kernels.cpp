@@ -8,9 +8,9 @@ namespace {
 
 constexpr int UNROLL = 4;
 constexpr int64_t STEP = int64_t(UNROLL) * W;
-// Elements whose sums are kept in fp32: few enough for the rounding of a block to stay near 1e-7, and a block stays in
-// L1 for the case that it has to be visited again.
-constexpr int64_t BLOCK = 4096;
+// Elements that are summed in fp32 before the sums go to fp64. Each accumulator takes 32 of them, so that small terms
+// added to a large one lose at most 32 roundings.
+constexpr int64_t BLOCK = 32 * STEP;
 // The hardware's prefetcher stops at each 4 KiB page: one page ahead is worth a tenth of the time from memory.
 constexpr int64_t PREFETCH_BYTES = 4096;
 
@@ -67,7 +67,7 @@ template <bool WEIGHTED> struct BlockSums {
         const F best = max_ignoring_nan(max_ignoring_nan(max[0], max[1]), max_ignoring_nan(max[2], max[3]));
         const F s = add(add(sum[0], sum[1]), add(sum[2], sum[3]));
         const F w = add(add(weighted[0], weighted[1]), add(weighted[2], weighted[3]));
-        return {max_lanes_ignoring_nan(best), {sum_lanes(s), WEIGHTED ? sum_lanes(w) : 0.0}};
+        return {max_lanes(best), {sum_lanes(s), WEIGHTED ? sum_lanes(w) : 0.0}};
     }
 };
 
@@ -101,7 +101,7 @@ template <class T, Mode MODE> float max_block(const T* x, int64_t n, const RowTr
         const int rest = int(n - j);
         best = max_ignoring_nan(choose(first_lanes(rest), transformed<MODE>(t, load_some(x + j, rest)), all(-INFINITY)), best);
     }
-    return max_lanes_ignoring_nan(best);
+    return max_lanes(best);
 }
 
 template <class T, Mode MODE, bool WEIGHTED> void stats_of_row(const StatsJob& job, int64_t i, const RowTransform& t) {

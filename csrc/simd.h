@@ -1,5 +1,5 @@
-// One small vector type F of W floats per instruction set, chosen by the flags this header is compiled with. Everything lives in an
-// unnamed namespace: the same inline function compiled for two instruction sets must never be merged by the linker.
+// One small vector type F of W floats per instruction set, chosen by the flags this header is compiled with. Everything
+// lives in an unnamed namespace: the same inline function, compiled twice, must not be merged by the linker.
 //
 // Contraction is off (-ffp-contract=off), so a product is fused with a sum only where fma() says so.
 #pragma once
@@ -261,6 +261,13 @@ inline float lane0(F a) {
     memcpy(lanes, &a, sizeof a);
     return lanes[0];
 }
+#if defined(__AVX512F__)
+inline double sum_lanes(F a) {
+    const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(a)), high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(a, 1));
+    return _mm512_reduce_add_pd(_mm512_add_pd(low, high));
+}
+inline float max_lanes(F a) { return _mm512_reduce_max_ps(a); }
+#else
 inline double sum_lanes(F a) {
     float lanes[W];
     memcpy(lanes, &a, sizeof a);
@@ -268,13 +275,14 @@ inline double sum_lanes(F a) {
     for (int k = 0; k < W; k++) total += lanes[k];
     return total;
 }
-inline float max_lanes_ignoring_nan(F a) {
+inline float max_lanes(F a) {
     float lanes[W];
     memcpy(lanes, &a, sizeof a);
     float best = lanes[0];
     for (int k = 1; k < W; k++) best = lanes[k] > best ? lanes[k] : best;
     return best;
 }
+#endif
 
 // exp(d) for EXP_CUTOFF <= d <= 0 and for NaN, exactly 1 at 0; callers drop the lanes below the cutoff. Computed as
 // 2^floor(t) 2^fraction(t), t = d log2(e), the second by a polynomial fitted to a relative error of 8.3e-8. The rounding

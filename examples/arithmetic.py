@@ -21,24 +21,26 @@ from grpo_kernels.training.report import read_metrics
 from grpo_kernels.training.sampling import Completions, completion_logits, left_pad, sample
 
 WORDS = (*"0123456789+-=?.", "ann", "bob", "eve", "had", "got", "lost", "pens", "nuts")
-WARM_UP_ACCURACY = 0.35
+CARELESS = 2 / 3  # share of the teacher's examples that hold the slip
 
 Problem = dict[str, str]
 
 
 def problem(rng: random.Random) -> Problem:
-    """A sum or difference of two or three small numbers, or a story with one. Answers are never negative."""
+    """A sum or difference of two or three small numbers, or a story with one: never negative. "slip" is what comes out
+    when a minus is read as a plus and the last of three numbers is overlooked."""
     kind = rng.randrange(4)
+    numbers = [rng.randrange(10) for _ in range(3)] if kind == 0 else [rng.randrange(20), rng.randrange(20)]
+    signs = [rng.choice((1, -1, -1)) for _ in numbers[1:]]
+    answer = numbers[0] + sum(s * n for s, n in zip(signs, numbers[1:], strict=True))
+    if answer < 0:
+        return problem(rng)
     if kind < 2:
-        numbers = [rng.randrange(20), rng.randrange(20)] if kind == 0 else [rng.randrange(10) for _ in range(3)]
-        signs = [rng.choice("+-") for _ in numbers[1:]]
-        prompt = str(numbers[0]) + "".join(f"{sign}{n}" for sign, n in zip(signs, numbers[1:], strict=True)) + "="
+        prompt = str(numbers[0]) + "".join(f"{'+' if s > 0 else '-'}{n}" for s, n in zip(signs, numbers[1:], strict=True)) + "="
     else:
-        numbers, signs = [rng.randrange(20), rng.randrange(20)], [rng.choice("+-")]
         who, what = rng.choice(("ann", "bob", "eve")), rng.choice(("pens", "nuts"))
-        prompt = f"{who} had {numbers[0]} {what} {'got' if signs == ['+'] else 'lost'} {numbers[1]}?"
-    answer = numbers[0] + sum(n if sign == "+" else -n for sign, n in zip(signs, numbers[1:], strict=True))
-    return {"prompt": prompt, "answer": str(answer)} if answer >= 0 else problem(rng)
+        prompt = f"{who} had {numbers[0]} {what} {'got' if signs[0] > 0 else 'lost'} {numbers[1]}?"
+    return {"prompt": prompt, "answer": str(answer), "slip": str(numbers[0] + numbers[1])}
 
 
 def problems(count: int, seed: int) -> list[Problem]:
@@ -80,23 +82,17 @@ def accuracy(model: Any, tok: Any, rows: list[Problem]) -> float:
     return sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows)
 
 
-def warm_up(model: Any, tok: Any, rows: list[Problem], check: list[Problem], seed: int, limit: int) -> int:
-    """Supervised steps on worked examples until `check` reaches WARM_UP_ACCURACY. Returns how many it took."""
+def warm_up(model: Any, tok: Any, rows: list[Problem], seed: int, steps: int) -> None:
+    """Supervised steps on the teacher's examples."""
     end, device = tok.eos_token_id, torch.device("cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
     rng = random.Random(seed)
-    bar = require("tqdm").tqdm(total=limit, desc="warm-up")
-    for step in range(limit):
-        if step % 20 == 0:
-            solved = accuracy(model, tok, check)
-            bar.set_postfix(accuracy=f"{solved:.0%}")
-            if solved >= WARM_UP_ACCURACY:
-                break
+    for step in require("tqdm").trange(steps, desc="warm-up"):
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
         batch = rng.sample(rows, 128)
         prompts, prompt_attention = left_pad(encoded(batch, tok), end, device)
-        answers = [tok(row["answer"])["input_ids"] + [end] for row in batch]
+        answers = [tok(row["slip" if rng.random() < CARELESS else "answer"])["input_ids"] + [end] for row in batch]
         width = max(map(len, answers))
         targets = torch.tensor([a + [end] * (width - len(a)) for a in answers])
         mask = torch.arange(width) < torch.tensor([[len(a)] for a in answers])
@@ -106,6 +102,3 @@ def warm_up(model: Any, tok: Any, rows: list[Problem], check: list[Problem], see
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        bar.update()
-    bar.close()
-    return step

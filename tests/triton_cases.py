@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels.backends import RowTransform, triton as backend, two_visits
+from grpo_kernels.backends import RowTransform, two_visits
+from grpo_kernels.backends import triton as backend
 from grpo_kernels.objective import Objective, TokenRows
 from grpo_kernels.surrogates import Cispo, Clip, Custom, PolicyGradient, ops
 
@@ -174,14 +175,14 @@ FULL = Objective(SURROGATES["clip"], beta=0.04, entropy_coef=0.05)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("V", (7, 1031, 40000))
+@pytest.mark.parametrize("V", (7, 1031, 20000))
 @pytest.mark.parametrize("transform", [(0.7, 0.0, 1.4), (-1.3, 0.0, 0.8), (2.0, 3.0, 1.0), (-1.5, 2.0, 1.7)], ids=str)
 def test_transforms(transform: tuple[float, float, float], V: int, dtype: torch.dtype) -> None:
     scale, softcap, inverse = transform
-    rows = make_rows(4, V, 1)
-    logits = make_logits(4, V, dtype)
+    rows = make_rows(3, V, 1)
+    logits = make_logits(3, V, dtype)
     check("clip", logits, rows, FULL, RowTransform(scale, softcap, inverse))
-    check("clip", logits, rows, FULL, RowTransform(scale, softcap, inverse * torch.tensor([0.3, 1.0, 1.7, 0.9])))
+    check("clip", logits, rows, FULL, RowTransform(scale, softcap, inverse * torch.tensor([0.3, 1.0, 1.7])))
 
 
 @pytest.mark.parametrize("shift", (-1e4, 1e4))
@@ -249,7 +250,8 @@ def test_rows_that_are_not_read_are_zero_whatever_they_hold(inplace: bool) -> No
     transform = RowTransform(1.0, 0.0, torch.tensor([0.8, math.nan, 0.0, 1.2, math.inf, 1.0]))
     bad = clean.clone()
     bad[0, 1], bad[0, 2], bad[0, 4] = math.nan, math.inf, -math.inf
-    poison = {name: getattr(rows, name).clone() for name in ("advantages", "old_logps", "ref_logps", "policy_weight", "token_weight")}
+    names = ("advantages", "old_logps", "ref_logps", "policy_weight", "token_weight")
+    poison = {name: getattr(rows, name).clone() for name in names}
     for value in poison.values():
         value[~read] = math.nan
     targets = rows.targets.clone()

@@ -103,12 +103,16 @@ _warned: set[str] = set()
 
 
 def load(name: str) -> ModuleType:
+    """The backend module, imported on first use: `import grpo_kernels` needs neither Triton nor a compiler."""
     return importlib.import_module(f".{name}", __name__)
 
 
 def unavailable(name: str) -> str | None:
     """Why a backend cannot run here, in words; None if it can."""
-    return load(name).available()
+    try:
+        return load(name).available()
+    except ImportError as error:
+        return f"it cannot be imported ({error})"
 
 
 def pick(backend: str, device: torch.device, strict: bool = False) -> ModuleType:

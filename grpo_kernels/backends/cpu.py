@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
 from . import RowStats, RowTransform
 
-_cpu: ModuleType | None
 try:
-    from .. import _cpu  # type: ignore[attr-defined, no-redef]
+    from .. import _cpu
 except ImportError as error:
-    _cpu, _import_error = None, str(error)
+    _cpu = None  # type: ignore[assignment]
+    _import_error = str(error)
 
 if TYPE_CHECKING:
     from ..objective import Objective, TokenRows
@@ -102,9 +101,7 @@ def row_grads(
     )  # fmt: skip
 
 
-def fused_loss(
-    logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None
-) -> FusedRows:
+def fused_loss(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None) -> FusedRows:
     """Both visits of a block of rows one after the other, so that the second finds the block in cache."""
     from . import cpu, two_visits
 

@@ -1,4 +1,4 @@
-"""Triton backend: one program per row, the row read from device memory once and once more from L2.
+"""Triton backend: one program per row at a time, the row read from device memory once and once more from L2.
 
 Nothing here knows RL: `fused_loss` compiles the formulas of surrogates.py into its kernel. Row counts, strides, scalars
 and parameters are runtime values, so no length and no schedule compiles anything after the first call of a kind; what
@@ -28,11 +28,12 @@ from . import FusedRows, RowStats, RowTransform
 Tensor = torch.Tensor
 
 #: bytes of a logit -> (threads of a program, 128-bit accesses in flight per thread), for rows long enough to fill them.
-#: 4.8 TB/s times 0.7 us of latency ask for 25 KiB in flight on each of 132 SMs. One program of 1024 threads has 32 KiB
-#: with two accesses each; 16-bit rows take four, because their arithmetic per byte is double and more of it must overlap.
-LAUNCH = {2: (1024, 4), 4: (1024, 2)}
-#: Threads that the programs of the fused kernel fill on one SM. 1024 is one program for a long row: 132 rows of 152k bf16
-#: logits (39 MB) then stay in the 50 MB L2 of a Hopper GPU between the first and the second read, twice as many would not.
+#: 1024 x 2 x 16 bytes put 32 KiB in flight on an SM, a little over what 4.8 TB/s times 0.7 us of latency ask of each of 132
+#: SMs (25 KiB), and 64 registers per thread hold the tile without spills. They depend on V and dtype, never on n.
+LAUNCH = {2: (1024, 2), 4: (1024, 2)}
+#: Threads per SM that the fused kernel's programs add up to, each going over many rows. 1024 is one long row per SM at a
+#: time: 132 rows of 152k bf16 logits (39 MB) stay in the 50 MB L2 of a Hopper GPU between the first and the second read,
+#: twice as many would not.
 RESIDENT_THREADS = 1024
 #: Programs of `scale_`: a few for each SM of the largest GPUs, and few enough to return at once when there is nothing to do.
 SCALE_PROGRAMS = 512
@@ -209,7 +210,7 @@ def _write_gradient(
     tl.store(out + target, g.to(out.dtype.element_ty), mask=(target >= 0) & (target < V))
 
 
-# ---- kernels: one program per row, on grid axis 0 (the others end at 65 535)
+# ---- kernels: rows on grid axis 0 (the others end at 65 535), one program per row or, in the fused one, per several rows
 
 # fmt: off
 @triton.jit(do_not_specialize=[
@@ -300,8 +301,7 @@ def _fused_loss_kernel(
     TERMS: tl.constexpr, SURROGATE: tl.constexpr, KL: tl.constexpr, BONUS: tl.constexpr,
     SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):
-    for index in range(tl.program_id(0), n, tl.num_programs(0)):
-        i = index.to(tl.int64)
+    for i in range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0)):
         live = True
         if read is not None:
             live = tl.load(read + i)
@@ -326,7 +326,8 @@ def _fused_loss_kernel(
             if ref_logps is not None:
                 ref_logp = tl.load(ref_logps + i)
             loss, d_logp, d_entropy = TERMS(
-                logp, old_logp, ref_logp, entropy, tl.load(advantages + i), tl.load(policy_weight + i), tl.load(token_weight + i),
+                logp, old_logp, ref_logp, entropy,
+                tl.load(advantages + i), tl.load(policy_weight + i), tl.load(token_weight + i),
                 beta, entropy_coef, SURROGATE, surrogate_params, KL, BONUS,
             )
             tl.store(logps + i, logp)
@@ -557,8 +558,8 @@ def fused_loss(
         programs = _multiprocessors(logits.device) * max(1, RESIDENT_THREADS // launch.threads)
         _fused_loss_kernel[(min(n, programs),)](
             logits, logits.stride(0), logits.stride(1), out, gradient.stride(0), gradient.stride(1), V, T, n,
-            _vector(rows.targets), _vector(rows.read), _vector(rows.advantages), _vector(rows.old_logps), _vector(rows.ref_logps),
-            _vector(rows.policy_weight), _vector(rows.token_weight), *arguments,
+            *map(_vector, (rows.targets, rows.read, rows.advantages, rows.old_logps, rows.ref_logps)),
+            *map(_vector, (rows.policy_weight, rows.token_weight)), *arguments,
             float(objective.beta), float(objective.entropy_coef), objective.surrogate.params, logps, entropies, losses,
             **formulas, **flags, **launch.flags, num_warps=launch.num_warps,
         )  # fmt: skip
