@@ -19,7 +19,9 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
-def interleaved(contenders: dict[str, Callable[[], Any]], rounds: int, before: Callable[[], Any] | None = None) -> dict[str, dict]:
+def interleaved(
+    contenders: dict[str, Callable[[], Any]], rounds: int, before: Callable[[], Any] | None = None
+) -> dict[str, dict]:
     """{name: {ms, p20, p80, runs}}: each round runs every contender once, starting with another one each time.
 
     `before` runs untimed ahead of each run (it restores inputs that a contender overwrote)."""
@@ -59,7 +61,9 @@ def _status(key: str) -> int:
 
 def machine() -> dict:
     """What the figures were measured on."""
-    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "?")
+    cpu = next(
+        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "?"
+    )
     found = {"cpu": cpu, "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__}
     try:
         from grpo_kernels import _cpu

@@ -97,7 +97,12 @@ def reference(c: Case) -> tuple[Tensor, Tensor]:
     for lo in range(0, n, 32):
         x = c.pristine[lo : lo + 32].double().requires_grad_()
         part = slice(lo, lo + 32)
-        b = TokenBatch(c.batch.targets[part], c.batch.advantages[part], old_logps=c.batch.old_logps[part], ref_logps=c.batch.ref_logps[part])
+        b = TokenBatch(
+            c.batch.targets[part],
+            c.batch.advantages[part],
+            old_logps=c.batch.old_logps[part],
+            ref_logps=c.batch.ref_logps[part],
+        )
         loss = naive_loss(x, b) * x.shape[0] / n
         total += float(loss.detach())
         grads[part] = torch.autograd.grad(loss, x)[0]
@@ -112,7 +117,9 @@ def gate(run: Callable[[], Any], c: Case, expected: tuple[Tensor, Tensor]) -> tu
     return error, float((grad.float() - expected[1]).norm() / expected[1].norm())
 
 
-def measure(rows: int, vocab: int, dtype: torch.dtype, rounds: int, memory: bool = True, skip: tuple[str, ...] = ()) -> list[dict]:
+def measure(
+    rows: int, vocab: int, dtype: torch.dtype, rounds: int, memory: bool = True, skip: tuple[str, ...] = ()
+) -> list[dict]:
     c = case(rows, vocab, dtype)
     expected = reference(c)
     limit = 1e-4 if dtype == torch.float32 else 2e-2

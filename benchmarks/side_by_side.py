@@ -10,7 +10,11 @@ from benchmarks.logits_level import measure
 
 
 def main(rows: int = 256, vocab: int = 151936, rounds: int = 5) -> None:
-    names = {"grpo_kernels, in place": "fused, in place", "grpo_kernels, new gradient": "fused", "eager PyTorch": "eager PyTorch"}
+    names = {
+        "grpo_kernels, in place": "fused, in place",
+        "grpo_kernels, new gradient": "fused",
+        "eager PyTorch": "eager PyTorch",
+    }
     skip = ("grpo_kernels, eager backend", "torch.compile", "eager PyTorch, 16-bit softmax")
     print(f"\nLoss and gradient of {rows} tokens at vocabulary {vocab:,}, medians of {rounds} interleaved runs:")
     print(f"{'':18}{'dtype':>10}{'ms':>9}{'speed-up':>10}{'extra MB':>10}{'gradient error':>16}")

@@ -25,7 +25,9 @@ def presets() -> str:
 
 def _surrogate(objective: Objective) -> str:
     s = objective.surrogate
-    values = [f"{f.name}={getattr(s, f.name):g}" for f in fields(s) if getattr(s, f.name) != f.default or f.name.startswith("eps")]  # type: ignore[arg-type]
+    values = [
+        f"{f.name}={getattr(s, f.name):g}" for f in fields(s) if getattr(s, f.name) != f.default or f.name.startswith("eps")
+    ]  # type: ignore[arg-type]
     if type(s).__name__ == "Cispo":
         values = [f"cap={s.cap:g}"]  # type: ignore[attr-defined]
     return f"`{type(s).__name__}({', '.join(values)})`"
@@ -63,7 +65,11 @@ def logits_level_cpu() -> str:
         cells, errors = [], []
         for dtype in ("float32", "bfloat16"):
             row = both.get(dtype)
-            cells += [f"{row['ms']:.1f}", f"{row['x copy']:.2f}", f"{row['extra MB']:.0f}" if "extra MB" in row else ""] if row else ["", "", ""]
+            cells += (
+                [f"{row['ms']:.1f}", f"{row['x copy']:.2f}", f"{row['extra MB']:.0f}" if "extra MB" in row else ""]
+                if row
+                else ["", "", ""]
+            )
             errors.append(f"{row['gradient error']:.0e}" if row and "gradient error" in row else "")
         out.append(f"| {name} | {' | '.join(cells)} | {' / '.join(e for e in errors if e)} |")
     return "\n".join(out)

@@ -27,20 +27,20 @@ Problem = dict[str, str]
 
 
 def problem(rng: random.Random) -> Problem:
-    """A sum or difference of two or three small numbers, or a story with one: never negative. "slip" is what comes out
-    when a minus is read as a plus and the last of three numbers is overlooked."""
-    kind = rng.randrange(4)
-    numbers = [rng.randrange(10) for _ in range(3)] if kind == 0 else [rng.randrange(20), rng.randrange(20)]
-    signs = [rng.choice((1, -1, -1)) for _ in numbers[1:]]
+    """A sum or difference of two or three small numbers, or a story with one; never negative. "slip" is what the teacher
+    of the warm-up may write instead: plain problems it always gets right, elsewhere it counts one too many."""
+    kind = rng.choices(("plain", "three", "story"), (4, 2, 4))[0]
+    numbers = [rng.randrange(10) for _ in range(3)] if kind == "three" else [rng.randrange(20), rng.randrange(20)]
+    signs = [rng.choice((1, -1)) for _ in numbers[1:]]
     answer = numbers[0] + sum(s * n for s, n in zip(signs, numbers[1:], strict=True))
     if answer < 0:
         return problem(rng)
-    if kind < 2:
-        prompt = str(numbers[0]) + "".join(f"{'+' if s > 0 else '-'}{n}" for s, n in zip(signs, numbers[1:], strict=True)) + "="
-    else:
+    if kind == "story":
         who, what = rng.choice(("ann", "bob", "eve")), rng.choice(("pens", "nuts"))
         prompt = f"{who} had {numbers[0]} {what} {'got' if signs[0] > 0 else 'lost'} {numbers[1]}?"
-    return {"prompt": prompt, "answer": str(answer), "slip": str(numbers[0] + numbers[1])}
+    else:
+        prompt = str(numbers[0]) + "".join(f"{'+' if s > 0 else '-'}{n}" for s, n in zip(signs, numbers[1:], strict=True)) + "="
+    return {"prompt": prompt, "answer": str(answer), "slip": str(answer + (kind != "plain"))}
 
 
 def problems(count: int, seed: int) -> list[Problem]:

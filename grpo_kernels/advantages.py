@@ -74,10 +74,14 @@ def group_advantages(
 def _group_ids(n: int, device: torch.device, group_size: int | None, groups: Tensor | None) -> Tensor:
     """[B] int64 ids in [0, number of groups)."""
     if (group_size is None) == (groups is None):
-        raise ValueError(f"group_size={group_size} and groups={'None' if groups is None else 'given'}: pass exactly one of them.")
+        raise ValueError(
+            f"group_size={group_size} and groups={'None' if groups is None else 'given'}: pass exactly one of them."
+        )
     if groups is not None:
         if groups.shape != (n,) or groups.is_floating_point() or groups.dtype == torch.bool:
-            raise ValueError(f"groups has shape {list(groups.shape)} and dtype {groups.dtype}: pass one integer id per reward, [{n}].")
+            raise ValueError(
+                f"groups has shape {list(groups.shape)} and dtype {groups.dtype}: pass one integer id per reward, [{n}]."
+            )
         return torch.unique(groups.to(device), return_inverse=True)[1]
     assert group_size is not None
     if group_size < 1 or n % group_size:

@@ -167,7 +167,9 @@ class TokenBatch:
         for name in ("old_logps", "ref_logps"):
             value = getattr(self, name)
             if value is not None and value.shape != targets.shape:
-                raise ValueError(f"{name} has shape {list(value.shape)}, but targets has {list(targets.shape)}: they must be the same.")
+                raise ValueError(
+                    f"{name} has shape {list(value.shape)}, but targets has {list(targets.shape)}: they must be the same."
+                )
         if self.mask is not None:
             object.__setattr__(self, "mask", as_mask("mask", self.mask, targets.shape))
         if self.cu_seqlens is not None:
@@ -253,7 +255,9 @@ def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace:
         raise ValueError(f"logits has shape {list(logits.shape)}: the vocabulary is empty.")
     if logits.device != device:
         raise ValueError(f"logits is on {logits.device}, but targets is on {device}: move one of them.")
-    if inplace and (logits.stride(-1) != 1 or any(s == 0 and n > 1 for s, n in zip(logits.stride(), logits.shape, strict=True))):
+    if inplace and (
+        logits.stride(-1) != 1 or any(s == 0 and n > 1 for s, n in zip(logits.stride(), logits.shape, strict=True))
+    ):
         raise ValueError(
             f"inplace=True, but logits of shape {list(logits.shape)} has strides {list(logits.stride())}: "
             "it must have unit stride in the vocabulary and no expanded dimension. Pass logits.contiguous() or inplace=False."

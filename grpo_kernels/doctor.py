@@ -26,7 +26,11 @@ SETTINGS = {
 def self_test(backend: str, device: torch.device) -> float:
     """Largest gradient error of a small clipped objective against float64, relative to the largest entry."""
     g = torch.Generator().manual_seed(0)
-    logits, old, advantages = 3 * torch.randn(17, 1003, generator=g), torch.randn(2, 17, generator=g), torch.randn(17, generator=g)
+    logits, old, advantages = (
+        3 * torch.randn(17, 1003, generator=g),
+        torch.randn(2, 17, generator=g),
+        torch.randn(17, generator=g),
+    )
     targets = torch.randint(0, 1003, (17,), generator=g)
 
     exact = logits.double().requires_grad_()
@@ -57,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
-    print(f"grpo_kernels {__version__}, torch {torch.__version__}, triton {_version('triton')}, Python {platform.python_version()}")
+    print(
+        f"grpo_kernels {__version__}, torch {torch.__version__}, triton {_version('triton')}, Python {platform.python_version()}"
+    )
     print(f"device: {device.type} ({where}), {torch.get_num_threads()} CPU threads\n")
 
     healthy = True

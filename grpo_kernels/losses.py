@@ -14,6 +14,7 @@ from . import backends
 from .backends import FusedRows, RowTransform
 from .batch import LogitTransform, TokenBatch, check_targets, logit_rows
 from .objective import Objective, TokenRows
+from .surrogates import bounded_exp
 
 Tensor = torch.Tensor
 
@@ -41,7 +42,7 @@ class LossOutput:
         the trained tokens of this batch; with skip_inactive=True, over those that were read.
 
         tokens           trained tokens
-        ratio_mean, ratio_min, ratio_max     of the ratio at the objective's level (1 when on-policy)
+        ratio_mean, ratio_min, ratio_max     of the ratio at the objective's level (1 when on-policy), bounded at e^60
         clip_low         share of tokens with A < 0 and a ratio below the lower bound
         clip_high        share of tokens with A > 0 and a ratio above the upper bound
         ess              effective sample size of ratio * weights, as a share: (sum r)^2 / (tokens * sum r^2)
@@ -64,10 +65,10 @@ class LossOutput:
                 return x.new_ones(())
             return torch.where(count > 0, reduce(torch.where(read, x, start)), 1.0)
 
-        ratio = torch.exp(self._objective.log_ratio(logps, rows, self._batch))
+        ratio = bounded_exp(self._objective.log_ratio(logps, rows, self._batch))
         low, high = self._objective.surrogate.ratio_bounds
         weight = ratio * torch.where(rows.token_weight != 0, rows.policy_weight / rows.token_weight, 0.0)
-        weight = torch.where(read, weight, 0.0)
+        weight = torch.where(read, weight, 0.0).to(torch.float64)  # the square of a runaway ratio is beyond fp32
         metrics = {
             "tokens": trained.sum().to(torch.float32),
             "ratio_mean": mean(ratio),
@@ -75,7 +76,7 @@ class LossOutput:
             "ratio_max": extreme(ratio, torch.amax, -math.inf),
             "clip_low": mean(((ratio < low) & (rows.advantages < 0)).to(torch.float32)),
             "clip_high": mean(((ratio > high) & (rows.advantages > 0)).to(torch.float32)),
-            "ess": weight.sum().square() / (tokens * weight.square().sum()).clamp(min=1e-30),
+            "ess": (weight.sum().square() / (tokens * weight.square().sum()).clamp(min=1e-30)).to(torch.float32),
             "zero_advantage": (trained & (rows.advantages == 0)).sum() / trained.sum().clamp(min=1),
             "entropy": mean(self.entropy.reshape(-1)),
         }

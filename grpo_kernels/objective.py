@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .batch import TokenBatch
+from .batch import TokenBatch, values_are_checked
 from .surrogates import KL_ESTIMATORS, Cispo, Clip, PolicyGradient, Surrogate, token_terms
 
 Tensor = torch.Tensor
@@ -136,9 +136,7 @@ class Objective:
             )
         return batch.sequences
 
-    def token_rows(
-        self, batch: TokenBatch, normalizer: float | Tensor | None = None, skip_inactive: bool = False
-    ) -> TokenRows:
+    def token_rows(self, batch: TokenBatch, normalizer: float | Tensor | None = None, skip_inactive: bool = False) -> TokenRows:
         """Flat rows and their weights. Nothing here waits for the device. Raises ValueError where the batch lacks
         something that the objective needs.
 
@@ -157,9 +155,13 @@ class Objective:
         elif isinstance(normalizer, Tensor):
             if normalizer.numel() != 1:
                 raise ValueError(f"normalizer has shape {list(normalizer.shape)}: pass a number or a 0-d tensor.")
+            if values_are_checked(normalizer) and not 0 <= float(normalizer) < math.inf:
+                raise ValueError(f"normalizer={float(normalizer)}: the denominator is a finite number, not negative.")
             normalizer = normalizer.detach().reshape(()).to(batch.targets.device, torch.float32, non_blocking=True)
         elif not 0 < normalizer < math.inf:
-            raise ValueError(f"normalizer={normalizer}: the denominator is a finite number above 0, over all micro-batches and ranks.")
+            raise ValueError(
+                f"normalizer={normalizer}: the denominator is a finite number above 0, over all micro-batches and ranks."
+            )
         mask = None if batch.mask is None else batch.mask.reshape(-1)
         if mask is None:
             weight = torch.ones(batch.rows, device=batch.targets.device)
@@ -168,7 +170,8 @@ class Objective:
         if self.aggregate == "seq-mean-token-mean":
             self._sequences(batch)
             weight = weight / batch.spread(batch.sequence_sum(weight).clamp(min=1.0)).to(torch.float32)
-        weight = weight / normalizer
+        # Where nothing is trained a given normalizer may be 0, and 0 / 0 must not reach the loss.
+        weight = torch.where(weight != 0, weight / normalizer, 0.0)
         advantages, weights = batch.flat("advantages"), batch.flat("weights")
         assert advantages is not None
         policy_weight = weight if weights is None else weight * weights

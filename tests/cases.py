@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 import oracle
-from grpo_kernels import LogitTransform, Objective, TokenBatch
-from grpo_kernels.surrogates import Cispo, Clip, PolicyGradient
+import torch
 from oracle import Spec
+
+from grpo_kernels import LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss
+from grpo_kernels.surrogates import Cispo, Clip, PolicyGradient
 
 Tensor = torch.Tensor
 
@@ -158,6 +158,15 @@ def pack(case: Case) -> Case:
     fields = {k: v if k == "advantages" else v[inside] for k, v in case.fields.items()}
     fields["cu_seqlens"] = torch.tensor((0, *LENGTHS)).cumsum(0).to(torch.int32)
     return Case(case.logits[inside], fields, case.transform)
+
+
+def run(case: Case, objective: Objective, backend: str, **options: Any) -> tuple[LossOutput, Tensor]:
+    """Loss and gradient of the logits."""
+    leaf = case.logits.detach().clone().requires_grad_()
+    out = grpo_loss(leaf, case.batch(), objective, transform=case.logit_transform(), backend=backend, **options)
+    out.loss.backward()
+    assert leaf.grad is not None
+    return out, leaf.grad
 
 
 def assert_no_worse(ours: Tensor, naive: Tensor, exact: Tensor, what: str, tiny: float = 4e-6) -> None:

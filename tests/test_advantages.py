@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+import oracle
 import pytest
 import torch
 
-import oracle
 from grpo_kernels import TokenBatch, group_advantages
 
 SCALES = ["group", "batch", "none"]
@@ -59,14 +59,15 @@ def test_group_size_equals_groups() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 0.9, -0.1, 1 / 3, 1e-30, 1e30])
-def test_equal_rewards_are_exactly_zero(reward: float, scale: str) -> None:
-    """In fp32 the mean of n equal rewards need not be that reward: the residue over eps would be an advantage of 1e-3."""
+def test_equal_rewards_are_exactly_zero(reward: float, scale: str, dtype: torch.dtype) -> None:
+    """The rounded mean of n equal rewards need not be that reward: the residue over eps would be an advantage of 1e-3."""
     for n in range(2, 65):
-        rewards = torch.full((n,), reward)
+        rewards = torch.full((n,), reward, dtype=dtype)
         assert not group_advantages(rewards, group_size=n, scale=scale, eps=1e-9).any(), n
-    other = torch.cat([torch.full((7,), reward), torch.tensor([0.0, 1.0, 0.5, 0.25, 0.0, 1.0, 1.0])])
+    other = torch.tensor([reward] * 7 + [0.0, 1.0, 0.5, 0.25, 0.0, 1.0, 1.0], dtype=dtype)
     got = group_advantages(other, group_size=7, scale=scale)
     assert not got[:7].any() and got[7:].any()
 
@@ -99,7 +100,7 @@ def test_integer_rewards(dtype: torch.dtype) -> None:
 
 def test_no_rewards() -> None:
     for options in ({"group_size": 8}, {"groups": torch.zeros(0, dtype=torch.int64)}):
-        got = group_advantages(torch.zeros(0), **options)  # type: ignore[arg-type]
+        got = group_advantages(torch.zeros(0), **options)
         assert got.shape == (0,) and got.dtype == torch.float32
 
 
@@ -123,6 +124,6 @@ def test_batch_from_rewards() -> None:
     rewards = torch.randn(6)
     targets = torch.zeros(6, 3, dtype=torch.int64)
     for options in ({"group_size": 3}, {"groups": torch.tensor([0, 1, 0, 1, 0, 1]), "scale": "none"}):
-        batch = TokenBatch.from_rewards(targets, rewards, mask=targets == 0, **options)  # type: ignore[arg-type]
-        assert torch.equal(batch.advantages, group_advantages(rewards, **options))  # type: ignore[arg-type]
+        batch = TokenBatch.from_rewards(targets, rewards, mask=targets == 0, **options)
+        assert torch.equal(batch.advantages, group_advantages(rewards, **options))
         assert batch.mask is not None and batch.mask.all()

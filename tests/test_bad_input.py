@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from cases import snapshot
+
 from grpo_kernels import LogitTransform, Objective, TokenBatch, group_advantages, grpo_loss, token_logprobs
 from grpo_kernels.surrogates import Cispo, Clip
 
@@ -246,10 +246,10 @@ def test_unknown_keywords(call: Callable[[], Any], keyword: str) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: TokenBatch(IDS, ONES, torch.ones(B, T).bool()),  # type: ignore[misc]
-        lambda: grpo_loss(LOGITS, batch(), Objective(), LogitTransform()),  # type: ignore[misc]
-        lambda: token_logprobs(LOGITS, IDS, torch.ones(B, T).bool()),  # type: ignore[misc]
-        lambda: group_advantages(ONES, 3),  # type: ignore[misc]
+        lambda: TokenBatch(IDS, ONES, torch.ones(B, T).bool()),  # type: ignore[call-arg]
+        lambda: grpo_loss(LOGITS, batch(), Objective(), LogitTransform()),  # type: ignore[call-arg]
+        lambda: token_logprobs(LOGITS, IDS, torch.ones(B, T).bool()),  # type: ignore[call-arg]
+        lambda: group_advantages(ONES, 3),  # type: ignore[call-arg]
     ],
 )
 def test_options_are_keywords(call: Callable[[], Any]) -> None:

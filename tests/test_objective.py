@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import oracle
 import pytest
 import torch
-
-import oracle
 from cases import OBJECTIVES, Case, build
+
 from grpo_kernels import Objective, TokenBatch
 from grpo_kernels.objective import PRESETS
 from grpo_kernels.surrogates import Cispo, Clip, PolicyGradient, Surrogate

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 
+import oracle
 import pytest
 import torch
-
-import oracle
-from grpo_kernels.surrogates import KL_ESTIMATORS, Cispo, Clip, Custom, PolicyGradient, Surrogate, bounded_exp, ops, token_terms
 from oracle import Spec
+
+from grpo_kernels.surrogates import (
+    KL_ESTIMATORS,
+    Cispo,
+    Clip,
+    Custom,
+    PolicyGradient,
+    Surrogate,
+    bounded_exp,
+    check_surrogate,
+    ops,
+    token_terms,
+)
 
 Tensor = torch.Tensor
 F64 = torch.float64
@@ -207,3 +218,15 @@ def test_ops_take_tensors_and_numbers() -> None:
     assert ops.minimum(a, b).tolist() == [0.0, -2.0] and ops.maximum(a, b).tolist() == [1.0, 3.0]
     assert ops.minimum(a, 0.5).tolist() == [0.5, -2.0] and ops.maximum(a, 0.5).tolist() == [1.0, 0.5]
     assert ops.minimum(2.0, 3.0) == 2.0 and ops.maximum(2.0, 3.0) == 3.0
+
+
+def off_by_a_percent(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    r = ops.exp(logp - old_logp)
+    return -r * advantage, -1.01 * r * advantage
+
+
+def test_check_surrogate_accepts_right_slopes_and_names_a_wrong_one() -> None:
+    for surrogate in (Clip(0.2, 0.28), Clip(0.1, 0.3, delta=3.0), Cispo(5.0), Cispo(2.0, 0.5), PolicyGradient()):
+        check_surrogate(surrogate)
+    with pytest.raises(ValueError, match="slope of .*off_by_a_percent.* autograd gives .* at logp="):
+        check_surrogate(Custom(off_by_a_percent))

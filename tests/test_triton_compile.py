@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,8 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 V = 151936
-#: A program of 1024 threads has 64 registers per thread on NVIDIA, 128 (in 16 warps of 64) on CDNA3.
-REGISTERS = {"cuda": 64, "hip": 128}
+#: What one program per SM can have: 65 536 registers on NVIDIA, 512 for each of the lane on CDNA3.
+REGISTERS = {"cuda": {"visit": 64, "fused": 128}, "hip": {"visit": 128, "fused": 256}}
 
 
 class Target:
@@ -62,7 +62,7 @@ Compiled = list[tuple[str, Any]]
 
 
 @pytest.fixture
-def compile_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Compiled]]:
+def compile_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Compiled]:
     """compile_for(target) -> a list that receives (kernel name, compiled kernel) of every launch."""
     if not isinstance(backend._row_stats_kernel, JITFunction):
         pytest.skip("TRITON_INTERPRET=1: there is nothing to compile")
@@ -75,12 +75,11 @@ def compile_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Com
         return kernel
 
     def select(name: str) -> Compiled:
-        triton.runtime.driver.set_active(Target(name))
+        monkeypatch.setattr(triton.runtime.driver, "_active", Target(name))
         return launches
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    yield select
-    triton.runtime.driver.reset_active()
+    return select
 
 
 def make_rows(n: int, objective: Objective, old: bool = True, offset: int = 0) -> TokenRows:
@@ -108,17 +107,54 @@ def code(kernel: Any) -> str:
     return kernel.asm["ptx"] if "ptx" in kernel.asm else kernel.asm["amdgcn"]
 
 
+def blocks(assembly: str) -> tuple[list[list[str]], list[set[int]]]:
+    """Basic blocks of the kernel's code and, for each, where control goes next."""
+    body: list[list[str]] = [[]]
+    labels: dict[str, int] = {}
+    for line in map(str.strip, assembly.splitlines()):
+        if m := re.match(r"([$.]?L\w*BB\w+):", line):
+            body.append([])
+            labels[m[1]] = len(body) - 1
+        body[-1].append(line)
+        if re.search(r"\bbra\b|s_c?branch", line):
+            body.append([])
+    successors: list[set[int]] = []
+    for i, block in enumerate(body):
+        last = block[-1] if block else ""
+        branch = re.search(r"(?:bra(?:\.uni)?|s_c?branch\w*)\s+([$.]?L\w*BB\w+)", last)
+        follows = not re.match(r"bra|s_branch|ret|s_endpgm", last) and i + 1 < len(body)
+        successors.append(({labels[branch[1]]} if branch else set()) | ({i + 1} if follows else set()))
+    return body, successors
+
+
 def loops(assembly: str) -> list[list[str]]:
-    """The instructions of every innermost loop: from a label to the last branch back to it."""
-    lines = [line.strip() for line in assembly.splitlines()]
-    labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"([$.]?L\w*BB\w+):", line))}
-    spans = set()
-    for i, line in enumerate(lines):
-        m = re.search(r"(?:bra(?:\.uni)?|s_cbranch_\w+|s_branch)\s+([$.]?L\w*BB\w+)", line)
-        if m and labels.get(m[1], i) < i:
-            spans.add((labels[m[1]], i))
-    inner = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
-    return [lines[a : b + 1] for a, b in sorted(inner)]
+    """The instructions of every innermost loop."""
+    body, successors = blocks(assembly)
+    reach: list[set[int]] = []  # blocks that each block leads to
+    for start in range(len(body)):
+        seen: set[int] = set()
+        stack = list(successors[start])
+        while stack:
+            block = stack.pop()
+            if block not in seen:
+                seen.add(block)
+                stack += successors[block]
+        reach.append(seen)
+
+    def around(header: int, tail: int) -> frozenset[int]:
+        """The natural loop of the edge tail -> header: what leads to the tail without passing the header."""
+        inside, stack = {header}, [tail]
+        while stack:
+            block = stack.pop()
+            if block not in inside:
+                inside.add(block)
+                stack += [p for p in range(len(body)) if block in successors[p]]
+        return frozenset(inside)
+
+    # An edge closes a loop when its end dominates its start; among blocks in order of the code, backwards is enough.
+    found = {around(h, t) for t in range(len(body)) for h in successors[t] if h <= t and t in reach[h] | {h}}
+    inner = [a for a in found if not any(b < a for b in found)]
+    return [[line for block in sorted(loop) for line in body[block]] for loop in inner]
 
 
 LOAD = r"ld\.global\S*|(?:global|buffer)_load_\w+"
@@ -129,8 +165,10 @@ WIDE = r"\.v4\.b32|\.v8\.b32|\.v2\.b64|_dwordx4$"
 def resources(kernel: Any) -> dict[str, int]:
     """Registers per thread and bytes spilled."""
     if "amdgcn" in kernel.asm:
-        found = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s+(\d+)", kernel.asm["amdgcn"]))
-        return {"registers": int(found["vgpr_count"]), "spills": int(found["vgpr_spill_count"]) + int(found["sgpr_spill_count"])}
+        # Scalar registers may spill into lanes of vector registers, which is not memory.
+        found = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)", kernel.asm["amdgcn"]))
+        spills = int(found["vgpr_spill_count"]) + int(found["private_segment_fixed_size"])
+        return {"registers": int(found["vgpr_count"]), "spills": spills}
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -145,7 +183,8 @@ def inspect(name: str, kernel: Any, target: str) -> None:
     used = resources(kernel)
     print(f"{target} {name}: {used['registers']} registers, {used['spills']} bytes spilled, {kernel.metadata.num_warps} warps")
     assert used["spills"] == 0, (target, name, used)
-    assert used["registers"] <= REGISTERS[TARGETS[target].backend], (target, name, used)
+    kind = "fused" if name == "_fused_loss_kernel" else "visit"
+    assert used["registers"] <= REGISTERS[TARGETS[target].backend][kind], (target, name, used)
     assert not re.search(r"\.f64|_f64", assembly), (target, name)
     loads = [x for loop in loops(assembly) for line in loop for x in re.findall(LOAD, line)]
     stores = [x for loop in loops(assembly) for line in loop for x in re.findall(STORE, line)]
@@ -153,7 +192,8 @@ def inspect(name: str, kernel: Any, target: str) -> None:
         assert any(re.search(WIDE, x) for x in loads) and any(re.search(WIDE, x) for x in stores), (target, name)
         return
     assert loads and all(re.search(WIDE, x) for x in loads), (target, name, Counter(loads))
-    assert bool(stores) == (name != "_row_stats_kernel") and all(re.search(WIDE, x) for x in stores), (target, name, Counter(stores))
+    assert bool(stores) == (name != "_row_stats_kernel"), (target, name)
+    assert all(re.search(WIDE, x) for x in stores), (target, name, Counter(stores))
 
 
 REFERENCE = dict(beta=0.04, entropy_coef=0.01)
@@ -162,12 +202,15 @@ QUICK = [
     (Objective(Cispo(), **REFERENCE), RowTransform(1.0, 30.0, torch.ones(2)), torch.float32),
 ]
 REST = [
-    (Objective(surrogate, kl=kl, **options), transform, dtype)
+    (Objective(surrogate, kl=kl, **options), PLAIN, dtype)
     for surrogate, kl in ((Clip(0.2, 0.28), "k3"), (Cispo(), "k2"), (PolicyGradient(), "k1"))
     for options in ({}, dict(beta=0.04), dict(entropy_coef=0.01), REFERENCE)
-    for transform in (PLAIN, RowTransform(-0.5, 0.0, torch.ones(2)), RowTransform(1.0, 30.0, 1.25))
     for dtype in (torch.bfloat16, torch.float32)
-]
+] + [
+    (Objective(Clip(0.2, 0.28), **REFERENCE), transform, dtype)
+    for transform in (RowTransform(-0.5, 0.0, torch.ones(2)), RowTransform(1.0, 30.0, 1.25))
+    for dtype in (torch.bfloat16, torch.float32)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -219,7 +262,9 @@ def test_no_length_and_no_schedule_compiles_again(columns: int, compile_for: Cal
         extra = call % 2  # [:, :-1] of a longer tensor, and vectors that start anywhere
         logits = torch.zeros(A, T + extra, columns, dtype=torch.bfloat16)[:, :T]
         objective = Objective(
-            Clip(draw.random(), draw.random(), 1 + draw.random()), beta=draw.random() + 1e-3, entropy_coef=draw.choice((1.0, draw.random()))
+            Clip(draw.random(), draw.random(), 1.001 + draw.random()),
+            beta=draw.random() + 1e-3,
+            entropy_coef=draw.choice((1.0, draw.random())),
         )
         transform = RowTransform(draw.choice((1.0, 16.0, draw.random())), draw.choice((1.0, 30.0)), draw.choice((1.0, 0.5)))
         rows = make_rows(n, objective, offset=draw.randint(0, 3))

@@ -127,7 +127,9 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> ModuleType
         if reason is None:
             assert native is not None
             return load(native)
-        message = f"grpo_kernels falls back to eager PyTorch, which is slow: {reason}. `python -m grpo_kernels doctor` says more."
+        message = (
+            f"grpo_kernels falls back to eager PyTorch, which is slow: {reason}. `python -m grpo_kernels doctor` says more."
+        )
         if strict or os.environ.get("GRPO_KERNELS_STRICT", "0") == "1":
             raise RuntimeError(f"{message} (strict mode: no fallback)")
         if reason not in _warned:
@@ -142,5 +144,7 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> ModuleType
     if reason is None and backend == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "1":
         reason = "the data is on the CPU"
     if reason is not None:
-        raise RuntimeError(f'backend="{backend}" cannot run: {reason}. Use backend="auto", or see `python -m grpo_kernels doctor`.')
+        raise RuntimeError(
+            f'backend="{backend}" cannot run: {reason}. Use backend="auto", or see `python -m grpo_kernels doctor`.'
+        )
     return load(backend)

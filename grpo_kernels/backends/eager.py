@@ -1,6 +1,6 @@
 """Eager PyTorch: the readable version of the vocabulary stages, and the fallback where no kernel runs.
 
-Rows go through in blocks, so the temporaries stay within BLOCK_BYTES (or one row) whatever the batch."""
+Rows go through in blocks, so the temporaries stay within `block_bytes` (or one row) whatever the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-BLOCK_BYTES = 64 << 20
+
+def block_bytes(device: torch.device) -> int:
+    """What the cache of a CPU holds (and its allocator keeps, instead of faulting in fresh pages); enough to fill a GPU."""
+    return 8 << 20 if device.type == "cpu" else 256 << 20
 
 
 def available() -> str | None:
@@ -28,7 +31,7 @@ def _blocks(logits: Tensor, rows: tuple[int, int] | None, copies: int) -> Iterat
     """(rows of the per-row vectors, their [r, V] view of the logits) such that `copies` fp32 copies fit the budget."""
     A, T, V = logits.shape
     lo, hi = (0, A * T) if rows is None else rows
-    size = max(1, BLOCK_BYTES // (4 * V * copies))
+    size = max(1, block_bytes(logits.device) // (4 * V * copies))
     start = lo
     while start < hi:
         a, t = divmod(start, T)  # a block stays within one outer index, where rows have one stride
@@ -58,7 +61,12 @@ def _safe(targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
 
 
 def row_stats(
-    logits: Tensor, targets: Tensor, read: Tensor | None, transform: RowTransform, entropy: bool, rows: tuple[int, int] | None = None
+    logits: Tensor,
+    targets: Tensor,
+    read: Tensor | None,
+    transform: RowTransform,
+    entropy: bool,
+    rows: tuple[int, int] | None = None,
 ) -> RowStats:
     n = targets.numel()
     top, total, weighted, chosen = (torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(4))
@@ -114,10 +122,9 @@ def row_grads(
         y.copy_(g.masked_fill_(idle[r, None], 0.0))
 
 
-def fused_loss(
-    logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None
-) -> FusedRows:
-    return two_visits(sys.modules[__name__], logits, rows, objective, transform, out, max(1, BLOCK_BYTES // (4 * logits.shape[-1])))
+def fused_loss(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None) -> FusedRows:
+    block_rows = max(1, block_bytes(logits.device) // (4 * logits.shape[-1]))
+    return two_visits(sys.modules[__name__], logits, rows, objective, transform, out, block_rows)
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:

@@ -27,14 +27,15 @@ from . import FusedRows, RowStats, RowTransform
 
 Tensor = torch.Tensor
 
-#: bytes of a logit -> (threads of a program, 128-bit accesses in flight per thread), for rows long enough to fill them.
-#: 1024 x 2 x 16 bytes put 32 KiB in flight on an SM, a little over what 4.8 TB/s times 0.7 us of latency ask of each of 132
-#: SMs (25 KiB), and 64 registers per thread hold the tile without spills. They depend on V and dtype, never on n.
-LAUNCH = {2: (1024, 2), 4: (1024, 2)}
-#: Threads per SM that the fused kernel's programs add up to, each going over many rows. 1024 is one long row per SM at a
-#: time: 132 rows of 152k bf16 logits (39 MB) stay in the 50 MB L2 of a Hopper GPU between the first and the second read,
-#: twice as many would not.
-RESIDENT_THREADS = 1024
+#: kind of kernel -> (threads of a program, 128-bit accesses in flight per thread), for rows long enough to fill them.
+#: 32 KiB in flight is a little over what 4.8 TB/s times 0.7 us of latency ask of each of 132 SMs (25 KiB).
+#:   visit  a row is gone over once: as many threads as a program can have, so that loads and arithmetic of its warps mix;
+#:          64 registers each hold the tile.
+#:   fused  a row is gone over twice, and what lives across the loops needs more than 64 registers: half the threads, with
+#:          128 registers each. Its grid is one program per SM, each taking one row after the other: 132 rows of 152k bf16
+#:          logits (39 MB) stay in the 50 MB L2 of a Hopper GPU from first to second read, twice as many would not.
+#: Short rows take fewer threads, and the fused grid as many more programs. All depends on V and dtype, never on n.
+LAUNCH = {"visit": (1024, 2), "fused": (512, 4)}
 #: Programs of `scale_`: a few for each SM of the largest GPUs, and few enough to return at once when there is nothing to do.
 SCALE_PROGRAMS = 512
 
@@ -211,6 +212,7 @@ def _write_gradient(
 
 
 # ---- kernels: rows on grid axis 0 (the others end at 65 535), one program per row or, in the fused one, per several rows
+
 
 # fmt: off
 @triton.jit(do_not_specialize=[
@@ -420,8 +422,8 @@ class _Launch(NamedTuple):
     """What depends on the data's vocabulary, dtypes and strides, never on the number of rows."""
 
     flags: dict[str, Any]
-    threads: int
-    num_warps: int
+    options: dict[str, int]
+    programs_per_sm: int
 
 
 _INTERPRETED = not isinstance(_row_stats_kernel, triton.runtime.jit.JITFunction)
@@ -434,17 +436,26 @@ def available() -> str | None:
     return "no CUDA or HIP device is visible (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
 
 
-def _launch(columns: int, *tensors: Tensor) -> _Launch:
-    """The tile and warps for rows of `columns`; `tensors` are [A, T, V], the first sets the width of an access."""
-    itemsize = tensors[0].element_size()
-    threads, accesses = LAUNCH[itemsize]
-    cols = 16 // itemsize
+def _launch(kind: str, columns: int, *tensors: Tensor) -> _Launch:
+    """The tile for rows of `columns`; `tensors` are [A, T, V], the first sets the width of an access."""
+    threads, accesses = LAUNCH[kind]
+    cols = 16 // tensors[0].element_size()
     lanes = max(32, min(threads * accesses, triton.next_power_of_2(triton.cdiv(columns, cols))))
-    warp = 32 if _INTERPRETED else triton.runtime.driver.active.get_current_target().warp_size
     # Both strides, whatever the sizes: a dimension of size 1 must not select another kernel.
     aligned = all(x.stride(0) % 16 == 0 and x.stride(1) % 16 == 0 for x in tensors)
-    threads = min(threads, lanes)
-    return _Launch({"ALIGNED": aligned, "LANES": lanes, "COLS": cols}, threads, max(1, threads // warp))
+    per_sm = max(1, threads // lanes)
+    return _Launch({"ALIGNED": aligned, "LANES": lanes, "COLS": cols}, _options(min(threads, lanes)), per_sm)
+
+
+def _options(threads: int) -> dict[str, int]:
+    if _INTERPRETED:
+        return {}
+    target = triton.runtime.driver.active.get_current_target()
+    options = {"num_warps": max(1, threads // target.warp_size)}
+    if target.backend == "cuda":
+        # Left alone, ptxas may spill a few bytes to make room for one more program per SM.
+        options["maxnreg"] = min(255, 65536 // threads)
+    return options
 
 
 @functools.cache
@@ -459,7 +470,7 @@ def _on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 def _check_layout(logits: Tensor, out: Tensor | None, n: int) -> None:
     assert logits.dim() == 3 and (logits.stride(2) == 1 or logits.shape[2] == 1), (logits.shape, logits.stride())
     assert out is None or (out.shape == logits.shape and (out.stride(2) == 1 or out.shape[2] == 1)), (out.shape, out.stride())
-    assert logits.element_size() in LAUNCH and logits.is_floating_point(), logits.dtype
+    assert logits.dtype in (torch.float32, torch.bfloat16, torch.float16), logits.dtype
     assert 0 <= n < 2**31 - 2**16 and 0 < logits.shape[2] < 2**31 - 2**16, (n, logits.shape)
 
 
@@ -494,11 +505,11 @@ def row_stats(
     if n == 0:
         return stats
     with _on_device(logits):
-        launch = _launch(V, logits)
+        launch = _launch("visit", V, logits)
         arguments, flags = _transform_arguments(transform)
         _row_stats_kernel[(n,)](
             logits, logits.stride(0), logits.stride(1), V, T, lo, _vector(targets), _vector(read), *arguments,
-            maxima, sums, weighted, z_targets, **flags, **launch.flags, num_warps=launch.num_warps,
+            maxima, sums, weighted, z_targets, **flags, **launch.flags, **launch.options,
         )  # fmt: skip
     return stats
 
@@ -524,13 +535,13 @@ def row_grads(
     if d_entropy is not None and entropy is None:
         entropy = stats.entropy
     with _on_device(logits):
-        launch = _launch(V, logits, out)
+        launch = _launch("visit", V, logits, out)
         arguments, flags = _transform_arguments(transform)
         _row_grads_kernel[(n,)](
             logits, logits.stride(0), logits.stride(1), out, out.stride(0), out.stride(1), V, T, lo,
             _vector(targets), _vector(stats.max), _vector(stats.sum), _vector(stats.target),
             None if d_entropy is None else _vector(entropy), _vector(d_logps), _vector(d_entropy), *arguments,
-            **flags, **launch.flags, num_warps=launch.num_warps,
+            **flags, **launch.flags, **launch.options,
         )  # fmt: skip
 
 
@@ -553,15 +564,15 @@ def fused_loss(
         return FusedRows(logps, entropies, losses)
     with _on_device(logits):
         gradient = logits if out is None else out  # its strides are not looked at without a gradient
-        launch = _launch(V, logits, gradient)
+        launch = _launch("fused", V, logits, gradient)
         arguments, flags = _transform_arguments(transform)
-        programs = _multiprocessors(logits.device) * max(1, RESIDENT_THREADS // launch.threads)
+        programs = _multiprocessors(logits.device) * launch.programs_per_sm
         _fused_loss_kernel[(min(n, programs),)](
             logits, logits.stride(0), logits.stride(1), out, gradient.stride(0), gradient.stride(1), V, T, n,
             *map(_vector, (rows.targets, rows.read, rows.advantages, rows.old_logps, rows.ref_logps)),
             *map(_vector, (rows.policy_weight, rows.token_weight)), *arguments,
             float(objective.beta), float(objective.entropy_coef), objective.surrogate.params, logps, entropies, losses,
-            **formulas, **flags, **launch.flags, num_warps=launch.num_warps,
+            **formulas, **flags, **launch.flags, **launch.options,
         )  # fmt: skip
     return FusedRows(logps, entropies, losses)
 
@@ -575,8 +586,8 @@ def scale_(gradient: Tensor, factor: Tensor) -> None:
     assert view.dim() == 3 and view.stride(2) == 1, (gradient.shape, gradient.stride())
     A, T, V = view.shape
     with _on_device(gradient):
-        launch = _launch(2**31, view)
+        launch = _launch("visit", 2**31, view)
         tiles = A * T * triton.cdiv(V, launch.flags["LANES"] * launch.flags["COLS"])
         _scale_kernel[(min(tiles, SCALE_PROGRAMS),)](
-            view, view.stride(0), view.stride(1), V, T, tiles, factor, **launch.flags, num_warps=launch.num_warps
+            view, view.stride(0), view.stride(1), V, T, tiles, factor, **launch.flags, **launch.options
         )
