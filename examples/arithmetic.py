@@ -43,7 +43,8 @@ def problem(rng: random.Random) -> Problem:
         who, what = rng.choice(("ann", "bob", "eve")), rng.choice(("pens", "nuts"))
         prompt = f"{who} had {numbers[0]} {what} {'got' if signs[0] > 0 else 'lost'} {numbers[1]}?"
     else:
-        prompt = str(numbers[0]) + "".join(f"{'+' if s > 0 else '-'}{n}" for s, n in zip(signs, numbers[1:], strict=True)) + "="
+        terms = (f"{'+' if s > 0 else '-'}{n}" for s, n in zip(signs, numbers[1:], strict=True))
+        prompt = f"{numbers[0]}{''.join(terms)}="
     return {"prompt": prompt, "answer": str(answer), "slip": str(answer + (kind != "plain"))}
 
 
@@ -135,7 +136,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.arithmetic", description="Train arithmetic with GRPO on a CPU.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=150, help="GRPO steps (default: 150)")
-    parser.add_argument("--out", type=Path, default=Path("runs/arithmetic"), help="folder; a former run of this example there goes")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/arithmetic"), help="folder; a former run of this example there goes"
+    )
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
     parser.add_argument("--no-side-by-side", action="store_true", help="leave out the comparison of the loss step")
     args = parser.parse_args(argv)
@@ -145,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     if not args.no_side_by_side:
         from benchmarks.side_by_side import main as side_by_side
 
-        side_by_side([])
+        side_by_side()
     return 0
 
 

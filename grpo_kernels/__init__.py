@@ -2,8 +2,8 @@
 
 from .advantages import group_advantages
 from .batch import LogitTransform, TokenBatch
-from .logprobs import token_logprobs
-from .losses import LossOutput, grpo_loss
+from .logprobs import linear_logprobs, token_logprobs
+from .losses import LossOutput, grpo_loss, linear_grpo_loss
 from .objective import Objective
 
 __version__ = "0.1.0"
@@ -15,5 +15,7 @@ __all__ = [
     "TokenBatch",
     "group_advantages",
     "grpo_loss",
+    "linear_grpo_loss",
+    "linear_logprobs",
     "token_logprobs",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -176,6 +177,8 @@ class TokenBatch:
             self._check_offsets(self.cu_seqlens)
         self.flat("advantages")
         self.flat("weights")
+        if targets.is_cuda:
+            _ = self._counts  # starts the copy to the host: it has arrived by the time that a loss asks
 
     def _check_offsets(self, cu_seqlens: Tensor) -> None:
         if self.targets.dim() != 1:
@@ -227,6 +230,30 @@ class TokenBatch:
         value = per_token(name, value, self.targets.shape, self.cu_seqlens)
         return value if self.mask is None else torch.where(self.mask.reshape(-1), value, 0.0)
 
+    def marked(self, kind: str) -> Tensor | None:
+        """bool [N], None standing for all rows. "trained": the mask. "contributing": trained, with a nonzero advantage and
+        weight. "sequences": trained, in a sequence that holds a contributing token."""
+        mask = None if self.mask is None else self.mask.reshape(-1)
+        if kind == "trained":
+            return mask
+        advantages, weights = self.flat("advantages"), self.flat("weights")  # 0 where masked
+        assert advantages is not None
+        contributing = advantages != 0 if weights is None else (advantages != 0) & (weights != 0)
+        if kind == "contributing" or self.sequences is None:
+            return contributing
+        whole = self.spread(self.sequence_sum(contributing) > 0)
+        return whole if mask is None else whole & mask
+
+    def count(self, kind: str) -> int:
+        """Number of rows `marked`, on the host. On a GPU it was sent there when the batch was made."""
+        return self._counts.on_host()[KINDS.index(kind)]
+
+    @cached_property
+    def _counts(self) -> _Counts:
+        marks = [self.marked(kind) for kind in KINDS]
+        counts = [torch.tensor(self.rows, device=self.targets.device) if m is None else m.sum() for m in marks]
+        return _Counts(torch.stack(counts))
+
     def sequence_sum(self, values: Tensor) -> Tensor:
         """Sum of flat `values` [N] over each sequence: [B], accumulated in fp64 in a fixed order, no atomics."""
         values = values.to(torch.float64)
@@ -239,6 +266,28 @@ class TokenBatch:
         if self.cu_seqlens is not None:
             return values[sequence_ids(self.cu_seqlens, self.rows)]
         return values[:, None].expand(self.targets.shape).reshape(-1)
+
+
+KINDS = ("trained", "contributing", "sequences")
+
+
+class _Counts:
+    """Numbers on their way to the host: asking for them waits for the copy, not for work queued since."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self.event = None
+        if counts.is_cuda:
+            self.values = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self.values.copy_(counts, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+        else:
+            self.values = counts
+
+    def on_host(self) -> list[int]:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.values.tolist()
 
 
 def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool) -> Tensor:

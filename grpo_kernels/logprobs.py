@@ -1,4 +1,4 @@
-"""Layer 1: log-probs and entropy of the chosen tokens, differentiable, from logits."""
+"""Layer 1: log-probs and entropy of the chosen tokens, differentiable, from logits or from hidden states."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from . import backends
 from .backends import RowStats, RowTransform
 from .batch import LogitTransform, as_mask, check_targets, logit_rows
+from .linear import Engine, Head, check_head
 
 Tensor = torch.Tensor
 
@@ -43,16 +44,8 @@ def token_logprobs(
     Raises ValueError on shapes, dtypes, devices or (on the CPU) ids that are wrong; on a GPU an id outside the
     vocabulary gives NaN, see GRPO_KERNELS_CHECK in `python -m grpo_kernels doctor`.
     """
-    if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
-        got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
-        raise ValueError(f"targets is {got}: pass an int64 tensor of token ids, the leading shape of logits.")
-    if entropy not in (False, True, "detached"):
-        raise ValueError(f'entropy={entropy!r}: it must be False, True or "detached".')
+    mask = _check_targets(targets, mask, entropy)
     shape, device = targets.shape, targets.device
-    if mask is not None:
-        mask = as_mask("mask", mask, shape)
-        if mask.device != device:
-            raise ValueError(f"mask is on {mask.device}, but targets is on {device}: move it there.")
     rows = logit_rows(logits, shape, device, inplace)
     check_targets(targets, mask, rows.shape[-1])
     row_transform = (transform or LogitTransform()).for_rows(shape, mask, None, device)
@@ -60,6 +53,61 @@ def token_logprobs(
     read = None if mask is None else mask.reshape(-1)
     logps, H = _TokenLogprobs.apply(rows, targets.reshape(-1).to(torch.int64), read, row_transform, module, entropy, inplace)
     return logps.view(shape), None if H is None else H.view(shape)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    entropy: bool | str = False,
+    backend: str = "auto",
+    strict: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`token_logprobs` from hidden states and the head's weight: the logits never exist.
+
+        with torch.no_grad():
+            old_logps, _ = linear_logprobs(h[:, :-1], model.lm_head.weight, ids[:, 1:], mask=mask)
+
+    hidden    [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts targets[i].
+    weight    [V, H]; bias [V] or None. Products run in the autocast dtype if autocast is on, else in that of hidden.
+    The rest is as in `token_logprobs`.
+
+    Masked rows take part in no product. The forward is one product of the others; the backward, which cannot know the
+    upstream gradient before it arrives, computes the logits again: three products of the rows whose upstream gradient is
+    not zero. Nothing but three numbers a row is kept in between, and entropy costs no memory. Logits are fp32, never
+    rounded to 16 bits; the gradient of the weight is summed in fp32. On a GPU, rows are picked by a mask that the host
+    has to read: pass rows that are all wanted (hidden[mask], targets[mask]) to avoid that.
+    Raises ValueError naming the argument that is wrong.
+    """
+    mask = _check_targets(targets, mask, entropy)
+    shape, device = targets.shape, targets.device
+    head = check_head(hidden, weight, bias, shape, device)
+    check_targets(targets, mask, head.weight.shape[0])
+    row_transform = (transform or LogitTransform()).for_rows(shape, mask, None, device)
+    module = backends.pick(backend, device, strict)
+    index = torch.arange(targets.numel(), device=device) if mask is None else mask.reshape(-1).nonzero()[:, 0]
+    flat_targets = targets.reshape(-1).to(torch.int64)
+    logps, H = _LinearLogprobs.apply(head.hidden, head.weight, head.bias, head, flat_targets, index, row_transform, module, entropy)
+    return logps.view(shape), None if H is None else H.view(shape)
+
+
+def _check_targets(targets: Tensor, mask: Tensor | None, entropy: bool | str) -> Tensor | None:
+    """The mask as bool, after a look at what needs no logits."""
+    if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
+        got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+        raise ValueError(f"targets is {got}: pass an int64 tensor of token ids, the leading shape of the logits or hidden states.")
+    if entropy not in (False, True, "detached"):
+        raise ValueError(f'entropy={entropy!r}: it must be False, True or "detached".')
+    if mask is None:
+        return None
+    mask = as_mask("mask", mask, targets.shape)
+    if mask.device != targets.device:
+        raise ValueError(f"mask is on {mask.device}, but targets is on {targets.device}: move it there.")
+    return mask
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -103,6 +151,52 @@ class _TokenLogprobs(torch.autograd.Function):
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)
         return out, *(None,) * 6
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [N, H]
+        weight: Tensor,  # [V, H]
+        bias: Tensor | None,
+        head: Head,
+        targets: Tensor,  # [N]
+        index: Tensor,  # rows that count
+        transform: RowTransform,
+        backend: ModuleType,
+        entropy: bool | str,
+    ) -> tuple[Tensor, Tensor | None]:
+        with torch.autocast(hidden.device.type, enabled=False):
+            stats = Engine(head, backend).forward(index, targets, transform, bool(entropy))
+        logps = stats.logps
+        H = stats.entropy if entropy else None
+        ctx.set_materialize_grads(False)
+        if entropy == "detached":
+            ctx.mark_non_differentiable(H)
+        ctx.save_for_backward(hidden, weight, bias, targets, index, stats.max, stats.sum, stats.target, H)
+        ctx.dtype, ctx.transform, ctx.backend = head.dtype, transform, backend
+        return logps, H
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if d_logps is None and d_entropy is None:
+            return (None,) * 9
+        hidden, weight, bias, targets, index, top, total, chosen, H = ctx.saved_tensors
+        if d_logps is None:
+            assert d_entropy is not None
+            d_logps = torch.zeros_like(d_entropy)
+        d_logps = _upstream(d_logps, None)
+        wanted = d_logps[index] != 0
+        if d_entropy is not None:
+            d_entropy = _upstream(d_entropy, None)
+            wanted |= d_entropy[index] != 0
+        engine = Engine(Head(hidden, weight, bias, ctx.dtype), ctx.backend, ctx.needs_input_grad[:3])
+        with torch.autocast(hidden.device.type, enabled=False):
+            stats = RowStats(top, total, None, chosen)
+            engine.backward(index[wanted], targets, stats, H, d_logps, d_entropy, ctx.transform)
+        return *engine.gradients(), *(None,) * 6
 
 
 def _upstream(gradient: Tensor, read: Tensor | None) -> Tensor:

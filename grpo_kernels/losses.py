@@ -13,6 +13,7 @@ import torch
 from . import backends
 from .backends import FusedRows, RowTransform
 from .batch import LogitTransform, TokenBatch, check_targets, logit_rows
+from .linear import Engine, Head, check_head, split_rows
 from .objective import Objective, TokenRows
 from .surrogates import bounded_exp
 
@@ -122,10 +123,7 @@ def grpo_loss(
     and no host sync. The gradient is handed over once: a second backward raises RuntimeError (fp16: with
     retain_graph=True it works). Raises ValueError naming the argument that is wrong, before any work.
     """
-    if not isinstance(batch, TokenBatch):
-        raise ValueError(f"batch is a {type(batch).__name__}: pass a TokenBatch.")
-    if not isinstance(objective, Objective):
-        raise ValueError(f"objective is a {type(objective).__name__}: pass an Objective, for example Objective.preset('grpo').")
+    _check_specs(batch, objective)
     shape, device = batch.targets.shape, batch.targets.device
     flat_logits = logit_rows(logits, shape, device, inplace)
     check_targets(batch.targets, batch.mask, flat_logits.shape[-1])
@@ -137,6 +135,60 @@ def grpo_loss(
     return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows)
 
 
+def linear_grpo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    batch: TokenBatch,
+    objective: Objective,
+    *,
+    bias: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    normalizer: float | Tensor | None = None,
+    skip_inactive: bool = False,
+    backend: str = "auto",
+    strict: bool = False,
+) -> LossOutput:
+    """`grpo_loss` from hidden states and the head's weight: the logits never exist.
+
+        h = model.model(input_ids=ids).last_hidden_state
+        out = linear_grpo_loss(h[:, :-1], model.lm_head.weight, TokenBatch(ids[:, 1:], advantages, mask=mask, old_logps=old), objective)
+        out.loss.backward()
+
+    hidden       [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts batch.targets[i].
+    weight       [V, H], may be frozen (then neither its gradient nor a buffer for it exists) or tied; fp32, bf16 or fp16.
+                 Products run in the autocast dtype if autocast is on, else in the dtype of hidden.
+    bias         [V] or None, added to the logits before the transform.
+    The rest is as in `grpo_loss`.
+
+    Some rows at a time are projected, turned into their gradient and multiplied back: three matrix products for rows that
+    get a gradient, where a head that recomputes its logits has four. Masked rows take part in none. Rows that cannot
+    contribute (zero advantage or weight, and neither KL nor entropy bonus) take part in the first only, for out.logps and
+    the metrics, and with skip_inactive=True in none. Sequence levels need all log-probs of a sequence before any slope:
+    they project active rows twice, four products. Logits are fp32, never rounded to 16 bits; the gradient of the weight
+    is summed in fp32. Peak memory beyond the inputs: the gradients, and one chunk of logits whatever the batch.
+
+    On a GPU, make the batch before the model's forward: its row counts are then on the host when they are needed here.
+    As in `grpo_loss` the gradients are handed over once. Raises ValueError naming the argument that is wrong.
+    """
+    _check_specs(batch, objective)
+    shape, device = batch.targets.shape, batch.targets.device
+    head = check_head(hidden, weight, bias, shape, device)
+    check_targets(batch.targets, batch.mask, head.weight.shape[0])
+    row_transform = (transform or LogitTransform()).for_rows(shape, batch.mask, batch.cu_seqlens, device)
+    rows = objective.token_rows(batch, normalizer, skip_inactive)
+    module = backends.pick(backend, device, strict)
+    call = _Call(batch, objective, rows, row_transform, module)
+    loss, logps, entropy = _LinearGrpoLoss.apply(head.hidden, head.weight, head.bias, head, call)
+    return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows)
+
+
+def _check_specs(batch: TokenBatch, objective: Objective) -> None:
+    if not isinstance(batch, TokenBatch):
+        raise ValueError(f"batch is a {type(batch).__name__}: pass a TokenBatch.")
+    if not isinstance(objective, Objective):
+        raise ValueError(f"objective is a {type(objective).__name__}: pass an Objective, for example Objective.preset('grpo').")
+
+
 @dataclass(eq=False)
 class _Call:
     """The arguments of one call, as one object through autograd."""
@@ -146,7 +198,13 @@ class _Call:
     rows: TokenRows
     transform: RowTransform
     backend: ModuleType
-    inplace: bool
+    inplace: bool = False
+
+
+HANDED_OVER = (
+    "the gradient of this loss was already handed over by an earlier backward. It exists once, to save memory: compute the "
+    "loss again, or use token_logprobs (linear_logprobs) with your own loss, for a second backward."
+)
 
 
 class _GrpoLoss(torch.autograd.Function):
@@ -195,10 +253,44 @@ class _GrpoLoss(torch.autograd.Function):
                 torch.autograd.graph.increment_version(logits)
             return out, None
         if ctx.gradient is None:
-            raise RuntimeError(
-                "the gradient of this grpo_loss was already handed over by an earlier backward. It exists once, to save a "
-                "[N, V] tensor: call grpo_loss again, or use token_logprobs with your own loss, for a second backward."
-            )
+            raise RuntimeError(HANDED_OVER)
         gradient, ctx.gradient = ctx.gradient, None
         call.backend.scale_(gradient, d_loss)
         return gradient, None
+
+
+class _LinearGrpoLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, call: _Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, objective, transform = call.rows, call.objective, call.transform
+        engine = Engine(head, call.backend, ctx.needs_input_grad[:3])
+        wanted = any(engine.wanted)
+        with torch.autocast(hidden.device.type, enabled=False):
+            active, passive = split_rows(call.batch, rows, objective)
+            if objective.level == "token":
+                result = FusedRows(*(torch.zeros(rows.targets.numel(), device=hidden.device) for _ in FusedRows._fields))
+                engine.fused(active, rows, objective, transform, result, wanted)
+                engine.fused(passive, rows, objective, transform, result, False)
+            else:
+                stats = engine.forward(torch.cat([active, passive]), rows.targets, transform, True)
+                logps, H = stats.logps, stats.entropy
+                losses, d_logps, d_entropy = objective.token_stage(logps, H, rows, call.batch)
+                result = FusedRows(logps, H, losses)
+                if wanted:
+                    engine.backward(active, rows.targets, stats, H, d_logps, d_entropy, transform)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(result.logps, result.entropy)
+        ctx.engine = engine if wanted else None
+        return result.losses.sum(), result.logps, result.entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if d_loss is None:
+            return (None,) * 5
+        if ctx.engine is None:
+            raise RuntimeError(HANDED_OVER)
+        engine, ctx.engine = ctx.engine, None
+        return *engine.gradients(d_loss), None, None

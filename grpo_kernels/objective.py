@@ -35,14 +35,15 @@ class TokenRows:
     policy_weight: Tensor
     token_weight: Tensor
     trained: Tensor | None  # bool: rows where the batch's mask is set; None = all
+    active: Tensor | None = None  # bool: trained rows that can have a gradient; None = all
 
-    def __getitem__(self, rows: slice) -> TokenRows:
+    def __getitem__(self, rows: slice | Tensor) -> TokenRows:
         def cut(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[rows]
 
         return TokenRows(
             self.targets[rows], cut(self.read), self.advantages[rows], cut(self.old_logps), cut(self.ref_logps),
-            self.policy_weight[rows], self.token_weight[rows], cut(self.trained),
+            self.policy_weight[rows], self.token_weight[rows], cut(self.trained), cut(self.active),
         )  # fmt: skip
 
 
@@ -112,6 +113,13 @@ class Objective:
     def needs_entropy(self) -> bool:
         return self.entropy_coef != 0
 
+    @property
+    def active_rows(self) -> str:
+        """Which rows can have a gradient, as `TokenBatch.marked` names them. The others have exactly none."""
+        if not self.surrogate.zero_at_zero_advantage or self.beta != 0 or self.entropy_coef != 0:
+            return "trained"
+        return "sequences" if self.level == "sequence" else "contributing"
+
     # ---- weights
 
     def normalizer(self, batch: TokenBatch) -> float | Tensor:
@@ -175,19 +183,17 @@ class Objective:
         advantages, weights = batch.flat("advantages"), batch.flat("weights")
         assert advantages is not None
         policy_weight = weight if weights is None else weight * weights
-        read = mask
-        idle_at_zero = self.surrogate.zero_at_zero_advantage and self.level == "token"
-        if skip_inactive and idle_at_zero and self.beta == 0 and self.entropy_coef == 0:
-            read = (policy_weight != 0) & (advantages != 0)
+        active = batch.marked(self.active_rows)
         return TokenRows(
             targets=batch.targets.reshape(-1).to(torch.int64),
-            read=read,
+            read=active if skip_inactive and self.level == "token" else mask,
             advantages=advantages,
             old_logps=batch.flat("old_logps"),
             ref_logps=batch.flat("ref_logps") if self.beta != 0 else None,
             policy_weight=policy_weight,
             token_weight=weight,
             trained=mask,
+            active=active,
         )
 
     # ---- the token stage

@@ -78,13 +78,15 @@ class Trainer:
         self.reward_weights = config.reward_weights or [1.0] * len(self.rewards)
         train_rows, eval_rows = rows or load_rows(config, tokenizer)
         self.train_rows, skipped = encode(train_rows, tokenizer, config.max_prompt_tokens)
-        self.eval_rows = encode(eval_rows[: config.eval_prompts], tokenizer, config.max_prompt_tokens)[0] if config.eval_steps else []
+        self.eval_rows = (
+            encode(eval_rows[: config.eval_prompts], tokenizer, config.max_prompt_tokens)[0] if config.eval_steps else []
+        )
         if skipped:
             print(f"left out {skipped} of {len(train_rows)} prompts: longer than max_prompt_tokens={config.max_prompt_tokens}")
         self.ends = end_ids(self.model, tokenizer)
         self.reference = copy.deepcopy(self.model).eval().requires_grad_(False) if config.beta else None
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.lr, betas=tuple(config.betas), weight_decay=config.weight_decay
+            self.model.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay
         )
         self.step = 0  # steps done
         self.rng = checkpoints.rng_state()
@@ -113,7 +115,11 @@ class Trainer:
                     bar.set_postfix({k: f"{line[k]:.3g}" for k in ("reward", "kl", "entropy") if k in line})
                     if self.step == config.steps and config.eval_steps:
                         log.write({"step": self.step, "accuracy": self.evaluate()})
-                    if config.checkpoint_steps and self.step % config.checkpoint_steps == 0 or self.step == config.steps or stop:
+                    if (
+                        (config.checkpoint_steps and self.step % config.checkpoint_steps == 0)
+                        or self.step == config.steps
+                        or stop
+                    ):
                         self.save()
         except BaseException:
             # Between updates the parameters are those of the last whole step, and worth keeping.
@@ -200,7 +206,9 @@ class Trainer:
         count = len(completions.ids)
         size = config.micro_batch or count
         pieces = [slice(at, min(at + size, count)) for at in range(0, count, size)]
-        ref_logps = None if self.reference is None else torch.cat([self.reference_logps(completions[p], transform) for p in pieces])
+        ref_logps = (
+            None if self.reference is None else torch.cat([self.reference_logps(completions[p], transform) for p in pieces])
+        )
         # One denominator for the whole batch, however it is cut.
         normalizer = self.objective.normalizer(TokenBatch(completions.targets, advantages, mask=completions.mask))
         old_logps: Tensor | None = None
@@ -322,7 +330,7 @@ def prepare_output(out: Path, resume: bool) -> None:
 def stop_after_step() -> Iterator[list[int]]:
     """Collects SIGINT and SIGTERM, so that the step at hand ends whole; a second signal acts at once."""
     received: list[int] = []
-    before: dict[int, Any] = {}
+    before: dict[signal.Signals, Any] = {}
 
     def note(number: int, frame: Any) -> None:
         received.append(number)

@@ -137,7 +137,7 @@ def test_temperature_of_rows() -> None:
     )
     assert isinstance(packed.inv_temperature, torch.Tensor)
     assert packed.inv_temperature.tolist() == [2.0] * 2 + [0.5] * 5 + [0.25] * 3
-    assert packed.rows(1, 4).inv_temperature.tolist() == [2.0, 0.5, 0.5]  # type: ignore[union-attr]
+    assert packed.at(slice(1, 4)).inv_temperature.tolist() == [2.0, 0.5, 0.5]  # type: ignore[union-attr]
 
 
 def test_transform_fields() -> None:

@@ -34,9 +34,10 @@ class RowTransform(NamedTuple):
     softcap: float
     inv_temperature: float | Tensor  # a number, or fp32 [n]
 
-    def rows(self, lo: int, hi: int) -> RowTransform:
+    def at(self, rows: slice | Tensor) -> RowTransform:
+        """The transform of these rows only."""
         t = self.inv_temperature
-        return self if isinstance(t, float) else self._replace(inv_temperature=t[lo:hi])
+        return self if isinstance(t, float) else self._replace(inv_temperature=t[rows])
 
 
 class RowStats(NamedTuple):
@@ -85,7 +86,7 @@ def two_visits(
     result = FusedRows(*(torch.empty(n, dtype=torch.float32, device=logits.device) for _ in FusedRows._fields))
     for lo in range(0, n, block_rows):
         hi = min(lo + block_rows, n)
-        block, block_transform = rows[lo:hi], transform.rows(lo, hi)
+        block, block_transform = rows[lo:hi], transform.at(slice(lo, hi))
         stats = backend.row_stats(logits, block.targets, block.read, block_transform, True, rows=(lo, hi))
         logps, entropy = stats.logps, stats.entropy
         losses, d_logps, d_entropy = objective.token_stage(logps, entropy, block)

@@ -11,4 +11,6 @@ def require(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"the trainer needs {module}, which is not installed: pip install grpo-kernels[train]") from error
+        raise ModuleNotFoundError(
+            f"the trainer needs {module}, which is not installed: pip install grpo-kernels[train]"
+        ) from error

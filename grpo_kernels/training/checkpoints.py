@@ -44,7 +44,7 @@ def listed(folder: Path) -> list[Path]:
 
 def load_newest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
     """The newest intact checkpoint (None if there is none), and what was wrong with those passed over."""
-    problems = []
+    problems: list[str] = []
     for path in reversed(listed(folder)):
         try:
             manifest = json.loads((path / "manifest.json").read_text())
@@ -58,8 +58,11 @@ def load_newest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
 
 
 def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def rng_state() -> dict[str, Any]:

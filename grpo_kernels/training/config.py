@@ -17,8 +17,6 @@ DTYPES = ("float32", "bfloat16")  # float16 would need a loss scaler
 
 
 def _field(default: typing.Any, text: str) -> typing.Any:
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": text})
     return field(default=default, metadata={"help": text})
 
 
@@ -27,7 +25,9 @@ class TrainConfig:
     """One training run. Raises ValueError naming the field, its value and what would be right."""
 
     model: str = _field("", "path or Hub name of a causal language model (its tokenizer beside it)")
-    dataset: str = _field("", "Hub name (openai/gsm8k), a folder laid out like a Hub data set, or a .jsonl / .json / .parquet file")
+    dataset: str = _field(
+        "", "Hub name (openai/gsm8k), a folder laid out like a Hub data set, or a .jsonl / .json / .parquet file"
+    )
     dataset_config: str | None = _field(None, "configuration of the data set (gsm8k has main and socratic)")
     train_split: str = _field("train", "split to train on")
     eval_split: str = _field("test", "split to evaluate on; a lone file gives up its last eval_prompts rows instead")
@@ -35,8 +35,12 @@ class TrainConfig:
     answer_column: str | None = _field(None, "column of the reference answer; default: the first of answer, solution")
     prompt_template: str = _field("{prompt}", "text around a prompt; {prompt} stands for it")
     chat: bool = _field(False, "send the prompt as a user message through the tokenizer's chat template")
-    rewards: list[str] = _field(["exact"], "reward functions: exact, number, or module:function")
-    reward_weights: list[float] | None = _field(None, "one weight per reward function (then the reward model's); default: all 1")
+    rewards: list[str] = field(
+        default_factory=lambda: ["exact"], metadata={"help": "reward functions: exact, number, or module:function"}
+    )
+    reward_weights: list[float] | None = field(
+        default=None, metadata={"help": "one weight per reward function (then the reward model's); default: all 1"}
+    )
     reward_model: str | None = _field(None, "path or Hub name of a sequence classifier with one output, added to the rewards")
 
     preset: str = _field("grpo", f"objective: {', '.join(PRESETS)}")
@@ -53,14 +57,16 @@ class TrainConfig:
     max_prompt_tokens: int = _field(1024, "longer prompts are left out, with a count")
     max_new_tokens: int = _field(256, "completion budget in tokens")
     temperature: float = _field(1.0, "sampling temperature; the loss uses the same")
-    top_p: float = _field(1.0, "sample from the smallest set of tokens with this probability; the loss stays with the full softmax")
+    top_p: float = _field(
+        1.0, "sample from the smallest set of tokens with this probability; the loss stays with the full softmax"
+    )
     top_k: int = _field(0, "sample from the k most likely tokens; 0 = all")
 
     lr: float = _field(1e-6, "learning rate of AdamW")
     lr_schedule: str = _field("constant", f"after the warm-up: {', '.join(SCHEDULES)} (the last two end at 0)")
     warmup_steps: int = _field(0, "optimizer steps of linear warm-up")
     weight_decay: float = _field(0.0, "decoupled weight decay")
-    betas: list[float] = _field([0.9, 0.999], "AdamW's two betas")
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999], metadata={"help": "AdamW's two betas"})
     max_grad_norm: float = _field(1.0, "gradient norm clip; inf switches it off")
 
     eval_steps: int = _field(50, "evaluate every so many steps, before the first and after the last; 0 = never")
@@ -74,7 +80,9 @@ class TrainConfig:
 
     loss: str = _field("logits", "logits: fused kernels on the model's logits; eager: plain PyTorch log_softmax and autograd")
     backend: str = _field("auto", "backend of the fused kernels, see `python -m grpo_kernels doctor`")
-    attn_implementation: str = _field("auto", "auto, sdpa, eager, flash_attention_2, ...; auto: flash-attn where installed, else sdpa")
+    attn_implementation: str = _field(
+        "auto", "auto, sdpa, eager, flash_attention_2, ...; auto: flash-attn where installed, else sdpa"
+    )
     liger: bool = _field(False, "replace the model's norms, rotary embedding and MLP by liger-kernel's (GPU)")
     gradient_checkpointing: bool = _field(False, "recompute activations in the backward pass")
     dtype: str = _field("float32", f"arithmetic of the model: {', '.join(DTYPES)}; parameters stay float32 (autocast)")
@@ -89,7 +97,15 @@ class TrainConfig:
 
         for name in ("steps", "prompts_per_step", "group_size", "num_updates", "max_prompt_tokens", "max_new_tokens"):
             check(name, getattr(self, name) >= 1, "it must be at least 1.")
-        for name in ("ref_refresh_steps", "micro_batch", "top_k", "warmup_steps", "weight_decay", "eval_steps", "checkpoint_steps"):
+        for name in (
+            "ref_refresh_steps",
+            "micro_batch",
+            "top_k",
+            "warmup_steps",
+            "weight_decay",
+            "eval_steps",
+            "checkpoint_steps",
+        ):
             check(name, getattr(self, name) >= 0, "it must be 0 or more.")
         for name, choices in (
             ("preset", tuple(PRESETS)),
@@ -103,10 +119,16 @@ class TrainConfig:
         check("rewards", bool(self.rewards) or self.reward_model is not None, "name a reward function, or set reward_model.")
         scorers = len(self.rewards) + (self.reward_model is not None)
         weights = self.reward_weights
-        check("reward_weights", weights is None or len(weights) == scorers, f"give one weight for each of the {scorers} rewards.")
+        check(
+            "reward_weights", weights is None or len(weights) == scorers, f"give one weight for each of the {scorers} rewards."
+        )
         check("beta", 0 <= self.beta < math.inf, "the KL weight is a finite number >= 0.")
         check("entropy_coef", math.isfinite(self.entropy_coef), "it must be finite.")
-        check("temperature", 0 < self.temperature < math.inf, "it divides the logits and must be above 0; for greedy use eval_temperature=0.")
+        check(
+            "temperature",
+            0 < self.temperature < math.inf,
+            "it divides the logits and must be above 0; for greedy use eval_temperature=0.",
+        )
         check("eval_temperature", 0 <= self.eval_temperature < math.inf, "it must be 0 (greedy) or above.")
         check("top_p", 0 < self.top_p <= 1, "it must be in (0, 1]; 1 switches it off.")
         check("lr", 0 <= self.lr < math.inf, "it must be a finite number >= 0.")
@@ -156,7 +178,7 @@ def parse_args(argv: list[str]) -> TrainConfig:
             options = {"action": argparse.BooleanOptionalAction}
         elif typing.get_origin(kind) is list:
             options = {"type": typing.get_args(kind)[0], "nargs": "+"}
-        default = f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc]
+        default = f.default if f.default_factory is MISSING else f.default_factory()
         # argparse formats help with %, and shows defaults only where there is a text.
         text = f.metadata["help"].replace("%", "%%")
         parser.add_argument("--" + f.name.replace("_", "-"), default=default, required=default == "", help=text, **options)

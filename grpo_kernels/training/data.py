@@ -26,7 +26,7 @@ def load_rows(config: TrainConfig, tokenizer: Any) -> tuple[list[Row], list[Row]
         rows = list(datasets.load_dataset(FILE_LOADERS[path.suffix], data_files=str(path), split="train"))
         if len(rows) <= config.eval_prompts:
             raise ValueError(
-                f"dataset={config.dataset!r} has {len(rows)} rows, all of them held out by eval_prompts={config.eval_prompts}: lower it."
+                f"dataset={config.dataset!r} has {len(rows)} rows, and eval_prompts={config.eval_prompts} holds out all: lower it."
             )
         train, held_out = rows[: -config.eval_prompts], rows[-config.eval_prompts :]
     else:

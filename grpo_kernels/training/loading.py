@@ -59,5 +59,6 @@ def prepare_policy(model: Any, config: TrainConfig, device: torch.device) -> Any
         # The losses stay ours: liger's would replace the model's forward.
         apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        enable = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5
+        (enable or model.gradient_checkpointing_enable)()
     return model.to(device)

@@ -10,7 +10,12 @@ from typing import Any
 from . import require
 
 #: (title, field of a metrics line); panels whose field never appears are left out.
-PANELS = (("reward", "reward"), ("held-out accuracy", "accuracy"), ("KL to the reference", "kl"), ("entropy (nats per token)", "entropy"))
+PANELS = (
+    ("reward", "reward"),
+    ("held-out accuracy", "accuracy"),
+    ("KL to the reference", "kl"),
+    ("entropy (nats per token)", "entropy"),
+)
 
 
 class MetricsLog:

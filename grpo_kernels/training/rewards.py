@@ -37,7 +37,10 @@ def exact(prompts: list[str], completions: list[str], *, answer: list[str], **_:
 
 def number(prompts: list[str], completions: list[str], *, answer: list[str], **_: Any) -> list[float]:
     r"""1 if the final number of the completion equals the answer, else 0: after "####", or in \boxed{}, or the last."""
-    return [float(_final_number(c) is not None and _final_number(c) == _final_number(a)) for c, a in zip(completions, answer, strict=True)]
+    return [
+        float(_final_number(c) is not None and _final_number(c) == _final_number(a))
+        for c, a in zip(completions, answer, strict=True)
+    ]
 
 
 def _final_number(text: str) -> float | None:
@@ -62,7 +65,9 @@ def resolve(name: str) -> RewardFunction:
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"rewards={name!r} cannot be imported ({error}): check the module path and the function's name.") from error
+        raise ValueError(
+            f"rewards={name!r} cannot be imported ({error}): check the module path and the function's name."
+        ) from error
     if not callable(function):
         raise ValueError(f"rewards={name!r} is a {type(function).__name__}: name a function.")
     return function
@@ -76,7 +81,9 @@ class RewardModel:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         self.model = transformers.AutoModelForSequenceClassification.from_pretrained(path).to(device).eval()
         if self.model.config.num_labels != 1:
-            raise ValueError(f"reward_model={path!r} has {self.model.config.num_labels} outputs: use a classifier with num_labels=1.")
+            raise ValueError(
+                f"reward_model={path!r} has {self.model.config.num_labels} outputs: use a classifier with num_labels=1."
+            )
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         # The classifier finds the last real token by this id.
@@ -126,7 +133,9 @@ def score(
         name = getattr(function, "__name__", type(function).__name__)
         values = function(prompts, completions, completion_ids=tokens, **columns)
         if len(values) != len(completions):
-            raise ValueError(f"reward {name} returned {len(values)} values for {len(completions)} completions: return one for each.")
+            raise ValueError(
+                f"reward {name} returned {len(values)} values for {len(completions)} completions: return one for each."
+            )
         if any(isinstance(v, (list, tuple)) for v in values):
             per_token = True
             process += weight * process_advantages(values, tokens, name, group_size=group_size, width=width, scale=scale)
@@ -145,17 +154,19 @@ def process_advantages(
     values: list[Any], tokens: list[list[int]], name: str, *, group_size: int, width: int, scale: str
 ) -> Tensor:
     """Group-normalised reward-to-go, fp32 [B, T]; see `score`."""
-    rows, columns, rewards = [], [], []
+    found: list[tuple[int, int, float]] = []  # completion, token, reward of each step
     for i, (steps, ids) in enumerate(zip(values, tokens, strict=True)):
         if not isinstance(steps, (list, tuple)) or len(steps) != len(ids):
             got = f"{len(steps)} entries" if isinstance(steps, (list, tuple)) else f"a {type(steps).__name__}"
-            raise ValueError(f"process reward {name} returned {got} for completion {i} of {len(ids)} tokens: one entry per token.")
+            raise ValueError(
+                f"process reward {name} returned {got} for completion {i} of {len(ids)} tokens: one entry per token."
+            )
         for t, reward in enumerate(steps):
             if reward is not None:
-                rows.append(i), columns.append(t), rewards.append(float(reward))
-    at = torch.tensor(rows, dtype=torch.int64)
+                found.append((i, t, float(reward)))
     normalised = torch.zeros(len(tokens), width)
-    if rewards:
-        step_rewards = torch.tensor(rewards, dtype=torch.float64)
-        normalised[at, torch.tensor(columns)] = group_advantages(step_rewards, groups=at // group_size, scale=scale)
+    if found:
+        rows, columns, rewards = (torch.tensor(x, dtype=torch.float64) for x in zip(*found, strict=True))
+        at = rows.long()
+        normalised[at, columns.long()] = group_advantages(rewards, groups=at // group_size, scale=scale)
     return normalised.flip(1).cumsum(1).flip(1)

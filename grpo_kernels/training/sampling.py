@@ -54,7 +54,9 @@ def completion_logits(model: Any, completions: Completions) -> Tensor:
     The last token predicts nothing and is not fed; of what is fed, only the last T positions go through the head."""
     ids, attention = completions.ids[:, :-1], completions.attention[:, :-1]
     width = completions.targets.shape[1]
-    out = model(input_ids=ids, attention_mask=attention.long(), position_ids=positions(attention), logits_to_keep=width, use_cache=False)
+    out = model(
+        input_ids=ids, attention_mask=attention.long(), position_ids=positions(attention), logits_to_keep=width, use_cache=False
+    )
     assert out.logits.shape[1] == width, "the model ignores logits_to_keep"
     return out.logits
 
@@ -121,7 +123,11 @@ def sample(
         if t + 1 == max_new_tokens or not alive.any():
             break
         logits = model(
-            input_ids=ids[:, -1:], attention_mask=attention.long(), position_ids=lengths + t, past_key_values=cache, use_cache=True
+            input_ids=ids[:, -1:],
+            attention_mask=attention.long(),
+            position_ids=lengths + t,
+            past_key_values=cache,
+            use_cache=True,
         ).logits[:, -1]
     model.train(training)
     return Completions(ids, attention, prompt_width)

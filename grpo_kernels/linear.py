@@ -1,0 +1,200 @@
+"""The engine from hidden states: product -> row kernel -> products, some rows at a time; `[N, V]` logits never exist.
+
+A chunk of rows is projected to fp32 logits, the row kernel turns them into their gradient, and two products carry it
+into d_hidden and d_weight. Three products where the loss is known in the forward (`fused`); one, and three more for the
+rows that get a gradient, where the slopes arrive later (`forward`, then `backward`). Rows that are not named take no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from .backends import FusedRows, RowStats, RowTransform
+from .batch import TokenBatch
+from .objective import Objective, TokenRows
+from .products import products_for
+
+Tensor = torch.Tensor
+
+#: Bytes of one chunk of fp32 logits. On a GPU the sum of d_weight is read and written once a chunk, which 2048 rows of a
+#: large vocabulary make cheap; on a CPU a chunk has to be large enough for the products to be efficient.
+CHUNK_BYTES = {"cpu": 160 << 20, "cuda": 1600 << 20}
+
+
+@dataclass(eq=False)
+class Head:
+    """Flat hidden states [N, H] and the projection to logits, checked by `check_head`."""
+
+    hidden: Tensor
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    dtype: torch.dtype  # to compute in
+
+
+def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: torch.Size, device: torch.device) -> Head:
+    """Flat hidden states and a plain local head, or a ValueError that says what is wrong and what to do."""
+    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if x is None and name == "bias":
+            continue
+        if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} is {got}: pass a float32, bfloat16 or float16 tensor.")
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device}, but targets is on {device}: move one of them.")
+    weight, bias = _local("weight", weight), None if bias is None else _local("bias", bias)
+    if weight.dim() != 2 or weight.numel() == 0:
+        raise ValueError(
+            f"weight has shape {list(weight.shape)}, not [V, H]: it looks sharded. DeepSpeed ZeRO-3: call inside "
+            "deepspeed.zero.GatheredParameters([lm_head.weight]), and keep it gathered until after the backward. FSDP: call "
+            "inside the forward of the module that owns the head, or pass weight.full_tensor()."
+        )
+    if hidden.dim() != len(shape) + 1 or hidden.shape[:-1] != shape:
+        raise ValueError(
+            f"hidden has shape {list(hidden.shape)}, but targets has {list(shape)}: hidden must be targets' shape plus the "
+            "hidden size, row i predicting targets[i] (for a model's output usually hidden[:, :-1] against ids[:, 1:])."
+        )
+    vocab, width = weight.shape
+    if hidden.shape[-1] != width:
+        hint = " hidden looks like logits: for those use grpo_loss or token_logprobs." if hidden.shape[-1] == vocab else ""
+        raise ValueError(
+            f"hidden has shape {list(hidden.shape)} and weight {list(weight.shape)}: the last dimensions must agree, "
+            f"[..., H] and [V, H].{hint}"
+        )
+    if bias is not None and bias.shape != (vocab,):
+        raise ValueError(f"bias has shape {list(bias.shape)}, but weight has {list(weight.shape)}: it must be [{vocab}].")
+    kind = device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    return Head(hidden.reshape(-1, width), weight, bias, dtype)
+
+
+def _local(name: str, x: Tensor) -> Tensor:
+    """The local tensor of a replicated DTensor; a plain tensor as it is."""
+    placements = getattr(x, "placements", None)
+    if placements is None:
+        return x
+    if not all(p.is_replicate() for p in placements):
+        raise ValueError(
+            f"{name} is a DTensor with placements {placements}: pass a replicated one, or {name}.full_tensor("
+            "grad_placements=[Partial()]) and divide its gradient by the number of ranks. A vocabulary-sharded head is not "
+            "supported here."
+        )
+    return x.to_local()  # type: ignore[attr-defined]
+
+
+def split_rows(batch: TokenBatch, rows: TokenRows, objective: Objective) -> tuple[Tensor, Tensor]:
+    """(indices of the rows that can have a gradient, indices of the other rows to be read), in order, without waiting for
+    the device."""
+    rank = torch.full_like(rows.targets, 2)
+    for value, mask in ((1, rows.read), (0, rows.active)):
+        rank = torch.full_like(rank, value) if mask is None else torch.where(mask, value, rank)
+    order = torch.argsort(rank, stable=True)
+    active = batch.count(objective.active_rows)
+    read = active if rows.read is rows.active else batch.count("trained")
+    return order[:active], order[active:read]
+
+
+class Engine:
+    """One call's pass over the rows of a head, collecting the gradients that are wanted: (hidden, weight, bias)."""
+
+    def __init__(self, head: Head, backend: ModuleType, wanted: tuple[bool, bool, bool] = (False, False, False)) -> None:
+        self.head, self.backend, self.wanted = head, backend, wanted
+        self.products = products_for(head.weight.detach(), None if head.bias is None else head.bias.detach(), head.dtype)
+        self.hidden = head.hidden.detach()
+        rows = CHUNK_BYTES.get(self.hidden.device.type, CHUNK_BYTES["cuda"]) // (4 * head.weight.shape[0])
+        self.chunk_rows = max(64, rows // 64 * 64)  # by vocabulary and device, never by the number of rows
+        self.d_hidden: Tensor | None = None
+        self.d_weight: Tensor | None = None
+        self.d_bias: Tensor | None = None
+        if wanted[0]:
+            # A loss scale may still come: fp16 would have underflowed by then.
+            dtype = torch.float32 if self.hidden.dtype == torch.float16 else self.hidden.dtype
+            self.d_hidden = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
+        if wanted[2]:
+            self.d_bias = torch.zeros(head.weight.shape[0], device=self.hidden.device)
+
+    def forward(self, index: Tensor, targets: Tensor, transform: RowTransform, entropy: bool) -> RowStats:
+        """Statistics [N] of all rows: of those in `index` computed, of the others those of a row that is not read."""
+        n, device = targets.numel(), self.hidden.device
+        stats = RowStats(
+            torch.zeros(n, device=device),
+            torch.ones(n, device=device),
+            torch.zeros(n, device=device) if entropy else None,
+            torch.zeros(n, device=device),
+        )
+        for at, hidden in self._chunks(index):
+            logits = self.products.logits(hidden)
+            part = self.backend.row_stats(logits[None], targets[at], None, transform.at(at), entropy)
+            for whole, piece in zip(stats, part, strict=True):
+                if whole is not None:
+                    whole[at] = piece
+        return stats
+
+    def fused(
+        self,
+        index: Tensor,
+        rows: TokenRows,
+        objective: Objective,
+        transform: RowTransform,
+        result: FusedRows,
+        gradients: bool,
+    ) -> None:
+        """Token-level loss of the rows of `index`, written into `result` [N], with `gradients` collected or not."""
+        for at, hidden in self._chunks(index):
+            logits = self.products.logits(hidden)
+            d_logits = self.products.gradient_buffer(logits) if gradients else None
+            out = None if d_logits is None else d_logits[None]
+            part = self.backend.fused_loss(logits[None], rows[at], objective, transform.at(at), out)
+            for whole, piece in zip(result, part, strict=True):
+                whole[at] = piece
+            if d_logits is not None:
+                self._accumulate(at, hidden, d_logits)
+
+    def backward(
+        self,
+        index: Tensor,
+        targets: Tensor,
+        stats: RowStats,
+        entropy: Tensor | None,
+        d_logps: Tensor,
+        d_entropy: Tensor | None,
+        transform: RowTransform,
+    ) -> None:
+        """Gradients of the rows of `index`, their logits computed again. All vectors are those of all rows, [N]."""
+        for at, hidden in self._chunks(index):
+            logits = self.products.logits(hidden)
+            d_logits = self.products.gradient_buffer(logits)
+            self.backend.row_grads(
+                logits[None], targets[at], RowStats(stats.max[at], stats.sum[at], None, stats.target[at]),
+                None if entropy is None else entropy[at], d_logps[at], None if d_entropy is None else d_entropy[at],
+                transform.at(at), d_logits[None],
+            )  # fmt: skip
+            self._accumulate(at, hidden, d_logits)
+
+    def _chunks(self, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for part in index.split(self.chunk_rows) if index.numel() else ():
+            yield part, self.hidden[part].to(self.products.dtype)
+
+    def _accumulate(self, at: Tensor, hidden: Tensor, d_logits: Tensor) -> None:
+        if self.d_hidden is not None:
+            self.d_hidden[at] = self.products.d_hidden(d_logits).to(self.d_hidden.dtype)
+        if self.wanted[1]:
+            self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden)
+        if self.d_bias is not None:
+            self.d_bias += d_logits.sum(0, dtype=torch.float32)
+
+    def gradients(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(d_hidden, d_weight, d_bias) in the dtypes of what they belong to, times `scale`, a 0-d tensor."""
+        if self.wanted[1] and self.d_weight is None:  # no row had a gradient, which is a gradient of 0
+            self.d_weight = torch.zeros(self.head.weight.shape, device=self.hidden.device)
+        found = []
+        for gradient, of in zip((self.d_hidden, self.d_weight, self.d_bias), (self.head.hidden, self.head.weight, self.head.bias), strict=True):
+            if gradient is not None and of is not None:
+                if scale is not None:
+                    self.backend.scale_(gradient, scale)
+                gradient = gradient.to(of.dtype)
+            found.append(gradient)
+        return found[0], found[1], found[2]

@@ -1,0 +1,120 @@
+"""The three matrix products between hidden states and logits, each in the precision its device does best.
+
+    logits   = hidden @ weight.T + bias      [c, H] x [V, H] -> fp32 [c, V], never rounded to 16 bits
+    d_hidden = d_logits @ weight             [c, V] x [V, H] -> [c, H]
+    d_weight += d_logits.T @ hidden          [c, V] x [c, H] -> fp32 [V, H], summed in fp32 over all chunks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .backends import cpu_products
+
+Tensor = torch.Tensor
+
+#: On a CPU without bf16 products, 16-bit weights are converted to fp32 (exactly) in blocks of this many bytes.
+WEIGHT_BLOCK_BYTES = 64 << 20
+
+
+def products_for(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Products:
+    """The products with `weight` [V, H] that suit its device, for hidden states to be computed with in `dtype`."""
+    if dtype == torch.bfloat16 and weight.is_cuda:
+        return TensorCoreProducts(weight.to(dtype), bias)
+    if dtype == torch.bfloat16 and weight.device.type == "cpu" and cpu_products.available() is None:
+        return Bf16Products(weight.to(dtype), bias)
+    # Rounding a wider weight is what computing in `dtype` means; a narrower one is converted exactly, block by block.
+    return Products(weight.to(dtype) if weight.dtype.itemsize > dtype.itemsize else weight, bias)
+
+
+class Products:
+    """fp32 arithmetic, on any device: 16-bit operands are converted, which is exact. The gradient of a chunk of logits
+    takes the logits' own memory."""
+
+    dtype = torch.float32  # of the hidden states that the products take
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if self.weight.dtype == torch.float32:
+            out = _times_transposed(hidden, self.weight)
+        else:
+            out = torch.empty(hidden.shape[0], self.weight.shape[0], device=hidden.device)
+            for block, weight in self._weight_blocks():
+                out[:, block] = _times_transposed(hidden, weight)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def gradient_buffer(self, logits: Tensor) -> Tensor:
+        """Where the row kernel writes d_logits."""
+        return logits
+
+    def d_hidden(self, d_logits: Tensor) -> Tensor:
+        if self.weight.dtype == torch.float32:
+            return _times_transposed(d_logits, self.weight.t())
+        out = torch.zeros(d_logits.shape[0], self.weight.shape[1], device=d_logits.device)
+        for block, weight in self._weight_blocks():
+            out += _times_transposed(d_logits[:, block], weight.t())
+        return out
+
+    def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor) -> Tensor:
+        """`total` plus this chunk's share; None starts the sum."""
+        if total is None:
+            return d_logits.t() @ hidden
+        return total.addmm_(d_logits.t(), hidden)
+
+    def _weight_blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        vocab, width = self.weight.shape
+        step = max(1, WEIGHT_BLOCK_BYTES // (4 * width))
+        for lo in range(0, vocab, step):
+            block = slice(lo, min(lo + step, vocab))
+            yield block, self.weight[block].float()
+
+
+class Bf16Products(Products):
+    """CPUs with AVX512_BF16: bf16 operands, fp32 results, by our own kernels, since libraries round such results."""
+
+    dtype = torch.bfloat16
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return cpu_products.logits(hidden, self.weight, self.bias)
+
+    def d_hidden(self, d_logits: Tensor) -> Tensor:
+        return cpu_products.d_hidden(d_logits, self.weight)
+
+    def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor) -> Tensor:
+        first = total is None
+        if total is None:
+            total = torch.empty(self.weight.shape)
+        cpu_products.add_d_weight(d_logits, hidden, total, first)
+        return total
+
+
+class TensorCoreProducts(Products):
+    """CUDA, bf16: operands bf16, results fp32 straight from the tensor cores' accumulators. d_logits is kept in bf16."""
+
+    dtype = torch.bfloat16
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        out = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def gradient_buffer(self, logits: Tensor) -> Tensor:
+        return torch.empty_like(logits, dtype=self.weight.dtype)
+
+    def d_hidden(self, d_logits: Tensor) -> Tensor:
+        return torch.mm(d_logits, self.weight)
+
+    def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor) -> Tensor:
+        if total is None:
+            return torch.mm(d_logits.t(), hidden, out_dtype=torch.float32)
+        return torch.addmm(total, d_logits.t(), hidden, out_dtype=torch.float32, out=total)
+
+
+def _times_transposed(a: Tensor, b: Tensor) -> Tensor:
+    """fp32 a @ b.T. On a CPU through oneDNN: on AMD it is twice as fast as MKL, which torch.mm goes to."""
+    if a.device.type == "cpu" and a.shape[0] and torch.backends.mkldnn.is_available():
+        return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+    return a @ b.t()
