@@ -20,6 +20,8 @@ extern const Kernels kernels_avx512bf16, kernels_avx512, kernels_avx2;
 #endif
 extern const Kernels kernels_baseline;
 
+void bind_products(nb::module_& m);  // bind_products.cpp
+
 namespace {
 
 std::vector<const Kernels*> supported() {  // best first
@@ -127,6 +129,7 @@ NB_MODULE(_cpu, m) {
     m.def("row_stats", &row_stats);
     m.def("row_grads", &row_grads);
     m.def("scale", &scale);
+    bind_products(m);
     m.def("compiler", [] { return std::string(GRPO_COMPILER); });
     m.def("isa", [] { return std::string(kernels->name); }, "The instruction set in use.");
     m.def("isas", &isas, "Those this processor can run, best first.");

@@ -29,7 +29,9 @@ inline __mmask32 first32(int64_t n) { return n >= 32 ? __mmask32(-1) : n <= 0 ? 
 // Memory of one call on one thread.
 struct Scratch {
     uint32_t* data;
-    explicit Scratch(int64_t elements) : data(static_cast<uint32_t*>(aligned_alloc(64, size_t(ceil_div(elements, LANES)) * 64))) {}
+    explicit Scratch(int64_t elements) : data(static_cast<uint32_t*>(aligned_alloc(64, size_t(ceil_div(elements, LANES)) * 64))) {
+        if (!data && elements) abort();
+    }
     ~Scratch() { free(data); }
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
@@ -74,9 +76,9 @@ struct Destination {
 #define UNROLL _Pragma("GCC unroll 16")
 
 template <int ROWS> void tile(const uint32_t* left, int64_t left_stride, const uint32_t* panel, int64_t pairs, const Destination& to) {
-    if (to.start && to.start_stride) {
+    if (!to.stream) {
         UNROLL for (int r = 0; r < ROWS; r++) {
-            UNROLL for (int c = 0; c < VECTORS; c++) __builtin_prefetch(to.start + r * to.start_stride + c * LANES, 1);
+            UNROLL for (int c = 0; c < VECTORS; c++) __builtin_prefetch(to.out + r * to.stride + c * LANES, 1);
         }
     }
     __m512 sum[ROWS][VECTORS];
@@ -271,15 +273,20 @@ void logits(const LogitsProduct& job, int64_t begin, int64_t end) {
     const Scratch panel(BLOCK_PAIRS * PANEL_COLUMNS), partial(blocks > 1 ? job.rows * PANEL_COLUMNS : 0);
     float* sums = reinterpret_cast<float*>(partial.data);
     for (int64_t v = begin; v < end; v += PANEL_COLUMNS) {
-        const int64_t columns = min(PANEL_COLUMNS, end - v), next = min(PANEL_COLUMNS, end - v - PANEL_COLUMNS);
+        const int64_t columns = min(PANEL_COLUMNS, end - v);
         float* out = job.out.data + v;
         const float* bias = job.bias ? job.bias + v : nullptr;
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t k = b * 2 * BLOCK_PAIRS, inner = block_size(job.width, b);
-            const uint16_t* weight = job.weight.data + v * job.weight.stride + k;
-            pack_panel_of_rows(weight, job.weight.stride, columns, inner, panel.data);
+            const uint16_t* weight = job.weight.data + v * job.weight.stride;
+            pack_panel_of_rows(weight + k, job.weight.stride, columns, inner, panel.data);
             Ahead ahead;
-            if (next > 0) ahead.plan(weight + PANEL_COLUMNS * job.weight.stride, job.weight.stride, next, inner);
+            if (b + 1 < blocks) {
+                ahead.plan(weight + k + inner, job.weight.stride, columns, block_size(job.width, b + 1));
+            } else if (v + columns < end) {
+                ahead.plan(weight + columns * job.weight.stride, job.weight.stride, min(PANEL_COLUMNS, end - v - columns),
+                           block_size(job.width, 0));
+            }
             Destination to{sums, PANEL_COLUMNS, sums, PANEL_COLUMNS, PANEL_COLUMNS, false};
             if (b == 0) to.start = bias, to.start_stride = 0;
             if (b == blocks - 1) to.out = out, to.stride = job.out.stride, to.columns = columns;

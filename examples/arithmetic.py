@@ -24,8 +24,8 @@ from grpo_kernels.training.rewards import exact
 from grpo_kernels.training.sampling import Completions, completion_logits, left_pad, sample
 
 WORDS = (*"0123456789+-=?.", "ann", "bob", "eve", "had", "got", "lost", "pens", "nuts")
-CARELESS = 0.65  # share of the teacher's examples that hold the slip
-WARM_UP_STEPS = 450
+CARELESS = 0.6  # share of the teacher's examples that hold the slip
+WARM_UP_STEPS = 700
 
 Problem = dict[str, str]
 
@@ -33,7 +33,7 @@ Problem = dict[str, str]
 def problem(rng: random.Random) -> Problem:
     """A sum or difference of two or three small numbers, or a story with one; never negative. "slip" is what the teacher
     of the warm-up may write instead: plain problems it always gets right, elsewhere it counts one too many."""
-    kind = rng.choices(("plain", "three", "story"), (4, 2, 4))[0]
+    kind = rng.choices(("plain", "three", "story"), (3, 2, 5))[0]
     numbers = [rng.randrange(10) for _ in range(3)] if kind == "three" else [rng.randrange(20), rng.randrange(20)]
     signs = [rng.choice((1, -1)) for _ in numbers[1:]]
     answer = numbers[0] + sum(s * n for s, n in zip(signs, numbers[1:], strict=True))

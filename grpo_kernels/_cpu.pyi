@@ -12,6 +12,19 @@ def row_grads(
     max: int, sum: int, target: int, entropy: int, d_logps: int, d_entropy: int, threads: int, /,
 ) -> None: ...  # fmt: skip
 def scale(data: int, dtype: int, count: int, factor: float, threads: int, /) -> None: ...
+def has_products() -> bool: ...
+def logits_product(
+    hidden: int, hidden_stride: int, weight: int, weight_stride: int, bias: int, out: int, out_stride: int,
+    rows: int, width: int, vocab: int, threads: int, /,
+) -> None: ...  # fmt: skip
+def d_hidden(
+    gradient: int, is_bf16: bool, gradient_stride: int, weight: int, weight_stride: int, out: int, out_stride: int,
+    rows: int, width: int, vocab: int, threads: int, /,
+) -> None: ...  # fmt: skip
+def add_d_weight(
+    gradient: int, is_bf16: bool, gradient_stride: int, hidden: int, hidden_stride: int, sum: int, sum_stride: int,
+    first: bool, rows: int, width: int, vocab: int, threads: int, /,
+) -> None: ...  # fmt: skip
 def compiler() -> str: ...
 def isa() -> str: ...
 def isas() -> list[str]: ...

@@ -78,17 +78,27 @@ class Bf16Products(Products):
 
     dtype = torch.bfloat16
 
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight if weight.stride(1) == 1 else weight.contiguous(), None if bias is None else bias.float())
+        self._logits = torch.empty(0, weight.shape[0])  # used again by the next chunk: fresh pages cost more than a pass
+
     def logits(self, hidden: Tensor) -> Tensor:
-        return cpu_products.logits(hidden, self.weight, self.bias)
+        if self._logits.shape[0] < hidden.shape[0]:
+            self._logits = torch.empty(hidden.shape[0], self.weight.shape[0])
+        out = self._logits[: hidden.shape[0]]
+        cpu_products.logits(hidden, self.weight, self.bias, out)
+        return out
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
-        return cpu_products.d_hidden(d_logits, self.weight)
+        out = torch.empty(d_logits.shape[0], self.weight.shape[1])
+        cpu_products.d_hidden(d_logits, self.weight, out)
+        return out
 
     def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor) -> Tensor:
         first = total is None
         if total is None:
             total = torch.empty(self.weight.shape)
-        cpu_products.add_d_weight(d_logits, hidden, total, first)
+        cpu_products.add_d_weight(d_logits, hidden, total, first=first)
         return total
 
 

@@ -115,11 +115,8 @@ class Trainer:
                     bar.set_postfix({k: f"{line[k]:.3g}" for k in ("reward", "kl", "entropy") if k in line})
                     if self.step == config.steps and config.eval_steps:
                         log.write({"step": self.step, "accuracy": self.evaluate()})
-                    if (
-                        (config.checkpoint_steps and self.step % config.checkpoint_steps == 0)
-                        or self.step == config.steps
-                        or stop
-                    ):
+                    due = config.checkpoint_steps > 0 and self.step % config.checkpoint_steps == 0
+                    if due or stop or self.step == config.steps:
                         self.save()
         except BaseException:
             # Between updates the parameters are those of the last whole step, and worth keeping.

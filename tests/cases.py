@@ -123,9 +123,14 @@ def build(
     """Eight sequences of unequal lengths: one fully masked, one empty, holes in the others, an advantage of 0, random
     weights. Old and reference log-probs lie around the policy's own, LOG_RATIOS away."""
     g = torch.Generator().manual_seed(seed)
-    lengths = torch.tensor(LENGTHS)
-    b, t = len(LENGTHS), int(lengths.max())
-    logits = (3.0 * torch.randn(b, t, vocab, generator=g)).to(dtype)
+    logits = (3.0 * torch.randn(len(LENGTHS), max(LENGTHS), vocab, generator=g)).to(dtype)
+    case = around(logits, g, transform or {})
+    return pack(case) if packed else case
+
+
+def around(logits: Tensor, g: torch.Generator, transform: dict[str, Any]) -> Case:
+    """A case with these logits [B, T, V]."""
+    (b, t, vocab), lengths = logits.shape, torch.tensor(LENGTHS)
     targets = torch.randint(vocab, (b, t), generator=g)
     # Half of the targets are likely tokens, as in real rollouts.
     targets = torch.where(torch.rand(b, t, generator=g) < 0.5, logits.float().argmax(-1), targets)
@@ -133,7 +138,7 @@ def build(
     mask[2] = False
     mask[0, 3] = mask[4, 0] = False
     with torch.no_grad():
-        _, logps, _ = oracle.log_probs(logits.double(), targets, oracle.Transform(**(transform or {})))
+        _, logps, _ = oracle.log_probs(logits.double(), targets, oracle.Transform(**transform))
     logps = logps.view(b, t)
     table = torch.tensor(LOG_RATIOS, dtype=torch.float64)
     steps = (
@@ -148,13 +153,17 @@ def build(
         "ref_logps": (logps + 0.7 * torch.randn(b, t, generator=g)).float(),
         "weights": 0.3 + torch.rand(b, t, generator=g),
     }
-    case = Case(logits, fields, transform or {})
-    return pack(case) if packed else case
+    return Case(logits, fields, transform)
+
+
+def inside_lengths() -> Tensor:
+    """bool [B, T]: what is left without padding."""
+    return torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
 
 
 def pack(case: Case) -> Case:
     """The same tokens without padding: [B, T] -> [N] with cu_seqlens."""
-    inside = torch.arange(case.targets.shape[1]) < torch.tensor(LENGTHS)[:, None]
+    inside = inside_lengths()
     fields = {k: v if k == "advantages" else v[inside] for k, v in case.fields.items()}
     fields["cu_seqlens"] = torch.tensor((0, *LENGTHS)).cumsum(0).to(torch.int32)
     return Case(case.logits[inside], fields, case.transform)

@@ -1,0 +1,144 @@
+// The binding of the products: addresses as integers, sizes and strides in elements, threads shared out.
+// backends/cpu_products.py checks the tensors.
+#include <nanobind/nanobind.h>
+
+#include <cmath>
+#include <memory>
+
+#include "parallel.h"
+#include "products.h"
+
+namespace nb = nanobind;
+
+namespace grpo {
+
+#ifdef GRPO_X86
+extern const Products products_avx512bf16;
+#endif
+
+namespace {
+
+const Products* supported_products() {
+#ifdef GRPO_X86
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16")) {
+        return &products_avx512bf16;
+    }
+#endif
+    return nullptr;
+}
+
+const Products* const products = supported_products();
+
+template <class T> T* at(uintptr_t address) { return reinterpret_cast<T*>(address); }
+
+template <class Body> void each_range(int64_t n, int64_t grain, int threads, const Body& body) {
+    parallel_for(
+        n, grain, threads,
+        [](const void* context, int64_t begin, int64_t end) { (*static_cast<const Body*>(context))(begin, end); }, &body);
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Of n things in `parts` nearly equal parts, in multiples of `unit`: where part i begins.
+int64_t part(int64_t n, int64_t unit, int64_t parts, int64_t i) {
+    const int64_t at = ceil_div(n, unit) * i / parts * unit;
+    return at < n ? at : n;
+}
+
+// Several ranges for each thread, so that one which is held up leaves its last ones to the others.
+int64_t range_size(int64_t n, int threads) {
+    constexpr int64_t UNIT = 192;  // whole groups of either product
+    return ceil_div(n, int64_t(threads) * 8 * UNIT) * UNIT;
+}
+
+// Panels are aligned like cache lines: a register never straddles two.
+struct Packed {
+    std::unique_ptr<char[]> memory;
+    explicit Packed(int64_t bytes) : memory(new char[size_t(bytes) + 64]) {}
+    uint32_t* data() const { return reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64); }
+};
+
+void logits_product(uintptr_t hidden, int64_t hidden_stride, uintptr_t weight, int64_t weight_stride, uintptr_t bias,
+                    uintptr_t out, int64_t out_stride, int64_t rows, int64_t width, int64_t vocab, int threads) {
+    const Packed packed(products->hidden_pack_bytes(rows, width));
+    const LogitsProduct job{{at<uint16_t>(hidden), hidden_stride},
+                            {at<uint16_t>(weight), weight_stride},
+                            at<float>(bias),
+                            {at<float>(out), out_stride},
+                            rows,
+                            width,
+                            vocab,
+                            packed.data()};
+    nb::gil_scoped_release release;
+    each_range(rows, 16, threads, [&](int64_t begin, int64_t end) { products->pack_hidden(job, begin, end); });
+    each_range(vocab, range_size(vocab, threads), threads,
+               [&](int64_t begin, int64_t end) { products->logits(job, begin, end); });
+}
+
+struct Grid {
+    int64_t row_parts, column_parts;
+};
+
+// A rectangle of the output for each thread, none of which waits for another. Every one packs its rows of the gradient and its
+// columns of the weight for itself, so there are as few parts of rows as an even distribution allows.
+Grid grid_for(int64_t rows, int64_t width, int threads) {
+    Grid best{1, 1};
+    double least = INFINITY;
+    for (int64_t row_parts = 1; row_parts <= threads; row_parts++) {
+        const int64_t column_parts = threads / row_parts;
+        const double largest_rows = double(ceil_div(ceil_div(rows, 6), row_parts) * 6);
+        const double largest_columns = double(ceil_div(ceil_div(width, PANEL_COLUMNS), column_parts) * PANEL_COLUMNS);
+        // Packing an element costs about as much as multiplying it with 6 others.
+        const double time = largest_rows * largest_columns + 6 * (largest_rows + largest_columns);
+        if (time < least) least = time, best = {row_parts, column_parts};
+    }
+    return best;
+}
+
+void d_hidden(uintptr_t gradient, bool is_bf16, int64_t gradient_stride, uintptr_t weight, int64_t weight_stride, uintptr_t out,
+              int64_t out_stride, int64_t rows, int64_t width, int64_t vocab, int threads) {
+    const HiddenGradProduct job{{at<char>(gradient), is_bf16, gradient_stride},
+                                {at<uint16_t>(weight), weight_stride},
+                                {at<float>(out), out_stride},
+                                rows,
+                                width,
+                                vocab};
+    nb::gil_scoped_release release;
+    const Grid grid = grid_for(rows, width, threads);
+    each_range(grid.row_parts * grid.column_parts, 1, threads, [&](int64_t i, int64_t) {
+        const int64_t r = i / grid.column_parts, c = i % grid.column_parts;
+        products->d_hidden(job, part(rows, 6, grid.row_parts, r), part(rows, 6, grid.row_parts, r + 1),
+                           part(width, PANEL_COLUMNS, grid.column_parts, c),
+                           part(width, PANEL_COLUMNS, grid.column_parts, c + 1));
+    });
+}
+
+void add_d_weight(uintptr_t gradient, bool is_bf16, int64_t gradient_stride, uintptr_t hidden, int64_t hidden_stride,
+                  uintptr_t sum, int64_t sum_stride, bool first, int64_t rows, int64_t width, int64_t vocab, int threads) {
+    const Packed packed(products->hidden_panel_bytes(rows, width));
+    const WeightGradProduct job{{at<char>(gradient), is_bf16, gradient_stride},
+                                {at<uint16_t>(hidden), hidden_stride},
+                                {at<float>(sum), sum_stride},
+                                first,
+                                rows,
+                                width,
+                                vocab,
+                                packed.data()};
+    nb::gil_scoped_release release;
+    each_range(ceil_div(width, PANEL_COLUMNS), 1, threads,
+               [&](int64_t begin, int64_t end) { products->pack_hidden_panels(job, begin, end); });
+    each_range(vocab, range_size(vocab, threads), threads,
+               [&](int64_t begin, int64_t end) { products->add_d_weight(job, begin, end); });
+}
+
+}  // namespace
+
+void bind_products(nb::module_& m) {
+    m.def("has_products", [] { return products != nullptr; }, "Whether this processor has AVX512_BF16.");
+    m.def("logits_product", &logits_product);
+    m.def("d_hidden", &d_hidden);
+    m.def("add_d_weight", &add_d_weight);
+}
+
+}  // namespace grpo
