@@ -29,7 +29,8 @@ inline __mmask32 first32(int64_t n) { return n >= 32 ? __mmask32(-1) : n <= 0 ? 
 // Memory of one call on one thread.
 struct Scratch {
     uint32_t* data;
-    explicit Scratch(int64_t elements) : data(static_cast<uint32_t*>(aligned_alloc(64, size_t(ceil_div(elements, LANES)) * 64))) {
+    explicit Scratch(int64_t elements)
+        : data(static_cast<uint32_t*>(aligned_alloc(64, size_t(ceil_div(elements, LANES)) * 64))) {
         if (!data && elements) abort();
     }
     ~Scratch() { free(data); }
@@ -75,7 +76,8 @@ struct Destination {
 
 #define UNROLL _Pragma("GCC unroll 16")
 
-template <int ROWS> void tile(const uint32_t* left, int64_t left_stride, const uint32_t* panel, int64_t pairs, const Destination& to) {
+template <int ROWS>
+void tile(const uint32_t* left, int64_t left_stride, const uint32_t* panel, int64_t pairs, const Destination& to) {
     if (!to.stream) {
         UNROLL for (int r = 0; r < ROWS; r++) {
             UNROLL for (int c = 0; c < VECTORS; c++) __builtin_prefetch(to.out + r * to.stride + c * LANES, 1);
@@ -107,8 +109,9 @@ template <int ROWS> void tile(const uint32_t* left, int64_t left_stride, const u
         UNROLL for (int r = 0; r < ROWS; r++) {
             UNROLL for (int c = 0; c < VECTORS; c++) {
                 const __mmask16 keep = first16(to.columns - c * LANES);
+                const float* start = to.start + r * to.start_stride + c * LANES;
                 __m512 value = sum[r][c];
-                if (to.start) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(keep, to.start + r * to.start_stride + c * LANES));
+                if (to.start) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(keep, start));
                 _mm512_mask_storeu_ps(to.out + r * to.stride + c * LANES, keep, value);
             }
         }
@@ -149,8 +152,8 @@ struct Interleaved {
 
 // Pairs of one column in two rows, for 32 columns.
 inline Interleaved interleave(__m512i even_row, __m512i odd_row) {
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
-                                         35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                         36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     return {_mm512_permutex2var_epi16(even_row, low, odd_row), _mm512_permutex2var_epi16(even_row, high, odd_row)};
 }
@@ -256,7 +259,7 @@ template <class T> const T* element(const GradientMatrix& m, int64_t i, int64_t 
 
 // Blocks of the inner dimension one after the other: [block][row][pair].
 uint32_t* left_block(uint32_t* packed, int64_t rows, int64_t block) { return packed + block * rows * BLOCK_STRIDE; }
-int64_t blocks_of(int64_t inner) { return ceil_div(inner, 2 * BLOCK_PAIRS); }
+int64_t blocks_of(int64_t inner) { return inner ? ceil_div(inner, 2 * BLOCK_PAIRS) : 1; }  // a sum of nothing is 0
 int64_t block_size(int64_t inner, int64_t block) { return min(2 * BLOCK_PAIRS, inner - block * 2 * BLOCK_PAIRS); }
 
 int64_t hidden_pack_bytes(int64_t rows, int64_t width) { return blocks_of(width) * rows * BLOCK_STRIDE * 4; }
@@ -287,17 +290,18 @@ void logits(const LogitsProduct& job, int64_t begin, int64_t end) {
                 ahead.plan(weight + columns * job.weight.stride, job.weight.stride, min(PANEL_COLUMNS, end - v - columns),
                            block_size(job.width, 0));
             }
-            Destination to{sums, PANEL_COLUMNS, sums, PANEL_COLUMNS, PANEL_COLUMNS, false};
+            Destination to{sums, PANEL_COLUMNS, sums, PANEL_COLUMNS, columns, false};
             if (b == 0) to.start = bias, to.start_stride = 0;
-            if (b == blocks - 1) to.out = out, to.stride = job.out.stride, to.columns = columns;
-            rows_times_panel(left_block(job.packed, job.rows, b), BLOCK_STRIDE, job.rows, panel.data, pairs_of(inner), to, ahead,
-                             ceil_div(ahead.lines(), tiles));
+            if (b == blocks - 1) to.out = out, to.stride = job.out.stride;
+            rows_times_panel(left_block(job.packed, job.rows, b), BLOCK_STRIDE, job.rows, panel.data, pairs_of(inner), to,
+                             ahead, ceil_div(ahead.lines(), tiles));
         }
     }
 }
 
 // Columns of H whose block of the weight is packed at once: with the block's 512 rows 512 KiB, half of an L2 cache.
 constexpr int64_t HIDDEN_GROUP = 512;
+static_assert(HIDDEN_GROUP % PANEL_COLUMNS == 0, "");
 
 template <class T>
 void d_hidden_of(const HiddenGradProduct& job, int64_t begin, int64_t end, int64_t first_column, int64_t last_column) {
@@ -309,8 +313,8 @@ void d_hidden_of(const HiddenGradProduct& job, int64_t begin, int64_t end, int64
         pack_rows(element<T>(job.gradient, begin, k), job.gradient.stride, rows, inner, left.data, BLOCK_STRIDE);
         for (int64_t group = first_column; group < last_column; group += HIDDEN_GROUP) {
             const int64_t width = min(HIDDEN_GROUP, last_column - group);
-            pack_panels_of_columns(job.weight.data + k * job.weight.stride + group, job.weight.stride, width, inner, panels.data,
-                                   panel_stride);
+            pack_panels_of_columns(job.weight.data + k * job.weight.stride + group, job.weight.stride, width, inner,
+                                   panels.data, panel_stride);
             // What the next group packs: its columns of the same rows, or the next rows and their gradient.
             Ahead weight, gradient;
             const bool last = group + HIDDEN_GROUP >= last_column;
@@ -328,10 +332,11 @@ void d_hidden_of(const HiddenGradProduct& job, int64_t begin, int64_t end, int64
             const int64_t gradient_lines = ceil_div(gradient.lines(), ceil_div(width, PANEL_COLUMNS));
             for (int64_t h = 0; h < width; h += PANEL_COLUMNS) {
                 float* out = job.out.data + begin * job.out.stride + group + h;
-                const Destination to{out, job.out.stride, b ? out : nullptr, job.out.stride, min(PANEL_COLUMNS, width - h), false};
+                const Destination to{
+                    out, job.out.stride, b ? out : nullptr, job.out.stride, min(PANEL_COLUMNS, width - h), false};
                 gradient.fetch(gradient_lines);
-                rows_times_panel(left.data, BLOCK_STRIDE, rows, panels.data + h / PANEL_COLUMNS * panel_stride, pairs_of(inner), to,
-                                 weight, weight_lines);
+                rows_times_panel(left.data, BLOCK_STRIDE, rows, panels.data + h / PANEL_COLUMNS * panel_stride,
+                                 pairs_of(inner), to, weight, weight_lines);
             }
         }
     }
@@ -363,12 +368,13 @@ template <class T> void add_d_weight_of(const WeightGradProduct& job, int64_t be
     for (int64_t v = begin; v < end; v += VOCAB_GROUP) {
         const int64_t group = min(VOCAB_GROUP, end - v);
         for (int64_t b = 0; b < blocks; b++) {
-            pack_rows_of_columns(element<T>(job.gradient, b * 2 * BLOCK_PAIRS, v), job.gradient.stride, group, block_size(job.rows, b),
-                                 left_block(left.data, VOCAB_GROUP, b), BLOCK_STRIDE);
+            pack_rows_of_columns(element<T>(job.gradient, b * 2 * BLOCK_PAIRS, v), job.gradient.stride, group,
+                                 block_size(job.rows, b), left_block(left.data, VOCAB_GROUP, b), BLOCK_STRIDE);
         }
         Ahead ahead;
         if (v + group < end) {
-            ahead.plan(element<T>(job.gradient, 0, v + group), job.gradient.stride, job.rows, min(VOCAB_GROUP, end - v - group));
+            ahead.plan(element<T>(job.gradient, 0, v + group), job.gradient.stride, job.rows,
+                       min(VOCAB_GROUP, end - v - group));
         }
         const int64_t lines_per_tile = ceil_div(ahead.lines(), panels * blocks * (group / TILE_ROWS + 1));
         for (int64_t h = 0; h < job.width; h += PANEL_COLUMNS) {
@@ -378,8 +384,8 @@ template <class T> void add_d_weight_of(const WeightGradProduct& job, int64_t be
                                      min(PANEL_COLUMNS, job.width - h), job.first && blocks == 1 && aligned};
                 const uint32_t* panel =
                     job.packed + h / PANEL_COLUMNS * pairs_of(job.rows) * PANEL_COLUMNS + b * BLOCK_PAIRS * PANEL_COLUMNS;
-                rows_times_panel(left_block(left.data, VOCAB_GROUP, b), BLOCK_STRIDE, group, panel, pairs_of(block_size(job.rows, b)),
-                                 to, ahead, lines_per_tile);
+                rows_times_panel(left_block(left.data, VOCAB_GROUP, b), BLOCK_STRIDE, group, panel,
+                                 pairs_of(block_size(job.rows, b)), to, ahead, lines_per_tile);
             }
         }
     }

@@ -59,7 +59,8 @@ struct Products {
     void (*pack_hidden)(const LogitsProduct&, int64_t begin, int64_t end);  // rows of N
     void (*logits)(const LogitsProduct&, int64_t begin, int64_t end);       // columns of V
 
-    void (*d_hidden)(const HiddenGradProduct&, int64_t begin, int64_t end, int64_t first_column, int64_t last_column);  // rows of N
+    // rows of N, columns of H
+    void (*d_hidden)(const HiddenGradProduct&, int64_t begin, int64_t end, int64_t first_column, int64_t last_column);
 
     int64_t (*hidden_panel_bytes)(int64_t rows, int64_t width);
     void (*pack_hidden_panels)(const WeightGradProduct&, int64_t begin, int64_t end);  // panels of COLUMNS of H

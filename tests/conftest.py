@@ -60,3 +60,15 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.Tensor, "new_empty_strided"),
     ):
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+@pytest.fixture(params=["float32", "bfloat16", "bfloat16 through fp32", "float16"])
+def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """A dtype for hidden states, bf16 with the products of this processor and with those of any other."""
+    from grpo_kernels.backends import cpu_products
+
+    if request.param == "bfloat16" and cpu_products.available() is not None:
+        pytest.skip(f"no bf16 products here: {cpu_products.available()}")
+    if request.param == "bfloat16 through fp32":
+        monkeypatch.setattr(cpu_products, "available", lambda: "switched off")
+    return getattr(torch, request.param.split()[0])

@@ -56,9 +56,14 @@ def plot(metrics: Path, picture: Path) -> None:
     if not panels:
         return
     grey, colour = "#808080", "#3987e5"
-    figure = Figure(figsize=(4 * len(panels), 3), layout="constrained")
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(4 * columns, 2.6 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (title, name) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    grid = figure.subplots(rows, columns, squeeze=False).flat
+    for spare in grid[len(panels) :]:
+        spare.set_visible(False)
+    for axes, (title, name) in zip(grid, panels, strict=False):
         points = [(line["step"], line[name]) for line in lines if name in line]
         steps, values = zip(*points, strict=True)
         marker = "o" if len(points) < 30 else ""

@@ -1,0 +1,108 @@
+"""Peak memory from hidden states, measured on a process of its own: no [N, V] at any N, and no [V, H] nobody asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+V, H, CHUNK = 32001, 256, 64
+MIB = 1 << 20
+LOGITS = 4 * V * CHUNK  # of one chunk
+HEAD = 4 * V * H
+
+MEASURE = f"""
+import json
+import torch
+from benchmarks.harness import peak_memory
+from grpo_kernels import Objective, TokenBatch, linear, linear_grpo_loss, linear_logprobs, products
+
+torch.manual_seed(0)
+linear.CHUNK_BYTES["cpu"] = {LOGITS}
+products.WEIGHT_BLOCK_BYTES = {LOGITS}
+dtypes = {{"fp32": torch.float32, "fp16": torch.float16}}
+
+def measure(layer, dtype, n, frozen=False, grad=True, backend="auto"):
+    hidden = torch.randn(n, {H}).to(dtypes[dtype]).requires_grad_()
+    weight = (torch.randn({V}, {H}) / 16).to(dtypes[dtype]).requires_grad_(not frozen)
+    targets, advantages = torch.randint({V}, (n,)), torch.randn(n)
+    batch = TokenBatch(targets, advantages)
+
+    def run():
+        hidden.grad = weight.grad = None
+        with torch.set_grad_enabled(grad):
+            if layer == 2:
+                loss = linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), backend=backend).loss
+            else:
+                logps, entropy = linear_logprobs(hidden, weight, targets, entropy=True, backend=backend)
+                loss = (logps * advantages).sum() + entropy.sum()
+        if grad:
+            loss.backward()
+            hidden.grad = weight.grad = None
+
+    return peak_memory(run)
+
+print(json.dumps({{json.dumps(call): measure(**call) for call in json.loads(input())}}))
+"""
+
+Call = dict[str, object]
+DENSE = [{"layer": layer, "dtype": dtype, "n": n} for layer in (1, 2) for dtype in ("fp32", "fp16") for n in (256, 1024)]
+FROZEN = [{"layer": layer, "dtype": "fp32", "n": 256, "frozen": True} for layer in (1, 2)]
+FORWARD = [{"layer": layer, "dtype": dtype, "n": 1024, "grad": False} for layer in (1, 2) for dtype in ("fp32", "fp16")]
+EAGER = [{"layer": 2, "dtype": "fp32", "n": n, "backend": "eager"} for n in (256, 1024)]
+
+
+@pytest.fixture(scope="module")
+def peaks() -> dict[str, float]:
+    """{call as JSON: bytes above what was there before}."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("measures as Linux does")
+    # Freed memory goes back at once, so that a second run shows its peak again.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE],
+        input=json.dumps(DENSE + FROZEN + FORWARD + EAGER),
+        env=env,
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_flat_in_the_number_of_rows(layer: int, dtype: str, peaks: dict[str, float]) -> None:
+    """Beyond the hidden states' gradient: a chunk of logits, the weight's gradient (with its copy in 16 bits), and nothing
+    that grows."""
+    peak = {n: peaks[json.dumps({"layer": layer, "dtype": dtype, "n": n})] for n in (256, 1024)}
+    d_hidden = {n: 4 * n * H * 2 for n in peak}
+    assert abs((peak[1024] - d_hidden[1024]) - (peak[256] - d_hidden[256])) < 4 * MIB < 4 * V * (1024 - 256) / 20
+    budget = 2 * LOGITS + HEAD + (HEAD // 2 + LOGITS if dtype == "fp16" else 0)
+    assert HEAD < peak[1024] < budget + d_hidden[1024] + 4 * MIB
+
+
+def test_eager_backend_too(peaks: dict[str, float]) -> None:
+    small, large = (peaks[json.dumps(call)] for call in EAGER)
+    assert large - small < 6 * MIB
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_frozen_head_has_no_buffer(layer: int, peaks: dict[str, float]) -> None:
+    frozen = peaks[json.dumps({"layer": layer, "dtype": "fp32", "n": 256, "frozen": True})]
+    trained = peaks[json.dumps({"layer": layer, "dtype": "fp32", "n": 256})]
+    assert frozen < 2 * LOGITS + 4 * MIB < HEAD < trained
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_no_gradient_wanted(layer: int, dtype: str, peaks: dict[str, float]) -> None:
+    """One chunk of logits and, for a 16-bit head, blocks of it in fp32."""
+    peak = peaks[json.dumps({"layer": layer, "dtype": dtype, "n": 1024, "grad": False})]
+    assert peak < 3 * LOGITS + 4 * MIB < HEAD
