@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -189,7 +190,7 @@ class TokenBatch:
             )
         if values_are_checked(cu_seqlens):
             offsets, n = cu_seqlens.tolist(), self.targets.numel()
-            if offsets[0] != 0 or offsets[-1] != n or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
+            if offsets[0] != 0 or offsets[-1] != n or any(a > b for a, b in pairwise(offsets)):
                 raise ValueError(f"cu_seqlens={offsets}: it must rise from 0 to the number of rows, {n}.")
 
     @classmethod

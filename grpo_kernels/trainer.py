@@ -24,11 +24,12 @@ from typing import Any
 import torch
 
 from .batch import LogitTransform, TokenBatch
-from .logprobs import token_logprobs
-from .losses import grpo_loss
+from .logprobs import linear_logprobs, token_logprobs
+from .losses import LossOutput, grpo_loss, linear_grpo_loss
 from .training import checkpoints, require
 from .training.config import TrainConfig, parse_args
 from .training.data import Row, encode, load_rows, prompts_of_step
+from .training.head import check_head, completion_hidden, head_parameters, logit_transform
 from .training.loading import check_liger, load_policy, pick_device, prepare_policy
 from .training.report import MetricsLog, plot
 from .training.rewards import RewardFunction, RewardModel, Scores, resolve, score
@@ -91,6 +92,11 @@ class Trainer:
         self.step = 0  # steps done
         self.rng = checkpoints.rng_state()
         self.mid_update = False
+        self.backend = "eager" if config.loss == "eager" else config.backend
+        self.transform = LogitTransform(config.temperature)
+        if config.loss == "linear":
+            check_head(self.model)
+            self.transform = logit_transform(self.model.config, config.temperature)
         # A model that softcaps its logits needs their values in its own backward.
         self.inplace = config.loss == "logits" and getattr(self.model.config, "final_logit_softcapping", None) is None
 
@@ -199,13 +205,11 @@ class Trainer:
     def update(self, completions: Completions, advantages: Tensor) -> dict[str, float]:
         """`num_updates` optimizer steps on one batch. The first is on-policy, and its log-probs are the old ones of the
         others: they were computed before any step, by the same code."""
-        config, transform = self.config, LogitTransform(temperature=self.config.temperature)
+        config = self.config
         count = len(completions.ids)
         size = config.micro_batch or count
         pieces = [slice(at, min(at + size, count)) for at in range(0, count, size)]
-        ref_logps = (
-            None if self.reference is None else torch.cat([self.reference_logps(completions[p], transform) for p in pieces])
-        )
+        ref_logps = None if self.reference is None else torch.cat([self.reference_logps(completions[p]) for p in pieces])
         # One denominator for the whole batch, however it is cut.
         normalizer = self.objective.normalizer(TokenBatch(completions.targets, advantages, mask=completions.mask))
         old_logps: Tensor | None = None
@@ -222,13 +226,7 @@ class Trainer:
                     old_logps=None if old_logps is None else old_logps[piece],
                     ref_logps=None if ref_logps is None else ref_logps[piece],
                 )
-                with autocast(self.device, self.dtype):
-                    logits = completion_logits(self.model, part)
-                out = grpo_loss(
-                    logits, batch, self.objective,
-                    transform=transform, normalizer=normalizer, inplace=self.inplace,
-                    backend="eager" if config.loss == "eager" else config.backend,
-                )  # fmt: skip
+                out = self.loss(part, batch, normalizer)
                 out.loss.backward()
                 logps.append(out.logps)
                 parts.append(out.metrics | {"loss": out.loss.detach()})
@@ -244,12 +242,31 @@ class Trainer:
         self.mid_update = False
         return metrics
 
-    @torch.no_grad()
-    def reference_logps(self, completions: Completions, transform: LogitTransform) -> Tensor:
+    def loss(self, completions: Completions, batch: TokenBatch, normalizer: float | Tensor) -> LossOutput:
+        """The objective of one micro-batch: from hidden states, so that logits never exist, or from the model's logits."""
         with autocast(self.device, self.dtype):
-            logits = completion_logits(self.reference, completions)
-        backend = "eager" if self.config.loss == "eager" else self.config.backend
-        return token_logprobs(logits, completions.targets, mask=completions.mask, transform=transform, backend=backend)[0]
+            if self.config.loss == "linear":
+                weight, bias = head_parameters(self.model)
+                return linear_grpo_loss(
+                    completion_hidden(self.model, completions), weight, batch, self.objective,
+                    bias=bias, transform=self.transform, normalizer=normalizer, backend=self.backend,
+                )  # fmt: skip
+            logits = completion_logits(self.model, completions)
+        return grpo_loss(
+            logits, batch, self.objective,
+            transform=self.transform, normalizer=normalizer, inplace=self.inplace, backend=self.backend,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def reference_logps(self, completions: Completions) -> Tensor:
+        model, targets, mask = self.reference, completions.targets, completions.mask
+        options: dict[str, Any] = {"mask": mask, "transform": self.transform, "backend": self.backend}
+        with autocast(self.device, self.dtype):
+            if self.config.loss == "linear":
+                weight, bias = head_parameters(model)
+                return linear_logprobs(completion_hidden(model, completions), weight, targets, bias=bias, **options)[0]
+            logits = completion_logits(model, completions)
+        return token_logprobs(logits, targets, **options)[0]
 
     def evaluate(self) -> float:
         """Share of held-out prompts solved: the first reward function gives at least 1."""

@@ -123,7 +123,12 @@ def test_equals_token_logprobs_of_fp32_logits(which: str, arithmetic: torch.dtyp
     logps, entropy, ours = run_logprobs(case, d_logps, d_entropy, backend)
     logits, leaves = case.logits(torch.float32)
     plain, plain_entropy = token_logprobs(
-        logits, case.tokens.targets, mask=case.tokens.mask, transform=case.tokens.logit_transform(), entropy=True, backend=backend
+        logits,
+        case.tokens.targets,
+        mask=case.tokens.mask,
+        transform=case.tokens.logit_transform(),
+        entropy=True,
+        backend=backend,
     )
     assert plain_entropy is not None
     outputs = [(x, d) for x, d in ((plain, d_logps), (plain_entropy, d_entropy)) if d is not None]

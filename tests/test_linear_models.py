@@ -34,7 +34,10 @@ COMMON = {
 #: name -> (its config's own fields, the transform that its head needs)
 MODELS: dict[str, tuple[dict[str, Any], Callable[[Any], dict[str, Any]]]] = {
     "Gemma2": ({"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}, lambda c: {"softcap": c.final_logit_softcapping}),
-    "Gemma3Text": ({"final_logit_softcapping": 4.0, "query_pre_attn_scalar": 8}, lambda c: {"softcap": c.final_logit_softcapping}),
+    "Gemma3Text": (
+        {"final_logit_softcapping": 4.0, "query_pre_attn_scalar": 8},
+        lambda c: {"softcap": c.final_logit_softcapping},
+    ),
     "Cohere": ({"logit_scale": 0.3}, lambda c: {"scale": c.logit_scale}),
     "Granite": ({"logits_scaling": 2.5}, lambda c: {"scale": 1 / c.logits_scaling}),
     "Qwen3": ({"tie_word_embeddings": True}, lambda c: {}),

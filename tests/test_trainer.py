@@ -20,7 +20,7 @@ pytest.importorskip("datasets")
 import transformers
 
 from examples.arithmetic import tokenizer as arithmetic_tokenizer
-from grpo_kernels import TokenBatch, grpo_loss
+from grpo_kernels import TokenBatch, linear_grpo_loss
 from grpo_kernels.__main__ import main as command_line
 from grpo_kernels.trainer import TrainConfig, Trainer
 from grpo_kernels.training import checkpoints
@@ -214,11 +214,41 @@ def test_gradient_equals_policy_gradient_in_float64(tok: Any, tmp_path: Path) ->
         torch.testing.assert_close(p.grad.double(), gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_eager_loss_gives_the_same_step(tok: Any, tmp_path: Path) -> None:
-    fused, _ = gradients(tok, tmp_path / "a")
-    eager, _ = gradients(tok, tmp_path / "b", loss="eager")
-    for name in fused:
-        torch.testing.assert_close(eager[name], fused[name], rtol=1e-4, atol=1e-6)
+def test_the_three_losses_give_the_same_step(tok: Any, tmp_path: Path) -> None:
+    linear, _ = gradients(tok, tmp_path / "a", beta=0.1)
+    for loss in ("logits", "eager"):
+        other, _ = gradients(tok, tmp_path / loss, loss=loss, beta=0.1)
+        for name in linear:
+            torch.testing.assert_close(other[name], linear[name], rtol=1e-4, atol=1e-6)
+
+
+def test_the_three_losses_give_the_same_curve(tok: Any, tmp_path: Path) -> None:
+    curves = {}
+    for loss in ("linear", "logits", "eager"):
+        run = trainer(tok, tmp_path / loss, loss=loss, steps=20, lr=1e-3, num_updates=2, beta=0.05, eval_steps=10)
+        assert run.train()
+        curves[loss] = lines(tmp_path / loss)
+    assert len({line["loss"] for line in curves["linear"] if "loss" in line}) > 10
+    for loss in ("logits", "eager"):
+        for expected, found in zip(curves["linear"], curves[loss], strict=True):
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_linear_loss_refuses_a_head_it_does_not_know(tok: Any, tmp_path: Path) -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model = tiny(tok)
+    head = Doubled(model.lm_head.in_features, model.lm_head.out_features, bias=False)
+    head.weight = model.lm_head.weight
+    model.lm_head = head
+    with pytest.raises(ValueError, match=r"loss='linear' does not know .*Doubled.*use loss='logits'"):
+        trainer(tok, tmp_path / "a", model=model)
+    model.lm_head = torch.nn.Linear(head.in_features, head.out_features, bias=False)
+    model.lm_head.register_forward_hook(lambda module, args, out: 2 * out)
+    with pytest.raises(ValueError, match=r"its logits differ by up to .*use loss='logits'"):
+        trainer(tok, tmp_path / "b", model=model)
 
 
 def test_old_log_probs_are_those_before_the_first_update(tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,13 +258,13 @@ def test_old_log_probs_are_those_before_the_first_update(tok: Any, tmp_path: Pat
     old: list[Any] = []
     new: list[Any] = []
 
-    def watched(logits: torch.Tensor, batch: TokenBatch, *args: Any, **kwargs: Any) -> Any:
-        out = grpo_loss(logits, batch, *args, **kwargs)
+    def watched(hidden: torch.Tensor, weight: torch.Tensor, batch: TokenBatch, *args: Any, **kwargs: Any) -> Any:
+        out = linear_grpo_loss(hidden, weight, batch, *args, **kwargs)
         old.append(batch.old_logps)
         new.append(out.logps)
         return out
 
-    monkeypatch.setattr("grpo_kernels.trainer.grpo_loss", watched)
+    monkeypatch.setattr("grpo_kernels.trainer.linear_grpo_loss", watched)
     three = trainer(tok, tmp_path / "three", lr=1e-2, num_updates=3)
     metrics = three.train_step()
     assert old[0] is None and torch.equal(old[1], new[0]) and torch.equal(old[2], new[0])
@@ -587,7 +617,7 @@ def test_a_run_from_the_command_line(tok: Any, tmp_path: Path) -> None:
     [
         ({"steps": 0}, "steps=0: it must be at least 1"),
         ({"preset": "ppo"}, "preset='ppo': it must be one of grpo"),
-        ({"loss": "linear"}, "loss='linear': it must be one of logits, eager"),
+        ({"loss": "fused"}, "loss='fused': it must be one of linear, logits, eager"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"top_p": 0.0}, "top_p=0.0: it must be in"),
         ({"temperature": 0.0}, "temperature=0.0: .*eval_temperature=0"),

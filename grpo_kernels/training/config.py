@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from ..advantages import SCALES
 from ..objective import PRESETS, Objective
 
-LOSSES = ("logits", "eager")
+LOSSES = ("linear", "logits", "eager")
 SCHEDULES = ("constant", "linear", "cosine")
 DTYPES = ("float32", "bfloat16")  # float16 would need a loss scaler
 
@@ -78,7 +78,10 @@ class TrainConfig:
     keep_checkpoints: int = _field(2, "checkpoints to keep, at least 2, so that a damaged one has a predecessor")
     resume: bool = _field(False, "continue from the newest intact checkpoint in out; start afresh if there is none")
 
-    loss: str = _field("logits", "logits: fused kernels on the model's logits; eager: plain PyTorch log_softmax and autograd")
+    loss: str = _field(
+        "linear",
+        "linear: fused from hidden states, logits never exist; logits: fused on the model's logits; eager: plain PyTorch",
+    )
     backend: str = _field("auto", "backend of the fused kernels, see `python -m grpo_kernels doctor`")
     attn_implementation: str = _field(
         "auto", "auto, sdpa, eager, flash_attention_2, ...; auto: flash-attn where installed, else sdpa"
