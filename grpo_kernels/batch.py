@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from dataclasses import dataclass, field
@@ -209,6 +210,14 @@ class TokenBatch:
         `fields` are those of TokenBatch (mask, old_logps, ...). Raises ValueError as both do."""
         advantages = group_advantages(rewards, group_size=group_size, groups=groups, scale=scale)
         return cls(targets, advantages.to(targets.device), **fields)
+
+    def with_ref_logps(self, ref_logps: Tensor) -> TokenBatch:
+        """This batch with the reference's log-probs, the shape of targets."""
+        if ref_logps.shape != self.targets.shape:
+            raise ValueError(f"ref_logps has shape {list(ref_logps.shape)}, but targets has {list(self.targets.shape)}.")
+        changed = copy.copy(self)  # keeps the row counts, which took a trip to the host
+        object.__setattr__(changed, "ref_logps", ref_logps.detach())
+        return changed
 
     # ---- the batch as flat rows, row-major
 

@@ -191,7 +191,9 @@ class Engine:
         if self.wanted[1] and self.d_weight is None:  # no row had a gradient, which is a gradient of 0
             self.d_weight = torch.zeros(self.head.weight.shape, device=self.hidden.device)
         found = []
-        for gradient, of in zip((self.d_hidden, self.d_weight, self.d_bias), (self.head.hidden, self.head.weight, self.head.bias), strict=True):
+        for gradient, of in zip(
+            (self.d_hidden, self.d_weight, self.d_bias), (self.head.hidden, self.head.weight, self.head.bias), strict=True
+        ):
             if gradient is not None and of is not None:
                 if scale is not None:
                     self.backend.scale_(gradient, scale)

@@ -91,7 +91,9 @@ def linear_logprobs(
     module = backends.pick(backend, device, strict)
     index = torch.arange(targets.numel(), device=device) if mask is None else mask.reshape(-1).nonzero()[:, 0]
     flat_targets = targets.reshape(-1).to(torch.int64)
-    logps, H = _LinearLogprobs.apply(head.hidden, head.weight, head.bias, head, flat_targets, index, row_transform, module, entropy)
+    logps, H = _LinearLogprobs.apply(
+        head.hidden, head.weight, head.bias, head, flat_targets, index, row_transform, module, entropy
+    )
     return logps.view(shape), None if H is None else H.view(shape)
 
 
@@ -99,7 +101,9 @@ def _check_targets(targets: Tensor, mask: Tensor | None, entropy: bool | str) ->
     """The mask as bool, after a look at what needs no logits."""
     if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
         got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
-        raise ValueError(f"targets is {got}: pass an int64 tensor of token ids, the leading shape of the logits or hidden states.")
+        raise ValueError(
+            f"targets is {got}: pass an int64 tensor of token ids, the leading shape of the logits or hidden states."
+        )
     if entropy not in (False, True, "detached"):
         raise ValueError(f'entropy={entropy!r}: it must be False, True or "detached".')
     if mask is None:

@@ -142,6 +142,7 @@ def linear_grpo_loss(
     objective: Objective,
     *,
     bias: Tensor | None = None,
+    reference: tuple[Tensor, ...] | None = None,
     transform: LogitTransform | None = None,
     normalizer: float | Tensor | None = None,
     skip_inactive: bool = False,
@@ -158,6 +159,8 @@ def linear_grpo_loss(
     weight       [V, H], may be frozen (then neither its gradient nor a buffer for it exists) or tied; fp32, bf16 or fp16.
                  Products run in the autocast dtype if autocast is on, else in the dtype of hidden.
     bias         [V] or None, added to the logits before the transform.
+    reference    (hidden, weight) or (hidden, weight, bias) of the frozen reference, in place of batch.ref_logps: its
+                 log-probs come from a forward product of its own, and no gradient flows to it.
     The rest is as in `grpo_loss`.
 
     Some rows at a time are projected, turned into their gradient and multiplied back: three matrix products for rows that
@@ -175,11 +178,29 @@ def linear_grpo_loss(
     head = check_head(hidden, weight, bias, shape, device)
     check_targets(batch.targets, batch.mask, head.weight.shape[0])
     row_transform = (transform or LogitTransform()).for_rows(shape, batch.mask, batch.cu_seqlens, device)
-    rows = objective.token_rows(batch, normalizer, skip_inactive)
     module = backends.pick(backend, device, strict)
+    if reference is not None and objective.beta != 0:
+        batch = batch.with_ref_logps(_reference_logps(reference, batch, objective, row_transform, module))
+    rows = objective.token_rows(batch, normalizer, skip_inactive)
     call = _Call(batch, objective, rows, row_transform, module)
     loss, logps, entropy = _LinearGrpoLoss.apply(head.hidden, head.weight, head.bias, head, call)
     return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows)
+
+
+@torch.no_grad()
+def _reference_logps(
+    reference: tuple[Tensor, ...], batch: TokenBatch, objective: Objective, transform: RowTransform, backend: ModuleType
+) -> Tensor:
+    if batch.ref_logps is not None:
+        raise ValueError("reference and batch.ref_logps are both given: pass one of them.")
+    if not isinstance(reference, tuple) or len(reference) not in (2, 3):
+        raise ValueError(f"reference is {type(reference).__name__}: pass (hidden, weight) or (hidden, weight, bias).")
+    shape, device = batch.targets.shape, batch.targets.device
+    head = check_head(reference[0], reference[1], reference[2] if len(reference) == 3 else None, shape, device)
+    rows = objective.token_rows(batch.with_ref_logps(torch.zeros(shape, device=device)))
+    with torch.autocast(device.type, enabled=False):
+        stats = Engine(head, backend).forward(torch.cat(split_rows(batch, rows, objective)), rows.targets, transform, False)
+    return stats.logps.view(shape)
 
 
 def _check_specs(batch: TokenBatch, objective: Objective) -> None:

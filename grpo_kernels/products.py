@@ -1,8 +1,8 @@
 """The three matrix products between hidden states and logits, each in the precision its device does best.
 
-    logits   = hidden @ weight.T + bias      [c, H] x [V, H] -> fp32 [c, V], never rounded to 16 bits
-    d_hidden = d_logits @ weight             [c, V] x [V, H] -> [c, H]
-    d_weight += d_logits.T @ hidden          [c, V] x [c, H] -> fp32 [V, H], summed in fp32 over all chunks
+logits   = hidden @ weight.T + bias      [c, H] x [V, H] -> fp32 [c, V], never rounded to 16 bits
+d_hidden = d_logits @ weight             [c, V] x [V, H] -> [c, H]
+d_weight += d_logits.T @ hidden          [c, V] x [c, H] -> fp32 [V, H], summed in fp32 over all chunks
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from cases import DTYPES, LENGTHS, OBJECTIVES, assert_no_worse, inside_lengths, near_a_kink, pack, run, same_bits
+from cases import DTYPES, LENGTHS, OBJECTIVES, assert_no_worse, inside_lengths, near_a_kink, run, same_bits
 from linear_cases import (
     ROUNDING,
     LinearCase,

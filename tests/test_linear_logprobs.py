@@ -33,9 +33,9 @@ ALL = {"temperature": 0.7, "softcap": 6.0, "scale": 1.7}
 PER_TOKEN = {"temperature": torch.linspace(0.5, 2.0, SHAPE[0] * SHAPE[1]).view(SHAPE)}
 
 
-def upstream(which: str, shape: torch.Size = torch.Size(SHAPE)) -> tuple[Tensor | None, Tensor | None]:
+def upstream(which: str) -> tuple[Tensor | None, Tensor | None]:
     """Random gradients of log-probs and entropy; "detached" wants the entropy and gives it none."""
-    d_logps, d_entropy = torch.randn(shape), torch.randn(shape)
+    d_logps, d_entropy = torch.randn(SHAPE), torch.randn(SHAPE)
     return (None if which == "entropy" else d_logps), (d_entropy if which in ("entropy", "both") else None)
 
 

@@ -437,8 +437,10 @@ def gsm8k(folder: Path) -> Path:
     return folder
 
 
-def test_data_laid_out_as_gsm8k(tok: Any, tmp_path: Path) -> None:
-    c = TrainConfig(dataset=str(gsm8k(tmp_path / "gsm8k")), dataset_config="main", prompt_template="Q: {prompt}")
+@pytest.mark.parametrize("configuration", ["main", None])
+def test_data_laid_out_as_gsm8k(tok: Any, tmp_path: Path, configuration: str | None) -> None:
+    folder = str(gsm8k(tmp_path / "gsm8k"))
+    c = TrainConfig(dataset=folder, dataset_config=configuration, prompt_template="Q: {prompt}")
     train, held_out = load_rows(c, tok)
     assert (len(train), len(held_out)) == (12, 4)
     assert train[3]["prompt"] == "Q: 3+1=" and train[3]["answer"] == "4" and train[3]["question"] == "3+1="

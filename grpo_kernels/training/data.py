@@ -30,7 +30,10 @@ def load_rows(config: TrainConfig, tokenizer: Any) -> tuple[list[Row], list[Row]
             )
         train, held_out = rows[: -config.eval_prompts], rows[-config.eval_prompts :]
     else:
-        splits = datasets.load_dataset(config.dataset, config.dataset_config)
+        configuration = config.dataset_config
+        if configuration is None and "main" in datasets.get_dataset_config_names(config.dataset):
+            configuration = "main"
+        splits = datasets.load_dataset(config.dataset, configuration)
         for name in (config.train_split, config.eval_split):
             if name not in splits:
                 raise ValueError(f"split {name!r} is not in dataset={config.dataset!r}: it has {', '.join(splits)}.")
