@@ -1,5 +1,5 @@
 // The row kernels as plain functions over pointers. kernels.cpp is compiled once per instruction set; each copy exports
-// one table of these functions, and dispatch.cpp picks a table at run time.
+// one table of these functions, and module.cpp picks a table at run time.
 #pragma once
 #include <stdint.h>
 

@@ -63,7 +63,7 @@ struct Products {
     void (*d_hidden)(const HiddenGradProduct&, int64_t begin, int64_t end, int64_t first_column, int64_t last_column);
 
     int64_t (*hidden_panel_bytes)(int64_t rows, int64_t width);
-    void (*pack_hidden_panels)(const WeightGradProduct&, int64_t begin, int64_t end);  // panels of COLUMNS of H
+    void (*pack_hidden_panels)(const WeightGradProduct&, int64_t begin, int64_t end);  // panels of PANEL_COLUMNS of H
     void (*add_d_weight)(const WeightGradProduct&, int64_t begin, int64_t end);        // rows of V
 };
 
