@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import oracle
@@ -190,7 +190,3 @@ def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(linear, "products_for", counted)
     return rows
-
-
-def with_hidden(case: LinearCase, hidden: Tensor) -> LinearCase:
-    return replace(case, hidden=hidden)

@@ -143,7 +143,7 @@ def test_frozen_parts(frozen: tuple[str, ...], layer: int, backend: str, monkeyp
     assert_gradients_near(gradients_of(wanted), {k: exact[k] for k in wanted}, 1e-6)
     assert (rows["d_hidden"] > 0) == ("hidden" not in frozen) and (rows["add_d_weight"] > 0) == ("weight" not in frozen)
     shapes = {tuple(sorted(s)) for s in made.shapes}
-    assert ((96, 811) in shapes) == ("weight" not in frozen)
+    assert ((96, 811) in shapes) == ("weight" not in frozen) and ((811,) in shapes) == ("bias" not in frozen)
     # Hidden states are gathered by row, so a tensor of their shape exists in any case: count them.
     assert sum(s == (56, 96) for s in made.shapes) >= (3 if "hidden" not in frozen else 1)
 
@@ -325,7 +325,7 @@ def test_accumulation_into_grad(backend: str) -> None:
 
 
 @pytest.mark.parametrize("layer", [1, 2])
-def test_autocast(layer: int, backend: str) -> None:
+def test_autocast(layer: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32 parameters under bf16 autocast: fp32 gradients, no worse than a head under autocast whose logits are rounded."""
     make, spec = OBJECTIVES["reinforce"]
     case = build_linear()
@@ -340,6 +340,8 @@ def test_autocast(layer: int, backend: str) -> None:
     (log_p * slopes).sum().backward()
     naive = gradients_of(leaves)
     leaves = case.leaves
+    make_products, dtypes = linear.products_for, []
+    monkeypatch.setattr(linear, "products_for", lambda w, b, dtype: dtypes.append(dtype) or make_products(w, b, dtype))
     with torch.autocast("cpu", torch.bfloat16):
         if layer == 2:
             out = linear_grpo_loss(leaves["hidden"], leaves["weight"], batch, make(), bias=leaves["bias"], backend=backend)
@@ -352,6 +354,7 @@ def test_autocast(layer: int, backend: str) -> None:
             assert logps.dtype == torch.float32
     (out.loss if layer == 2 else (logps * slopes).sum()).backward()
     ours = gradients_of(leaves)
+    assert dtypes == [torch.bfloat16] * (3 - layer)  # layer 1 also in its backward, where autocast is off
     for key, gradient in ours.items():
         error, theirs = (float((g[key].double() - exact[key]).square().mean().sqrt()) for g in (ours, naive))
         assert gradient.dtype == torch.float32 and 0 < error <= 1.1 * theirs, (key, error, theirs)
