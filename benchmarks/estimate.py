@@ -46,7 +46,9 @@ def main() -> None:
     args = parser.parse_args()
     shares = (1.0, 0.5, 0.2)
     columns = [
-        estimate(args.rows, args.hidden, args.vocab, args.bandwidth * 1e12 * args.efficiency, args.flops * 1e12 * args.efficiency, a)
+        estimate(
+            args.rows, args.hidden, args.vocab, args.bandwidth * 1e12 * args.efficiency, args.flops * 1e12 * args.efficiency, a
+        )
         for a in shares
     ]
     print(f"ESTIMATE, not measured: {args.rows} x {args.hidden} x {args.vocab}, bf16, ms by share of rows with a gradient")

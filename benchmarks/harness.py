@@ -45,9 +45,10 @@ def _summary(times: list[float]) -> dict:
     return {"ms": statistics.median(times), "p20": cuts[0], "p80": cuts[3], "runs": len(times)}
 
 
-def peak_memory(run: Callable[[], Any]) -> float:
-    """Bytes by which resident memory rises at most while `run` runs, after one warm-up (Linux)."""
-    run()
+def peak_memory(run: Callable[[], Any], warm: bool = False) -> float:
+    """Bytes by which resident memory rises at most while `run` runs, after a warm-up unless it is `warm` (Linux)."""
+    if not warm:
+        run()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     run()

@@ -43,14 +43,10 @@ def case(rows: int, width: int, vocab: int, dtype: torch.dtype, zero_share: floa
     targets = torch.randint(0, vocab, (rows,), generator=g)
     hidden = torch.randn(rows, width, generator=g) + 12 * torch.rand(rows, 1, generator=g) * weight[targets]
     weight, hidden = weight.to(dtype), hidden.to(dtype)
-    now = torch.cat([(h @ weight.float().t()).log_softmax(-1) for h in hidden.float().split(64)]) if rows <= 256 else None
-    if now is None:
-        parts = zip(hidden.float().split(64), targets.split(64), strict=True)
-        old = torch.cat([(h @ weight.float().t()).log_softmax(-1).gather(1, t[:, None])[:, 0] for h, t in parts])
-    else:
-        old = now.gather(1, targets[:, None])[:, 0]
+    parts = zip(hidden.float().split(64), targets.split(64), strict=True)
+    now = torch.cat([(h @ weight.float().t()).log_softmax(-1).gather(1, t[:, None])[:, 0] for h, t in parts])
     advantages = torch.randn(rows, generator=g) * (torch.arange(rows) >= zero_share * rows)
-    batch = TokenBatch(targets, advantages, old_logps=old + 0.2 * torch.randn(rows, generator=g))
+    batch = TokenBatch(targets, advantages, old_logps=now + 0.2 * torch.randn(rows, generator=g))
     return Case(hidden.requires_grad_(), weight.requires_grad_(), batch)
 
 
@@ -86,7 +82,9 @@ def contenders(c: Case) -> dict[str, Callable[[], Result]]:
         from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
         def trl() -> Result:
-            logps = ChunkedLogProbFunction.apply(*c.inputs, None, c.batch.targets, 1.0, 4096, None, 1.0, ("log_probs", "entropy"))[0]
+            logps = ChunkedLogProbFunction.apply(
+                *c.inputs, None, c.batch.targets, 1.0, 4096, None, 1.0, ("log_probs", "entropy")
+            )[0]
             return gradients(loss_of(logps, c.batch))
 
         runs["TRL fused head + loss"] = trl
@@ -175,7 +173,7 @@ def measure(rows: int, width: int, vocab: int, dtype: torch.dtype, rounds: int, 
         del result
         if max(row["d_hidden error"], row["d_weight error"]) <= limit:
             valid[name] = run
-            row["extra MB"] = peak_memory(run) / 1e6
+            row["extra MB"] = peak_memory(run, warm=True) / 1e6
     del expected
     half = replace(c, batch=replace(c.batch, advantages=c.batch.advantages * (torch.arange(rows) % 2)))
     valid["grpo_kernels, half the rows zero"] = contenders(half)["grpo_kernels"]
@@ -197,7 +195,8 @@ def show(table: list[dict]) -> None:
     print(f"{'':34}{'ms':>9}{'p20':>9}{'p80':>9}{'x products':>12}{'extra MB':>10}{'d_hidden':>10}{'d_weight':>10}")
     for r in table:
         if "ms" not in r:
-            print(f"{r['name']:34} no time: {r.get('failed') or 'its gradients are off by %.1e' % max(r['d_hidden error'], r['d_weight error'])}")
+            reason = r.get("failed") or f"its gradients are off by {max(r['d_hidden error'], r['d_weight error']):.1e}"
+            print(f"{r['name']:34} no time: {reason}")
             continue
         memory = f"{r['extra MB']:10.0f}" if "extra MB" in r else " " * 10
         errors = f"{r['d_hidden error']:10.1e}{r['d_weight error']:10.1e}" if "d_weight error" in r else ""

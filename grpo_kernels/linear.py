@@ -45,7 +45,8 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: torch
             raise ValueError(f"{name} is {got}: pass a float32, bfloat16 or float16 tensor.")
         if x.device != device:
             raise ValueError(f"{name} is on {x.device}, but targets is on {device}: move one of them.")
-    weight, bias = _local("weight", weight), None if bias is None else _local("bias", bias)
+    hidden, weight = _local("hidden", hidden), _local("weight", weight)
+    bias = None if bias is None else _local("bias", bias)
     if weight.dim() != 2 or weight.numel() == 0:
         raise ValueError(
             f"weight has shape {list(weight.shape)}, not [V, H]: it looks sharded. DeepSpeed ZeRO-3: call inside "
@@ -77,11 +78,13 @@ def _local(name: str, x: Tensor) -> Tensor:
     if placements is None:
         return x
     if not all(p.is_replicate() for p in placements):
-        raise ValueError(
-            f"{name} is a DTensor with placements {placements}: pass a replicated one, or {name}.full_tensor("
-            "grad_placements=[Partial()]) and divide its gradient by the number of ranks. A vocabulary-sharded head is not "
-            "supported here."
-        )
+        remedy = "pass the rows of this rank as a plain tensor, hidden.to_local()."
+        if name != "hidden":
+            remedy = (
+                f"pass {name}.full_tensor(grad_placements=[Partial()]) and divide its gradient by the number of ranks. "
+                "A vocabulary-sharded head is not supported here."
+            )
+        raise ValueError(f"{name} is a DTensor with placements {placements}, not replicated: {remedy}")
     return x.to_local()  # type: ignore[attr-defined]
 
 
@@ -131,6 +134,7 @@ class Engine:
             for whole, piece in zip(stats, part, strict=True):
                 if whole is not None:
                     whole[at] = piece
+            del logits  # before the next chunk's are made
         return stats
 
     def fused(
@@ -152,6 +156,7 @@ class Engine:
                 whole[at] = piece
             if d_logits is not None:
                 self._accumulate(at, hidden, d_logits)
+            del logits, d_logits, out
 
     def backward(
         self,
@@ -173,6 +178,7 @@ class Engine:
                 transform.at(at), d_logits[None],
             )  # fmt: skip
             self._accumulate(at, hidden, d_logits)
+            del logits, d_logits
 
     def _chunks(self, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for part in index.split(self.chunk_rows) if index.numel() else ():
@@ -186,17 +192,11 @@ class Engine:
         if self.d_bias is not None:
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
 
-    def gradients(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(d_hidden, d_weight, d_bias) in the dtypes of what they belong to, times `scale`, a 0-d tensor."""
+    def gradients(self) -> Gradients:
+        """(d_hidden, d_weight, d_bias) as they were summed, None where not wanted."""
         if self.wanted[1] and self.d_weight is None:  # no row had a gradient, which is a gradient of 0
             self.d_weight = torch.zeros(self.head.weight.shape, device=self.hidden.device)
-        found = []
-        for gradient, of in zip(
-            (self.d_hidden, self.d_weight, self.d_bias), (self.head.hidden, self.head.weight, self.head.bias), strict=True
-        ):
-            if gradient is not None and of is not None:
-                if scale is not None:
-                    self.backend.scale_(gradient, scale)
-                gradient = gradient.to(of.dtype)
-            found.append(gradient)
-        return found[0], found[1], found[2]
+        return self.d_hidden, self.d_weight, self.d_bias
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]

@@ -200,7 +200,8 @@ class _LinearLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             stats = RowStats(top, total, None, chosen)
             engine.backward(index[wanted], targets, stats, H, d_logps, d_entropy, ctx.transform)
-        return *engine.gradients(), *(None,) * 6
+        of = (hidden, weight, bias)
+        return *(None if g is None else g.to(x.dtype) for g, x in zip(engine.gradients(), of, strict=True)), *(None,) * 6
 
 
 def _upstream(gradient: Tensor, read: Tensor | None) -> Tensor:

@@ -157,7 +157,8 @@ def linear_grpo_loss(
 
     hidden       [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts batch.targets[i].
     weight       [V, H], may be frozen (then neither its gradient nor a buffer for it exists) or tied; fp32, bf16 or fp16.
-                 Products run in the autocast dtype if autocast is on, else in the dtype of hidden.
+                 Products run in the autocast dtype if autocast is on, else in the dtype of hidden; in fp32, which is more
+                 than asked for, where the device has no 16-bit products with fp32 results.
     bias         [V] or None, added to the logits before the transform.
     reference    (hidden, weight) or (hidden, weight, bias) of the frozen reference, in place of batch.ref_logps: its
                  log-probs come from a forward product of its own, and no gradient flows to it.
@@ -220,6 +221,8 @@ class _Call:
     transform: RowTransform
     backend: ModuleType
     inplace: bool = False
+    # Inside the Function gradients are always off, and what an input needs is said as if they were on.
+    gradients: bool = field(default_factory=torch.is_grad_enabled)
 
 
 HANDED_OVER = (
@@ -231,7 +234,7 @@ HANDED_OVER = (
 class _GrpoLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
-        wanted = ctx.needs_input_grad[0]
+        wanted = call.gradients and ctx.needs_input_grad[0]
         # A gradient in fp16 is stored only after the loss scale is in it.
         deferred = wanted and logits.dtype == torch.float16
         out = None
@@ -286,8 +289,8 @@ class _LinearGrpoLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, call: _Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, objective, transform = call.rows, call.objective, call.transform
-        engine = Engine(head, call.backend, ctx.needs_input_grad[:3])
-        wanted = any(engine.wanted)
+        needed = ctx.needs_input_grad[:3] if call.gradients else (False, False, False)
+        engine, wanted = Engine(head, call.backend, needed), any(needed)
         with torch.autocast(hidden.device.type, enabled=False):
             active, passive = split_rows(call.batch, rows, objective)
             if objective.level == "token":
@@ -303,7 +306,8 @@ class _LinearGrpoLoss(torch.autograd.Function):
                     engine.backward(active, rows.targets, stats, H, d_logps, d_entropy, transform)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(result.logps, result.entropy)
-        ctx.engine = engine if wanted else None
+        ctx.gradients = engine.gradients() if wanted else None
+        ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in (hidden, weight, bias)], call.backend
         return result.losses.sum(), result.logps, result.entropy
 
     @staticmethod
@@ -311,7 +315,10 @@ class _LinearGrpoLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if d_loss is None:
             return (None,) * 5
-        if ctx.engine is None:
+        if ctx.gradients is None:
             raise RuntimeError(HANDED_OVER)
-        engine, ctx.engine = ctx.engine, None
-        return *engine.gradients(d_loss), None, None
+        gradients, ctx.gradients = ctx.gradients, None
+        for gradient in gradients:
+            if gradient is not None:
+                ctx.backend.scale_(gradient, d_loss)
+        return *(None if g is None else g.to(t) for g, t in zip(gradients, ctx.dtypes, strict=True)), None, None

@@ -25,8 +25,7 @@ def products_for(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Pro
         return TensorCoreProducts(weight.to(dtype), bias)
     if dtype == torch.bfloat16 and weight.device.type == "cpu" and cpu_products.available() is None:
         return Bf16Products(weight.to(dtype), bias)
-    # Rounding a wider weight is what computing in `dtype` means; a narrower one is converted exactly, block by block.
-    return Products(weight.to(dtype) if weight.dtype.itemsize > dtype.itemsize else weight, bias)
+    return Products(weight, bias)  # fp32 is as fast as it gets here, so nothing is rounded, whatever `dtype` allows
 
 
 class Products:

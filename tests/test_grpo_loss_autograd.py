@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import oracle
 import pytest
@@ -340,3 +341,13 @@ def test_confident_tokens_keep_their_gradient(dtype: torch.dtype, backend: str) 
     rounding = {torch.float32: 2**-24, torch.bfloat16: 2**-8}[dtype] * exact
     assert (error <= rounding + 16 * 2**-24 / len(p)).all(), error / exact
     assert_no_worse(ours[:, 17], naive[:, 17], gradient[:, 17], "gradient of the target")
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_inplace_without_gradients_leaves_the_logits_alone(backend: str, off: Any) -> None:
+    logits = torch.randn(4, 11, requires_grad=True)
+    before = logits.detach().clone()
+    batch = TokenBatch(torch.tensor([1, 2, 3, 4]), torch.randn(4))
+    with off():
+        grpo_loss(logits, batch, Objective.preset("dapo"), inplace=True, backend=backend)
+    assert torch.equal(logits, before)

@@ -23,6 +23,9 @@ from linear_cases import (
     run_logprobs,
 )
 
+from grpo_kernels import LogitTransform, Objective, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels.products import products_for
+
 Tensor = torch.Tensor
 BOTH = ("dapo", "grpo, k3 and entropy", "gspo")  # token-level, everything on, sequence-level
 
@@ -122,13 +125,15 @@ def test_odd_sizes(vocab: int, width: int, arithmetic: torch.dtype, backend: str
     ids=["bf16 x fp32", "fp32 x bf16", "fp16 x fp32"],
 )
 def test_mixed_dtypes(hidden: torch.dtype, weight: torch.dtype, name: str, backend: str) -> None:
-    """A head wider or narrower than the hidden states; each gradient comes in its own tensor's dtype. Products run in the
-    dtype of the hidden states, so a wider head counts rounded to it."""
+    """A head wider or narrower than the hidden states; each gradient comes in its own tensor's dtype. Where there are
+    products in the dtype of the hidden states a wider head counts rounded to it, elsewhere nothing is rounded."""
     make, spec = OBJECTIVES[name]
     case = build_linear(hidden, weight_dtype=weight)
-    rounded = replace(case, weight=case.weight.to(hidden).to(weight))
-    expected, exact = rounded.expected(spec)
-    naive, theirs = rounded.naive(spec)
+    computed = case
+    if products_for(case.weight, None, hidden).dtype == torch.bfloat16:
+        computed = replace(case, weight=case.weight.bfloat16().to(weight))
+    expected, exact = computed.expected(spec)
+    naive, theirs = computed.naive(spec)
     out, ours = run_linear(case, make(), backend)
     assert_no_worse(out.loss, naive.loss, expected.loss, "loss")
     assert_gradients_no_worse(ours, theirs, exact)
@@ -318,3 +323,21 @@ def test_no_rows(shape: tuple[int, ...], arithmetic: torch.dtype, backend: str) 
     out, ours = run_linear(case, OBJECTIVES["dapo"][0](), backend)
     assert out.loss.item() == 0 and out.logps.shape == shape and not any(g.any() for g in ours.values())
     assert all(torch.isfinite(m) for m in out.metrics.values())
+
+
+def test_a_reference_head_stands_for_its_log_probs() -> None:
+    g = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(2, 5, 8, generator=g, requires_grad=True), torch.randn(31, 8, generator=g)
+    other, other_weight, bias = torch.randn(2, 5, 8, generator=g), torch.randn(31, 8, generator=g), torch.randn(31, generator=g)
+    targets, mask = torch.randint(0, 31, (2, 5), generator=g), torch.rand(2, 5, generator=g) > 0.3
+    batch = TokenBatch(targets, torch.randn(2, generator=g), mask=mask)
+    objective, transform = Objective.preset("grpo", beta=0.3), LogitTransform(0.8, softcap=4.0)
+    ref = linear_logprobs(other, other_weight, targets, bias=bias, mask=mask, transform=transform)[0]
+    given = linear_grpo_loss(hidden, weight, replace(batch, ref_logps=ref), objective, transform=transform)
+    made = linear_grpo_loss(hidden, weight, batch, objective, transform=transform, reference=(other, other_weight, bias))
+    assert float(given.metrics["kl"]) > 0.1 and torch.equal(given.loss, made.loss)
+    assert torch.equal(*(torch.autograd.grad(out.loss, hidden)[0] for out in (given, made)))
+    with pytest.raises(ValueError, match=r"reference and batch\.ref_logps are both given"):
+        linear_grpo_loss(hidden, weight, replace(batch, ref_logps=ref), objective, reference=(other, other_weight))
+    with pytest.raises(ValueError, match=r"reference is list: pass \(hidden, weight\)"):
+        linear_grpo_loss(hidden, weight, batch, objective, reference=[other, other_weight])  # type: ignore[arg-type]

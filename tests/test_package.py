@@ -28,7 +28,9 @@ def run(code: str, missing: tuple[str, ...] = (), **environment: str) -> str:
     source = Path(grpo_kernels.__file__).parent.parent
     env = {k: v for k, v in os.environ.items() if not k.startswith("GRPO_KERNELS_")} | environment
     env["PYTHONPATH"] = os.pathsep.join([str(source), *sys.path])
-    done = subprocess.run([sys.executable, "-c", WITHOUT.format(missing=missing) + code], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(missing=missing) + code], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -65,7 +67,9 @@ def test_without_triton_and_without_the_cpp_module_eager_runs_with_one_warning()
 
 
 def test_strict_mode_turns_the_fallback_into_an_error() -> None:
-    code = "\n".join(["try:", *("    " + line for line in LOSS.splitlines()), "except RuntimeError as e:", "    print('refused:', e)"])
+    code = "\n".join(
+        ["try:", *("    " + line for line in LOSS.splitlines()), "except RuntimeError as e:", "    print('refused:', e)"]
+    )
     assert "refused: " in run(code, missing=("grpo_kernels._cpu",), GRPO_KERNELS_STRICT="1")
 
 

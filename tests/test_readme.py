@@ -46,5 +46,9 @@ def test_every_source_file_is_in_the_tree() -> None:
     known = tree()
     # A folder that the tree does not open stands for what is in it.
     closed = [p for p in known if p.endswith("/") and not any(q != p and q.startswith(p) for q in known)]
-    absent = [f for f in listed if f not in known and not f.startswith(tuple(closed)) and not f.endswith(("__init__.py", ".gitignore"))]
+    absent = [
+        f
+        for f in listed
+        if f not in known and not f.startswith(tuple(closed)) and not f.endswith(("__init__.py", ".gitignore"))
+    ]
     assert not absent

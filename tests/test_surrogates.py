@@ -228,5 +228,5 @@ def off_by_a_percent(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: 
 def test_check_surrogate_accepts_right_slopes_and_names_a_wrong_one() -> None:
     for surrogate in (Clip(0.2, 0.28), Clip(0.1, 0.3, delta=3.0), Cispo(5.0), Cispo(2.0, 0.5), PolicyGradient()):
         check_surrogate(surrogate)
-    with pytest.raises(ValueError, match="slope of .*off_by_a_percent.* autograd gives .* at logp="):
+    with pytest.raises(ValueError, match=r"slope of .*off_by_a_percent.* autograd gives .* at logp="):
         check_surrogate(Custom(off_by_a_percent))

@@ -28,7 +28,9 @@ class TrainConfig:
     dataset: str = _field(
         "", "Hub name (openai/gsm8k), a folder laid out like a Hub data set, or a .jsonl / .json / .parquet file"
     )
-    dataset_config: str | None = _field(None, "configuration of the data set; default: main, where there is one (gsm8k has main and socratic)")
+    dataset_config: str | None = _field(
+        None, "configuration of the data set; default: main, where there is one (gsm8k has main and socratic)"
+    )
     train_split: str = _field("train", "split to train on")
     eval_split: str = _field("test", "split to evaluate on; a lone file gives up its last eval_prompts rows instead")
     prompt_column: str | None = _field(None, "column of the prompt; default: the first of prompt, question, problem")
