@@ -111,23 +111,20 @@ def contenders(c: Case) -> dict[str, Callable[[], Result]]:
 
 
 def bare_products(c: Case) -> dict[str, Callable[[], Any]]:
-    """The three products on warm operands, in the operands' dtype by torch.mm into warm results, and by our own choice."""
+    """The three products and nothing else, with fresh results as a caller would have them: by torch.mm in the operands'
+    dtype, and by the kernels that the engine uses (fp32 logits, fp32 sums, gradients rounded to the operands' dtype)."""
     hidden, weight = c.hidden.detach(), c.weight.detach()
     logits = hidden @ weight.t()
-    d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
-    def by_torch() -> None:
-        torch.mm(hidden, weight.t(), out=logits)
-        torch.mm(logits, weight, out=d_hidden)
-        torch.mm(logits.t(), hidden, out=d_weight)
+    def by_torch() -> tuple[Tensor, ...]:
+        return hidden @ weight.t(), logits @ weight, logits.t() @ hidden
 
     products = products_for(weight, None, hidden.dtype)
-    total = torch.zeros(weight.shape)
+    operand = hidden.to(products.dtype)
 
-    def by_ours() -> None:
-        z = products.logits(hidden.to(products.dtype))
-        products.d_hidden(z)
-        products.add_d_weight(total, z, hidden.to(products.dtype))
+    def by_ours() -> tuple[Tensor, ...]:
+        z = products.logits(operand)
+        return products.d_hidden(z).to(hidden.dtype), products.add_d_weight(None, z, operand).to(weight.dtype)
 
     return {"three products, torch.mm": by_torch, "three products, ours": by_ours}
 
@@ -153,7 +150,8 @@ def error(found: Tensor, expected: Tensor) -> float:
 def measure(rows: int, width: int, vocab: int, dtype: torch.dtype, rounds: int, skip: tuple[str, ...] = ()) -> list[dict]:
     c = case(rows, width, vocab, dtype)
     expected = reference(c)
-    limit = 1e-4 if dtype == torch.float32 else 2e-2
+    # Rounding logits to bf16, as peers do, moves ratios across the clip bounds: a large error, but not a wrong formula.
+    limit = 1e-4 if dtype == torch.float32 else 0.3
     top = {"rows": rows, "hidden": width, "vocab": vocab, "dtype": str(dtype).removeprefix("torch.")}
     table, valid = [], {}
     for name, run in contenders(c).items():
