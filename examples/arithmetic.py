@@ -1,10 +1,10 @@
 """GRPO on arithmetic from nothing, on a CPU, in minutes: `python -m examples.arithmetic`.
 
-A Qwen3 of 0.6 million parameters first learns from a careless teacher, who gets plain problems right, but in all others
-counts one too many most of the time; it can do the sums then, and makes the teacher's mistakes. GRPO then trains it on
-nothing but its own answers: reward 1 for the exact number, 0 for anything else. The problems of the warm-up, of GRPO and
-of the evaluation differ in their text, though the same two numbers may meet in another story. It ends with the loss step
-at a real vocabulary, fused against plain PyTorch.
+A Qwen3 of 2.4 million parameters reads and writes character by character. It first learns from a careless teacher, who
+gets plain problems right, but in stories counts one too many most of the time; it can do the sums then, and makes the
+teacher's mistakes. GRPO then trains it on nothing but its own answers: reward 1 for the exact number, 0 for anything else.
+A sum or difference of the evaluation, say 12+3, occurs nowhere in training, neither as 3+12 nor in a story, so what is
+measured is not memory. It ends with the loss step at a real vocabulary, fused against plain PyTorch.
 """
 
 from __future__ import annotations
@@ -28,56 +28,55 @@ from grpo_kernels.training import require
 from grpo_kernels.training.rewards import exact
 from grpo_kernels.training.sampling import Completions, completion_logits, left_pad, sample
 
-WORDS = (*"0123456789+-=?.", "ann", "bob", "eve", "had", "got", "lost", "pens", "nuts")
-CARELESS = 0.6  # share of the teacher's examples that hold the slip
-WARM_UP_STEPS = 700
+NAMES = ("al", "bo", "cy", "di", "jo", "mo")
+CHARS = "0123456789+-=?. " + "".join(sorted(set("".join((*NAMES, "had", "got", "lost")))))
+LARGEST = 19
+CARELESS = 0.6  # share of the teacher's stories that hold the slip
+WARM_UP_STEPS = 600
 
 Problem = dict[str, str]
 
 
 def problem(rng: random.Random) -> Problem:
-    """A sum or difference of two or three small numbers, or a story with one; never negative. "slip" is what the teacher
-    of the warm-up may write instead: plain problems it always gets right, elsewhere it counts one too many."""
-    kind = rng.choices(("plain", "three", "story"), (3, 2, 5))[0]
-    numbers = [rng.randrange(10) for _ in range(3)] if kind == "three" else [rng.randrange(20), rng.randrange(20)]
-    signs = [rng.choice((1, -1)) for _ in numbers[1:]]
-    answer = numbers[0] + sum(s * n for s, n in zip(signs, numbers[1:], strict=True))
+    """A sum or difference, plain or as a story; never negative. "slip" is what the teacher of the warm-up may write
+    instead: plain problems it always gets right, in stories it counts one too many. "sum" is the same for all problems
+    with the same terms."""
+    first, second, sign = rng.randint(0, LARGEST), rng.randint(0, LARGEST), rng.choice((1, -1))
+    answer, story = first + sign * second, rng.random() < 0.7
     if answer < 0:
         return problem(rng)
-    if kind == "story":
-        who, what = rng.choice(("ann", "bob", "eve")), rng.choice(("pens", "nuts"))
-        prompt = f"{who} had {numbers[0]} {what} {'got' if signs[0] > 0 else 'lost'} {numbers[1]}?"
+    if story:
+        prompt = f"{rng.choice(NAMES)} had {first} {'got' if sign > 0 else 'lost'} {second}?"
     else:
-        terms = (f"{'+' if s > 0 else '-'}{n}" for s, n in zip(signs, numbers[1:], strict=True))
-        prompt = f"{numbers[0]}{''.join(terms)}="
-    return {"prompt": prompt, "answer": str(answer), "slip": str(answer + (kind != "plain"))}
+        prompt = f"{first}{'+' if sign > 0 else '-'}{second}="
+    terms = " ".join(sorted((f"{first:+}", f"{sign * second:+}")))
+    return {"prompt": prompt, "answer": str(answer), "slip": str(answer + story), "sum": terms}
 
 
-def problems(count: int, seed: int) -> list[Problem]:
-    """Distinct problems in random order."""
-    rng, found = random.Random(seed), {}
-    while len(found) < count:
-        new = problem(rng)
-        found[new["prompt"]] = new
-    return list(found.values())
+def problems(count: int, seed: int) -> tuple[list[Problem], list[Problem]]:
+    """(training problems, held-out problems) that have no sum in common. Within each, problems may come again."""
+    rng = random.Random(seed)
+    rows = [problem(rng) for _ in range(count)]
+    sums = sorted({row["sum"] for row in rows})
+    held_out = set(rng.sample(sums, len(sums) * 15 // 100))
+    return [row for row in rows if row["sum"] not in held_out], [row for row in rows if row["sum"] in held_out]
 
 
 def tokenizer() -> Any:
-    """One token per digit, sign and word; "." ends an answer."""
+    """One token per character; "." ends an answer."""
     tokenizers, transformers = require("tokenizers"), require("transformers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
-    split = tokenizers.pre_tokenizers
-    words.pre_tokenizer = split.Sequence([split.WhitespaceSplit(), split.Split(tokenizers.Regex("[a-z]+|[^a-z]"), "isolated")])
-    words.decoder = tokenizers.decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token=".", pad_token=".")
+    chars = tokenizers.Tokenizer(tokenizers.models.WordLevel({char: i for i, char in enumerate(CHARS)}, unk_token="?"))
+    chars.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    chars.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=chars, eos_token=".", pad_token=".")
 
 
-def policy(width: int = 128, layers: int = 3) -> Any:
+def policy(width: int = 256, layers: int = 3) -> Any:
     transformers = require("transformers")
     config = transformers.Qwen3Config(
-        vocab_size=len(WORDS), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+        vocab_size=len(CHARS), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=width // 4, max_position_embeddings=64,
-        tie_word_embeddings=True, initializer_range=0.05, eos_token_id=WORDS.index("."), pad_token_id=WORDS.index("."), bos_token_id=None,
+        tie_word_embeddings=True, initializer_range=0.05, eos_token_id=CHARS.index("."), pad_token_id=CHARS.index("."), bos_token_id=None,
     )  # fmt: skip
     return transformers.Qwen3ForCausalLM(config)
 
@@ -87,14 +86,14 @@ def encoded(rows: list[Problem], tok: Any) -> list[list[int]]:
 
 
 def accuracy(model: Any, tok: Any, rows: list[Problem]) -> float:
-    out = sample(model, encoded(rows, tok), group_size=1, max_new_tokens=5, ends=[tok.eos_token_id], temperature=0)
+    out = sample(model, encoded(rows, tok), group_size=1, max_new_tokens=4, ends=[tok.eos_token_id], temperature=0)
     texts = tok.batch_decode(out.tokens, skip_special_tokens=True)
     return sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows)
 
 
 def warm_up(model: Any, tok: Any, rows: list[Problem], seed: int, steps: int, progress: bool) -> None:
     """Supervised steps on the teacher's examples."""
-    end, peak, rng = tok.eos_token_id, 2e-3, random.Random(seed)
+    end, peak, rng = tok.eos_token_id, 1.5e-3, random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.0)
     for step in require("tqdm").trange(steps, desc="warm-up", disable=not progress):
         for group in optimizer.param_groups:
@@ -117,16 +116,16 @@ def run(seed: int, steps: int, out: Path, *, quick: bool = False, progress: bool
     """Warm-up and GRPO. Returns greedy accuracy on held-out problems before and after GRPO."""
     torch.manual_seed(seed)
     tok, model = tokenizer(), policy()
-    rows = problems(4000, seed)
-    held_out, worked, practice = rows[:500], rows[500:2500], rows[2500:]
+    training, held_out = problems(5000, seed)
+    worked, practice, held_out = training[:2500], training[2500:], held_out[: 100 if quick else 500]
     started = time.perf_counter()
     warm_up(model, tok, worked, seed, 10 if quick else WARM_UP_STEPS, progress)
     before = accuracy(model, tok, held_out)
     warm = time.perf_counter()
     print(f"seed {seed}: warm-up {warm - started:.0f} s; held-out accuracy {before:.1%}")
     config = TrainConfig(
-        steps=steps, prompts_per_step=32, group_size=8, max_new_tokens=5, beta=0.001, lr=2e-4, warmup_steps=5,
-        lr_schedule="linear", eval_steps=25, eval_prompts=len(held_out), checkpoint_steps=50, out=str(out), seed=seed,
+        steps=steps, prompts_per_step=32, group_size=8, max_new_tokens=4, beta=0.001, lr=1e-4, warmup_steps=5,
+        lr_schedule="linear", eval_steps=25, eval_prompts=len(held_out), checkpoint_steps=25, out=str(out), seed=seed,
         progress=progress, device="cpu",
     )  # fmt: skip
     trainer = Trainer(config, model=model, tokenizer=tok, rows=(practice, held_out), rewards=[exact])
@@ -140,7 +139,7 @@ def run(seed: int, steps: int, out: Path, *, quick: bool = False, progress: bool
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.arithmetic", description="Train arithmetic with GRPO on a CPU.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=200, help="GRPO steps (default: 200)")
+    parser.add_argument("--steps", type=int, default=75, help="GRPO steps (default: 75)")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/arithmetic"), help="folder; a former run of this example there goes"
     )

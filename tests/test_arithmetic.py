@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from pathlib import Path
@@ -17,53 +18,74 @@ from grpo_kernels.training.report import read_metrics
 from grpo_kernels.training.rewards import exact
 
 
-def solve(prompt: str) -> int:
-    """The answer, read from the prompt alone."""
-    story = re.fullmatch(r"\w+ had (\d+) \w+ (got|lost) (\d+)\?", prompt)
+def solve(prompt: str) -> tuple[str, list[int]]:
+    """The kind of a problem and the terms that its answer adds up, read from the prompt alone."""
+    story = re.fullmatch(r"[a-z]{2} had (\d+) (got|lost) (\d+)\?", prompt)
     if story:
-        a, verb, b = story.groups()
-        return int(a) + int(b) if verb == "got" else int(a) - int(b)
-    return sum(int(term) for term in re.findall(r"[+-]?\d+", prompt))
+        first, verb, second = story.groups()
+        return "story", [int(first), int(second) * (1 if verb == "got" else -1)]
+    plain = re.fullmatch(r"(\d+)([+-]\d+)=", prompt)
+    assert plain, prompt
+    return "plain", [int(plain[1]), int(plain[2])]
 
 
 def test_answers_are_right_and_slips_are_where_they_should_be() -> None:
-    rows = arithmetic.problems(2000, seed=0)
-    for row in rows:
-        assert int(row["answer"]) == solve(row["prompt"]) >= 0
-        plain = re.fullmatch(r"\d+[+-]\d+=", row["prompt"]) is not None
-        assert int(row["slip"]) == int(row["answer"]) + (not plain)
-    stories = sum("had" in row["prompt"] for row in rows)
-    assert 800 < stories < 1500
+    kinds = []
+    for rows in arithmetic.problems(2000, seed=0):
+        for row in rows:
+            kind, terms = solve(row["prompt"])
+            assert int(row["answer"]) == sum(terms) >= 0
+            assert int(row["slip"]) == sum(terms) + (kind == "story")
+            kinds.append(kind)
+    assert 1300 < kinds.count("story") < 1500 and len(kinds) == 2000
 
 
-def test_problems_are_distinct_so_that_any_split_is_disjoint() -> None:
-    rows = arithmetic.problems(4000, seed=1)
-    assert len({row["prompt"] for row in rows}) == 4000
-    assert rows == arithmetic.problems(4000, seed=1) != arithmetic.problems(4000, seed=2)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_held_out_sum_occurs_in_training_in_any_order_or_text(seed: int) -> None:
+    training, held_out = arithmetic.problems(5000, seed)
+
+    def sums(rows: list[dict[str, str]]) -> set[tuple[int, ...]]:
+        return {tuple(sorted(solve(row["prompt"])[1])) for row in rows}
+
+    assert not sums(training) & sums(held_out)
+    assert not {row["prompt"] for row in training} & {row["prompt"] for row in held_out}
+    assert len(held_out) >= 500 and len(training) >= 4000 and len(sums(held_out)) >= 50
+    assert (training, held_out) == arithmetic.problems(5000, seed) != arithmetic.problems(5000, seed + 1)
 
 
-def test_the_tokenizer_spells_digits_and_reads_back() -> None:
+def test_the_tokenizer_spells_every_character_and_reads_back() -> None:
     tok = arithmetic.tokenizer()
-    assert tok.tokenize("eve had 13 nuts lost 1?") == ["eve", "had", "1", "3", "nuts", "lost", "1", "?"]
-    assert tok.tokenize("12-3+4=") == list("12-3+4=")
-    assert tok.decode(tok("1907")["input_ids"]) == "1907"
-    for row in arithmetic.problems(500, seed=3):  # nothing falls out of the vocabulary
-        assert tok.decode(tok(row["prompt"])["input_ids"]) == row["prompt"].replace(" ", "")
+    assert len(tok) == len(set(arithmetic.CHARS)) == len(arithmetic.CHARS)
+    for row in arithmetic.problems(500, seed=3)[0]:
+        for text in (row["prompt"], row["answer"], row["slip"]):
+            assert tok.tokenize(text) == list(text)
+            assert tok.decode(tok(text)["input_ids"]) == text  # nothing falls out of the vocabulary
+    assert tok.decode([tok.eos_token_id], skip_special_tokens=True) == ""
 
 
-def test_warm_up_teaches(capsys: Any) -> None:
-    """The loss of the teacher's answers falls well below that of a guess among the ids."""
+def test_the_policy_has_the_size_that_the_docstring_says() -> None:
+    size = sum(p.numel() for p in arithmetic.policy().parameters())
+    assert f"{size / 1e6:.1f} million parameters" in (arithmetic.__doc__ or "")
+
+
+def test_warm_up_teaches() -> None:
+    """After plain problems, whose answers are never slips, it knows that an answer starts with a digit and ends."""
     torch.manual_seed(0)
     tok, model = arithmetic.tokenizer(), arithmetic.policy(width=32, layers=1)
-    rows = arithmetic.problems(300, seed=0)
+    rows = [row for row in arithmetic.problems(600, seed=0)[0] if row["prompt"].endswith("=")]
+    longest = [row for row in rows if len(row["prompt"]) == 6 and len(row["answer"]) == 2]
+    ids = torch.tensor([tok(row["prompt"] + row["answer"] + ".")["input_ids"] for row in longest])
 
-    def end_token_loss() -> float:
-        ids = torch.tensor([tok(row["prompt"] + row["answer"])["input_ids"] for row in rows if len(row["prompt"]) == 6][:1])
-        return -model(input_ids=ids).logits[0, -1].log_softmax(-1)[tok.eos_token_id].item()
+    def loss() -> tuple[float, float]:
+        """(of the answer's digits, of its end)"""
+        losses = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[:, 5:-1].mT, ids[:, 6:], reduction="none").mean(0)
+        return losses[:2].mean().item(), losses[2].item()
 
-    before = end_token_loss()
+    before = loss()
     arithmetic.warm_up(model, tok, rows, seed=0, steps=60, progress=False)
-    assert end_token_loss() < min(before, 1.0)
+    digits, end = loss()
+    assert digits < math.log(10) < before[0]
+    assert end < 0.7 < before[1]
 
 
 def test_reward_is_the_exact_answer_and_nothing_less() -> None:
