@@ -51,9 +51,8 @@ def _aggregate(objective: Objective) -> str:
 
 def logits_level_cpu() -> str:
     record = json.loads((RESULTS / "logits_level_cpu.json").read_text())
-    m = record["machine"]
     out = [
-        f"{m['cpu']}, {m['threads']} threads, {m['instruction set']}, torch {m['torch']}; `{record['command']}`.",
+        _measured(record),
         "",
         "| 256 x 151,936 logits | fp32 ms | x copy | extra MB | bf16 ms | x copy | extra MB | gradient error fp32 / bf16 |",
         "|---|---|---|---|---|---|---|---|",
@@ -61,21 +60,47 @@ def logits_level_cpu() -> str:
     by: dict[str, dict[str, dict]] = {}
     for row in record["rows"]:
         by.setdefault(row["name"], {})[row["dtype"]] = row
-    for name, both in by.items():
-        cells, errors = [], []
-        for dtype in ("float32", "bfloat16"):
-            row = both.get(dtype)
-            cells += (
-                [f"{row['ms']:.1f}", f"{row['x copy']:.2f}", f"{row['extra MB']:.0f}" if "extra MB" in row else ""]
-                if row
-                else ["", "", ""]
-            )
-            errors.append(f"{row['gradient error']:.0e}" if row and "gradient error" in row else "")
-        out.append(f"| {name} | {' | '.join(cells)} | {' / '.join(e for e in errors if e)} |")
+    return "\n".join(out + [_line(name, both, "x copy", "gradient error", "{:.1f}") for name, both in by.items()])
+
+
+def hidden_level_cpu() -> str:
+    record = json.loads((RESULTS / "hidden_level_cpu.json").read_text())
+    out = [_measured(record)]
+    by: dict[tuple, dict[str, dict]] = {}
+    for row in record["rows"]:
+        by.setdefault((row["rows"], row["hidden"], row["vocab"]), {}).setdefault(row["name"], {})[row["dtype"]] = row
+    for (rows, hidden, vocab), names in by.items():
+        out += [
+            "",
+            f"| {rows} x {hidden} x {vocab:,} | fp32 ms | x products | extra MB | bf16 ms | x products | extra MB | d_weight error fp32 / bf16 |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        out += [_line(name, both, "x products", "d_weight error", "{:.0f}") for name, both in names.items()]
     return "\n".join(out)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"presets": presets, "logits_level_cpu": logits_level_cpu}
+def _measured(record: dict) -> str:
+    m = record["machine"]
+    return f"{m['cpu']}, {m['threads']} threads, {m['instruction set']}, torch {m['torch']}; `{record['command']}`."
+
+
+def _line(name: str, both: dict[str, dict], ratio: str, error: str, ms: str) -> str:
+    """One row of a table: time, ratio and memory in fp32 and bf16, then the errors."""
+    cells, errors = [], []
+    for dtype in ("float32", "bfloat16"):
+        row = both.get(dtype, {})
+        timed = "ms" in row
+        cells += [ms.format(row["ms"]), f"{row[ratio]:.2f}"] if timed else ["wrong" if row else "", ""]
+        cells.append(f"{row['extra MB']:.0f}" if "extra MB" in row else "")
+        errors.append(f"{row[error]:.0e}" if error in row else "")
+    return f"| {name} | {' | '.join(cells)} | {' / '.join(e for e in errors if e)} |"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "presets": presets,
+    "logits_level_cpu": logits_level_cpu,
+    "hidden_level_cpu": hidden_level_cpu,
+}
 
 
 def marked(name: str) -> tuple[str, str]:

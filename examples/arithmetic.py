@@ -115,7 +115,7 @@ def warm_up(model: Any, tok: Any, rows: list[Problem], seed: int, steps: int, pr
 def run(seed: int, steps: int, out: Path, *, quick: bool = False, progress: bool = True) -> tuple[float, float]:
     """Warm-up and GRPO. Returns greedy accuracy on held-out problems before and after GRPO."""
     torch.manual_seed(seed)
-    tok, model = tokenizer(), policy()
+    tok, model = tokenizer(), policy(width=64, layers=1) if quick else policy()
     training, held_out = problems(5000, seed)
     worked, practice, held_out = training[:2500], training[2500:], held_out[: 100 if quick else 500]
     started = time.perf_counter()
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/arithmetic"), help="folder; a former run of this example there goes"
     )
-    parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything with a tiny model, to see that it runs")
     parser.add_argument("--no-side-by-side", action="store_true", help="leave out the comparison of the loss step")
     args = parser.parse_args(argv)
     if (args.out / "metrics.jsonl").exists():
