@@ -13,6 +13,8 @@ test: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks.logits_level --save
+	$(BIN)/python -m benchmarks.hidden_level --save
+	$(BIN)/python -m benchmarks.tables --write
 
 # torch goes first: constraints.txt names the build that everything else is tested with.
 $(VENV)/ready: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)

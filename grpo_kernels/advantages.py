@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from .checks import require
+
 Tensor = torch.Tensor
 
 SCALES = ("group", "batch", "none")
@@ -36,6 +38,9 @@ def group_advantages(
 
     Raises ValueError, naming the index, for NaN or infinite rewards, and for group sizes that do not divide B.
     """
+    if not isinstance(rewards, Tensor) or rewards.is_complex():
+        got = rewards.dtype if isinstance(rewards, Tensor) else type(rewards).__name__
+        raise ValueError(f"rewards is {got}: pass a float tensor, one number per completion, [B].")
     if rewards.dim() != 1:
         raise ValueError(f"rewards has shape {list(rewards.shape)}: pass one number per completion, [B].")
     if scale not in SCALES:
@@ -78,12 +83,16 @@ def _group_ids(n: int, device: torch.device, group_size: int | None, groups: Ten
             f"group_size={group_size} and groups={'None' if groups is None else 'given'}: pass exactly one of them."
         )
     if groups is not None:
+        if not isinstance(groups, Tensor):
+            raise ValueError(f"groups is a {type(groups).__name__}: pass an integer tensor, one id per reward, [{n}].")
         if groups.shape != (n,) or groups.is_floating_point() or groups.dtype == torch.bool:
             raise ValueError(
                 f"groups has shape {list(groups.shape)} and dtype {groups.dtype}: pass one integer id per reward, [{n}]."
             )
         return torch.unique(groups.to(device), return_inverse=True)[1]
+    whole = isinstance(group_size, int) and not isinstance(group_size, bool) and group_size >= 1
+    require(whole, "group_size", group_size, "it must be a whole number of at least 1.")
     assert group_size is not None
-    if group_size < 1 or n % group_size:
+    if n % group_size:
         raise ValueError(f"group_size={group_size} does not divide the {n} rewards: every prompt needs group_size completions.")
     return torch.arange(n, device=device) // group_size

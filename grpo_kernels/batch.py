@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 
 from .advantages import group_advantages
 from .backends import RowTransform
+from .checks import LARGEST, SMALLEST, require, require_number
 
 Tensor = torch.Tensor
 
@@ -39,8 +38,15 @@ def check_targets(targets: Tensor, mask: Tensor | None, vocab: int) -> None:
         )
 
 
+def flat(x: Tensor) -> Tensor:
+    """[N] contiguous, as kernels take it."""
+    return x.reshape(-1).contiguous()
+
+
 def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
     """A bool mask of `shape`; 0/1 integers, as tokenizers give them, are accepted."""
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"{name} is a {type(mask).__name__}: pass a bool tensor, the shape of targets.")
     if mask.shape != shape:
         raise ValueError(f"{name} has shape {list(mask.shape)}, but targets has {list(shape)}: they must be the same.")
     if mask.is_floating_point() or mask.is_complex():
@@ -65,7 +71,7 @@ def per_token(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | 
         if len(shape) >= 2 and value.shape in (shape[:1], shape[:1] + (1,) * (len(shape) - 1)):
             return value.reshape(-1, *(1,) * (len(shape) - 1)).expand(shape).reshape(-1)
         options = f"{list(shape)}" + (f", [{shape[0]}] or [{shape[0]}, 1]" if len(shape) == 2 else "")
-        hint = " For packed sequences pass cu_seqlens." if len(shape) == 1 else ""
+        hint = " (Packed sequences take one per sequence in a TokenBatch with cu_seqlens.)" if len(shape) == 1 else ""
     else:
         sequences = cu_seqlens.numel() - 1
         if value.shape in ((sequences,), (sequences, 1)):
@@ -94,12 +100,13 @@ class LogitTransform:
                 raise ValueError(f"temperature has dtype {t.dtype}: pass a floating-point tensor.")
             if t.requires_grad:
                 raise ValueError("temperature requires grad, but no gradient flows to it: pass temperature.detach().")
-        elif not 0 < t < math.inf:
-            raise ValueError(f"temperature={t}: it divides the logits and must be a finite number above 0.")
-        if self.softcap is not None and not 0 < self.softcap < math.inf:
-            raise ValueError(f"softcap={self.softcap}: it must be a finite number above 0, or None for no softcap.")
-        if not (math.isfinite(self.scale) and self.scale != 0):
-            raise ValueError(f"scale={self.scale}: it multiplies the logits and must be finite and not 0.")
+        else:
+            require_number("temperature", t, "it divides the logits and must be a finite number above 0.", SMALLEST, LARGEST)
+        if self.softcap is not None:
+            remedy = "it must be a finite number above 0, or None for no softcap."
+            require_number("softcap", self.softcap, remedy, SMALLEST, LARGEST)
+        require_number("scale", self.scale, "it multiplies the logits and must be finite and not 0.", -LARGEST, LARGEST)
+        require(self.scale != 0, "scale", self.scale, "it multiplies the logits and must be finite and not 0.")
 
     def for_rows(self, shape: torch.Size, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> RowTransform:
         """The transform of flat rows; a temperature tensor becomes one inverse per row, checked where mask is set."""
@@ -120,6 +127,12 @@ class LogitTransform:
         else:
             inverse = 1.0 / float(t)
         return RowTransform(float(self.scale), float(self.softcap or 0.0), inverse)
+
+
+def as_transform(transform: LogitTransform | None) -> LogitTransform:
+    if transform is not None and not isinstance(transform, LogitTransform):
+        raise ValueError(f"transform={transform!r}: pass a LogitTransform, for example LogitTransform(temperature=0.7).")
+    return transform or LogitTransform()
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +193,7 @@ class TokenBatch:
         self.flat("advantages")
         self.flat("weights")
         if targets.is_cuda:
-            _ = self._counts  # starts the copy to the host: it has arrived by the time that a loss asks
+            self._counts()  # starts the copy to the host: it has arrived by the time that a loss asks
 
     def _check_offsets(self, cu_seqlens: Tensor) -> None:
         if self.targets.dim() != 1:
@@ -203,12 +216,14 @@ class TokenBatch:
         group_size: int | None = None,
         groups: Tensor | None = None,
         scale: str = "group",
+        unbiased: bool = True,
+        eps: float = 1e-4,
         **fields: Any,
     ) -> TokenBatch:
         """A batch whose advantages are the group-normalised `rewards` [B]; see `group_advantages`.
 
         `fields` are those of TokenBatch (mask, old_logps, ...). Raises ValueError as both do."""
-        advantages = group_advantages(rewards, group_size=group_size, groups=groups, scale=scale)
+        advantages = group_advantages(rewards, group_size=group_size, groups=groups, scale=scale, unbiased=unbiased, eps=eps)
         return cls(targets, advantages.to(targets.device), **fields)
 
     def with_ref_logps(self, ref_logps: Tensor) -> TokenBatch:
@@ -243,7 +258,7 @@ class TokenBatch:
     def marked(self, kind: str) -> Tensor | None:
         """bool [N], None standing for all rows. "trained": the mask. "contributing": trained, with a nonzero advantage and
         weight. "sequences": trained, in a sequence that holds a contributing token."""
-        mask = None if self.mask is None else self.mask.reshape(-1)
+        mask = None if self.mask is None else flat(self.mask)
         if kind == "trained":
             return mask
         advantages, weights = self.flat("advantages"), self.flat("weights")  # 0 where masked
@@ -256,10 +271,19 @@ class TokenBatch:
 
     def count(self, kind: str) -> int:
         """Number of rows `marked`, on the host. On a GPU it was sent there when the batch was made."""
-        return self._counts.on_host()[KINDS.index(kind)]
+        return self._counts().on_host()[KINDS.index(kind)]
 
-    @cached_property
     def _counts(self) -> _Counts:
+        """Made once, and again if a tensor that they came from was written since."""
+        sources = [x for x in (self.mask, self.advantages, self.weights) if x is not None and not x.is_inference()]
+        versions = [x._version for x in sources]
+        known: tuple[list[int], _Counts] | None = self.__dict__.get("_known_counts")
+        if known is None or known[0] != versions:
+            known = versions, self._count_rows()
+            object.__setattr__(self, "_known_counts", known)
+        return known[1]
+
+    def _count_rows(self) -> _Counts:
         marks = [self.marked(kind) for kind in KINDS]
         counts = [torch.tensor(self.rows, device=self.targets.device) if m is None else m.sum() for m in marks]
         return _Counts(torch.stack(counts))
@@ -287,10 +311,11 @@ class _Counts:
     def __init__(self, counts: Tensor) -> None:
         self.event = None
         if counts.is_cuda:
-            self.values = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-            self.values.copy_(counts, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
+            with torch.cuda.device(counts.device):
+                self.values = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+                self.values.copy_(counts, non_blocking=True)
+                self.event = torch.cuda.Event()
+                self.event.record()
         else:
             self.values = counts
 
@@ -323,4 +348,9 @@ def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace:
         )
     if logits.stride(-1) != 1 and logits.shape[-1] != 1:
         logits = logits.contiguous()
-    return logits if logits.dim() == 3 else logits.unsqueeze(0)
+    if logits.dim() <= 3:
+        return logits if logits.dim() == 3 else logits.reshape(1, -1, logits.shape[-1])
+    rows = logits.flatten(0, -3)
+    if inplace and rows.data_ptr() != logits.data_ptr():
+        raise ValueError(f"inplace=True, but logits of shape {list(logits.shape)} has strides that no [.., T, V] view has.")
+    return rows

@@ -9,7 +9,7 @@ import torch
 
 from . import backends
 from .backends import RowStats, RowTransform
-from .batch import LogitTransform, as_mask, check_targets, logit_rows
+from .batch import LogitTransform, as_mask, as_transform, check_targets, flat, logit_rows
 from .linear import Engine, Head, check_head
 
 Tensor = torch.Tensor
@@ -48,10 +48,10 @@ def token_logprobs(
     shape, device = targets.shape, targets.device
     rows = logit_rows(logits, shape, device, inplace)
     check_targets(targets, mask, rows.shape[-1])
-    row_transform = (transform or LogitTransform()).for_rows(shape, mask, None, device)
+    row_transform = as_transform(transform).for_rows(shape, mask, None, device)
     module = backends.pick(backend, device, strict)
-    read = None if mask is None else mask.reshape(-1)
-    logps, H = _TokenLogprobs.apply(rows, targets.reshape(-1).to(torch.int64), read, row_transform, module, entropy, inplace)
+    read = None if mask is None else flat(mask)
+    logps, H = _TokenLogprobs.apply(rows, flat(targets).to(torch.int64), read, row_transform, module, entropy, inplace)
     return logps.view(shape), None if H is None else H.view(shape)
 
 
@@ -87,10 +87,10 @@ def linear_logprobs(
     shape, device = targets.shape, targets.device
     head = check_head(hidden, weight, bias, shape, device)
     check_targets(targets, mask, head.weight.shape[0])
-    row_transform = (transform or LogitTransform()).for_rows(shape, mask, None, device)
+    row_transform = as_transform(transform).for_rows(shape, mask, None, device)
     module = backends.pick(backend, device, strict)
-    index = torch.arange(targets.numel(), device=device) if mask is None else mask.reshape(-1).nonzero()[:, 0]
-    flat_targets = targets.reshape(-1).to(torch.int64)
+    index = torch.arange(targets.numel(), device=device) if mask is None else flat(mask).nonzero()[:, 0]
+    flat_targets = flat(targets).to(torch.int64)
     logps, H = _LinearLogprobs.apply(
         head.hidden, head.weight, head.bias, head, flat_targets, index, row_transform, module, entropy
     )

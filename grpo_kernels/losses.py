@@ -12,7 +12,8 @@ import torch
 
 from . import backends
 from .backends import FusedRows, RowTransform
-from .batch import LogitTransform, TokenBatch, check_targets, logit_rows
+from .batch import LogitTransform, TokenBatch, as_transform, check_targets, logit_rows
+from .checks import require
 from .linear import Engine, Head, check_head, split_rows
 from .objective import Objective, TokenRows
 from .surrogates import bounded_exp
@@ -110,7 +111,8 @@ def grpo_loss(
     normalizer   the denominator over all micro-batches and ranks, a number or 0-d tensor; None: that of this batch
                  alone, `objective.normalizer(batch)`, at least 1.
     inplace      True: the gradient overwrites the logits, no second [.., V] tensor exists. Their version counter is
-                 bumped, so autograd raises where something else still needs their values.
+                 bumped, so autograd raises where something else still needs their values. For the output of a model, not
+                 for a parameter.
     skip_inactive  True: rows that cannot contribute (zero advantage or weight, and neither KL nor entropy bonus, at
                  token level) are not read either; out.logps and out.entropy hold 0 there. Loss and gradient are the same.
     backend      "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
@@ -127,7 +129,7 @@ def grpo_loss(
     shape, device = batch.targets.shape, batch.targets.device
     flat_logits = logit_rows(logits, shape, device, inplace)
     check_targets(batch.targets, batch.mask, flat_logits.shape[-1])
-    row_transform = (transform or LogitTransform()).for_rows(shape, batch.mask, batch.cu_seqlens, device)
+    row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
     rows = objective.token_rows(batch, normalizer, skip_inactive)
     module = backends.pick(backend, device, strict)
     call = _Call(batch, objective, rows, row_transform, module, inplace)
@@ -178,9 +180,10 @@ def linear_grpo_loss(
     shape, device = batch.targets.shape, batch.targets.device
     head = check_head(hidden, weight, bias, shape, device)
     check_targets(batch.targets, batch.mask, head.weight.shape[0])
-    row_transform = (transform or LogitTransform()).for_rows(shape, batch.mask, batch.cu_seqlens, device)
+    row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
     module = backends.pick(backend, device, strict)
-    if reference is not None and objective.beta != 0:
+    if reference is not None:
+        require(objective.beta != 0, "reference", type(reference).__name__, "with beta=0 nothing looks at it: leave it out.")
         batch = batch.with_ref_logps(_reference_logps(reference, batch, objective, row_transform, module))
     rows = objective.token_rows(batch, normalizer, skip_inactive)
     call = _Call(batch, objective, rows, row_transform, module)
@@ -225,6 +228,11 @@ class _Call:
     gradients: bool = field(default_factory=torch.is_grad_enabled)
 
 
+def total(losses: Tensor) -> Tensor:
+    """Their sum in fp64, as fp32: how torch cuts a sum up, by thread count say, is then below its rounding."""
+    return losses.sum(dtype=torch.float64).to(torch.float32)
+
+
 HANDED_OVER = (
     "the gradient of this loss was already handed over by an earlier backward. It exists once, to save memory: compute the "
     "loss again, or use token_logprobs (linear_logprobs) with your own loss, for a second backward."
@@ -255,9 +263,10 @@ class _GrpoLoss(torch.autograd.Function):
         if out is not None and call.inplace:
             torch.autograd.graph.increment_version(logits)
         ctx.call, ctx.gradient, ctx.deferred = call, out, deferred
+        ctx.version = None if out is None else out._version  # in place, that of the logits
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(fused.logps, fused.entropy)
-        return fused.losses.sum(), fused.logps, fused.entropy
+        return total(fused.losses), fused.logps, fused.entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -279,6 +288,11 @@ class _GrpoLoss(torch.autograd.Function):
         if ctx.gradient is None:
             raise RuntimeError(HANDED_OVER)
         gradient, ctx.gradient = ctx.gradient, None
+        if gradient._version != ctx.version:
+            raise RuntimeError(
+                "the logits' memory holds the gradient of grpo_loss(inplace=True), and was written to before the backward. "
+                "Call backward first, or pass inplace=False."
+            )
         call.backend.scale_(gradient, d_loss)
         return gradient, None
 
@@ -308,7 +322,7 @@ class _LinearGrpoLoss(torch.autograd.Function):
         ctx.mark_non_differentiable(result.logps, result.entropy)
         ctx.gradients = engine.gradients() if wanted else None
         ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in (hidden, weight, bias)], call.backend
-        return result.losses.sum(), result.logps, result.entropy
+        return total(result.losses), result.logps, result.entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
-from .batch import TokenBatch, values_are_checked
+from .batch import TokenBatch, flat, values_are_checked
+from .checks import LARGEST, SMALLEST, require, require_number
 from .surrogates import KL_ESTIMATORS, Cispo, Clip, PolicyGradient, Surrogate, token_terms
 
 Tensor = torch.Tensor
@@ -86,20 +87,26 @@ class Objective:
             raise ValueError(f"level={self.level!r}: it must be one of {', '.join(LEVELS)}.")
         if self.aggregate not in AGGREGATES:
             raise ValueError(f"aggregate={self.aggregate!r}: it must be one of {', '.join(AGGREGATES)}.")
-        if not 0 <= self.beta < math.inf:
-            raise ValueError(f"beta={self.beta}: the KL weight is a finite number >= 0.")
-        if not (callable(self.kl) or self.kl in KL_ESTIMATORS):
-            raise ValueError(f"kl={self.kl!r}: it must be one of {', '.join(KL_ESTIMATORS)} or a function.")
-        if not math.isfinite(self.entropy_coef):
-            raise ValueError(f"entropy_coef={self.entropy_coef}: it must be finite.")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens}: the completion budget is at least 1 token.")
+        require_number("beta", self.beta, "the KL weight is a finite number >= 0.", 0, LARGEST)
+        require(
+            callable(self.kl) or self.kl in KL_ESTIMATORS,
+            "kl",
+            self.kl,
+            f"it must be one of {', '.join(KL_ESTIMATORS)} or a function.",
+        )
+        require_number("entropy_coef", self.entropy_coef, "it must be a finite number.", -LARGEST, LARGEST)
+        if self.max_tokens is not None:
+            whole = isinstance(self.max_tokens, int) and self.max_tokens >= 1
+            require(whole, "max_tokens", self.max_tokens, "the completion budget is a whole number of at least 1 token.")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Objective:
         """A published objective by name (see PRESETS), with fields replaced by `changes`."""
         if name not in PRESETS:
             raise ValueError(f"preset {name!r} is unknown: choose one of {', '.join(PRESETS)}.")
+        unknown = [f for f in changes if f not in {known.name for known in fields(cls)}]
+        if unknown:
+            raise TypeError(f"{unknown[0]!r} is not a field of Objective: it has {', '.join(f.name for f in fields(cls))}.")
         return replace(PRESETS[name], **changes)
 
     @property
@@ -163,14 +170,15 @@ class Objective:
         elif isinstance(normalizer, Tensor):
             if normalizer.numel() != 1:
                 raise ValueError(f"normalizer has shape {list(normalizer.shape)}: pass a number or a 0-d tensor.")
-            if values_are_checked(normalizer) and not 0 <= float(normalizer) < math.inf:
-                raise ValueError(f"normalizer={float(normalizer)}: the denominator is a finite number, not negative.")
+            if values_are_checked(normalizer):
+                number, nothing = float(normalizer), batch.mask is not None and not batch.mask.any()
+                if not (0 < number < math.inf or (number == 0 and nothing)):
+                    raise ValueError(f"normalizer={number}: the denominator is a finite number above 0.")
             normalizer = normalizer.detach().reshape(()).to(batch.targets.device, torch.float32, non_blocking=True)
-        elif not 0 < normalizer < math.inf:
-            raise ValueError(
-                f"normalizer={normalizer}: the denominator is a finite number above 0, over all micro-batches and ranks."
-            )
-        mask = None if batch.mask is None else batch.mask.reshape(-1)
+        else:
+            remedy = "the denominator is a finite number above 0, over all micro-batches and ranks."
+            require_number("normalizer", normalizer, remedy, SMALLEST, LARGEST)
+        mask = batch.marked("trained")
         if mask is None:
             weight = torch.ones(batch.rows, device=batch.targets.device)
         else:
@@ -185,7 +193,7 @@ class Objective:
         policy_weight = weight if weights is None else weight * weights
         active = batch.marked(self.active_rows)
         return TokenRows(
-            targets=batch.targets.reshape(-1).to(torch.int64),
+            targets=flat(batch.targets).to(torch.int64),
             read=active if skip_inactive and self.level == "token" else mask,
             advantages=advantages,
             old_logps=batch.flat("old_logps"),
@@ -206,10 +214,11 @@ class Objective:
         logps and entropy are fp32 [n], exactly 0 where masked. `batch` supplies the sequences for sequence levels; a
         token-level objective treats any slice of rows alone."""
         function: Callable[..., Any] = self.surrogate.function
-        weight: Tensor | float = rows.policy_weight
+        weight = rows.policy_weight
         if self.level != "token":
             assert batch is not None
-            function, weight = self._sequence_surrogate(rows, batch), 1.0  # it applies the weights itself
+            # It applies the weights itself.
+            function, weight = self._sequence_surrogate(rows, batch), torch.ones_like(rows.policy_weight)
         losses, d_logps, d_entropy = token_terms(
             logps, logps if rows.old_logps is None else rows.old_logps, rows.ref_logps, entropy, rows.advantages,
             weight, rows.token_weight, self.beta, self.entropy_coef,

@@ -21,8 +21,8 @@ WEIGHT_BLOCK_BYTES = 64 << 20
 
 def products_for(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Products:
     """The products with `weight` [V, H] that suit its device, for hidden states to be computed with in `dtype`."""
-    if dtype == torch.bfloat16 and weight.is_cuda:
-        return TensorCoreProducts(weight.to(dtype), bias)
+    if weight.is_cuda and dtype in (torch.bfloat16, torch.float16):
+        return (TensorCoreProducts if dtype == torch.bfloat16 else HalfProducts)(weight.to(dtype), bias)
     if dtype == torch.bfloat16 and weight.device.type == "cpu" and cpu_products.available() is None:
         return Bf16Products(weight.to(dtype), bias)
     return Products(weight, bias)  # fp32 is as fast as it gets here, so nothing is rounded, whatever `dtype` allows
@@ -120,6 +120,16 @@ class TensorCoreProducts(Products):
         if total is None:
             return torch.mm(d_logits.t(), hidden, out_dtype=torch.float32)
         return torch.addmm(total, d_logits.t(), hidden, out_dtype=torch.float32, out=total)
+
+
+class HalfProducts(Products):
+    """CUDA, fp16: logits from the tensor cores; a gradient would underflow in fp16, so its products are fp32."""
+
+    dtype = torch.float16
+    logits = TensorCoreProducts.logits
+
+    def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor) -> Tensor:
+        return super().add_d_weight(total, d_logits, hidden.float())
 
 
 def _times_transposed(a: Tensor, b: Tensor) -> Tensor:

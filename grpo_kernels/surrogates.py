@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from .checks import LARGEST, SMALLEST, require_number
+
 Tensor = torch.Tensor
 
 
@@ -72,12 +74,13 @@ def cispo(logp, old_logp, advantage, params):
     """-sg(clip(r, low, cap)) A logp. See `Cispo`."""
     r = bounded_exp(logp - old_logp)
     weight = ops.minimum(ops.maximum(r, params[1]), params[0]) * advantage
-    return -weight * logp, -weight
+    # A token of no weight contributes 0 even where its logp is -inf.
+    return ops.where(weight == 0.0, 0.0, -weight * logp), -weight
 
 
 def policy_gradient(logp, old_logp, advantage, params):
     """-A logp. See `PolicyGradient`."""
-    return -advantage * logp, -advantage
+    return ops.where(advantage == 0.0, 0.0, -advantage * logp), -advantage
 
 
 # ---- KL estimators: (logp, old_logp, ref_logp) -> (value, slope). With d = ref_logp - logp:
@@ -127,8 +130,9 @@ def token_terms(
 
     Returns (loss, d loss / d logp, d loss / d entropy). KL None leaves out the reference, ENTROPY False the bonus."""
     loss, slope = SURROGATE(logp, old_logp, advantage, PARAMS)
-    loss = policy_weight * loss
-    d_logp = policy_weight * slope
+    # A token that its weight takes out is out whatever the ratio is, NaN included.
+    loss = ops.where(policy_weight == 0.0, 0.0, policy_weight * loss)
+    d_logp = ops.where(policy_weight == 0.0, 0.0, policy_weight * slope)
     d_entropy = token_weight * 0.0
     if KL is not None:
         kl, kl_slope = KL(logp, old_logp, ref_logp)
@@ -168,11 +172,6 @@ class Surrogate:
         return self.function(logp, old_logp, advantage, self.params)
 
 
-def _require(ok: bool, name: str, value: object, remedy: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}={value!r}: {remedy}")
-
-
 @dataclass(frozen=True)
 class Clip(Surrogate):
     """PPO / GRPO clipping with separate bounds: loss = -min(min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A).
@@ -188,9 +187,11 @@ class Clip(Surrogate):
     function = staticmethod(clip)
 
     def __post_init__(self) -> None:
-        _require(0 <= self.eps_low <= 1, "eps_low", self.eps_low, "the lower clip width is a number in [0, 1].")
-        _require(0 <= self.eps_high < math.inf, "eps_high", self.eps_high, "the upper clip width is a number >= 0.")
-        _require(self.delta > 1, "delta", self.delta, "the two-sided bound is above 1 (math.inf switches it off).")
+        require_number("eps_low", self.eps_low, "the lower clip width is a number in [0, 1].", 0, 1)
+        require_number("eps_high", self.eps_high, "the upper clip width is a finite number >= 0.", 0, LARGEST)
+        require_number(
+            "delta", self.delta, "the two-sided bound is above 1 (math.inf switches it off).", math.nextafter(1.0, 2.0)
+        )
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
@@ -211,8 +212,8 @@ class Cispo(Surrogate):
     detached_ratio = True
 
     def __post_init__(self) -> None:
-        _require(0 < self.cap < math.inf, "cap", self.cap, "the cap is an absolute ratio above 0, for example 5.0.")
-        _require(0 <= self.low <= self.cap, "low", self.low, "the lower bound is a ratio in [0, cap].")
+        require_number("cap", self.cap, "the cap is an absolute ratio above 0, for example 5.0.", SMALLEST, LARGEST)
+        require_number("low", self.low, "the lower bound is a ratio in [0, cap].", 0, self.cap)
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:

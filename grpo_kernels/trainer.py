@@ -298,9 +298,14 @@ class Trainer:
         for problem in problems:
             print(f"checkpoint passed over: {problem}", file=sys.stderr)
         if state is None:
+            if problems:  # to start afresh here would drop the metrics and the damaged checkpoints
+                raise ValueError(
+                    f"out={str(self.out)!r} holds damaged checkpoints only: mend or remove them, or choose another folder."
+                )
             return
         now = dataclasses.asdict(self.config)
-        changed = [k for k in now if k not in FREE_TO_CHANGE and state["config"].get(k) != now[k]]
+        free = FREE_TO_CHANGE if self.config.lr_schedule == "constant" else FREE_TO_CHANGE - {"steps"}
+        changed = [k for k in now if k not in free and state["config"].get(k) != now[k]]
         if changed:
             print(f"resuming with other values of {', '.join(changed)}: not the run that was interrupted", file=sys.stderr)
         self.model.load_state_dict(state["model"])
@@ -370,7 +375,7 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         trainer = Trainer(config)
-    except (ValueError, ModuleNotFoundError) as error:
+    except (ValueError, ModuleNotFoundError, OSError) as error:  # OSError: a name or path that transformers cannot load
         print(f"error: {error}", file=sys.stderr)
         return 2
     trainer.train()

@@ -42,15 +42,15 @@ def test_answers_are_right_and_slips_are_where_they_should_be() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_held_out_sum_occurs_in_training_in_any_order_or_text(seed: int) -> None:
-    training, held_out = arithmetic.problems(5000, seed)
+    training, held_out = arithmetic.problems(8000, seed)
 
     def sums(rows: list[dict[str, str]]) -> set[tuple[int, ...]]:
         return {tuple(sorted(solve(row["prompt"])[1])) for row in rows}
 
     assert not sums(training) & sums(held_out)
     assert not {row["prompt"] for row in training} & {row["prompt"] for row in held_out}
-    assert len(held_out) >= 500 and len(training) >= 4000 and len(sums(held_out)) >= 50
-    assert (training, held_out) == arithmetic.problems(5000, seed) != arithmetic.problems(5000, seed + 1)
+    assert len(held_out) >= 500 and len(training) >= 6000 and len(sums(held_out)) >= 100
+    assert (training, held_out) == arithmetic.problems(8000, seed) != arithmetic.problems(8000, seed + 1)
 
 
 def test_the_tokenizer_spells_every_character_and_reads_back() -> None:

@@ -311,3 +311,47 @@ def test_fallback_warns_once_and_strict_raises(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("GRPO_KERNELS_STRICT", "1")
     with pytest.raises(RuntimeError, match="strict"):
         logps(backend="auto")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: group_advantages([1.0, 2.0], group_size=2), "rewards is list: pass a float tensor"),
+        (lambda: group_advantages(torch.ones(2), groups=[0, 0]), "groups is a list: pass an integer tensor"),
+        (lambda: group_advantages(torch.ones(2), group_size=2.0), "group_size=2.0: it must be a whole number"),
+        (lambda: group_advantages(torch.ones(2), group_size=True), "group_size=True: it must be a whole number"),
+        (lambda: token_logprobs(torch.ones(2, 3), torch.tensor([0, 1]), mask=[1, 1]), "mask is a list: pass a bool tensor"),
+        (lambda: token_logprobs(torch.ones(2, 3), torch.tensor([0, 1]), transform=0.7), "transform=0.7: pass a LogitTransform"),
+        (lambda: LogitTransform(temperature="1"), "temperature='1': it divides the logits"),
+        (lambda: LogitTransform(scale=float("nan")), "scale=nan: it multiplies the logits"),
+        (lambda: Objective(beta="0.1"), "beta='0.1': the KL weight"),
+        (lambda: Objective(max_tokens=10.5), "max_tokens=10.5: the completion budget is a whole number"),
+        (lambda: Clip(delta=None), "delta=None: the two-sided bound"),
+        (lambda: Clip(delta=1.0), "delta=1.0: the two-sided bound is above 1"),
+        (
+            lambda: grpo_loss(torch.ones(1, 3), TokenBatch(torch.tensor([0]), torch.ones(1)), Objective(), normalizer="3"),
+            "normalizer='3': the denominator",
+        ),
+        (
+            lambda: grpo_loss(
+                torch.ones(1, 3), TokenBatch(torch.tensor([0]), torch.ones(1)), Objective(), normalizer=torch.tensor(0.0)
+            ),
+            "normalizer=0.0: the denominator",
+        ),
+    ],
+)
+def test_values_of_the_wrong_kind_are_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+def test_an_unknown_field_of_a_preset_is_named() -> None:
+    with pytest.raises(TypeError, match="'betta' is not a field of Objective: it has surrogate, .*beta"):
+        Objective.preset("grpo", betta=1.0)
+
+
+def test_any_leading_shape() -> None:
+    logits, targets = torch.randn(2, 3, 4, 7), torch.randint(7, (2, 3, 4))
+    expected = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    torch.testing.assert_close(token_logprobs(logits, targets)[0], expected)
+    torch.testing.assert_close(token_logprobs(logits[0, 0, 0], targets[0, 0, 0])[0], expected[0, 0, 0])

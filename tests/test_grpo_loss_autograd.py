@@ -351,3 +351,50 @@ def test_inplace_without_gradients_leaves_the_logits_alone(backend: str, off: An
     with off():
         grpo_loss(logits, batch, Objective.preset("dapo"), inplace=True, backend=backend)
     assert torch.equal(logits, before)
+
+
+def test_one_token_completions_and_strided_ids(backend: str) -> None:
+    """A slice of the ids has strides; kernels that take addresses must not be misled."""
+    g = torch.Generator().manual_seed(0)
+    ids, logits = torch.randint(0, 11, (4, 6), generator=g), torch.randn(4, 1, 11, generator=g)
+    mask = torch.rand(4, 6, generator=g) > 0.3
+    advantages = torch.randn(4, generator=g)
+    strided = grpo_loss(
+        logits, TokenBatch(ids[:, -1:], advantages, mask=mask[:, -1:]), Objective.preset("dapo"), backend=backend
+    )
+    batch = TokenBatch(ids[:, -1:].clone(), advantages, mask=mask[:, -1:].clone())
+    dense = grpo_loss(logits, batch, Objective.preset("dapo"), backend=backend)
+    assert torch.equal(strided.loss, dense.loss) and torch.equal(strided.logps, dense.logps)
+
+
+def test_logits_written_between_an_inplace_loss_and_its_backward_raise(backend: str) -> None:
+    logits = torch.randn(4, 11, requires_grad=True) * 1.0
+    batch = TokenBatch(torch.tensor([1, 2, 3, 4]), torch.randn(4))
+    first = grpo_loss(logits, batch, Objective.preset("dapo"), inplace=True, backend=backend)
+    second = grpo_loss(logits, batch, Objective.preset("dapo"), inplace=True, backend=backend)
+    second.loss.backward()
+    with pytest.raises(RuntimeError, match="was written to before the backward"):
+        first.loss.backward()
+
+
+@pytest.mark.parametrize("preset", ["dapo", "gspo", "cispo", "reinforce"])
+def test_a_token_of_no_weight_adds_nothing_whatever_it_holds(preset: str, backend: str) -> None:
+    """A sampler that rejected a token may have no log-prob for it, and a grammar may forbid it."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 5, 11, generator=g)
+    targets, advantages = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[1.0, -1.0, 0.0, 0.5, 2.0]])
+    logits[0, 2, 3] = -torch.inf  # no advantage, no probability
+    old = torch.randn(1, 5, generator=g) - 2
+    weights = torch.tensor([[1.0, 1.0, 1.0, 0.0, 1.0]])
+    if preset not in ("gspo",):  # a sequence's ratio needs all of its tokens
+        old[0, 3] = torch.nan
+    else:
+        logits[0, 2, 3] = 0.0
+    x = logits.clone().requires_grad_()
+    out = grpo_loss(
+        x, TokenBatch(targets, advantages, old_logps=old, weights=weights), Objective.preset(preset), backend=backend
+    )
+    out.loss.backward()
+    assert torch.isfinite(out.loss) and torch.isfinite(x.grad).all()
+    if preset != "gspo":
+        assert not x.grad[0, 2:4].any() and x.grad[0, 0].any()

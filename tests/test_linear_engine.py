@@ -443,3 +443,15 @@ def test_strided_inputs(layout: str, layer: int, arithmetic: torch.dtype, backen
     ours = {k: take(base.grad) if k == which else v.grad for k, v in leaves.items()}
     assert_gradients_near(ours, exact, ROUNDING[arithmetic])  # type: ignore[arg-type]
     assert base.grad.count_nonzero() == ours[which].count_nonzero()  # type: ignore[union-attr]
+
+
+def test_row_counts_follow_advantages_that_were_written_to() -> None:
+    """A trainer may fill the same buffers step after step."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(6, 8, generator=g, requires_grad=True), torch.randn(31, 8, generator=g)
+    advantages = torch.zeros(6)
+    batch = TokenBatch(torch.randint(31, (6,), generator=g), advantages)
+    for nonzero in (1, 6, 3):
+        advantages.copy_((torch.arange(6) < nonzero).float())
+        (gradient,) = torch.autograd.grad(linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo")).loss, hidden)
+        assert int((gradient != 0).any(1).sum()) == nonzero

@@ -517,6 +517,16 @@ def test_a_damaged_checkpoint_gives_way_to_its_predecessor(tok: Any, tmp_path: P
     assert_same(t, straight)
 
 
+def test_damaged_checkpoints_only_are_not_a_fresh_start(tok: Any, tmp_path: Path) -> None:
+    assert trainer(tok, tmp_path, steps=2).train()
+    before = (tmp_path / "metrics.jsonl").read_text()
+    for folder in checkpoints.listed(tmp_path / "checkpoints"):
+        os.truncate(folder / "state.pt", 100)
+    with pytest.raises(ValueError, match="holds damaged checkpoints only"):
+        trainer(tok, tmp_path, steps=4, resume=True).train()
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
 @pytest.mark.parametrize("harm", ["truncated", "no manifest", "draft"])
 def test_other_damage(tmp_path: Path, harm: str) -> None:
     checkpoints.save(tmp_path, 1, {"step": 1}, keep=2)

@@ -12,5 +12,5 @@ def require(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"the trainer needs {module}, which is not installed: pip install grpo-kernels[train]"
+            f"the trainer needs {module}, which is not installed: pip install '.[train]' in a checkout of grpo_kernels"
         ) from error

@@ -20,6 +20,8 @@ import torch
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     """Write the checkpoint of a step and drop all but the newest `keep`."""
     final, draft = folder / f"step-{step:08d}", folder / f"draft-{step:08d}"
+    if _intact(final):  # the same step is the same state
+        return final
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     with open(draft / "state.pt", "wb") as file:
@@ -47,14 +49,20 @@ def load_newest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
     problems: list[str] = []
     for path in reversed(listed(folder)):
         try:
-            manifest = json.loads((path / "manifest.json").read_text())
-            if _digest(path / "state.pt") != manifest["sha256"]:
+            if not _intact(path):
                 raise ValueError("state.pt does not match its checksum")
             # The checksum says that the file is the one written; weights_only keeps it from being a program.
             return torch.load(path / "state.pt", map_location="cpu", weights_only=True), problems
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             problems.append(f"{path}: {error}")
     return None, problems
+
+
+def _intact(path: Path) -> bool:
+    try:
+        return _digest(path / "state.pt") == json.loads((path / "manifest.json").read_text())["sha256"]
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def _digest(path: Path) -> str:
