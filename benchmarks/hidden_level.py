@@ -1,7 +1,7 @@
 """The loss from hidden states: ours against eager PyTorch, torch.compile, TRL's fused head, Liger's fused loss, and the
 three matrix products that no contender can do without.
 
-    python -m benchmarks.hidden_level [--rows 256 1024] [--hidden 1024] [--vocab 151936] [--rounds 5] [--save]
+    python -m benchmarks.hidden_level [--rows 16 256 1024] [--hidden 1024] [--vocab 151936] [--rounds 5] [--save]
 
 Contract of every contender: the DAPO loss (clip 0.2 / 0.28, no KL, old log-probs given) of N tokens, its value and its
 gradients with respect to hidden [N, H] and weight [V, H]. Peers take part where they are installed (extra "bench")."""
@@ -88,6 +88,16 @@ def contenders(c: Case) -> dict[str, Callable[[], Result]]:
             return gradients(loss_of(logps, c.batch))
 
         runs["TRL fused head + loss"] = trl
+    except ImportError:
+        pass
+    try:
+        from cut_cross_entropy import linear_cross_entropy
+
+        def cce() -> Result:
+            nll = linear_cross_entropy(*c.inputs, c.batch.targets, reduction="none", impl="torch_compile")
+            return gradients(loss_of(-nll, c.batch))
+
+        runs["CCE (torch.compile) + loss"] = cce
     except ImportError:
         pass
     try:
@@ -188,10 +198,23 @@ def measure(rows: int, width: int, vocab: int, dtype: torch.dtype, rounds: int, 
     return table
 
 
+def memory(rows: int, width: int, vocab: int, dtype: torch.dtype) -> list[dict]:
+    """Extra memory of ours and of eager PyTorch where the batch is large; no times."""
+    c = case(rows, width, vocab, dtype)
+    top = {"rows": rows, "hidden": width, "vocab": vocab, "dtype": str(dtype).removeprefix("torch.")}
+    runs = contenders(c)
+    return [
+        top | {"name": name, "extra MB": peak_memory(runs[name], warm=True) / 1e6} for name in ("grpo_kernels", "eager PyTorch")
+    ]
+
+
 def show(table: list[dict]) -> None:
     print(f"\n{table[0]['rows']} x {table[0]['hidden']} x {table[0]['vocab']} {table[0]['dtype']}")
     print(f"{'':34}{'ms':>9}{'p20':>9}{'p80':>9}{'x products':>12}{'extra MB':>10}{'d_hidden':>10}{'d_weight':>10}")
     for r in table:
+        if "ms" not in r and "extra MB" in r and "d_weight error" not in r:
+            print(f"{r['name']:34}{'':9}{'':9}{'':9}{'':12}{r['extra MB']:10.0f}")
+            continue
         if "ms" not in r:
             reason = r.get("failed") or f"its gradients are off by {max(r['d_hidden error'], r['d_weight error']):.1e}"
             print(f"{r['name']:34} no time: {reason}")
@@ -203,7 +226,8 @@ def show(table: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 256, 1024])
+    parser.add_argument("--memory-rows", type=int, default=4096, help="rows of the comparison of memory alone; 0 = none")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--rounds", type=int, default=5)
@@ -215,6 +239,10 @@ def main() -> None:
             table = measure(n, args.hidden, args.vocab, dtype, args.rounds)
             show(table)
             rows += table
+    if args.memory_rows:
+        table = memory(args.memory_rows, args.hidden, args.vocab, torch.float32)
+        show(table)
+        rows += table
     if args.save:
         print("\nwritten:", save("hidden_level_cpu", rows))
 

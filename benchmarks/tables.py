@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+from benchmarks.estimate import estimate
 from benchmarks.harness import RESULTS
 from grpo_kernels.objective import PRESETS, Objective
 
@@ -90,16 +91,23 @@ def _line(name: str, both: dict[str, dict], ratio: str, error: str, ms: str) -> 
     for dtype in ("float32", "bfloat16"):
         row = both.get(dtype, {})
         timed = "ms" in row
-        cells += [ms.format(row["ms"]), f"{row[ratio]:.2f}"] if timed else ["wrong" if row else "", ""]
+        cells += [ms.format(row["ms"]), f"{row[ratio]:.2f}"] if timed else ["wrong" if error in row else "", ""]
         cells.append(f"{row['extra MB']:.0f}" if "extra MB" in row else "")
         errors.append(f"{row[error]:.0e}" if error in row else "")
     return f"| {name} | {' | '.join(cells)} | {' / '.join(e for e in errors if e)} |"
+
+
+def estimate_h200() -> str:
+    columns = [estimate(8192, 4096, 151936, 0.75 * 4.8e12, 0.75 * 989e12, a) for a in (1.0, 0.5, 0.2)]
+    out = ["| ms, by the share a of rows with a gradient | a = 1 | a = 0.5 | a = 0.2 |", "|---|---|---|---|"]
+    return "\n".join(out + [f"| {name} | " + " | ".join(f"{c[name]:.1f}" for c in columns) + " |" for name in columns[0]])
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "presets": presets,
     "logits_level_cpu": logits_level_cpu,
     "hidden_level_cpu": hidden_level_cpu,
+    "estimate_h200": estimate_h200,
 }
 
 

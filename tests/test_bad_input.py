@@ -346,7 +346,7 @@ def test_values_of_the_wrong_kind_are_named(call: Any, message: str) -> None:
 
 
 def test_an_unknown_field_of_a_preset_is_named() -> None:
-    with pytest.raises(TypeError, match="'betta' is not a field of Objective: it has surrogate, .*beta"):
+    with pytest.raises(TypeError, match=r"'betta' is not a field of Objective: it has surrogate, .*beta"):
         Objective.preset("grpo", betta=1.0)
 
 
