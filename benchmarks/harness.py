@@ -6,6 +6,7 @@ for everybody. A contender whose answer is wrong gets its error printed and no t
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import sys
@@ -65,7 +66,13 @@ def machine() -> dict:
     cpu = next(
         (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "?"
     )
-    found = {"cpu": cpu, "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__}
+    found = {
+        "cpu": cpu,
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", ""),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     try:
         from grpo_kernels import _cpu
 
