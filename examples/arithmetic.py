@@ -5,6 +5,9 @@ gets plain problems right, but in stories counts one too many most of the time; 
 teacher's mistakes. GRPO then trains it on nothing but its own answers: reward 1 for the exact number, 0 for anything else.
 A sum or difference of the evaluation, say 12+3, occurs nowhere in training, neither as 3+12 nor in a story, so what is
 measured is not memory. It ends with the loss step at a real vocabulary, fused against plain PyTorch.
+
+Measured on two cores, in 180 to 217 s without the comparison: seed 0 from 50.0 % to 90.8 %, seed 1 from 46.0 % to 89.4 %,
+seed 2 from 40.8 % to 86.4 %.
 """
 
 from __future__ import annotations
