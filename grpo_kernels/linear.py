@@ -149,13 +149,13 @@ class Engine:
         """Token-level loss of the rows of `index`, written into `result` [N], with `gradients` collected or not."""
         for at, hidden in self._chunks(index):
             logits = self.products.logits(hidden)
-            d_logits = self.products.gradient_buffer(logits) if gradients else None
+            d_logits = self.products.gradient_buffer(logits, self.d_bias is not None) if gradients else None
             out = None if d_logits is None else d_logits[None]
             part = self.backend.fused_loss(logits[None], rows[at], objective, transform.at(at), out)
             for whole, piece in zip(result, part, strict=True):
                 whole[at] = piece
             if d_logits is not None:
-                self._accumulate(at, hidden, d_logits)
+                self._accumulate(at, hidden, d_logits, index)
             del logits, d_logits, out
 
     def backward(
@@ -171,23 +171,25 @@ class Engine:
         """Gradients of the rows of `index`, their logits computed again. All vectors are those of all rows, [N]."""
         for at, hidden in self._chunks(index):
             logits = self.products.logits(hidden)
-            d_logits = self.products.gradient_buffer(logits)
+            d_logits = self.products.gradient_buffer(logits, self.d_bias is not None)
             self.backend.row_grads(
                 logits[None], targets[at], RowStats(stats.max[at], stats.sum[at], None, stats.target[at]),
                 None if entropy is None else entropy[at], d_logps[at], None if d_entropy is None else d_entropy[at],
                 transform.at(at), d_logits[None],
             )  # fmt: skip
-            self._accumulate(at, hidden, d_logits)
+            self._accumulate(at, hidden, d_logits, index)
             del logits, d_logits
 
     def _chunks(self, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for part in index.split(self.chunk_rows) if index.numel() else ():
             yield part, self.hidden[part].to(self.products.dtype)
 
-    def _accumulate(self, at: Tensor, hidden: Tensor, d_logits: Tensor) -> None:
+    def _accumulate(self, at: Tensor, hidden: Tensor, d_logits: Tensor, index: Tensor) -> None:
         if self.d_hidden is not None:
             self.d_hidden[at] = self.products.d_hidden(d_logits).to(self.d_hidden.dtype)
-        if self.wanted[1]:
+        if self.wanted[1] and at.numel() == index.numel():
+            self.d_weight = self.products.d_weight(d_logits, hidden)
+        elif self.wanted[1]:
             self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden)
         if self.d_bias is not None:
             self.d_bias += d_logits.sum(0, dtype=torch.float32)

@@ -2,7 +2,8 @@
 
 logits   = hidden @ weight.T + bias      [c, H] x [V, H] -> fp32 [c, V], never rounded to 16 bits
 d_hidden = d_logits @ weight             [c, V] x [V, H] -> [c, H]
-d_weight += d_logits.T @ hidden          [c, V] x [c, H] -> fp32 [V, H], summed in fp32 over all chunks
+d_weight += d_logits.T @ hidden          [c, V] x [c, H] -> fp32 [V, H], summed in fp32 over all chunks; a sum of one
+                                         chunk is made in the operands' dtype, rounded once either way
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Products:
                 out[:, block] = _times_transposed(hidden, weight)
         return out if self.bias is None else out.add_(self.bias)
 
-    def gradient_buffer(self, logits: Tensor) -> Tensor:
-        """Where the row kernel writes d_logits."""
+    def gradient_buffer(self, logits: Tensor, exact: bool) -> Tensor:
+        """Where the row kernel writes d_logits; `exact` where they are summed up for a bias too, and fp32 costs nothing."""
         return logits
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
@@ -64,6 +65,10 @@ class Products:
             return d_logits.t() @ hidden
         return total.addmm_(d_logits.t(), hidden)
 
+    def d_weight(self, d_logits: Tensor, hidden: Tensor) -> Tensor:
+        """The whole of it, where one chunk holds all rows."""
+        return d_logits.t() @ hidden
+
     def _weight_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         vocab, width = self.weight.shape
         step = max(1, WEIGHT_BLOCK_BYTES // (4 * width))
@@ -73,7 +78,9 @@ class Products:
 
 
 class Bf16Products(Products):
-    """CPUs with AVX512_BF16: bf16 operands, fp32 results, by our own kernels, since libraries round such results."""
+    """CPUs with AVX512_BF16: bf16 operands, fp32 results, by our own kernels, since libraries round such results.
+
+    d_logits is bf16 as well, each row in the memory of its fp32 logits: row kernels write behind where they read."""
 
     dtype = torch.bfloat16
 
@@ -87,6 +94,14 @@ class Bf16Products(Products):
         out = self._logits[: hidden.shape[0]]
         cpu_products.logits(hidden, self.weight, self.bias, out)
         return out
+
+    def gradient_buffer(self, logits: Tensor, exact: bool) -> Tensor:
+        return logits if exact else logits.view(torch.bfloat16)[:, : logits.shape[1]]
+
+    def d_weight(self, d_logits: Tensor, hidden: Tensor) -> Tensor:
+        if d_logits.dtype == torch.bfloat16:
+            return super().d_weight(d_logits, hidden)
+        return self.add_d_weight(None, d_logits, hidden)
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
         out = torch.empty(d_logits.shape[0], self.weight.shape[1])
@@ -110,7 +125,7 @@ class TensorCoreProducts(Products):
         out = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
         return out if self.bias is None else out.add_(self.bias)
 
-    def gradient_buffer(self, logits: Tensor) -> Tensor:
+    def gradient_buffer(self, logits: Tensor, exact: bool) -> Tensor:
         return torch.empty_like(logits, dtype=self.weight.dtype)
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
@@ -127,6 +142,9 @@ class HalfProducts(Products):
 
     dtype = torch.float16
     logits = TensorCoreProducts.logits
+
+    def d_weight(self, d_logits: Tensor, hidden: Tensor) -> Tensor:
+        return super().d_weight(d_logits, hidden.float())
 
     def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor) -> Tensor:
         return super().add_d_weight(total, d_logits, hidden.float())

@@ -54,9 +54,9 @@ def test_rows_in_products(name: str, skip_inactive: bool, backend: str, monkeypa
     rows = count_products(monkeypatch)
     run_linear(case, objective, backend, skip_inactive=skip_inactive)
     if objective.level != "token":
-        assert rows == {"logits": n + a, "d_hidden": a, "add_d_weight": a}
+        assert rows == {"logits": n + a, "d_hidden": a, "d_weight": a}
     else:
-        assert rows == {"logits": a if skip_inactive else n, "d_hidden": a, "add_d_weight": a}
+        assert rows == {"logits": a if skip_inactive else n, "d_hidden": a, "d_weight": a}
     assert a < n or objective.entropy_coef != 0
 
 
@@ -65,7 +65,7 @@ def test_dense_rows_cost_three_products(backend: str, monkeypatch: pytest.Monkey
     case.tokens.fields["mask"], case.tokens.fields["advantages"] = None, torch.ones(8)
     rows = count_products(monkeypatch)
     run_linear(case, Objective.preset("dapo"), backend)
-    assert rows == {"logits": 56, "d_hidden": 56, "add_d_weight": 56}
+    assert rows == {"logits": 56, "d_hidden": 56, "d_weight": 56}
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -141,7 +141,7 @@ def test_frozen_parts(frozen: tuple[str, ...], layer: int, backend: str, monkeyp
     wanted = {k: v for k, v in leaves.items() if k not in frozen}
     assert all(leaves[name].grad is None for name in frozen)
     assert_gradients_near(gradients_of(wanted), {k: exact[k] for k in wanted}, 1e-6)
-    assert (rows["d_hidden"] > 0) == ("hidden" not in frozen) and (rows["add_d_weight"] > 0) == ("weight" not in frozen)
+    assert (rows["d_hidden"] > 0) == ("hidden" not in frozen) and (rows["d_weight"] > 0) == ("weight" not in frozen)
     shapes = {tuple(sorted(s)) for s in made.shapes}
     assert ((96, 811) in shapes) == ("weight" not in frozen) and ((811,) in shapes) == ("bias" not in frozen)
     # Hidden states are gathered by row, so a tensor of their shape exists in any case: count them.

@@ -194,7 +194,7 @@ def test_rows_without_upstream_gradient_are_left_out(
     mask = case.tokens.fields["mask"]
     read, wanted = int(mask.sum()), int((mask & ~idle).sum())
     assert 0 < wanted < read < mask.numel()
-    assert rows == {"logits": read + wanted, "d_hidden": wanted, "add_d_weight": wanted}
+    assert rows == {"logits": read + wanted, "d_hidden": wanted, "d_weight": wanted}
     assert not ours["hidden"][idle | ~mask].any() and ours["hidden"][mask & ~idle].any(-1).all()
     _, _, exact = run_logprobs(case, d_logps, d_entropy, backend, mask=mask & ~idle)
     assert_gradients_near(ours, exact, ROUNDING[arithmetic])
@@ -204,7 +204,7 @@ def test_no_upstream_gradient_at_all(backend: str, monkeypatch: pytest.MonkeyPat
     case = build_linear()
     rows = count_products(monkeypatch)
     _, _, ours = run_logprobs(case, torch.zeros(SHAPE), torch.zeros(SHAPE), backend)
-    assert not any(g.any() for g in ours.values()) and rows["d_hidden"] == rows["add_d_weight"] == 0
+    assert not any(g.any() for g in ours.values()) and rows["d_hidden"] == rows["d_weight"] == 0
     assert rows["logits"] == case.tokens.fields["mask"].sum()
 
 
@@ -215,7 +215,7 @@ def test_unused_entropy_costs_nothing_and_changes_nothing(backend: str, monkeypa
     rows = count_products(monkeypatch)
     _, _, unused = run_logprobs(case, d_logps, None, backend, entropy=True)
     read = int(case.tokens.fields["mask"].sum())
-    assert rows == {"logits": 2 * read, "d_hidden": read, "add_d_weight": read}
+    assert rows == {"logits": 2 * read, "d_hidden": read, "d_weight": read}
     for name in plain:
         assert same_bits(plain[name], unused[name]), name
 
