@@ -122,7 +122,7 @@ def contenders(c: Case) -> dict[str, Callable[[], Result]]:
 
 def bare_products(c: Case) -> dict[str, Callable[[], Any]]:
     """The three products and nothing else, with fresh results as a caller would have them: by torch.mm in the operands'
-    dtype, and by the kernels that the engine uses (fp32 logits, fp32 sums, gradients rounded to the operands' dtype)."""
+    dtype, and by the kernels that the engine uses for several chunks (fp32 logits and sums, gradients rounded at the end)."""
     hidden, weight = c.hidden.detach(), c.weight.detach()
     logits = hidden @ weight.t()
 

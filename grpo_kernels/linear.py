@@ -109,6 +109,8 @@ class Engine:
         self.hidden = head.hidden.detach()
         rows = CHUNK_BYTES.get(self.hidden.device.type, CHUNK_BYTES["cuda"]) // (4 * head.weight.shape[0])
         self.chunk_rows = max(64, rows // 64 * 64)  # by vocabulary and device, never by the number of rows
+        # fp32 where a bias sums the gradient up too, and where the row kernel could not narrow it in place.
+        self.exact = wanted[2] or not backend.WRITES_BEHIND_READS
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
@@ -149,7 +151,7 @@ class Engine:
         """Token-level loss of the rows of `index`, written into `result` [N], with `gradients` collected or not."""
         for at, hidden in self._chunks(index):
             logits = self.products.logits(hidden)
-            d_logits = self.products.gradient_buffer(logits, self.d_bias is not None) if gradients else None
+            d_logits = self.products.gradient_buffer(logits, self.exact) if gradients else None
             out = None if d_logits is None else d_logits[None]
             part = self.backend.fused_loss(logits[None], rows[at], objective, transform.at(at), out)
             for whole, piece in zip(result, part, strict=True):
@@ -171,7 +173,7 @@ class Engine:
         """Gradients of the rows of `index`, their logits computed again. All vectors are those of all rows, [N]."""
         for at, hidden in self._chunks(index):
             logits = self.products.logits(hidden)
-            d_logits = self.products.gradient_buffer(logits, self.d_bias is not None)
+            d_logits = self.products.gradient_buffer(logits, self.exact)
             self.backend.row_grads(
                 logits[None], targets[at], RowStats(stats.max[at], stats.sum[at], None, stats.target[at]),
                 None if entropy is None else entropy[at], d_logps[at], None if d_entropy is None else d_entropy[at],

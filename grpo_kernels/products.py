@@ -48,7 +48,7 @@ class Products:
         return out if self.bias is None else out.add_(self.bias)
 
     def gradient_buffer(self, logits: Tensor, exact: bool) -> Tensor:
-        """Where the row kernel writes d_logits; `exact` where they are summed up for a bias too, and fp32 costs nothing."""
+        """Where the row kernel writes d_logits; `exact` asks for fp32 where that takes no memory of its own."""
         return logits
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Products:
     def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor) -> Tensor:
         """`total` plus this chunk's share; None starts the sum."""
         if total is None:
-            return d_logits.t() @ hidden
+            return self.d_weight(d_logits, hidden)
         return total.addmm_(d_logits.t(), hidden)
 
     def d_weight(self, d_logits: Tensor, hidden: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_kernels import TokenBatch, linear_grpo_loss
 from grpo_kernels.backends import RowTransform, two_visits
 from grpo_kernels.backends import triton as backend
 from grpo_kernels.objective import Objective, TokenRows
@@ -387,3 +388,19 @@ def test_formulas_that_cannot_be_compiled_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=word):
             backend.fused_loss(make_logits(1, 7, torch.float32), make_rows(1, 7, 0), Objective(Custom(function)), PLAIN, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_hidden_states_rows_of_several_blocks(dtype: torch.dtype) -> None:
+    """Rows longer than a tile: a gradient that overtook its logits in shared memory would show."""
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(6, 16, generator=g).to(dtype).requires_grad_()
+    weight = torch.randn(9000, 16, generator=g).to(dtype).requires_grad_()
+    batch = TokenBatch(torch.randint(9000, (6,), generator=g), torch.randn(6, generator=g))
+
+    def gradients(name: str) -> tuple[Tensor, ...]:
+        loss = linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), backend=name).loss
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    for ours, plain in zip(gradients("triton"), gradients("eager"), strict=True):
+        assert (ours.float() - plain.float()).norm() <= (1e-6 if dtype == torch.float32 else 4e-3) * plain.float().norm()

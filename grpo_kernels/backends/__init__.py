@@ -7,8 +7,10 @@ in the last; fp32, bf16 or fp16) whose rows are counted in order, n = A * T, and
     row_grads(logits, targets, stats, entropy, d_logps, d_entropy, transform, out) -> None
     fused_loss(logits, rows, objective, transform, out) -> FusedRows
     scale_(gradient, factor) -> None            gradient *= factor (a 0-d tensor), without a pass over it when factor is 1
+    WRITES_BEHIND_READS: bool       rows go from their first element to their last, so that a narrower gradient may lie in
+                                    the memory of its row's logits, from the same address on
 
-`two_visits` below is the `fused_loss` of every backend that has no kernel for it.
+`out` may be the logits themselves, other memory, or that. `two_visits` below is the `fused_loss` of every backend that has no kernel for it.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
+WRITES_BEHIND_READS = True
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 #: Logits between the two visits of a block of rows. A block costs 100-200 us beside its rows (two parallel regions and the

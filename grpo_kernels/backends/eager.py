@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
+WRITES_BEHIND_READS = True  # a block is copied before any of it is written
+
 
 def block_bytes(device: torch.device) -> int:
     """What the cache of a CPU holds (and its allocator keeps, instead of faulting in fresh pages); enough to fill a GPU."""

@@ -27,6 +27,8 @@ from . import FusedRows, RowStats, RowTransform
 
 Tensor = torch.Tensor
 
+WRITES_BEHIND_READS = False  # many threads, and backwards
+
 #: kind of kernel -> (threads of a program, 128-bit accesses in flight per thread), for rows long enough to fill them.
 #: 32 KiB in flight is a little over what 4.8 TB/s times 0.7 us of latency ask of each of 132 SMs (25 KiB).
 #:   visit  a row is gone over once: as many threads as a program can have, so that loads and arithmetic of its warps mix;
