@@ -1,4 +1,5 @@
 # Two commands: `make demo` trains a small policy on arithmetic, `make test` runs the tests. Both set everything up.
+# `make bench` measures us beside the peers: what the committed result files lack or what has changed since.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,8 +13,9 @@ test: $(VENV)/ready
 	$(BIN)/python -m pytest
 
 bench: $(VENV)/ready
-	$(BIN)/python -m benchmarks.logits_level --save
-	$(BIN)/python -m benchmarks.hidden_level --save
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench,dev]"
+	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.plots
 	$(BIN)/python -m benchmarks.tables --write
 
 # torch goes first: constraints.txt names the build that everything else is tested with.

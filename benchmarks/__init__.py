@@ -1,4 +1,4 @@
-"""Benchmarks: each module is a command, `python -m benchmarks.NAME`."""
+"""Benchmarks: `python -m benchmarks` runs the suites; side_by_side, roofline, resources, tables, plots are commands of their own."""
 
 import os
 

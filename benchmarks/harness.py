@@ -1,44 +1,85 @@
-"""Timing, memory and bookkeeping shared by the benchmarks.
+"""Clocks, memory and counters, for the CPU and CUDA; and what machine they ran on.
 
-Times are medians of runs interleaved over all contenders in one process, so that a machine that slows down slows down
-for everybody. A contender whose answer is wrong gets its error printed and no time."""
+Times are medians of runs interleaved over all contenders in one process, so that a machine that slows down slows down for
+everybody. Nothing here knows what is measured."""
 
 from __future__ import annotations
 
-import json
+import ctypes
+import functools
+import gc
+import importlib.metadata
 import os
 import platform
+import re
+import shutil
 import statistics
-import sys
+import subprocess
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+FLUSH_BYTES = 256 << 20  # beyond every L2
+PACKAGES = ("triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels")
+
+# ---- time
 
 
 def interleaved(
-    contenders: dict[str, Callable[[], Any]], rounds: int, before: Callable[[], Any] | None = None
+    runs: dict[str, Callable[[], Any]],
+    device: str,
+    before: Callable[[str], Any] | None = None,
+    *,
+    seconds: float = 1.0,
+    least: int = 3,
+    most: int = 50,
+    warm_up: bool = True,
 ) -> dict[str, dict]:
     """{name: {ms, p20, p80, runs}}: each round runs every contender once, starting with another one each time.
 
-    `before` runs untimed ahead of each run (it restores inputs that a contender overwrote)."""
-    names = list(contenders)
+    `before(name)` runs untimed ahead of each run (it restores inputs that were overwritten). A contender leaves out later
+    rounds once it has `least` runs and has spent `seconds`: slow ones do not cost the others their sample. A first round
+    warms up, unless they are all warm."""
+    names = list(runs)
     times: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(rounds + 1):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+    for i in range(0 if warm_up else 1, most + 1):
+        first = i % max(1, len(names))
+        for name in names[first:] + names[:first]:
+            if len(times[name]) >= least and sum(times[name]) >= 1e3 * seconds:
+                continue
             if before is not None:
-                before()
-            start = time.perf_counter()
-            result = contenders[name]()
-            stop = time.perf_counter()
+                before(name)
+            result, ms = timed(runs[name], device)
             del result
-            if i > 0:  # the first round warms up
-                times[name].append(1e3 * (stop - start))
+            if i > 0:
+                times[name].append(ms)
     return {name: _summary(t) for name, t in times.items()}
+
+
+def timed(run: Callable[[], Any], device: str) -> tuple[Any, float]:
+    """(result, milliseconds). On CUDA between two events, the L2 cache flushed before."""
+    if device == "cpu":
+        begin = time.perf_counter()
+        result = run()
+        return result, 1e3 * (time.perf_counter() - begin)
+    _flush_buffer().zero_()  # also keeps the GPU busy until the host has sent the first kernel
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    result = run()
+    stop.record()
+    stop.synchronize()
+    return result, start.elapsed_time(stop)
+
+
+@functools.cache
+def _flush_buffer() -> torch.Tensor:
+    return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
 
 def _summary(times: list[float]) -> dict:
@@ -46,52 +87,160 @@ def _summary(times: list[float]) -> dict:
     return {"ms": statistics.median(times), "p20": cuts[0], "p80": cuts[3], "runs": len(times)}
 
 
-def peak_memory(run: Callable[[], Any], warm: bool = False) -> float:
-    """Bytes by which resident memory rises at most while `run` runs, after a warm-up unless it is `warm` (Linux)."""
-    if not warm:
+# ---- memory
+
+
+def memory_in_use(device: str) -> int:
+    """Bytes: of tensors on CUDA, resident on a CPU (Linux), what the allocator holds back for reuse given back before."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+    _trim()
+    return _status("VmRSS")
+
+
+def memory_free(device: str) -> int:
+    """Bytes that a contender may still ask for."""
+    if device == "cuda":
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + cached
+    return _read("/proc/meminfo", "MemAvailable")
+
+
+def peak_memory(run: Callable[[], Any], device: str, baseline: int | None = None) -> int:
+    """Bytes by which memory in use rises at most while `run` runs, above `baseline` or what is in use just before.
+
+    On a CPU `run` should be warm: its code counts too. Free heap pages go back to the system first, so that nobody finds
+    memory that another contender left."""
+    before = memory_in_use(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
         run()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _status("VmRSS")
-    run()
-    return max(0, _status("VmHWM") - before)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        run()
+        peak = _status("VmHWM")
+    return max(0, peak - (before if baseline is None else baseline))
+
+
+def _trim() -> None:
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc
+        libc.malloc_trim(0)
 
 
 def _status(key: str) -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key + ":"))
+    return _read("/proc/self/status", key)
+
+
+def _read(path: str, key: str) -> int:
+    line = next(x for x in Path(path).read_text().splitlines() if x.startswith(key + ":"))
     return 1024 * int(line.split()[1])
 
 
-def machine() -> dict:
+# ---- counters
+
+
+@contextmanager
+def compilations() -> Iterator[Callable[[], int]]:
+    """`with compilations() as count: ...; count()`: graphs that torch.compile made new, and specialisations of Triton
+    kernels that this process had not seen (from a cache on disk or not)."""
+    from torch._dynamo.utils import counters
+
+    kernels = 0
+
+    def listener(**_: Any) -> None:
+        nonlocal kernels
+        kernels += 1
+
+    graphs = counters["stats"]["unique_graphs"]
+    try:
+        from triton import knobs
+    except ImportError:  # no Triton, no kernels
+        yield lambda: counters["stats"]["unique_graphs"] - graphs
+        return
+    former, knobs.compilation.listener = knobs.compilation.listener, listener
+    try:
+        yield lambda: counters["stats"]["unique_graphs"] - graphs + kernels
+    finally:
+        knobs.compilation.listener = former
+
+
+def host_syncs(run: Callable[[], Any]) -> int:
+    """How often the host waits for CUDA during `run`, as far as torch can tell."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing" in str(w.message) for w in seen)
+
+
+# ---- machine
+
+
+def slug(device: str) -> str:
+    """The folder of a machine's results: "cpu", or the GPU's name."""
+    return "cpu" if device == "cpu" else re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+
+
+def machine(device: str) -> dict:
     """What the figures were measured on."""
-    cpu = next(
-        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "?"
-    )
+    info = Path("/proc/cpuinfo").read_text().splitlines()
     found = {
-        "cpu": cpu,
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", ""),
+        "device": device,
+        "cpu": next((x.split(":")[1].strip() for x in info if x.startswith("model name")), platform.machine()),
         "threads": torch.get_num_threads(),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", ""),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "versions": versions(),
     }
-    try:
-        from grpo_kernels import _cpu
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found["name"] = properties.name
+        found["capability"] = f"{properties.major}.{properties.minor}"
+        found["multiprocessors"] = properties.multi_processor_count
+        found["memory_gb"] = round(properties.total_memory / 1e9, 1)
+        found["cuda"] = torch.version.cuda
+        found |= _nvidia_smi("driver_version")
+    else:
+        found["name"] = found["cpu"]
+        try:
+            from grpo_kernels import _cpu
 
-        found["instruction set"] = _cpu.isa()
-    except ImportError:
-        pass
+            found["instruction set"] = _cpu.isa()
+        except ImportError:
+            pass
     return found
 
 
-def save(name: str, rows: list[dict]) -> Path:
-    """benchmarks/results/<name>.json: the rows with the machine, the time and the command that made them."""
-    path = RESULTS / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    module = Path(sys.argv[0]).stem
-    record = {
-        "command": " ".join(["python -m", f"benchmarks.{module}", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "rows": rows,
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    return path
+def versions() -> dict[str, str]:
+    """Of the packages whose code is measured, as far as they are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def gpu_state(device: str) -> dict[str, str]:
+    """Clock, power and temperature now, where nvidia-smi tells; empty on a CPU."""
+    return _nvidia_smi("clocks.sm", "power.draw", "temperature.gpu") if device == "cuda" else {}
+
+
+def _nvidia_smi(*fields: str) -> dict[str, str]:
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    values = answer.stdout.strip().split(", ")
+    return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else {}

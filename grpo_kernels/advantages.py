@@ -1,16 +1,39 @@
-"""Rewards to advantages: normalisation within groups of completions of the same prompt."""
+"""Rewards to advantages: normalisation within groups of completions of the same prompt, and the estimators around it.
+
+Everything is computed in fp64, in a fixed order, and returned as fp32. Per-token estimators are in `returns`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from .checks import require
+from .checks import LARGEST, SMALLEST, require, require_number, values_are_checked
+from .groups import Groups, group_ids
 
 Tensor = torch.Tensor
 
-SCALES = ("group", "batch", "none")
+BASELINES = ("mean", "leave-one-out", "length", "none")
+SCALES = ("group", "batch", "none", "mean", "others")
+COMBINATIONS = ("sum", "gdpo")
+
+#: `group_advantages(rewards, group_size=8, **NUMERICS["verl"])` has the numbers of that trainer's group normalisation;
+#: {**NUMERICS["verl"], "baseline": "leave-one-out", "scale": "none"} is its RLOO. One difference stays: equal rewards give
+#: exactly 0 here, and there the rounding error of their mean, divided by eps (an advantage of up to 1 at 1e-9).
+NUMERICS: dict[str, dict[str, Any]] = {
+    "trl": {"eps": 1e-4, "missing": "skip"},
+    "verl": {"eps": 1e-6, "singleton": "raw"},
+    "skyrl": {"eps": 1e-6, "singleton": "raw"},
+    "slime": {"eps": 1e-6},
+    "openrlhf": {"eps": 1e-9},
+    "nemo-rl": {"eps": 1e-6, "baseline": "leave-one-out", "scale": "others"},
+    "prime-rl": {"scale": "none"},
+    "areal": {"eps": 1e-5},
+    "torchtitan": {"eps": 1e-6, "unbiased": False},
+}
 
 
 def group_advantages(
@@ -18,81 +41,316 @@ def group_advantages(
     *,
     group_size: int | None = None,
     groups: Tensor | None = None,
+    baseline: str = "mean",
     scale: str = "group",
     unbiased: bool = True,
     eps: float = 1e-4,
+    lengths: Tensor | None = None,
+    reward_weights: Sequence[float] | Tensor | None = None,
+    combine: str = "sum",
+    missing: str = "raise",
+    singleton: str = "zero",
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """A = (reward - mean of its group) / (std + eps), computed in fp64, returned as fp32 [B].
+    """A = (reward - baseline) / (scale + eps), computed in fp64, returned as `dtype` [B].
 
-    rewards      float or integer [B], finite.
+    rewards      float or integer [B], or [B, K] for K reward functions with their `reward_weights`.
     group_size   G: consecutive runs of G rewards share a prompt; must divide B. Or
     groups       integer [B]: rewards with equal ids share a prompt (any sizes, any order).
+    baseline     "mean" of the group. "leave-one-out": mean of the others (RLOO, arXiv 2402.14740, with scale="none").
+                 "length": mean weighted by `lengths` (OPO, arXiv 2505.23585). "none": 0, with scale="none".
     scale        "group": std of the group (GRPO, arXiv 2402.03300). "batch": std of all rewards (arXiv 2508.08221).
-                 "none": no division (Dr. GRPO, arXiv 2503.20783).
+                 "none": no division (Dr. GRPO, arXiv 2503.20783). "mean": the group's mean, A = 0 where it is not above 0
+                 (MaxRL, arXiv 2602.02710, which has eps=0). "others": std of the group's other rewards, no division where
+                 those are equal (NeMo-RL).
     unbiased     True: std divides by n - 1 (TRL, verl, slime); False: by n. A group of one has std 0.
-    eps          added to the std: 1e-4 in TRL, 1e-6 in verl.
+    eps          added to the scale: 1e-4 in TRL, 1e-6 in verl. See NUMERICS for those of nine trainers.
+    lengths      number [B] >= 0 for baseline="length": tokens of each completion. A group without tokens gets 0.
+    reward_weights   K numbers, of the reward functions of rewards [B, K].
+    combine      "sum": of the weighted rewards, then as above. "gdpo": as above for each function, then the weighted sum,
+                 then (A - its mean) / (its std + eps) over the batch (arXiv 2601.05242).
+    missing      "raise" on a NaN. "skip": a completion without any reward counts in no mean or std and gets 0 (TRL);
+                 of several rewards, those that are NaN are left out.
+    singleton    what a group with one reward gets: "zero", or "raw": baseline 0 and a group scale of 1 (verl, SkyRL).
 
-    Equal rewards in a group give exactly 0, tested by max == min: in fp32 their mean need not equal them, and the
-    residue over eps is an advantage of up to 1e-3 (0.1 at eps 1e-6) that means nothing. Exact zeros are also what
-    lets the kernels skip such rows.
+    Equal rewards in a group give exactly 0 (except to baseline="none" and "raw"), tested by max == min: in fp32 their mean
+    need not equal them, and the residue over eps is an advantage of up to 1e-3 (0.1 at eps 1e-6) that means nothing. Exact
+    zeros are also what lets the kernels skip such rows.
 
-    Raises ValueError, naming the index, for NaN or infinite rewards, and for group sizes that do not divide B.
+    Raises ValueError, naming the index, for NaN or infinite rewards (looked at where `values_are_checked`), for group sizes
+    that do not divide B, and for arguments that do not go together.
     """
+    _check_choice("baseline", baseline, BASELINES)
+    _check_choice("scale", scale, SCALES)
+    _check_choice("combine", combine, COMBINATIONS)
+    _check_choice("singleton", singleton, ("zero", "raw"))
+    require(baseline != "none" or scale == "none", "scale", scale, "without a baseline it must be 'none'; see returns.whiten.")
+    require(combine == "sum" or reward_weights is not None, "combine", combine, "it takes rewards [B, K] and reward_weights.")
+    _check_eps(eps)
+    r, scored = _rewards(rewards, missing, several=reward_weights is not None)
+    n = len(r)
+    given = "None" if lengths is None else "given"
+    require((lengths is None) == (baseline != "length"), "lengths", given, "baseline='length' takes it, no other does.")
+    tokens = None if lengths is None else _lengths(lengths, n, r.device)
+    factors = [] if reward_weights is None else _weights(reward_weights, r)
+    ids = group_ids(n, r.device, group_size, groups)
+    if n == 0:
+        return torch.zeros(0, dtype=dtype, device=r.device)
+    within = Groups(ids)
+
+    def normalised(r: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
+        """Advantages [B], and where they are 0 by rule."""
+        size = within.sum(scored.double())
+        mean = within.sum(r) / size.clamp(min=1.0)
+        lowest, highest = within.extremes(r, scored)
+        zero = ~scored if baseline == "none" else ~scored | (highest == lowest)
+        centred = torch.where(zero, 0.0, r - mean)
+        if baseline == "none":
+            advantages = r
+        elif baseline == "leave-one-out":
+            advantages = centred * size / (size - 1.0).clamp(min=1.0)
+        elif tokens is not None:
+            counted = torch.where(scored, tokens, 0.0)
+            total = within.sum(counted)
+            zero = zero | (total == 0)
+            advantages = centred - within.sum(counted * centred) / total
+        else:
+            advantages = centred
+        if scale == "group":
+            squares = within.sum(centred * centred)
+            divided = advantages / ((squares / (size - int(unbiased)).clamp(min=1.0)).sqrt() + eps)
+        elif scale == "mean":
+            zero = zero | (mean <= 0)
+            divided = advantages / (mean + eps)
+        elif scale == "others":
+            std, equal = _std_of_others(within, r, scored, centred, size, unbiased)
+            divided = torch.where(equal, advantages, advantages / (std + eps))
+        else:
+            divided = advantages
+        if singleton == "raw":
+            alone = scored & (size == 1)
+            zero = zero & ~alone
+            divided = torch.where(alone, r if scale in ("none", "batch") else r / (1.0 + eps), divided)
+        if scale == "batch":
+            divided = divided / (_mean_and_std(r, scored, unbiased)[1] + eps)
+        return torch.where(zero, 0.0, divided), zero
+
+    if r.dim() == 1:
+        return normalised(r, scored)[0].to(dtype)
+    if combine == "sum":
+        return normalised(_weighted_sum(r.unbind(1), factors), scored.any(1))[0].to(dtype)
+    parts, zeros = zip(*map(normalised, r.unbind(1), scored.unbind(1)), strict=True)
+    total = _weighted_sum(parts, factors)
+    mean, std = _mean_and_std(total, scored.any(1), unbiased)
+    return torch.where(torch.stack(zeros).all(0), 0.0, (total - mean) / (std + eps)).to(dtype)
+
+
+def pass_at_k_advantages(
+    rewards: Tensor,
+    *,
+    group_size: int | None = None,
+    groups: Tensor | None = None,
+    scale: str = "group",
+    unbiased: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """The best of a group gets (its reward - the second best) / (std + eps), all others 0: fp32 [B] (arXiv 2503.19595).
+
+    Arguments as in `group_advantages`, scale "group" or "none". Two that share the best reward get 0, and so does a group
+    of one (verl raises). Raises ValueError as `group_advantages` does."""
+    _check_choice("scale", scale, ("group", "none"))
+    _check_eps(eps)
+    r, _ = _rewards(rewards)
+    ids = group_ids(len(r), r.device, group_size, groups)
+    if len(r) == 0:
+        return torch.zeros(0, device=r.device)
+    within = Groups(ids)
+    size = within.sum(torch.ones_like(r))
+    second = within.max_of_others(r)
+    lead = torch.where((r > second) & (size > 1), r - second, 0.0)
+    if scale == "group":
+        centred = r - within.sum(r) / size
+        lead = lead / ((within.sum(centred * centred) / (size - int(unbiased)).clamp(min=1.0)).sqrt() + eps)
+    return torch.where(lead > 0, lead, 0.0).to(torch.float32)
+
+
+def greedy_baseline_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
+    """reward - reward of the same prompt's greedy completion: fp32 [B] (ReMax, arXiv 2310.10505).
+
+    Both [B], finite; for G completions a prompt pass `greedy.repeat_interleave(G)`. With per-token rewards the same
+    baseline is taken from `discounted_returns`. Raises ValueError for other shapes and values."""
+    r, _ = _rewards(rewards)
+    greedy, _ = _rewards(greedy_rewards, name="greedy_rewards")
+    if r.shape != greedy.shape:
+        raise ValueError(f"greedy_rewards has shape {list(greedy.shape)}, but rewards has {list(r.shape)}: give one for each.")
+    return (r - greedy.to(r.device)).to(torch.float32)
+
+
+def gpg_scale(rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None) -> Tensor:
+    """GPG's factor, a 0-d fp32 tensor: B / max(number of samples that count, 1) (arXiv 2504.02546).
+
+    Without groups those with a reward other than 0 count (verl). With them, those of groups whose rewards differ: the
+    samples that have a gradient. verl's GPG is gpg_scale(r) * group_advantages(r, ..., scale="none", singleton="raw")."""
+    if group_size is None and groups is None:
+        r, _ = _rewards(rewards)
+        counts = r != 0
+    else:
+        counts = ~zero_variance(rewards, group_size=group_size, groups=groups)
+    return (counts.numel() / counts.sum().clamp(min=1).double()).to(torch.float32)
+
+
+def a2po_values(rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None, beta: float = 0.5) -> Tensor:
+    """V* = beta log mean exp(reward / beta) over the group, for each of its members: fp32 [B] (A*-PO, arXiv 2505.20686).
+
+    beta > 0 (TRL's beta1). A small one approaches the best reward, a large one the mean. Raises ValueError as
+    `group_advantages` does."""
+    require_number("beta", beta, "it divides the rewards and must be a finite number above 0.", SMALLEST, LARGEST)
+    r, _ = _rewards(rewards)
+    ids = group_ids(len(r), r.device, group_size, groups)
+    if len(r) == 0:
+        return torch.zeros(0, device=r.device)
+    within = Groups(ids)
+    best = within.max(r)
+    mean = within.sum(torch.exp((r - best) / beta)) / within.sum(torch.ones_like(r))
+    return (best + beta * mean.log()).to(torch.float32)
+
+
+def zero_variance(rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None) -> Tensor:
+    """bool [B]: True where all rewards of the group are equal, exactly (max == min), so that it has nothing to teach.
+
+    NaN counts as not scored; a group with no reward at all is True. Raises ValueError as `group_advantages` does."""
+    r, scored = _rewards(rewards, "skip")
+    ids = group_ids(len(r), r.device, group_size, groups)
+    if len(r) == 0:
+        return torch.zeros(0, dtype=torch.bool, device=r.device)
+    lowest, highest = Groups(ids).extremes(r, scored)
+    return highest <= lowest
+
+
+def group_metrics(
+    rewards: Tensor,
+    *,
+    group_size: int | None = None,
+    groups: Tensor | None = None,
+    extremes: tuple[float, float] = (0.0, 1.0),
+) -> dict[str, Tensor]:
+    """What the rewards [B] of a batch say about its groups: 0-d fp32 tensors, left on the device.
+
+    zero_variance   share of the groups whose rewards are all equal, exactly
+    all_wrong       share of the groups with no reward above extremes[0]; all_correct: with none below extremes[1]
+    reward_mean, reward_std   over the batch, the std with n - 1
+    group_std       mean of the groups' std, with n - 1 (a group of one has 0)
+    missing         share of the completions without a reward (NaN), which count nowhere else
+
+    A group without any reward is left out. Raises ValueError as `group_advantages` does."""
+    low, high = extremes
+    r, scored = _rewards(rewards, "skip")
+    ids = group_ids(len(r), r.device, group_size, groups)
+    names = ("zero_variance", "all_wrong", "all_correct", "reward_mean", "reward_std", "group_std", "missing")
+    if len(r) == 0:
+        return {name: torch.zeros((), device=r.device) for name in names}
+    within = Groups(ids)
+    size = within.sum(scored.double())
+    lowest, highest = within.extremes(r, scored)
+    centred = torch.where(scored & (highest > lowest), r - within.sum(r) / size, 0.0)
+    std = (within.sum(centred * centred) / (size - 1.0).clamp(min=1.0)).sqrt()
+    # Each completion stands for 1/size of its group, so a sum over completions counts groups.
+    share = torch.where(scored, 1.0 / size, 0.0)
+    count = share.sum().clamp(min=1.0)
+
+    def over_groups(values: Tensor) -> Tensor:
+        return (share * values).sum() / count
+
+    shares = (over_groups((highest == lowest).double()), over_groups((highest <= low).double()))
+    values = (*shares, over_groups((lowest >= high).double()), *_mean_and_std(r, scored, True), over_groups(std))
+    return {name: v.to(torch.float32) for name, v in zip(names, (*values, (~scored).double().mean()), strict=True)}
+
+
+# ---- pieces
+
+
+def _weighted_sum(columns: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
+    """Term by term, so that equal rows have equal sums; a matrix product may add them in different orders."""
+    total = torch.zeros_like(columns[0])
+    for column, factor in zip(columns, factors, strict=True):
+        total = total + factor * column
+    return total
+
+
+def _mean_and_std(values: Tensor, counted: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
+    """0-d mean and std of the values that are counted."""
+    n = counted.sum()
+    mean = torch.where(counted, values, 0.0).sum() / n.clamp(min=1)
+    centred = torch.where(counted, values - mean, 0.0)
+    return mean, ((centred * centred).sum() / (n - int(unbiased)).clamp(min=1)).sqrt()
+
+
+def _std_of_others(
+    within: Groups, r: Tensor, scored: Tensor, centred: Tensor, size: Tensor, unbiased: bool
+) -> tuple[Tensor, Tensor]:
+    """[B] std of the group's scored rewards without one's own, and where those are equal, exactly (or fewer than 2).
+
+    Leaving out r takes n/(n-1) (r - mean)^2 from the sum of squares. What rounding leaves of equal ones is not 0, hence the
+    second result."""
+    highest = within.max_of_others(torch.where(scored, r, -math.inf))
+    lowest = -within.max_of_others(torch.where(scored, -r, -math.inf))
+    own = centred * centred * size / (size - 1.0).clamp(min=1.0)
+    squares = (within.sum(centred * centred) - own).clamp(min=0.0)
+    return (squares / (size - 1.0 - int(unbiased)).clamp(min=1.0)).sqrt(), highest <= lowest
+
+
+# ---- arguments
+
+
+def _rewards(rewards: Tensor, missing: str = "raise", *, several: bool = False, name: str = "rewards") -> tuple[Tensor, Tensor]:
+    """Rewards in fp64, 0 where there is none, and where there is one; [B], or [B, K] if several functions gave them."""
     if not isinstance(rewards, Tensor) or rewards.is_complex():
         got = rewards.dtype if isinstance(rewards, Tensor) else type(rewards).__name__
-        raise ValueError(f"rewards is {got}: pass a float tensor, one number per completion, [B].")
-    if rewards.dim() != 1:
-        raise ValueError(f"rewards has shape {list(rewards.shape)}: pass one number per completion, [B].")
-    if scale not in SCALES:
-        raise ValueError(f"scale={scale!r}: it must be one of {', '.join(SCALES)}.")
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps={eps}: it is added to a standard deviation and must be finite and >= 0.")
-    n = rewards.numel()
-    ids = _group_ids(n, rewards.device, group_size, groups)
-    bad = ~torch.isfinite(rewards)
-    if bad.any():
-        at = int(bad.nonzero()[0])
-        raise ValueError(f"rewards[{at}]={float(rewards[at])} is not finite: give every completion a number, or leave it out.")
+        raise ValueError(f"{name} is {got}: pass a float tensor, one number per completion, [B].")
+    if rewards.dim() != 1 + several:
+        wanted = "with reward_weights, one per completion and function, [B, K]" if several else "one number per completion, [B]"
+        hint = " (those of K functions, [B, K], go with reward_weights.)" if name == "rewards" and not several else ""
+        raise ValueError(f"{name} has shape {list(rewards.shape)}: pass {wanted}.{hint}")
+    _check_choice("missing", missing, ("raise", "skip"))
     r = rewards.detach().to(torch.float64)
-    if n == 0:
-        return r.to(torch.float32)
-
-    order = torch.argsort(ids, stable=True)
-    sizes = torch.bincount(ids)
-
-    def reduce(how: str, values: Tensor) -> Tensor:  # [B] -> [groups], in a fixed order, no atomics
-        return torch.segment_reduce(values[order], how, lengths=sizes, unsafe=True)
-
-    centred = r - (reduce("sum", r) / sizes)[ids]
-    flat = (reduce("max", r) == reduce("min", r))[ids]
-    centred = torch.where(flat, 0.0, centred)
-    if scale == "none":
-        return centred.to(torch.float32)
-    if scale == "group":
-        std = (reduce("sum", centred * centred) / (sizes - int(unbiased)).clamp(min=1.0)).sqrt()[ids]
-    else:
-        whole = r - r.mean()
-        std = ((whole * whole).sum() / max(n - unbiased, 1)).sqrt()
-    return torch.where(flat, 0.0, centred / (std + eps)).to(torch.float32)
+    if values_are_checked(r):
+        bad = ~torch.isfinite(r) if missing == "raise" else torch.isinf(r)
+        if bad.any():
+            at = bad.nonzero()[0].tolist()
+            value = float(r[tuple(at)])
+            raise ValueError(f"{name}{at}={value} is not finite: give every completion a number, or leave it out.")
+    if missing == "raise":
+        return r, torch.ones_like(r, dtype=torch.bool)
+    scored = ~torch.isnan(r)
+    return torch.where(scored, r, 0.0), scored
 
 
-def _group_ids(n: int, device: torch.device, group_size: int | None, groups: Tensor | None) -> Tensor:
-    """[B] int64 ids in [0, number of groups)."""
-    if (group_size is None) == (groups is None):
+def _lengths(lengths: Tensor, n: int, device: torch.device) -> Tensor:
+    if not isinstance(lengths, Tensor) or lengths.shape != (n,) or lengths.is_complex():
+        got = list(lengths.shape) if isinstance(lengths, Tensor) else type(lengths).__name__
+        raise ValueError(f"lengths is {got}: pass the number of tokens of each completion, a tensor [{n}].")
+    tokens = lengths.detach().to(device=device, dtype=torch.float64)
+    if values_are_checked(tokens):
+        bad = ~((tokens >= 0) & torch.isfinite(tokens))
+        if bad.any():
+            at = int(bad.nonzero()[0])
+            raise ValueError(f"lengths[{at}]={float(tokens[at])}: a number of tokens is finite and >= 0.")
+    return tokens
+
+
+def _weights(weights: Sequence[float] | Tensor, r: Tensor) -> Sequence[Tensor]:
+    """K factors, 0-d fp64, for rewards [B, K]."""
+    factors = torch.as_tensor(weights, dtype=torch.float64, device=r.device).detach()
+    if factors.shape != r.shape[1:] or not len(factors):
         raise ValueError(
-            f"group_size={group_size} and groups={'None' if groups is None else 'given'}: pass exactly one of them."
+            f"reward_weights has shape {list(factors.shape)}, but rewards has {list(r.shape)}: one for each function."
         )
-    if groups is not None:
-        if not isinstance(groups, Tensor):
-            raise ValueError(f"groups is a {type(groups).__name__}: pass an integer tensor, one id per reward, [{n}].")
-        if groups.shape != (n,) or groups.is_floating_point() or groups.dtype == torch.bool:
-            raise ValueError(
-                f"groups has shape {list(groups.shape)} and dtype {groups.dtype}: pass one integer id per reward, [{n}]."
-            )
-        return torch.unique(groups.to(device), return_inverse=True)[1]
-    whole = isinstance(group_size, int) and not isinstance(group_size, bool) and group_size >= 1
-    require(whole, "group_size", group_size, "it must be a whole number of at least 1.")
-    assert group_size is not None
-    if n % group_size:
-        raise ValueError(f"group_size={group_size} does not divide the {n} rewards: every prompt needs group_size completions.")
-    return torch.arange(n, device=device) // group_size
+    return factors.unbind()
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    require(value in choices, name, value, f"it must be one of {', '.join(choices)}.")
+
+
+def _check_eps(eps: float) -> None:
+    require_number("eps", eps, "it is added to a standard deviation and must be finite and >= 0.", 0, LARGEST)

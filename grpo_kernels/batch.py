@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
@@ -12,15 +11,9 @@ import torch
 
 from .advantages import group_advantages
 from .backends import RowTransform
-from .checks import LARGEST, SMALLEST, require, require_number
+from .checks import LARGEST, SMALLEST, require, require_number, values_are_checked
 
 Tensor = torch.Tensor
-
-
-def values_are_checked(tensor: Tensor) -> bool:
-    """Values (ids, temperatures, offsets) are checked on the CPU; on a GPU, where a look at them would stall the
-    device, only with GRPO_KERNELS_CHECK=1 in the environment. Shapes, dtypes and devices are always checked."""
-    return tensor.device.type == "cpu" or os.environ.get("GRPO_KERNELS_CHECK", "0") == "1"
 
 
 def check_targets(targets: Tensor, mask: Tensor | None, vocab: int) -> None:
@@ -52,6 +45,22 @@ def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
     if mask.is_floating_point() or mask.is_complex():
         raise ValueError(f"{name} has dtype {mask.dtype}: pass a bool (or 0/1 integer) tensor, for example {name}.bool().")
     return mask if mask.dtype == torch.bool else mask != 0
+
+
+def check_offsets(name: str, packed: Tensor, cu_seqlens: Tensor) -> None:
+    """Raise ValueError unless cu_seqlens cuts the tokens of `packed` [N] into sequences."""
+    if packed.dim() != 1:
+        raise ValueError(f"cu_seqlens goes with packed tokens [N], but {name} has shape {list(packed.shape)}.")
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens is a {type(cu_seqlens).__name__}: pass int32 [B + 1], starting at 0.")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(
+            f"cu_seqlens has dtype {cu_seqlens.dtype} and shape {list(cu_seqlens.shape)}: pass int32 [B + 1], starting at 0."
+        )
+    if values_are_checked(cu_seqlens):
+        offsets, n = cu_seqlens.tolist(), packed.numel()
+        if offsets[0] != 0 or offsets[-1] != n or any(a > b for a, b in pairwise(offsets)):
+            raise ValueError(f"cu_seqlens={offsets}: it must rise from 0 to the number of rows, {n}.")
 
 
 def sequence_ids(cu_seqlens: Tensor, n: int) -> Tensor:
@@ -147,8 +156,13 @@ class TokenBatch:
     old_logps    float, the shape of targets: log-probs under the policy at the start of the update. None = on-policy:
                  the ratio is 1 and keeps its gradient.
     ref_logps    float, the shape of targets: log-probs under the frozen reference; needed when beta != 0.
-    weights      float [B], [B, 1] or the shape of targets: multiplies the policy term, not the KL (sampler mismatch).
+    weights      float [B], [B, 1] or the shape of targets: multiplies the policy term, not the KL (sampler mismatch, see
+                 corrections.py).
     cu_seqlens   int32 or int64 [B + 1] when packed: sequence b is rows cu_seqlens[b] : cu_seqlens[b + 1].
+    sampler_logps  float, the shape of targets: log-probs under the engine that sampled; NaN = not scored.
+    nll_weights  float [B], [B, 1] or the shape of targets: adds -nll_weight * logp to the loss as it is, its denominator
+                 being in it already (SFT on positive examples: VAPO arXiv 2504.05118).
+    groups       integer [B]: sequences of equal ids answer one prompt; for aggregate="group-mean".
 
     Gradients never flow into these tensors. Raises ValueError on shapes, dtypes or devices that disagree.
     """
@@ -160,6 +174,9 @@ class TokenBatch:
     ref_logps: Tensor | None = field(default=None, kw_only=True)
     weights: Tensor | None = field(default=None, kw_only=True)
     cu_seqlens: Tensor | None = field(default=None, kw_only=True)
+    sampler_logps: Tensor | None = field(default=None, kw_only=True)
+    nll_weights: Tensor | None = field(default=None, kw_only=True)
+    groups: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         targets = self.targets
@@ -168,7 +185,7 @@ class TokenBatch:
             raise ValueError(f"targets is {got}: pass an int64 tensor of token ids, [B, T] or packed [N].")
         if targets.dim() not in (1, 2):
             raise ValueError(f"targets has shape {list(targets.shape)}: pass [B, T], or packed [N] with cu_seqlens.")
-        for name in ("advantages", "mask", "old_logps", "ref_logps", "weights", "cu_seqlens"):
+        for name in (f.name for f in fields(self) if f.name != "targets"):
             value = getattr(self, name)
             if value is None:
                 if name == "advantages":
@@ -178,9 +195,9 @@ class TokenBatch:
                 raise ValueError(f"{name} is a {type(value).__name__}: pass a tensor on {targets.device}.")
             if value.device != targets.device:
                 raise ValueError(f"{name} is on {value.device}, but targets is on {targets.device}: move it there.")
-            if name not in ("mask", "cu_seqlens") and not value.is_floating_point():
+            if name not in ("mask", "cu_seqlens", "groups") and not value.is_floating_point():
                 raise ValueError(f"{name} has dtype {value.dtype}: pass a floating-point tensor.")
-        for name in ("old_logps", "ref_logps"):
+        for name in ("old_logps", "ref_logps", "sampler_logps"):
             value = getattr(self, name)
             if value is not None and value.shape != targets.shape:
                 raise ValueError(
@@ -189,23 +206,16 @@ class TokenBatch:
         if self.mask is not None:
             object.__setattr__(self, "mask", as_mask("mask", self.mask, targets.shape))
         if self.cu_seqlens is not None:
-            self._check_offsets(self.cu_seqlens)
-        self.flat("advantages")
-        self.flat("weights")
+            check_offsets("targets", targets, self.cu_seqlens)
+        for name in ("advantages", "weights", "nll_weights"):
+            self.flat(name)
+        if self.groups is not None and (self.groups.shape != (self.sequences,) or self.groups.is_floating_point()):
+            raise ValueError(
+                f"groups has shape {list(self.groups.shape)} and dtype {self.groups.dtype}: pass one integer id for each of the "
+                f"{self.sequences} sequences."
+            )
         if targets.is_cuda:
             self._counts()  # starts the copy to the host: it has arrived by the time that a loss asks
-
-    def _check_offsets(self, cu_seqlens: Tensor) -> None:
-        if self.targets.dim() != 1:
-            raise ValueError(f"cu_seqlens goes with packed targets [N], but targets has shape {list(self.targets.shape)}.")
-        if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
-            raise ValueError(
-                f"cu_seqlens has dtype {cu_seqlens.dtype} and shape {list(cu_seqlens.shape)}: pass int32 [B + 1], starting at 0."
-            )
-        if values_are_checked(cu_seqlens):
-            offsets, n = cu_seqlens.tolist(), self.targets.numel()
-            if offsets[0] != 0 or offsets[-1] != n or any(a > b for a, b in pairwise(offsets)):
-                raise ValueError(f"cu_seqlens={offsets}: it must rise from 0 to the number of rows, {n}.")
 
     @classmethod
     def from_rewards(
@@ -215,16 +225,18 @@ class TokenBatch:
         *,
         group_size: int | None = None,
         groups: Tensor | None = None,
-        scale: str = "group",
-        unbiased: bool = True,
-        eps: float = 1e-4,
-        **fields: Any,
+        **options: Any,
     ) -> TokenBatch:
         """A batch whose advantages are the group-normalised `rewards` [B]; see `group_advantages`.
 
-        `fields` are those of TokenBatch (mask, old_logps, ...). Raises ValueError as both do."""
-        advantages = group_advantages(rewards, group_size=group_size, groups=groups, scale=scale, unbiased=unbiased, eps=eps)
-        return cls(targets, advantages.to(targets.device), **fields)
+        `options` are those of group_advantages (scale, eps, baseline, ...) and the fields of TokenBatch (mask, old_logps,
+        ...). Raises ValueError as both do."""
+        own = {f.name for f in fields(cls)} & options.keys()
+        chosen = {name: value for name, value in options.items() if name not in own}
+        advantages = group_advantages(rewards, group_size=group_size, groups=groups, **chosen).to(targets.device)
+        if groups is None:
+            groups = torch.arange(advantages.numel(), device=targets.device) // (group_size or 1)
+        return cls(targets, advantages, groups=groups.to(targets.device), **{name: options[name] for name in own})
 
     def with_ref_logps(self, ref_logps: Tensor) -> TokenBatch:
         """This batch with the reference's log-probs, the shape of targets."""
@@ -264,6 +276,9 @@ class TokenBatch:
         advantages, weights = self.flat("advantages"), self.flat("weights")  # 0 where masked
         assert advantages is not None
         contributing = advantages != 0 if weights is None else (advantages != 0) & (weights != 0)
+        nll_weights = self.flat("nll_weights")
+        if nll_weights is not None:
+            contributing = contributing | (nll_weights != 0)
         if kind == "contributing" or self.sequences is None:
             return contributing
         whole = self.spread(self.sequence_sum(contributing) > 0)
@@ -275,7 +290,9 @@ class TokenBatch:
 
     def _counts(self) -> _Counts:
         """Made once, and again if a tensor that they came from was written since."""
-        sources = [x for x in (self.mask, self.advantages, self.weights) if x is not None and not x.is_inference()]
+        sources = [
+            x for x in (self.mask, self.advantages, self.weights, self.nll_weights) if x is not None and not x.is_inference()
+        ]
         versions = [x._version for x in sources]
         known: tuple[list[int], _Counts] | None = self.__dict__.get("_known_counts")
         if known is None or known[0] != versions:
@@ -294,6 +311,14 @@ class TokenBatch:
         if self.cu_seqlens is None:
             return values.view(self.targets.shape).sum(1)
         return torch.segment_reduce(values, "sum", offsets=self.cu_seqlens.to(torch.int64), initial=0, unsafe=True)
+
+    def same_group(self) -> Tensor:
+        """fp64 [B, B]: 1 where two sequences answer the same prompt. Of that shape, it needs no trip to the host."""
+        if self.groups is None:
+            raise ValueError(
+                'groups is None, but aggregate="group-mean" shares a mean among the answers to a prompt: pass ids [B].'
+            )
+        return (self.groups[:, None] == self.groups).to(torch.float64)
 
     def spread(self, values: Tensor) -> Tensor:
         """Give each token its sequence's value: [B] -> [N]."""

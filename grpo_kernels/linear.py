@@ -15,8 +15,9 @@ import torch
 
 from .backends import FusedRows, RowStats, RowTransform
 from .batch import TokenBatch
-from .objective import Objective, TokenRows
+from .objective import Objective
 from .products import products_for
+from .token_stage import TokenRows
 
 Tensor = torch.Tensor
 

@@ -14,9 +14,11 @@ from . import backends
 from .backends import FusedRows, RowTransform
 from .batch import LogitTransform, TokenBatch, as_transform, check_targets, logit_rows
 from .checks import require
+from .kl import kl_terms
 from .linear import Engine, Head, check_head, split_rows
-from .objective import Objective, TokenRows
-from .surrogates import bounded_exp
+from .objective import Objective
+from .ops import bounded_exp
+from .token_stage import TokenRows
 
 Tensor = torch.Tensor
 
@@ -50,7 +52,8 @@ class LossOutput:
         ess              effective sample size of ratio * weights, as a share: (sum r)^2 / (tokens * sum r^2)
         zero_advantage   share of all trained tokens whose advantage is exactly 0
         entropy          mean entropy in nats
-        kl               mean of the KL estimator (only with beta != 0)
+        kl               mean of the KL estimator, weighted as it is in the loss (only with beta != 0)
+        kept             share of tokens that all filters keep (only with filters)
         """
         rows, logps = self._rows, self.logps.reshape(-1)
         everywhere = torch.ones_like(logps, dtype=torch.bool)
@@ -67,9 +70,10 @@ class LossOutput:
                 return x.new_ones(())
             return torch.where(count > 0, reduce(torch.where(read, x, start)), 1.0)
 
-        ratio = bounded_exp(self._objective.log_ratio(logps, rows, self._batch))
+        x = self._objective.log_ratio(logps, rows, self._batch)
+        ratio = bounded_exp(x)
         low, high = self._objective.surrogate.ratio_bounds
-        weight = ratio * torch.where(rows.token_weight != 0, rows.policy_weight / rows.token_weight, 0.0)
+        weight = ratio if rows.weights is None or self._objective.surrogate.absorbs_weights else ratio * rows.weights
         weight = torch.where(read, weight, 0.0).to(torch.float64)  # the square of a runaway ratio is beyond fp32
         metrics = {
             "tokens": trained.sum().to(torch.float32),
@@ -82,10 +86,16 @@ class LossOutput:
             "zero_advantage": (trained & (rows.advantages == 0)).sum() / trained.sum().clamp(min=1),
             "entropy": mean(self.entropy.reshape(-1)),
         }
-        kl = self._objective.kl_function
-        if kl is not None:
+        if rows.ref_logps is not None:
             old = logps if rows.old_logps is None else rows.old_logps
-            metrics["kl"] = mean(kl(logps, old, rows.ref_logps)[0])
+            kl = self._objective.kl_spec
+            x = logps - old if self._objective.level == "sequence-sum" else x
+            metrics["kl"] = mean(kl_terms(logps, old, rows.ref_logps, x, kl.clamps, **kl.formula)[0])
+        if self._objective.filters:
+            kept = read
+            for f in self._objective.filters:
+                kept = kept & f.keep(logps, self.entropy.reshape(-1), rows, self._batch)
+            metrics["kept"] = kept.sum() / tokens
         return metrics
 
 
@@ -117,7 +127,8 @@ def grpo_loss(
                  token level) are not read either; out.logps and out.entropy hold 0 there. Loss and gradient are the same.
     backend      "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
 
-    Token-level objectives read each logit from memory once and write its gradient once; sequence levels read twice.
+    Objectives of one pass (`Objective.one_pass`: token level) read each logit from memory once and write its gradient once;
+    the others read twice.
     fp16 logits keep their values and form the gradient in the backward, where the loss scale is known: it would
     underflow here. On-policy (ratio 1, advantages that sum to 0) a loss near 0 is normal: its gradient is not.
 
@@ -248,7 +259,7 @@ class _GrpoLoss(torch.autograd.Function):
         out = None
         if wanted and not deferred:
             out = logits.detach() if call.inplace else torch.empty_like(logits)
-        if call.objective.level == "token" and not deferred:
+        if call.objective.one_pass and not deferred:
             fused = call.backend.fused_loss(logits, call.rows, call.objective, call.transform, out)
         else:
             stats = call.backend.row_stats(logits, call.rows.targets, call.rows.read, call.transform, True)
@@ -307,7 +318,7 @@ class _LinearGrpoLoss(torch.autograd.Function):
         engine, wanted = Engine(head, call.backend, needed), any(needed)
         with torch.autocast(hidden.device.type, enabled=False):
             active, passive = split_rows(call.batch, rows, objective)
-            if objective.level == "token":
+            if objective.one_pass:
                 result = FusedRows(*(torch.zeros(rows.targets.numel(), device=hidden.device) for _ in FusedRows._fields))
                 engine.fused(active, rows, objective, transform, result, wanted)
                 engine.fused(passive, rows, objective, transform, result, False)

@@ -1,123 +1,143 @@
-"""What is minimised: a surrogate, the level of its ratio, a KL term, an entropy bonus and an aggregation.
+"""What is minimised: a surrogate, the level of its ratio, filters, a KL term, an entropy bonus and an aggregation.
 
-Everything but the surrogate and the KL estimator is a weight per token: a kernel sees
-    loss_t = policy_weight_t * surrogate_t + token_weight_t * (beta * KL_t - entropy_coef * entropy_t)
-and nothing about where the weights came from.
+Everything but the surrogate, the filters and the KL estimator is a weight per token, see token_stage.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
-from .batch import TokenBatch, flat, values_are_checked
-from .checks import LARGEST, SMALLEST, require, require_number
-from .surrogates import KL_ESTIMATORS, Cispo, Clip, PolicyGradient, Surrogate, token_terms
+from . import token_stage
+from .batch import TokenBatch, flat
+from .checks import LARGEST, SMALLEST, require, require_number, values_are_checked
+from .filters import EntropyFloor, EntropyQuantile, Filter, TrustRegion
+from .kl import Kl, as_kl
+from .surrogates import LEVELS, Clip, Dro, Surrogate
+from .token_stage import TokenRows
 
 Tensor = torch.Tensor
+F = TypeVar("F", bound=Filter)
 
-AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
-LEVELS = ("token", "sequence", "sequence-token")
-
-
-@dataclass(frozen=True, eq=False)
-class TokenRows:
-    """The flat rows of a batch with the weights of an objective; every tensor is [n]."""
-
-    targets: Tensor  # int64
-    read: Tensor | None  # bool: rows whose logits are looked at; None = all
-    advantages: Tensor  # fp32, like all that follow
-    old_logps: Tensor | None
-    ref_logps: Tensor | None
-    policy_weight: Tensor
-    token_weight: Tensor
-    trained: Tensor | None  # bool: rows where the batch's mask is set; None = all
-    active: Tensor | None = None  # bool: trained rows that can have a gradient; None = all
-
-    def __getitem__(self, rows: slice | Tensor) -> TokenRows:
-        def cut(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[rows]
-
-        return TokenRows(
-            self.targets[rows], cut(self.read), self.advantages[rows], cut(self.old_logps), cut(self.ref_logps),
-            self.policy_weight[rows], self.token_weight[rows], cut(self.trained), cut(self.active),
-        )  # fmt: skip
+AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-mean", "token-sum", "constant")
 
 
 @dataclass(frozen=True)
 class Objective:
     """A GRPO-family objective.
 
-    surrogate     Clip, Cispo, PolicyGradient or Custom: the per-token policy term.
+    surrogate     the per-token policy term, see surrogates.py: Clip, Cispo, Sapo, Gmpo, Vespo, ..., or Custom.
     level         "token": r_t = exp(logp_t - old_t). "sequence": one ratio per sequence, exp of the mean log-ratio over
                   its trained tokens, with the gradient through the mean (GSPO, arXiv 2507.18071 eq. 5; a surrogate that
                   detaches the ratio keeps its slope at the token). "sequence-token": that ratio in value, but the
-                  gradient of each token stays its own (GSPO-token, eq. 14).
+                  gradient of each token stays its own (GSPO-token, eq. 14). "sequence-sum": exp of the sum, the ratio of
+                  the whole completion (RLOO arXiv 2402.14740, VESPO).
     aggregate     how per-token terms become one number, see `normalizer` below:
                   "token-mean"            sum of all tokens / D, D = number of trained tokens
                   "seq-mean-token-mean"   sum of per-sequence means / D, D = B
                   "seq-mean-token-sum"    sum of all tokens / D, D = B
+                  "group-mean"            sum over groups of the mean over the group's tokens / D, D = number of groups
+                  "token-sum"             sum of all tokens / D, D = 1
                   "constant"              sum of all tokens / D, D = B * max_tokens (Dr. GRPO, arXiv 2503.20783)
-                  A fully masked sequence adds 0 and counts in B.
-    beta, kl      weight and estimator ("k1", "k2", "k3", or a function (logp, old, ref) -> (value, slope)) of the KL to
-                  the reference. The KL is not multiplied by the batch's weights.
+                  A fully masked sequence adds 0 and counts in B, unless count_empty=False (verl, OpenRLHF).
+    beta, kl      weight and estimator of the KL to the reference: "k1", "k2", "k3", "abs", with "+" for the straight-through
+                  form, a `Kl`, or a function (logp, old, ref) -> (value, slope). It is not multiplied by the batch's weights.
     entropy_coef  weight of the entropy bonus, which is subtracted from the loss.
     max_tokens    the completion budget of "constant", the paper's constant, not the padded length.
+    filters       see filters.py: tokens that leave the policy term, at most one of a kind.
+    log_ratio_bounds  (low, high): the log-ratio at the objective's level is clamped, with no slope outside, as torch.clamp
+                  has it (verl: -20, 20). None: it is bounded in the exponent only, at 60, and keeps its slope.
+    kl_aggregate, entropy_aggregate  None: like `aggregate`, with the same D. Otherwise their own, over this batch.
 
     The denominator D is for one process and one micro-batch. Whoever splits a batch passes `normalizer=` to the loss:
-    D over all micro-batches and ranks. Raises ValueError naming the field that is wrong.
+    D over all micro-batches and ranks, see `distributed.global_normalizer`. Raises ValueError naming the field that is wrong.
     """
 
     surrogate: Surrogate = field(default_factory=Clip)
     level: str = "token"
     aggregate: str = "token-mean"
     beta: float = 0.0
-    kl: str | Callable[..., Any] = "k3"
+    kl: str | Kl | Callable[..., Any] = "k3"
     entropy_coef: float = 0.0
     max_tokens: int | None = None
+    filters: tuple[Filter, ...] = ()
+    log_ratio_bounds: tuple[float, float] | None = None
+    kl_aggregate: str | None = None
+    entropy_aggregate: str | None = None
+    count_empty: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.surrogate, Surrogate):
             raise ValueError(f"surrogate={self.surrogate!r}: pass Clip(), Cispo(), PolicyGradient() or Custom(your_function).")
-        if self.level not in LEVELS:
-            raise ValueError(f"level={self.level!r}: it must be one of {', '.join(LEVELS)}.")
-        if self.aggregate not in AGGREGATES:
-            raise ValueError(f"aggregate={self.aggregate!r}: it must be one of {', '.join(AGGREGATES)}.")
+        require(self.level in LEVELS, "level", self.level, f"it must be one of {', '.join(LEVELS)}.")
+        levels = self.surrogate.levels
+        remedy = f"{type(self.surrogate).__name__} is defined at level {' or '.join(map(repr, levels))} only."
+        require(self.level in levels, "level", self.level, remedy)
+        for name in ("aggregate", "kl_aggregate", "entropy_aggregate"):
+            value = getattr(self, name)
+            known = value in AGGREGATES or (value is None and name != "aggregate")
+            require(known, name, value, f"it must be one of {', '.join(AGGREGATES)}.")
         require_number("beta", self.beta, "the KL weight is a finite number >= 0.", 0, LARGEST)
-        require(
-            callable(self.kl) or self.kl in KL_ESTIMATORS,
-            "kl",
-            self.kl,
-            f"it must be one of {', '.join(KL_ESTIMATORS)} or a function.",
-        )
+        as_kl(self.kl)
         require_number("entropy_coef", self.entropy_coef, "it must be a finite number.", -LARGEST, LARGEST)
         if self.max_tokens is not None:
             whole = isinstance(self.max_tokens, int) and self.max_tokens >= 1
             require(whole, "max_tokens", self.max_tokens, "the completion budget is a whole number of at least 1 token.")
+        self._check_filters()
+        if self.log_ratio_bounds is not None:
+            pair = isinstance(self.log_ratio_bounds, tuple) and len(self.log_ratio_bounds) == 2
+            remedy = "pass (low, high) with low < 0 < high, for example (-20.0, 20.0), or None."
+            require(
+                pair and self.log_ratio_bounds[0] < 0 < self.log_ratio_bounds[1],
+                "log_ratio_bounds",
+                self.log_ratio_bounds,
+                remedy,
+            )
+            own = not isinstance(self.surrogate, Dro)
+            require(own, "log_ratio_bounds", self.log_ratio_bounds, "Dro pulls back by the log-ratio itself: leave it None.")
+
+    def _check_filters(self) -> None:
+        remedy = "pass a tuple of filters, for example (TrustRegion('tv'),), see grpo_kernels.filters."
+        fine = isinstance(self.filters, tuple) and all(isinstance(f, Filter) for f in self.filters)
+        require(fine, "filters", self.filters, remedy)
+        kinds = [type(f) for f in self.filters]
+        require(len(set(kinds)) == len(kinds), "filters", self.filters, "give each kind of filter once.")
+        both = EntropyFloor in kinds and EntropyQuantile in kinds
+        require(not both, "filters", self.filters, "EntropyFloor and EntropyQuantile are two ways to do one thing: take one.")
+        trust = TrustRegion in kinds and self.level != "token"
+        require(
+            not trust, "level", self.level, 'a TrustRegion compares probabilities of single tokens: it needs level="token".'
+        )
 
     @classmethod
-    def preset(cls, name: str, **changes: Any) -> Objective:
-        """A published objective by name (see PRESETS), with fields replaced by `changes`."""
-        if name not in PRESETS:
-            raise ValueError(f"preset {name!r} is unknown: choose one of {', '.join(PRESETS)}.")
-        unknown = [f for f in changes if f not in {known.name for known in fields(cls)}]
-        if unknown:
-            raise TypeError(f"{unknown[0]!r} is not a field of Objective: it has {', '.join(f.name for f in fields(cls))}.")
-        return replace(PRESETS[name], **changes)
+    def preset(cls, name: str, *, numerics: str | None = None, **changes: Any) -> Objective:
+        """A published objective by name (see presets.py), with fields replaced by `changes`.
+
+        numerics: "trl", "verl", "openrlhf", ...: that trainer's constants, clamps and denominators."""
+        from .presets import preset  # which is made of objectives
+
+        return preset(name, numerics, changes)
+
+    def filter(self, kind: type[F]) -> F | None:
+        """The filter of this kind, if there is one."""
+        return next((f for f in self.filters if isinstance(f, kind)), None)
 
     @property
-    def kl_function(self) -> Callable[..., Any] | None:
-        """The KL estimator, or None when beta is 0 and the reference is not looked at."""
-        if self.beta == 0:
-            return None
-        return self.kl if callable(self.kl) else KL_ESTIMATORS[self.kl]
+    def kl_spec(self) -> Kl:
+        return as_kl(self.kl)
+
+    @property
+    def one_pass(self) -> bool:
+        """True where a token's slope depends on that token alone, so that its logits are visited once."""
+        return self.level == "token" and not self.surrogate.selects and all(f.one_pass for f in self.filters)
 
     @property
     def needs_entropy(self) -> bool:
+        """Whether entropy has a gradient."""
         return self.entropy_coef != 0
 
     @property
@@ -125,23 +145,36 @@ class Objective:
         """Which rows can have a gradient, as `TokenBatch.marked` names them. The others have exactly none."""
         if not self.surrogate.zero_at_zero_advantage or self.beta != 0 or self.entropy_coef != 0:
             return "trained"
-        return "sequences" if self.level == "sequence" else "contributing"
+        through_sequence = self.level in ("sequence", "sequence-sum") and not self.surrogate.detached_ratio
+        return "sequences" if through_sequence else "contributing"
 
     # ---- weights
 
     def normalizer(self, batch: TokenBatch) -> float | Tensor:
-        """The denominator D of one batch (a 0-d tensor for token-mean). Sum it over micro-batches and ranks."""
-        if self.aggregate == "token-mean":
+        """The denominator D of one batch, a number or a 0-d tensor. Sum it over micro-batches and ranks: see
+        `distributed.global_normalizer`. It may be 0, which a loss takes for 1."""
+        return self._denominator(batch, self.aggregate)
+
+    def _denominator(self, batch: TokenBatch, aggregate: str) -> float | Tensor:
+        if aggregate == "token-sum":
+            return 1.0
+        if aggregate == "token-mean":
             return float(batch.rows) if batch.mask is None else batch.mask.sum().to(torch.float32)
-        sequences = self._sequences(batch)
-        if self.aggregate != "constant":
-            return float(sequences)
+        if aggregate == "group-mean":
+            same = batch.same_group()
+            counted = torch.ones_like(same[0]) if self.count_empty else ((same @ self._lengths(batch)) > 0).to(same.dtype)
+            return (counted / same.sum(1)).sum().to(torch.float32)
+        sequences: float | Tensor = float(self._sequences(batch))
+        if not self.count_empty:
+            sequences = (self._lengths(batch) > 0).sum().to(torch.float32)
+        if aggregate != "constant":
+            return sequences
         if self.max_tokens is None:
             raise ValueError(
                 'max_tokens is None, but aggregate="constant" divides by B * max_tokens: set it to the completion budget '
                 '(Objective.preset("dr_grpo", max_tokens=1024)), or pass normalizer= to the loss.'
             )
-        return float(sequences * self.max_tokens)
+        return sequences * self.max_tokens
 
     def _sequences(self, batch: TokenBatch) -> int:
         if batch.sequences is None:
@@ -151,55 +184,89 @@ class Objective:
             )
         return batch.sequences
 
+    def _lengths(self, batch: TokenBatch) -> Tensor:
+        """Trained tokens of each sequence, fp64 [B]."""
+        self._sequences(batch)
+        mask = batch.marked("trained")
+        return batch.sequence_sum(torch.ones_like(flat(batch.targets)) if mask is None else mask)
+
+    def _weights(self, batch: TokenBatch, aggregate: str, normalizer: float | Tensor | None) -> Tensor:
+        """What each token's term counts, fp32 [n]: 0 where masked."""
+        if normalizer is None:
+            normalizer = self._denominator(batch, aggregate)
+            # An all-masked batch is 0 / 1.
+            normalizer = normalizer.clamp(min=1.0) if isinstance(normalizer, Tensor) else max(normalizer, 1.0)
+        mask = batch.marked("trained")
+        weight = torch.ones(batch.rows, device=batch.targets.device) if mask is None else mask.to(torch.float32)
+        inner: Tensor | None = None  # tokens that share a mean with this one
+        if aggregate == "seq-mean-token-mean":
+            inner = self._lengths(batch)
+        elif aggregate == "group-mean":
+            inner = batch.same_group() @ self._lengths(batch)
+        if inner is not None:
+            weight = weight / batch.spread(inner.clamp(min=1.0)).to(torch.float32)
+        # Where nothing is trained a given normalizer may be 0, and 0 / 0 must not reach the loss.
+        return torch.where(weight != 0, weight / normalizer, 0.0)
+
+    def _check_normalizer(self, normalizer: float | Tensor, batch: TokenBatch) -> float | Tensor:
+        if not isinstance(normalizer, Tensor):
+            remedy = "the denominator is a finite number above 0, over all micro-batches and ranks."
+            require_number("normalizer", normalizer, remedy, SMALLEST, LARGEST)
+            return normalizer
+        if normalizer.numel() != 1:
+            raise ValueError(f"normalizer has shape {list(normalizer.shape)}: pass a number or a 0-d tensor.")
+        if values_are_checked(normalizer):
+            number, nothing = float(normalizer), batch.mask is not None and not batch.mask.any()
+            if not (0 < number < math.inf or (number == 0 and nothing)):
+                raise ValueError(f"normalizer={number}: the denominator is a finite number above 0.")
+        return normalizer.detach().reshape(()).to(batch.targets.device, torch.float32, non_blocking=True)
+
     def token_rows(self, batch: TokenBatch, normalizer: float | Tensor | None = None, skip_inactive: bool = False) -> TokenRows:
         """Flat rows and their weights. Nothing here waits for the device. Raises ValueError where the batch lacks
         something that the objective needs.
 
         skip_inactive leaves rows out of `read` that cannot contribute to value or gradient: zero advantage or weight,
-        with no KL and no entropy term, at token level."""
+        with no KL and no entropy term, in one-pass objectives."""
         if self.beta != 0 and batch.ref_logps is None:
             raise ValueError(f"ref_logps is None, but beta={self.beta}: pass the reference's log-probs, or set beta=0.")
+        trust = self.filter(TrustRegion)
+        sampler = trust is not None and trust.anchor == "sampler"
+        if sampler and batch.sampler_logps is None:
+            raise ValueError('sampler_logps is None, but TrustRegion(anchor="sampler") compares with them: pass them.')
         if self.level != "token":
             self._sequences(batch)
-        if normalizer is None:
-            normalizer = self.normalizer(batch)
-            if isinstance(normalizer, Tensor):
-                normalizer = normalizer.clamp(min=1.0)  # an all-masked batch is 0 / 1
-            else:
-                normalizer = max(normalizer, 1.0)
-        elif isinstance(normalizer, Tensor):
-            if normalizer.numel() != 1:
-                raise ValueError(f"normalizer has shape {list(normalizer.shape)}: pass a number or a 0-d tensor.")
-            if values_are_checked(normalizer):
-                number, nothing = float(normalizer), batch.mask is not None and not batch.mask.any()
-                if not (0 < number < math.inf or (number == 0 and nothing)):
-                    raise ValueError(f"normalizer={number}: the denominator is a finite number above 0.")
-            normalizer = normalizer.detach().reshape(()).to(batch.targets.device, torch.float32, non_blocking=True)
-        else:
-            remedy = "the denominator is a finite number above 0, over all micro-batches and ranks."
-            require_number("normalizer", normalizer, remedy, SMALLEST, LARGEST)
-        mask = batch.marked("trained")
-        if mask is None:
-            weight = torch.ones(batch.rows, device=batch.targets.device)
-        else:
-            weight = mask.to(torch.float32)
-        if self.aggregate == "seq-mean-token-mean":
-            self._sequences(batch)
-            weight = weight / batch.spread(batch.sequence_sum(weight).clamp(min=1.0)).to(torch.float32)
-        # Where nothing is trained a given normalizer may be 0, and 0 / 0 must not reach the loss.
-        weight = torch.where(weight != 0, weight / normalizer, 0.0)
+        if self.surrogate.absorbs_weights and batch.weights is not None and batch.weights.shape != batch.targets.shape:
+            raise ValueError(
+                f"weights has shape {list(batch.weights.shape)}, but {type(self.surrogate).__name__} multiplies the weights of a "
+                f"sequence's tokens into its ratio: pass one per token, {list(batch.targets.shape)}."
+            )
+        if normalizer is not None:
+            normalizer = self._check_normalizer(normalizer, batch)
+        weight = self._weights(batch, self.aggregate, normalizer)
+
+        def scaled(coef: float, aggregate: str | None) -> Tensor | None:
+            if coef == 0:
+                return None
+            return coef * (weight if aggregate is None else self._weights(batch, aggregate, None))
+
+        mask, active = batch.marked("trained"), batch.marked(self.active_rows)
         advantages, weights = batch.flat("advantages"), batch.flat("weights")
         assert advantages is not None
-        policy_weight = weight if weights is None else weight * weights
-        active = batch.marked(self.active_rows)
+        policy_weight = weight
+        if weights is not None:
+            policy_weight = torch.where(weights != 0, weight, 0.0) if self.surrogate.absorbs_weights else weight * weights
         return TokenRows(
             targets=flat(batch.targets).to(torch.int64),
-            read=active if skip_inactive and self.level == "token" else mask,
+            read=active if skip_inactive and self.one_pass else mask,
             advantages=advantages,
+            policy_weight=policy_weight,
             old_logps=batch.flat("old_logps"),
             ref_logps=batch.flat("ref_logps") if self.beta != 0 else None,
-            policy_weight=policy_weight,
-            token_weight=weight,
+            kl_weight=scaled(self.beta, self.kl_aggregate),
+            entropy_weight=scaled(self.entropy_coef, self.entropy_aggregate),
+            nll_weight=batch.flat("nll_weights"),
+            sampler_logps=batch.flat("sampler_logps") if sampler else None,
+            weights=weights,
             trained=mask,
             active=active,
         )
@@ -211,63 +278,16 @@ class Objective:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(losses, d_logps, d_entropy), each fp32 [n] (d_entropy None without a bonus): sum(losses) is the loss.
 
-        logps and entropy are fp32 [n], exactly 0 where masked. `batch` supplies the sequences for sequence levels; a
-        token-level objective treats any slice of rows alone."""
-        function: Callable[..., Any] = self.surrogate.function
-        weight = rows.policy_weight
-        if self.level != "token":
+        logps and entropy are fp32 [n], exactly 0 where masked. `batch` supplies the sequences; a one-pass objective does
+        without, and treats any slice of rows alone."""
+        if self.one_pass:
+            losses, d_logps, d_entropy = token_stage.row_terms(self, logps, entropy, rows)
+        else:
             assert batch is not None
-            # It applies the weights itself.
-            function, weight = self._sequence_surrogate(rows, batch), torch.ones_like(rows.policy_weight)
-        losses, d_logps, d_entropy = token_terms(
-            logps, logps if rows.old_logps is None else rows.old_logps, rows.ref_logps, entropy, rows.advantages,
-            weight, rows.token_weight, self.beta, self.entropy_coef,
-            function, self.surrogate.params, self.kl_function, self.needs_entropy,
-        )  # fmt: skip
+            losses, d_logps, d_entropy = token_stage.batch_terms(self, logps, entropy, rows, batch)
         return losses, d_logps, d_entropy if self.needs_entropy else None
 
     def log_ratio(self, logps: Tensor, rows: TokenRows, batch: TokenBatch) -> Tensor:
-        """logp - old_logp at this objective's level, fp32 [n]: per token, or the mean over the sequence's trained tokens."""
-        difference = torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
-        if self.level == "token":
-            return difference
-        return batch.spread(batch.sequence_sum(difference) / _trained(rows, batch)[1]).to(torch.float32)
-
-    def _sequence_surrogate(self, rows: TokenRows, batch: TokenBatch) -> Callable[..., Any]:
-        """The weighted surrogate with one ratio per sequence, as a function of all tokens of the batch."""
-
-        def surrogate(logps: Tensor, old_logps: Tensor, advantages: Tensor, params: tuple[float, ...]):
-            mean = self.log_ratio(logps, rows, batch)
-            if self.surrogate.detached_ratio:  # needs logp itself beside the ratio, and keeps its slope at the token
-                loss, slope = self.surrogate(logps, logps - mean, advantages)
-            else:
-                loss, slope = self.surrogate(mean, torch.zeros_like(mean), advantages)
-            loss, slope = rows.policy_weight * loss, rows.policy_weight * slope
-            if self.level == "sequence" and not self.surrogate.detached_ratio:
-                trained, count = _trained(rows, batch)
-                d_mean = batch.sequence_sum(slope)  # d loss / d (mean log-ratio), [B]
-                slope = torch.where(trained, batch.spread(d_mean / count).to(torch.float32), 0.0)
-            return loss, slope
-
-        return surrogate
-
-
-def _trained(rows: TokenRows, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """([n] bool, [B] fp64 count of them in each sequence, at least 1)."""
-    trained = torch.ones_like(rows.targets, dtype=torch.bool) if rows.trained is None else rows.trained
-    return trained, batch.sequence_sum(trained).clamp(min=1.0)
-
-
-_GRPO = Objective(aggregate="seq-mean-token-mean")
-
-#: Published objectives. dapo and bnpo differ in the normaliser only: DAPO's is the token count of the whole batch (pass
-#: `normalizer=` when it is split), BNPO's the count of the micro-batch at hand.
-PRESETS: dict[str, Objective] = {
-    "grpo": _GRPO,
-    "dapo": Objective(surrogate=Clip(0.2, 0.28)),
-    "bnpo": Objective(),
-    "dr_grpo": Objective(aggregate="constant"),
-    "gspo": replace(_GRPO, surrogate=Clip(3e-4, 4e-4), level="sequence"),
-    "cispo": Objective(surrogate=Cispo(5.0)),
-    "reinforce": Objective(surrogate=PolicyGradient()),
-}
+        """logp - old_logp at this objective's level, fp32 [n]: per token, or the mean or sum over the sequence's trained
+        tokens."""
+        return token_stage.log_ratio(self, logps, rows, batch)

@@ -1,13 +1,10 @@
-"""The maths: surrogates and KL estimators, each one plain function that returns a loss and its slope.
+"""The policy term: surrogates, each one plain function that returns a token's loss and its slope.
 
-Every function here is written with the names that torch and Triton share, taken from `ops`. Under torch (CPU kernels,
-the eager backend, the reference) `ops` stands for torch; inside the fused Triton kernel the same source is compiled
-with `ops` replaced by `triton.language`. So each formula exists once.
+Notation: logp, old_logp are log-probs of the chosen token under the policy and under the policy at the start of the
+update; x = logp - old_logp, r = exp(x); A the advantage; sg stops the gradient; "slope" = d loss / d logp.
 
-Notation: logp, old_logp, ref_logp are log-probs of the chosen token under the policy, the policy at the start of the
-update and the frozen reference; r = exp(logp - old_logp); A the advantage; "slope" = d loss / d logp.
-
-To write your own, see `Custom`.
+Every function is written in `ops` (see there), so the fused Triton kernel runs the same source. To write your own, see
+`Custom`.
 """
 
 from __future__ import annotations
@@ -19,40 +16,14 @@ from typing import Any
 
 import torch
 
-from .checks import LARGEST, SMALLEST, require_number
+from .checks import LARGEST, SMALLEST, require, require_number
+from .ops import bounded_exp, ops
 
 Tensor = torch.Tensor
 
+LEVELS = ("token", "sequence", "sequence-token", "sequence-sum")
 
-class ops:
-    """What a formula may call, besides arithmetic and comparisons: element by element, the same in torch and Triton."""
-
-    exp, log, sqrt, abs, sigmoid, where = torch.exp, torch.log, torch.sqrt, torch.abs, torch.sigmoid, torch.where
-
-    @staticmethod
-    def minimum(a, b):
-        if not isinstance(a, Tensor):  # two parameters
-            return min(a, b)
-        return torch.minimum(a, b) if isinstance(b, Tensor) else torch.clamp(a, max=b)
-
-    @staticmethod
-    def maximum(a, b):
-        if not isinstance(a, Tensor):
-            return max(a, b)
-        return torch.maximum(a, b) if isinstance(b, Tensor) else torch.clamp(a, min=b)
-
-
-# ---- building blocks
-
-
-def bounded_exp(x):
-    """exp(min(x, 60)): a ratio of e^60 is already lost, and e^60 times any sane weight is still finite in fp32.
-
-    The slopes below keep using the bounded value, so a token beyond the bound is pulled back instead of frozen."""
-    return ops.exp(ops.minimum(x, 60.0))
-
-
-# ---- surrogates: (logp, old_logp, advantage, params) -> (loss, slope)
+# ---- formulas: (logp, old_logp, advantage, params) -> (loss, slope)
 
 
 def clip(logp, old_logp, advantage, params):
@@ -83,79 +54,83 @@ def policy_gradient(logp, old_logp, advantage, params):
     return ops.where(advantage == 0.0, 0.0, -advantage * logp), -advantage
 
 
-# ---- KL estimators: (logp, old_logp, ref_logp) -> (value, slope). With d = ref_logp - logp:
+def importance_sampling(logp, old_logp, advantage, params):
+    """-r A. See `ImportanceSampling`."""
+    term = -bounded_exp(logp - old_logp) * advantage
+    return term, term
 
 
-def k1(logp, old_logp, ref_logp):
-    """-d. Unbiased value, but as a loss its expected gradient is zero: use it for rewards and metrics (Schulman 2020)."""
-    d = ref_logp - logp
-    return -d, 1.0
+def sapo(logp, old_logp, advantage, params):
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A. See `Sapo`."""
+    tau = ops.where(advantage > 0.0, params[0], params[1])
+    r = bounded_exp(logp - old_logp)
+    gate = ops.sigmoid(tau * (r - 1.0))
+    # The other half of the gate by its own sigmoid: 1 - gate would cancel.
+    return -4.0 / tau * gate * advantage, -4.0 * gate * ops.sigmoid(tau * (1.0 - r)) * r * advantage
 
 
-def k2(logp, old_logp, ref_logp):
-    """d^2 / 2. On-policy its gradient is that of KL(policy || reference)."""
-    d = ref_logp - logp
-    return 0.5 * d * d, -d
+def vespo(logp, old_logp, advantage, params):
+    """-phi A logp, phi = sg(exp(lambda + k log w - lambda w)), log w = x within [log 1e-8, 20]. See `Vespo`."""
+    k = ops.where(advantage >= 0.0, params[0], params[2])
+    rate = ops.where(advantage >= 0.0, params[1], params[3])
+    log_w = ops.minimum(ops.maximum(logp - old_logp, -18.420680743952367), 20.0)
+    weight = bounded_exp(rate + k * log_w - rate * ops.exp(log_w)) * advantage
+    return ops.where(weight == 0.0, 0.0, -weight * logp), -weight
 
 
-def k3(logp, old_logp, ref_logp):
-    """e^d - d - 1 >= 0, the estimator of GRPO (arXiv 2402.03300, eq. 4). The exponent is bounded at 60."""
-    d = ref_logp - logp
-    e = bounded_exp(d)
-    return e - d - 1.0, 1.0 - e
+def dro(logp, old_logp, advantage, params):
+    """-A logp + beta x^2 / 2. See `Dro`."""
+    x = logp - old_logp
+    return -advantage * logp + 0.5 * params[0] * x * x, params[0] * x - advantage
 
 
-KL_ESTIMATORS: dict[str, Callable[..., Any]] = {"k1": k1, "k2": k2, "k3": k3}
+def regression(logp, old_logp, advantage, params):
+    """(beta x - A)^2. See `A2po`."""
+    residual = params[0] * (logp - old_logp) - advantage
+    return residual * residual, 2.0 * params[0] * residual
 
 
-# ---- the terms of one token, the same in every backend and inside the fused kernel
+# Two whose terms also depend on which tokens of the batch were selected (1.0) and which not (0.0).
 
 
-def token_terms(
-    logp,
-    old_logp,
-    ref_logp,
-    entropy,
-    advantage,
-    policy_weight,
-    token_weight,
-    beta,
-    entropy_coef,
-    SURROGATE,
-    PARAMS,
-    KL,
-    ENTROPY,
-):
-    """loss_t = policy_weight * surrogate + token_weight * (beta * KL - entropy_coef * entropy), with its slopes.
+def clip_cov(logp, old_logp, advantage, params, selected):
+    """`clip`, and nothing for selected tokens. See `ClipCov`."""
+    low = 1.0 - params[0]
+    high = 1.0 + params[1]
+    r = bounded_exp(logp - old_logp)
+    loss = -ops.minimum(r * advantage, ops.minimum(ops.maximum(r, low), high) * advantage)
+    active = ops.where(advantage > 0.0, r <= high, r >= low) & (selected == 0.0)
+    return ops.where(selected == 0.0, loss, 0.0), ops.where(active, -r * advantage, 0.0)
 
-    Returns (loss, d loss / d logp, d loss / d entropy). KL None leaves out the reference, ENTROPY False the bonus."""
-    loss, slope = SURROGATE(logp, old_logp, advantage, PARAMS)
-    # A token that its weight takes out is out whatever the ratio is, NaN included.
-    loss = ops.where(policy_weight == 0.0, 0.0, policy_weight * loss)
-    d_logp = ops.where(policy_weight == 0.0, 0.0, policy_weight * slope)
-    d_entropy = token_weight * 0.0
-    if KL is not None:
-        kl, kl_slope = KL(logp, old_logp, ref_logp)
-        loss += beta * token_weight * kl
-        d_logp += beta * token_weight * kl_slope
-    if ENTROPY:
-        loss -= entropy_coef * token_weight * entropy
-        d_entropy -= entropy_coef * token_weight
-    return loss, d_logp, d_entropy
+
+def kl_cov(logp, old_logp, advantage, params, selected):
+    """-r A, plus coef |x| for selected tokens. See `KlCov`."""
+    x = logp - old_logp
+    sign = ops.where(x > 0.0, 1.0, ops.where(x < 0.0, -1.0, 0.0))
+    term = -bounded_exp(x) * advantage
+    return term + params[0] * selected * ops.abs(x), term + params[0] * selected * sign
 
 
 # ---- surrogates with their parameters, as users name them
 
 
 class Surrogate:
-    """A surrogate function together with its parameters. Subclasses are frozen dataclasses of floats."""
+    """A surrogate function together with its parameters. Subclasses are frozen dataclasses of floats.
+
+    The attributes say what an objective may do with it."""
 
     function: Callable[..., Any]
-    #: True: the ratio is a constant weight and the gradient flows through logp itself (CISPO). At sequence level the
-    #: slope then stays at its token instead of flowing through the mean log-ratio.
+    #: Levels of the ratio that it is defined for.
+    levels: tuple[str, ...] = LEVELS
+    #: True: the ratio is a constant weight and the gradient flows through logp itself (CISPO). At sequence levels the
+    #: slope then stays at its token instead of flowing through the log-ratio of the sequence.
     detached_ratio: bool = False
     #: True: a token with advantage 0 has loss 0 and slope 0 whatever its ratio, so its row need not be looked at.
     zero_at_zero_advantage: bool = True
+    #: True: a batch's weights enter the ratio of the sequence instead of multiplying the term (VESPO).
+    absorbs_weights: bool = False
+    #: True: `select` looks at the whole batch, so no slope is known before all log-probs are.
+    selects: bool = False
 
     @property
     def params(self) -> tuple[float, ...]:
@@ -167,9 +142,22 @@ class Surrogate:
         """Ratios below the first (A < 0) or above the second (A > 0) count as clipped in the metrics."""
         return (0.0, math.inf)
 
-    def __call__(self, logp: Tensor, old_logp: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+    def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
+        """What a token's log-ratio [n] counts in its sequence's mean or sum, and the derivative of that."""
+        return x, 1.0
+
+    def select(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
+        """fp32 [n] of 0 and 1, for a surrogate that `selects`."""
+        raise NotImplementedError
+
+    def __call__(self, logp: Tensor, old_logp: Tensor, advantage: Tensor, *selected: Tensor) -> tuple[Tensor, Tensor]:
         """Per-token loss and slope, fp32, in the shape of `logp`."""
-        return self.function(logp, old_logp, advantage, self.params)
+        return self.function(logp, old_logp, advantage, self.params, *selected)
+
+
+def _check_clip_widths(eps_low: float, eps_high: float) -> None:
+    require_number("eps_low", eps_low, "the lower clip width is a number in [0, 1].", 0, 1)
+    require_number("eps_high", eps_high, "the upper clip width is a finite number >= 0.", 0, LARGEST)
 
 
 @dataclass(frozen=True)
@@ -187,8 +175,7 @@ class Clip(Surrogate):
     function = staticmethod(clip)
 
     def __post_init__(self) -> None:
-        require_number("eps_low", self.eps_low, "the lower clip width is a number in [0, 1].", 0, 1)
-        require_number("eps_high", self.eps_high, "the upper clip width is a finite number >= 0.", 0, LARGEST)
+        _check_clip_widths(self.eps_low, self.eps_high)
         require_number(
             "delta", self.delta, "the two-sided bound is above 1 (math.inf switches it off).", math.nextafter(1.0, 2.0)
         )
@@ -212,7 +199,7 @@ class Cispo(Surrogate):
     detached_ratio = True
 
     def __post_init__(self) -> None:
-        require_number("cap", self.cap, "the cap is an absolute ratio above 0, for example 5.0.", SMALLEST, LARGEST)
+        require_number("cap", self.cap, "the cap is an absolute ratio above 0, for example 5.0.", SMALLEST)
         require_number("low", self.low, "the lower bound is a ratio in [0, cap].", 0, self.cap)
 
     @property
@@ -222,10 +209,186 @@ class Cispo(Surrogate):
 
 @dataclass(frozen=True)
 class PolicyGradient(Surrogate):
-    """REINFORCE: loss = -A logp, no ratio (Williams 1992; GPG arXiv 2504.02546)."""
+    """REINFORCE: loss = -A logp, no ratio (Williams 1992; GPG arXiv 2504.02546). With A = 1, the cross-entropy."""
 
     function = staticmethod(policy_gradient)
     detached_ratio = True
+
+
+@dataclass(frozen=True)
+class ImportanceSampling(Surrogate):
+    """loss = -r A, no clip (Tinker's "importance_sampling"; the ratio of DPPO beside a `filters.TrustRegion`)."""
+
+    function = staticmethod(importance_sampling)
+
+
+@dataclass(frozen=True)
+class Sapo(Surrogate):
+    """SAPO: a soft gate instead of a clip, loss = -(4 / tau) sigmoid(tau (r - 1)) A, of slope -A at r = 1.
+
+    tau_pos for A > 0, tau_neg otherwise. Source: arXiv 2511.20347."""
+
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    function = staticmethod(sapo)
+
+    def __post_init__(self) -> None:
+        for name in ("tau_pos", "tau_neg"):
+            require_number(
+                name, getattr(self, name), "the temperature of the gate is a finite number above 0.", SMALLEST, LARGEST
+            )
+
+
+@dataclass(frozen=True)
+class Vespo(Surrogate):
+    """VESPO: loss = -phi A logp, phi = sg(exp(lambda + k log w - lambda w)) with w the ratio of the whole sequence.
+
+    log w is the sum of log-ratios, each within +-20, and of the logs of the batch's weights, which enter here instead of
+    multiplying the term; log w itself is kept in [log 1e-8, 20]. (k, lambda) by the sign of A. Source: arXiv 2602.10693."""
+
+    k_pos: float = 2.0
+    lambda_pos: float = 3.0
+    k_neg: float = 3.0
+    lambda_neg: float = 2.0
+    function = staticmethod(vespo)
+    levels = ("sequence-sum",)
+    detached_ratio = True
+    absorbs_weights = True
+
+    def __post_init__(self) -> None:
+        for name in ("k_pos", "k_neg"):
+            require_number(name, getattr(self, name), "the exponent is a finite number >= 0.", 0, LARGEST)
+        for name in ("lambda_pos", "lambda_neg"):
+            require_number(name, getattr(self, name), "the rate is a finite number of at least 1e-4.", 1e-4, LARGEST)
+
+    def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
+        return x.clamp(-20.0, 20.0), 1.0
+
+
+@dataclass(frozen=True)
+class Gmpo(Surrogate):
+    """GMPO: loss = -A exp(mean of clipped log-ratios), so the geometric mean of a sequence's ratios is what counts and each
+    token is clipped in log space, to [-eps_low, eps_high], on the side where it would gain. Source: arXiv 2507.20673."""
+
+    eps_low: float = 0.4
+    eps_high: float = 0.4
+    function = staticmethod(importance_sampling)
+    levels = ("sequence",)
+
+    def __post_init__(self) -> None:
+        for name in ("eps_low", "eps_high"):
+            require_number(name, getattr(self, name), "the clip width in log space is a number >= 0.", 0)
+
+    def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
+        high = torch.where(advantages > 0, self.eps_high, math.inf)
+        low = torch.where(advantages < 0, -self.eps_low, -math.inf)
+        return torch.minimum(torch.maximum(x, low), high), ((x >= low) & (x <= high)).to(x.dtype)
+
+    @property
+    def params(self) -> tuple[float, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Dro(Surrogate):
+    """DRO: loss = -A logp + beta x^2 / 2, a quadratic pull to the old policy instead of a clip (verl's "dro")."""
+
+    beta: float = 1.0
+    function = staticmethod(dro)
+    levels = ("token",)
+    zero_at_zero_advantage = False
+
+    def __post_init__(self) -> None:
+        require_number("beta", self.beta, "the pull is a finite number >= 0.", 0, LARGEST)
+
+
+@dataclass(frozen=True)
+class A2po(Surrogate):
+    """A*-PO: loss = (beta sum_t log(pi / pi_ref) - A)^2 per sequence, a regression onto A = reward - V* (arXiv 2505.20686).
+
+    Pass the reference's log-probs as the batch's old_logps, and reward - V* as its advantages (see `a2po_values`)."""
+
+    beta: float = 1e-3
+    function = staticmethod(regression)
+    levels = ("sequence-sum",)
+    zero_at_zero_advantage = False
+
+    def __post_init__(self) -> None:
+        require_number("beta", self.beta, "the temperature of the regression is a finite number above 0.", SMALLEST, LARGEST)
+
+
+def covariance(logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
+    """(A - mean A) (logp - mean logp) of every trained token of the batch, fp64 [n]; 0 elsewhere. arXiv 2505.22617 eq. 9."""
+    count = trained.sum().clamp(min=1)
+    centred = []
+    for values in (logps, advantages):
+        x = torch.where(trained, values.to(torch.float64), 0.0)
+        centred.append(x - x.sum() / count)
+    return torch.where(trained, centred[0] * centred[1], 0.0)
+
+
+def _first(order: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
+    """fp32 [n]: 1 for the `count` (0-d) eligible tokens of the lowest `order`. No host sync."""
+    ranked = torch.argsort(torch.where(eligible, order, math.inf), stable=True)
+    rank = torch.empty_like(ranked).scatter_(0, ranked, torch.arange(ranked.numel(), device=ranked.device))
+    return (eligible & (rank < count)).to(torch.float32)
+
+
+@dataclass(frozen=True)
+class ClipCov(Surrogate):
+    """Clip-Cov: `Clip`, with a random `share` of the tokens (at least one) taken out among those that are not clipped and
+    whose covariance of log-prob and advantage lies between `low` and `high`. Source: arXiv 2505.22617.
+
+    The random choice follows torch's global seed."""
+
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    share: float = 2e-4
+    low: float = 1.0
+    high: float = 5.0
+    function = staticmethod(clip_cov)
+    levels = ("token",)
+    selects = True
+
+    def __post_init__(self) -> None:
+        _check_clip_widths(self.eps_low, self.eps_high)
+        require_number("share", self.share, "the share of tokens is in [0, 1].", 0, 1)
+        require_number("low", self.low, "the band of covariances is low < high.")
+        require(self.low < self.high, "high", self.high, f"the band of covariances is low < high, but low={self.low}.")
+
+    @property
+    def ratio_bounds(self) -> tuple[float, float]:
+        return (1.0 - self.eps_low, 1.0 + self.eps_high)
+
+    def select(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
+        low, high = self.ratio_bounds
+        r = bounded_exp(logps - old_logps)
+        clipped = ((r > high) & (advantages > 0)) | ((r < low) & (advantages < 0))
+        cov = covariance(logps, advantages, trained)
+        eligible = trained & ~clipped & (cov > self.low) & (cov < self.high)
+        count = (self.share * trained.sum().to(torch.float64)).floor().clamp(min=1)
+        return _first(torch.rand(logps.shape, device=logps.device), eligible, count)
+
+
+@dataclass(frozen=True)
+class KlCov(Surrogate):
+    """KL-Cov: loss = -r A, plus coef |x| for the `share` of the tokens (at least one) with the largest covariance of
+    log-prob and advantage. Source: arXiv 2505.22617."""
+
+    coef: float = 1.0
+    share: float = 2e-4
+    function = staticmethod(kl_cov)
+    levels = ("token",)
+    zero_at_zero_advantage = False
+    selects = True
+
+    def __post_init__(self) -> None:
+        require_number("coef", self.coef, "the weight of the penalty is a finite number >= 0.", 0, LARGEST)
+        require_number("share", self.share, "the share of tokens is in [0, 1].", 0, 1)
+
+    def select(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
+        count = (self.share * trained.sum().to(torch.float64)).floor().clamp(min=1)
+        return _first(-covariance(logps, advantages, trained), trained, count)
 
 
 @dataclass(frozen=True)
@@ -267,9 +430,11 @@ def check_surrogate(surrogate: Surrogate, *, points: int = 4096, tolerance: floa
     logp = -5.0 * torch.rand(points, generator=g, dtype=torch.float64)
     x = 3.0 * (2.0 * torch.rand(points, generator=g, dtype=torch.float64) - 1.0)
     advantage = torch.randn(points, generator=g, dtype=torch.float64)
+    selected = (torch.rand(points, generator=g) < 0.5).to(torch.float64)
     old_logp = logp - x
     logp.requires_grad_()
-    loss, slope = surrogate(logp, logp - x if surrogate.detached_ratio else old_logp, advantage)
+    extra = (selected,) if surrogate.selects else ()
+    loss, slope = surrogate(logp, logp - x if surrogate.detached_ratio else old_logp, advantage, *extra)
     (expected,) = torch.autograd.grad(loss.sum(), logp)
     slope = torch.as_tensor(slope).detach().expand_as(expected)
     error = (slope - expected).abs() / (1.0 + expected.abs())

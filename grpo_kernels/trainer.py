@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from .batch import LogitTransform, TokenBatch
+from .entropy import AdaptiveEntropyCoef
 from .logprobs import linear_logprobs, token_logprobs
 from .losses import LossOutput, grpo_loss, linear_grpo_loss
 from .training import checkpoints, require
@@ -89,6 +90,9 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay
         )
+        self.entropy_coef: AdaptiveEntropyCoef | None = None
+        if config.entropy_target:
+            self.entropy_coef = AdaptiveEntropyCoef(target=config.entropy_target, initial=config.entropy_coef)
         self.step = 0  # steps done
         self.rng = checkpoints.rng_state()
         self.mid_update = False
@@ -199,24 +203,31 @@ class Trainer:
             columns={name: [row[name] for row in repeated] for name in rows[0] if name not in ("prompt", "prompt_ids")},
             group_size=group_size,
             width=completions.targets.shape[1],
-            scale=self.config.advantage_scale,
+            options=self.config.advantage_options,
         )
 
     def update(self, completions: Completions, advantages: Tensor) -> dict[str, float]:
         """`num_updates` optimizer steps on one batch. The first is on-policy, and its log-probs are the old ones of the
         others: they were computed before any step, by the same code."""
         config = self.config
+        # One denominator for the whole batch, however it is cut and whatever is left out.
+        normalizer = self.objective.normalizer(TokenBatch(completions.targets, advantages, mask=completions.mask))
+        total = len(completions.ids)
+        if config.drop_zero_variance:
+            wanted = (advantages.reshape(total, -1) != 0).any(1)
+            wanted[0] |= ~wanted.any()  # an update of nothing is still one: the optimizer's averages decay
+            completions, advantages = completions[wanted], advantages[wanted]
         count = len(completions.ids)
         size = config.micro_batch or count
         pieces = [slice(at, min(at + size, count)) for at in range(0, count, size)]
         ref_logps = None if self.reference is None else torch.cat([self.reference_logps(completions[p]) for p in pieces])
-        # One denominator for the whole batch, however it is cut.
-        normalizer = self.objective.normalizer(TokenBatch(completions.targets, advantages, mask=completions.mask))
         old_logps: Tensor | None = None
         metrics: dict[str, float] = {}
         self.mid_update = True
         for k in range(config.num_updates):
             logps, parts = [], []
+            if self.entropy_coef is not None:
+                self.objective = dataclasses.replace(self.objective, entropy_coef=self.entropy_coef.coef)
             for piece in pieces:
                 part = completions[piece]
                 batch = TokenBatch(
@@ -239,8 +250,11 @@ class Trainer:
                 self.optimizer.step()
             self.optimizer.zero_grad()
             metrics = combine(parts) | {"grad_norm": norm.item(), "lr": lr, "skipped": float(not finite)}
+            if self.entropy_coef is not None:
+                metrics["entropy_coef"] = self.entropy_coef.coef
+                self.entropy_coef.update(metrics["entropy"])
         self.mid_update = False
-        return metrics
+        return metrics | {"dropped": 1 - count / total}
 
     def loss(self, completions: Completions, batch: TokenBatch, normalizer: float | Tensor) -> LossOutput:
         """The objective of one micro-batch: from hidden states, so that logits never exist, or from the model's logits."""
@@ -287,6 +301,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "reference": None if self.reference is None else self.reference.state_dict(),
+            "entropy_coef": None if self.entropy_coef is None else self.entropy_coef.state_dict(),
             "rng": self.rng,
             "config": dataclasses.asdict(self.config),
         }
@@ -312,6 +327,8 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.reference is not None and state["reference"] is not None:
             self.reference.load_state_dict(state["reference"])
+        if self.entropy_coef is not None and state["entropy_coef"] is not None:
+            self.entropy_coef.load_state_dict(state["entropy_coef"])
         self.step, self.rng = state["step"], state["rng"]
         checkpoints.set_rng_state(state["rng"])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +11,20 @@ import torch
 from oracle import Spec
 
 from grpo_kernels import LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss
-from grpo_kernels.surrogates import Cispo, Clip, PolicyGradient
+from grpo_kernels.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
+from grpo_kernels.kl import Kl
+from grpo_kernels.surrogates import (
+    A2po,
+    Cispo,
+    Clip,
+    ClipCov,
+    Dro,
+    Gmpo,
+    ImportanceSampling,
+    KlCov,
+    PolicyGradient,
+    Sapo,
+)
 
 Tensor = torch.Tensor
 
@@ -58,7 +70,119 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
         lambda: Objective(PolicyGradient(), aggregate="seq-mean-token-sum", beta=0.2, kl="k2"),
         Spec("policy-gradient", aggregate="seq-mean-token-sum", beta=0.2, kl="k2"),
     ),
+    # ---- other surrogates
+    "sapo": (lambda: Objective.preset("sapo"), Spec("sapo", aggregate="seq-mean-token-mean")),
+    "sapo, sequence-token": (
+        lambda: Objective(Sapo(2.0, 3.0), level="sequence-token"),
+        Spec("sapo", tau=(2.0, 3.0), level="sequence-token"),
+    ),
+    "gmpo": (
+        lambda: Objective.preset("gmpo"),
+        Spec("gmpo", eps_low=0.4, eps_high=0.4, level="sequence", aggregate="seq-mean-token-mean"),
+    ),
+    "gmpo, k3 by the ratio": (
+        lambda: Objective(Gmpo(0.2, 0.3), level="sequence", beta=0.3, kl=Kl("k3", weighting="ratio")),
+        Spec("gmpo", eps_low=0.2, eps_high=0.3, level="sequence", beta=0.3, kl_weighting="ratio"),
+    ),
+    "vespo": (lambda: Objective.preset("vespo"), Spec("vespo", level="sequence-sum")),
+    "rloo": (lambda: Objective.preset("rloo"), Spec(level="sequence-sum", aggregate="seq-mean-token-mean")),
+    "importance sampling": (
+        lambda: Objective.preset("importance_sampling"),
+        Spec("importance-sampling", aggregate="token-sum"),
+    ),
+    "dro": (lambda: Objective(Dro(0.7)), Spec("dro", pull=0.7)),
+    "a2po": (
+        lambda: Objective(A2po(0.3), level="sequence-sum", aggregate="seq-mean-token-mean"),
+        Spec("regression", pull=0.3, level="sequence-sum", aggregate="seq-mean-token-mean"),
+    ),
+    "clip-cov": (
+        lambda: Objective(ClipCov(share=1.0)),
+        Spec("clip-cov", band=(1.0, 5.0)),
+    ),
+    "kl-cov": (lambda: Objective(KlCov(0.5, share=0.15)), Spec("kl-cov", pull=0.5, share=0.15)),
+    # ---- filters, bounds
+    "dppo-tv": (
+        lambda: Objective.preset("dppo_tv"),
+        Spec("importance-sampling", trust=("tv", 0.2, 0.2, "old")),
+    ),
+    "dppo-tv, numerics of verl": (
+        lambda: Objective.preset("dppo_tv", numerics="verl"),
+        Spec("cispo", cap=3.0, trust=("tv", 0.2, 0.2, "old"), bounds=(-20.0, 20.0), count_empty=False),
+    ),
+    "dppo-kl to the sampler, k3": (
+        lambda: Objective(ImportanceSampling(), filters=(TrustRegion("kl", 0.05, 0.05, "sampler"),), beta=0.1),
+        Spec("importance-sampling", trust=("kl", 0.05, 0.05, "sampler"), beta=0.1),
+    ),
+    "ipo, k2": (
+        lambda: Objective.preset("ipo", numerics="prime-rl", beta=0.2),
+        Spec("importance-sampling", trust=("symmetric-tv", 0.1, 0.1, "old"), beta=0.2, kl="k2"),
+    ),
+    "ratio region of the sampler": (
+        lambda: Objective(Clip(), filters=(TrustRegion("ratio", 0.4, 0.5, "sampler"),)),
+        Spec(trust=("ratio", 0.4, 0.5, "sampler")),
+    ),
+    "entropy floor and bonus": (
+        lambda: Objective(filters=(EntropyFloor(1.2),), entropy_coef=0.2),
+        Spec(entropy_floor=1.2, entropy_coef=0.2),
+    ),
+    "entropy quantile, bonus of its own": (
+        lambda: Objective(
+            aggregate="seq-mean-token-mean", filters=(EntropyQuantile(0.6),), entropy_coef=0.1, entropy_aggregate="token-mean"
+        ),
+        Spec(aggregate="seq-mean-token-mean", entropy_share=0.6, entropy_coef=0.1, entropy_aggregate="token-mean"),
+    ),
+    "off-policy sequences": (
+        lambda: Objective(level="sequence", filters=(OffPolicySequences(0.1),)),
+        Spec(level="sequence", off_policy=0.1),
+    ),
+    "bounded log-ratio": (
+        lambda: Objective(Clip(delta=3.0), log_ratio_bounds=(-0.7, 0.5), entropy_coef=0.02, count_empty=False),
+        Spec(delta=3.0, bounds=(-0.7, 0.5), entropy_coef=0.02, count_empty=False),
+    ),
+    "bounded log-ratio, sequence": (
+        lambda: Objective(Clip(0.5, 0.9), level="sequence", log_ratio_bounds=(-0.4, 0.45)),
+        Spec(eps_low=0.5, eps_high=0.9, level="sequence", bounds=(-0.4, 0.45)),
+    ),
+    # ---- KL
+    "grpo, numerics of trl": (
+        lambda: Objective.preset("grpo", numerics="trl", beta=0.3),
+        Spec(aggregate="seq-mean-token-mean", beta=0.3, kl_weighting="ratio"),
+    ),
+    "gspo, k3 by the ratio": (
+        lambda: Objective(Clip(), level="sequence", beta=0.3, kl=Kl("k3", weighting="ratio")),
+        Spec(level="sequence", beta=0.3, kl_weighting="ratio"),
+    ),
+    "dapo, k1 by the score, clamped": (
+        lambda: Objective.preset("dapo", beta=0.3, kl=Kl("k1", weighting="score", clamp_log=1.1, clamp=0.9)),
+        Spec(eps_high=0.28, beta=0.3, kl="k1", kl_weighting="score", clamp_log=1.1, clamp=0.9),
+    ),
+    "dapo, k3+ of its own": (
+        lambda: Objective.preset("dapo", beta=0.3, kl="k3+", kl_aggregate="seq-mean-token-mean"),
+        Spec(eps_high=0.28, beta=0.3, straight_through=True, kl_aggregate="seq-mean-token-mean"),
+    ),
+    "dapo, abs by the detached ratio": (
+        lambda: Objective.preset("dapo", beta=0.3, kl=Kl("abs", weighting="detached-ratio")),
+        Spec(eps_high=0.28, beta=0.3, kl="abs", kl_weighting="detached-ratio"),
+    ),
+    "distillation": (
+        lambda: Objective.preset("distillation"),
+        Spec("policy-gradient", beta=1.0, kl="distillation"),
+    ),
 }
+
+#: One of each kind of path, for tests whose number of cases is large.
+FEW = (
+    "grpo, k3 and entropy",
+    "gspo",
+    "dapo",
+    "vespo",
+    "gmpo, k3 by the ratio",
+    "kl-cov",
+    "dppo-kl to the sampler, k3",
+    "entropy floor and bonus",
+    "bounded log-ratio",
+    "dapo, k1 by the score, clamped",
+)
 
 #: Log-ratios of the tokens: on both sides of every bound above, and away from the bounds, where min and clamp have a kink.
 LOG_RATIOS = (-1.2, -0.6, -0.3, -0.1, 0.05, 0.15, 0.22, 0.4, 0.9, 1.3, 1.9)
@@ -152,6 +276,7 @@ def around(logits: Tensor, g: torch.Generator, transform: dict[str, Any]) -> Cas
         "old_logps": (logps - steps).float(),
         "ref_logps": (logps + 0.7 * torch.randn(b, t, generator=g)).float(),
         "weights": 0.3 + torch.rand(b, t, generator=g),
+        "sampler_logps": (logps - steps + 0.4 * torch.randn(b, t, generator=g)).clamp(max=-0.01).float(),
     }
     return Case(logits, fields, transform)
 
@@ -217,11 +342,18 @@ def snapshot(**tensors: Tensor | None) -> Callable[[], None]:
     return check
 
 
-def near_a_kink(spec: Spec, result: oracle.Result, margin: float = 1e-3) -> bool:
-    """Some ratio lies so close to a bound that rounding may put it on the other side."""
-    low, high = oracle.ratio_bounds(spec)
-    bounds = torch.tensor([x for x in (low, high, spec.delta or math.inf) if 0 < x < math.inf], dtype=torch.float64)
-    if not bounds.numel():
+def filtered(spec: Spec) -> bool:
+    return not (spec.trust is spec.entropy_floor is spec.entropy_share is spec.off_policy is None)
+
+
+def contributes_alone(spec: Spec) -> bool:
+    """A token without advantage or weight has no part in anything, so that nobody needs to know its logits."""
+    whole_batch = ("clip-cov", "kl-cov")  # means over all tokens decide
+    if spec.level != "token" or spec.entropy_share is not None or spec.surrogate in (*whole_batch, "dro"):
         return False
-    margin = margin if spec.eps_low > 1e-3 or spec.surrogate != "clip" else 1e-4
-    return bool(((result.log_ratio.exp()[:, None] - bounds).abs() < margin).any())
+    return spec.beta == 0 and spec.entropy_coef == 0
+
+
+def near_a_kink(result: oracle.Result) -> bool:
+    """Some number lies so close to a bound that rounding may put it on the other side."""
+    return result.margin < 1e-4

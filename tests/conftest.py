@@ -18,7 +18,7 @@ import grpo_kernels
 PACKAGE = grpo_kernels.__name__
 
 
-@pytest.fixture(params=["eager", "cpu"])
+@pytest.fixture(params=os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "eager cpu").split())
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend that runs on CPU tensors in this process; Triton's interpreter has a process of its own."""
     if request.param == "cpu":

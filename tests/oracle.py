@@ -1,7 +1,9 @@
 """The reference that everything else is measured against: plain torch and autograd, float64, slow and obvious.
 
 Written from the papers (PPO 1707.06347, GRPO 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783, INTELLECT-2 2505.07291, CISPO
-2506.13585, GSPO 2507.18071; KL estimators: Schulman 2020). It imports nothing of the package under test.
+2506.13585, GSPO 2507.18071, GMPO 2507.20673, SAPO 2511.20347, VESPO 2602.10693, RLOO 2402.14740, A*-PO 2505.20686, Clip-Cov and
+KL-Cov 2505.22617, DPPO 2602.04879, DeepSeek-V3.2 2512.02556, 80/20 rule 2506.01939; KL estimators: Schulman 2020). It imports
+nothing of the package under test.
 
 Masked rows are left out by indexing, never multiplied by 0, so whatever they hold cannot reach a result.
 """
@@ -20,18 +22,37 @@ Tensor = torch.Tensor
 class Spec:
     """What to compute, in plain words: one field per choice."""
 
-    surrogate: str = "clip"  # clip, cispo, policy-gradient
+    #: clip, cispo, policy-gradient, importance-sampling, sapo, vespo, gmpo, dro, regression, clip-cov, kl-cov
+    surrogate: str = "clip"
     eps_low: float = 0.2
     eps_high: float = 0.2
     delta: float | None = None
     cap: float = 5.0
     low: float = 0.0
-    level: str = "token"  # token, sequence, sequence-token
-    aggregate: str = "token-mean"  # token-mean, seq-mean-token-mean, seq-mean-token-sum, constant
+    level: str = "token"  # token, sequence, sequence-token, sequence-sum
+    #: token-mean, seq-mean-token-mean, seq-mean-token-sum, group-mean, token-sum, constant
+    aggregate: str = "token-mean"
     beta: float = 0.0
-    kl: str = "k3"
+    kl: str = "k3"  # k1, k2, k3, abs, distillation
     entropy_coef: float = 0.0
     max_tokens: int | None = None
+    tau: tuple[float, float] = (1.0, 1.05)  # sapo: A > 0, else
+    vespo: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0)  # k, lambda for A >= 0; k, lambda for A < 0
+    pull: float = 1.0  # beta of dro and of the regression, coefficient of kl-cov
+    share: float = 1.0  # of tokens selected by clip-cov and kl-cov
+    band: tuple[float, float] = (1.0, 5.0)  # clip-cov: of covariances
+    bounds: tuple[float, float] | None = None  # of the log-ratio
+    kl_weighting: str = "none"  # none, ratio, detached-ratio, score
+    straight_through: bool = False
+    clamp_log: float = math.inf
+    clamp: float = math.inf
+    kl_aggregate: str | None = None
+    entropy_aggregate: str | None = None
+    count_empty: bool = True
+    trust: tuple[str, float, float, str] | None = None  # kind, low, high, anchor
+    entropy_floor: float | None = None
+    entropy_share: float | None = None
+    off_policy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +64,7 @@ class Transform:
 
 @dataclass(frozen=True)
 class Result:
-    """Tensors are flat [N]; rows that are not trained hold 0 (log_ratio and sides: trained rows only, in order)."""
+    """Tensors are flat [N]; rows that are not trained hold 0 (from log_ratio on: trained rows only, in order)."""
 
     loss: Tensor
     logps: Tensor
@@ -52,6 +73,9 @@ class Result:
     log_ratio: Tensor
     clipped_low: Tensor
     clipped_high: Tensor
+    kept: Tensor
+    #: How near any number came to a bound that it is compared with.
+    margin: float
 
 
 def sequences_of(targets: Tensor, cu_seqlens: Tensor | None) -> list[list[int]]:
@@ -95,39 +119,191 @@ def log_probs(
     return log_p, chosen, -(log_p.exp() * finite).sum(1)
 
 
-def surrogate(spec: Spec, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
+def by_sign(positive: Tensor, yes: float, no: float) -> Tensor:
+    """Of two numbers, in float64 (torch.where of two numbers is fp32)."""
+    return torch.where(positive, torch.tensor(yes, dtype=torch.float64), torch.tensor(no, dtype=torch.float64))
+
+
+def surrogate(spec: Spec, log_ratio: Tensor, logp: Tensor, advantage: Tensor, selected: Tensor | None = None) -> Tensor:
     """Per-token policy loss; autograd through it is the definition of the slope."""
     r = torch.exp(log_ratio)
     if spec.surrogate == "policy-gradient":
         return -advantage * logp
     if spec.surrogate == "cispo":
         return -(r.clamp(spec.low, spec.cap) * advantage).detach() * logp
-    assert spec.surrogate == "clip"
+    if spec.surrogate in ("importance-sampling", "gmpo"):
+        return -r * advantage
+    if spec.surrogate == "sapo":
+        tau = by_sign(advantage > 0, *spec.tau)
+        return -4 / tau * torch.sigmoid(tau * (r - 1)) * advantage
+    if spec.surrogate == "vespo":
+        k = by_sign(advantage >= 0, spec.vespo[0], spec.vespo[2])
+        rate = by_sign(advantage >= 0, spec.vespo[1], spec.vespo[3])
+        log_w = log_ratio.clamp(math.log(1e-8), 20.0)
+        return -torch.exp(rate + k * log_w - rate * log_w.exp()).detach() * advantage * logp
+    if spec.surrogate == "dro":
+        return -(advantage * logp - spec.pull / 2 * log_ratio**2)
+    if spec.surrogate == "regression":
+        return (spec.pull * log_ratio - advantage) ** 2
+    if spec.surrogate == "kl-cov":
+        assert selected is not None
+        return -r * advantage + torch.where(selected, spec.pull * log_ratio.abs(), 0.0)
+    assert spec.surrogate in ("clip", "clip-cov")
     unclipped = r if spec.delta is None else r.clamp(max=spec.delta)
-    return -torch.minimum(unclipped * advantage, r.clamp(1 - spec.eps_low, 1 + spec.eps_high) * advantage)
+    clipped = -torch.minimum(unclipped * advantage, r.clamp(1 - spec.eps_low, 1 + spec.eps_high) * advantage)
+    return clipped if selected is None else torch.where(selected, 0.0, clipped)
 
 
-def kl_estimate(name: str, logp: Tensor, ref: Tensor) -> Tensor:
-    d = ref - logp
-    return {"k1": -d, "k2": d * d / 2, "k3": torch.exp(d) - d - 1}[name]
+def kl_estimate(name: str, logp: Tensor, ref: Tensor, clamp_log: float = math.inf) -> Tensor:
+    d = (ref - logp).clamp(-clamp_log, clamp_log)
+    return {"k1": -d, "k2": d * d / 2, "k3": torch.exp(d) - d - 1, "abs": d.abs()}[name]
+
+
+def kl_term(spec: Spec, logp: Tensor, old: Tensor, ref: Tensor, log_ratio: Tensor) -> Tensor:
+    """Per-token KL with its weight; autograd through it is the definition of the slope. old is detached."""
+    if spec.kl == "distillation":
+        x = logp - old
+        keep = logp.detach().exp() - old.exp() >= -0.2
+        return -torch.where(keep, (ref - logp).detach() * x.exp(), 0.0) + 1e-3 * x**2
+    value = kl_estimate(spec.kl, logp, ref, spec.clamp_log).clamp(-spec.clamp, spec.clamp)
+    if spec.straight_through:
+        other = kl_estimate("k2", logp, ref)
+        value = value.detach() + other - other.detach()
+    weight = {
+        "none": torch.ones_like(value),
+        "ratio": log_ratio.exp(),
+        "detached-ratio": log_ratio.detach().exp(),
+        "score": torch.exp(logp - logp.detach()),
+    }[spec.kl_weighting]
+    return weight * value
 
 
 def ratio_bounds(spec: Spec) -> tuple[float, float]:
-    if spec.surrogate == "clip":
+    if spec.surrogate in ("clip", "clip-cov"):
         return 1 - spec.eps_low, 1 + spec.eps_high
     return (spec.low, spec.cap) if spec.surrogate == "cispo" else (0.0, math.inf)
 
 
-def denominator(spec: Spec, mask: Tensor, sequences: list[list[int]]) -> float:
-    """Of one process and one micro-batch; a fully masked sequence counts in B."""
-    if spec.aggregate == "token-mean":
-        count = float(mask.sum())
-    else:
-        count = float(len(sequences))
-        if spec.aggregate == "constant":
-            assert spec.max_tokens is not None
-            count *= spec.max_tokens
-    return max(count, 1.0)
+class Margin:
+    """The smallest distance between a number and a bound."""
+
+    def __init__(self) -> None:
+        self.smallest = math.inf
+
+    def __call__(self, value: float, *bounds: float) -> None:
+        self.smallest = min([self.smallest, *(abs(value - b) for b in bounds if math.isfinite(b))])
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The trained tokens as Python numbers, in order, and which of them make up each sequence."""
+
+    logp: list[float]
+    entropy: list[float]
+    advantage: list[float]
+    old: list[float] | None
+    sampler: list[float] | None
+    sequences: list[list[int]]
+
+
+def trusts(kind: str, low: float, high: float, logp: float, anchor: float, advantage: float, margin: Margin) -> bool:
+    """Whether the policy has stayed near the anchor; a token without one is not trusted."""
+    if math.isnan(anchor):
+        return False
+    p, q = math.exp(logp), math.exp(anchor)
+    if kind == "tv":
+        margin(p - q, high if advantage > 0 else -low)
+        return p - q <= high if advantage > 0 else p - q >= -low
+    if kind == "symmetric-tv":
+        margin(p - q, -low, high)
+        return -low <= p - q <= high
+    if kind == "kl":
+        divergence = q * (anchor - logp) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        margin(divergence, high if advantage > 0 else low)
+        return not ((advantage > 0 and divergence > high and p > q) or (advantage < 0 and divergence > low and p < q))
+    assert kind == "ratio"
+    margin(p / q, 1 - low, 1 + high)
+    return 1 - low < p / q < 1 + high
+
+
+def filters(spec: Spec, tokens: Tokens, margin: Margin) -> tuple[list[bool], list[bool]]:
+    """(tokens that stay in the policy term, tokens that stay in the entropy bonus)"""
+    n = len(tokens.logp)
+    keep, high_entropy = [True] * n, [True] * n
+    old = tokens.logp if tokens.old is None else tokens.old
+    if spec.trust is not None:
+        kind, low, high, anchor = spec.trust
+        anchors = old if anchor == "old" else tokens.sampler
+        assert anchors is not None
+        for i in range(n):
+            keep[i] &= trusts(kind, low, high, tokens.logp[i], anchors[i], tokens.advantage[i], margin)
+    if spec.off_policy is not None:
+        for at in tokens.sequences:
+            moved = [(old if tokens.sampler is None else tokens.sampler)[i] - tokens.logp[i] for i in at]
+            mean = math.fsum(0.0 if math.isnan(d) else d for d in moved) / max(len(at), 1)
+            margin(mean, spec.off_policy)
+            for i in at:
+                keep[i] &= tokens.advantage[i] >= 0 or mean <= spec.off_policy
+    floor = spec.entropy_floor
+    if spec.entropy_share is not None and n:
+        values = sorted(tokens.entropy)
+        position = (1 - spec.entropy_share) * (n - 1)
+        below, above = values[math.floor(position)], values[math.ceil(position)]
+        floor = below + (position - math.floor(position)) * (above - below)
+    if floor is not None:
+        for i in range(n):
+            if tokens.entropy[i] != floor:
+                margin(tokens.entropy[i], floor)
+            high_entropy[i] = tokens.entropy[i] >= floor
+            keep[i] &= high_entropy[i]
+    return keep, high_entropy
+
+
+def selection(spec: Spec, tokens: Tokens, margin: Margin) -> list[bool]:
+    """Clip-Cov with share=1 (all that qualify, so that nothing is drawn by lot) and KL-Cov, token by token."""
+    n = len(tokens.logp)
+    mean_a, mean_logp = (math.fsum(v) / max(n, 1) for v in (tokens.advantage, tokens.logp))
+    cov = [(a - mean_a) * (logp - mean_logp) for a, logp in zip(tokens.advantage, tokens.logp, strict=True)]
+    if spec.surrogate == "kl-cov":
+        order = sorted(range(n), key=lambda i: -cov[i])
+        count = max(math.floor(spec.share * n), 1)
+        if count < n:
+            margin(cov[order[count - 1]], cov[order[count]])
+        return [i in order[:count] for i in range(n)]
+    assert spec.share == 1
+    low, high = ratio_bounds(spec)
+    old = tokens.logp if tokens.old is None else tokens.old
+    out = []
+    for i in range(n):
+        r, a = math.exp(tokens.logp[i] - old[i]), tokens.advantage[i]
+        margin(cov[i], *spec.band)
+        out.append(spec.band[0] < cov[i] < spec.band[1] and not (a > 0 and r > high) and not (a < 0 and r < low))
+    return out
+
+
+def combine(
+    spec: Spec, aggregate: str, terms: list[Tensor], groups: list[int] | None, normalizer: float | None, zero: Tensor
+) -> Tensor:
+    """One number from the terms of the trained tokens of each sequence.
+
+    Without a normalizer the denominator is that of one process and one micro-batch, at least 1."""
+    total, count = zero, float(len(terms) if spec.count_empty else sum(t.numel() > 0 for t in terms))
+    if aggregate == "group-mean":
+        assert groups is not None
+        joined = [torch.cat([t for t, g in zip(terms, groups, strict=True) if g == group]) for group in sorted(set(groups))]
+        count = float(len(joined) if spec.count_empty else sum(t.numel() > 0 for t in joined))
+        terms = joined
+    for t in terms:
+        if t.numel():
+            total = total + (t.mean() if aggregate in ("seq-mean-token-mean", "group-mean") else t.sum())
+    if aggregate == "token-mean":
+        count = float(sum(t.numel() for t in terms))
+    elif aggregate == "token-sum":
+        count = 1.0
+    elif aggregate == "constant":
+        assert spec.max_tokens is not None
+        count *= spec.max_tokens
+    return total / (max(count, 1.0) if normalizer is None else float(normalizer))
 
 
 def objective(
@@ -141,49 +317,124 @@ def objective(
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
     weights: Tensor | None = None,
+    sampler_logps: Tensor | None = None,
+    nll_weights: Tensor | None = None,
+    groups: Tensor | None = None,
+    selected: Tensor | None = None,
     normalizer: float | None = None,
 ) -> Result:
-    """The loss of flat log-probs and entropies [N], sequence by sequence."""
+    """The loss of flat log-probs and entropies [N], sequence by sequence.
+
+    selected: bool [N], the tokens that Clip-Cov or KL-Cov take; None: see `selection`."""
     dtype, rows = logps.dtype, logps.numel()
     trained = torch.ones(rows, dtype=torch.bool) if mask is None else mask.reshape(-1) != 0
+    kept_rows = trained.tolist()
+    ids = [[i for i in s if kept_rows[i]] for s in sequences]
+    order = [i for at in ids for i in at]
     advantage = to_rows(advantages, sequences, dtype)
     weight = to_rows(1.0 if weights is None else weights, sequences, dtype)
-    kept = trained.tolist()
-    total = logps[:0].sum()
+    nll = to_rows(0.0 if nll_weights is None else nll_weights, sequences, dtype)
+
+    def given(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.detach().reshape(-1).to(dtype)
+
+    def numbers(x: Tensor | None) -> list[float] | None:
+        return None if x is None else x.detach()[order].tolist()
+
+    old, sampler, ref = given(old_logps), given(sampler_logps), given(ref_logps)
+    place = {i: j for j, i in enumerate(order)}
+    tokens = Tokens(
+        numbers(logps) or [],
+        numbers(entropy) or [],
+        numbers(advantage) or [],
+        numbers(old),
+        numbers(sampler),
+        [[place[i] for i in at] for at in ids],
+    )
+    margin = Margin()
+    keep = torch.zeros(2, rows, dtype=torch.bool)
+    keep[:, order] = torch.tensor(filters(spec, tokens, margin), dtype=torch.bool)
+    if selected is None and spec.surrogate in ("clip-cov", "kl-cov"):
+        selected = torch.zeros(rows, dtype=torch.bool)
+        selected[order] = torch.tensor(selection(spec, tokens, margin), dtype=torch.bool)
+
     kl = torch.zeros(rows, dtype=dtype)
     log_ratio = torch.zeros(rows, dtype=dtype)
-    for sequence in sequences:
-        at = [i for i in sequence if kept[i]]
-        if not at:
-            continue
-        logp, a = logps[at], advantage[at]
-        x = logp - (logp.detach() if old_logps is None else old_logps.detach().reshape(-1)[at].to(dtype))
-        if spec.level == "sequence":
+    policy_terms, kl_terms, entropy_terms = [], [], []
+    nll_total = logps[:0].sum()
+    for at in ids:
+        logp, a, w = logps[at], advantage[at], weight[at]
+        old_logp = logp.detach() if old is None else old[at]
+        own = logp - old_logp
+        x = in_sequence(spec, own, a, w, margin)
+        if spec.level == "sequence" and at:
             x = x.mean().expand(len(at))
-        elif spec.level == "sequence-token":
+        elif spec.level == "sequence-token" and at:
             x = x.mean().detach() + logp - logp.detach()
-        terms = weight[at] * surrogate(spec, x, logp, a)
-        if ref_logps is not None:
-            k = kl_estimate(spec.kl, logp, ref_logps.detach().reshape(-1)[at].to(dtype))
-            kl[at] = k.detach()
-            if spec.beta != 0:
-                terms = terms + spec.beta * k
-        if spec.entropy_coef != 0:
-            terms = terms - spec.entropy_coef * entropy[at]
-        total = total + (terms.mean() if spec.aggregate == "seq-mean-token-mean" else terms.sum())
+        elif spec.level == "sequence-sum":
+            x = x.sum().expand(len(at))
         log_ratio[at] = x.detach()
-    d = denominator(spec, trained, sequences) if normalizer is None else float(normalizer)
+        for value, sign in zip(x.tolist(), a.tolist(), strict=True):
+            margin(value, *(spec.bounds or ()))
+            if sign != 0:
+                margin(math.exp(min(value, 700.0)), *ratio_bounds(spec), spec.delta or math.inf)
+        if spec.surrogate == "kl-cov" and selected is not None:
+            for value in x[selected[at] & (x != 0)].tolist():
+                margin(value, 0.0)
+        low, high = spec.bounds or (-math.inf, math.inf)
+        term = surrogate(spec, x.clamp(low, high), logp, a, None if selected is None else selected[at])
+        weighted = torch.where(w == 0, 0.0, (1.0 if spec.surrogate == "vespo" else w) * term)
+        policy_terms.append(torch.where(keep[0][at], weighted, 0.0))
+        if ref is not None:
+            # A whole sequence's product would drown the KL of a token: there it is the token's own ratio.
+            kl_terms.append(kl_term(spec, logp, old_logp, ref[at], own if spec.level == "sequence-sum" else x))
+            kl[at] = kl_terms[-1].detach()
+            for d, value in zip((ref[at] - logp).tolist(), kl_estimate("k3", logp, ref[at]).tolist(), strict=True):
+                margin(d, -spec.clamp_log, spec.clamp_log, *((0.0,) if spec.kl == "abs" else ()))
+                margin(value, spec.clamp)
+        entropy_terms.append(entropy[at])
+        nll_total = nll_total - (nll[at] * logp).sum()
+
+    where = groups.tolist() if groups is not None else None
+    zero = logps[:0].sum()
+    total = combine(spec, spec.aggregate, policy_terms, where, normalizer, zero) + nll_total
+    if spec.beta != 0:
+        own_mean = None if spec.kl_aggregate else normalizer
+        total = total + spec.beta * combine(spec, spec.kl_aggregate or spec.aggregate, kl_terms, where, own_mean, zero)
+    if spec.entropy_coef != 0:
+        if spec.entropy_share is not None and spec.entropy_aggregate == "token-mean":  # a mean of what is left
+            entropy_terms = [h[keep[1][at]] for h, at in zip(entropy_terms, ids, strict=True)]
+        else:
+            entropy_terms = [torch.where(keep[1][at], h, 0.0) for h, at in zip(entropy_terms, ids, strict=True)]
+        own_mean = None if spec.entropy_aggregate else normalizer
+        bonus = combine(spec, spec.entropy_aggregate or spec.aggregate, entropy_terms, where, own_mean, zero)
+        total = total - spec.entropy_coef * bonus
     low, high = ratio_bounds(spec)
     r = log_ratio[trained].exp()
     return Result(
-        loss=total / d,
+        loss=total,
         logps=torch.where(trained, logps.detach(), 0.0),
         entropy=torch.where(trained, entropy.detach(), 0.0),
         kl=kl,
         log_ratio=log_ratio[trained],
         clipped_low=(r < low) & (advantage[trained] < 0),
         clipped_high=(r > high) & (advantage[trained] > 0),
+        kept=keep[0][trained],
+        margin=margin.smallest,
     )
+
+
+def in_sequence(spec: Spec, x: Tensor, advantage: Tensor, weight: Tensor, margin: Margin) -> Tensor:
+    """Log-ratios of a sequence's trained tokens as they enter its mean or sum."""
+    if spec.surrogate == "gmpo":  # clipped on the side where the token would gain
+        for value, a in zip(x.tolist(), advantage.tolist(), strict=True):
+            margin(value, *([spec.eps_high] if a > 0 else [-spec.eps_low] if a < 0 else []))
+        x = torch.where(advantage > 0, x.clamp(max=spec.eps_high), x)
+        return torch.where(advantage < 0, x.clamp(min=-spec.eps_low), x)
+    if spec.surrogate == "vespo":  # sampler weights are factors of the sequence's ratio; 0 takes its token out
+        logs = torch.where(weight == 0, 1.0, weight).log().clamp(math.log(1e-8), 20.0)
+        return x.clamp(-20.0, 20.0) + logs
+    return x
 
 
 def loss(

@@ -306,7 +306,8 @@ def test_huge_log_ratios_stay_finite(name: str, dtype: torch.dtype, backend: str
         case.fields[field] = case.fields[field] - huge[: case.targets.shape[1]]
     out, gradient = run(case, OBJECTIVES[name][0](), backend)
     assert torch.isfinite(out.loss)
-    assert gradient.any() or name == "delta below 1 + eps_high"  # which clips every one of them
+    # These two clip every one of them.
+    assert gradient.any() or name in ("delta below 1 + eps_high", "bounded log-ratio, sequence")
     assert torch.isfinite(gradient).all() or dtype == torch.float16  # e^60 is beyond fp16, in any implementation
 
 

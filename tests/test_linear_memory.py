@@ -44,7 +44,8 @@ def measure(layer, dtype, n, frozen=False, grad=True, backend="auto"):
             loss.backward()
             hidden.grad = weight.grad = None
 
-    return peak_memory(run)
+    run()
+    return peak_memory(run, "cpu")
 
 print(json.dumps({{json.dumps(call): measure(**call) for call in json.loads(input())}}))
 """

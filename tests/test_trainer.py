@@ -317,7 +317,7 @@ def scores(functions: list[Any], *, group_size: int = 2, tokens: Any = None, wei
     tokens = tokens or [[1, 2, 3], [1, 2], [4, 5], [6]]
     return score(
         functions, weights or [1.0] * len(functions), prompts=["p"] * 4, completions=["a", "b", "c", "d"], tokens=tokens,
-        columns=columns, group_size=group_size, width=3, scale="group",
+        columns=columns, group_size=group_size, width=3, options={"scale": "group"},
     )  # fmt: skip
 
 
@@ -628,7 +628,7 @@ def test_a_run_from_the_command_line(tok: Any, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"steps": 0}, "steps=0: it must be at least 1"),
-        ({"preset": "ppo"}, "preset='ppo': it must be one of grpo"),
+        ({"preset": "pppo"}, "preset='pppo': it must be one of grpo"),
         ({"loss": "fused"}, "loss='fused': it must be one of linear, logits, eager"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"top_p": 0.0}, "top_p=0.0: it must be in"),

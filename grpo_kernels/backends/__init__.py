@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from ..objective import Objective, TokenRows
+    from ..objective import Objective
+    from ..token_stage import TokenRows
 
 Tensor = torch.Tensor
 

@@ -17,7 +17,8 @@ except ImportError as error:
     _import_error = str(error)
 
 if TYPE_CHECKING:
-    from ..objective import Objective, TokenRows
+    from ..objective import Objective
+    from ..token_stage import TokenRows
     from . import FusedRows
 
 Tensor = torch.Tensor

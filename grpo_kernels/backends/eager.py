@@ -13,7 +13,8 @@ import torch
 from . import FusedRows, RowStats, RowTransform, two_visits
 
 if TYPE_CHECKING:
-    from ..objective import Objective, TokenRows
+    from ..objective import Objective
+    from ..token_stage import TokenRows
 
 Tensor = torch.Tensor
 

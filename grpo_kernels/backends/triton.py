@@ -21,8 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import surrogates
-from ..objective import Objective, TokenRows
+from .. import token_stage
+from ..objective import Objective
+from ..ops import ops
+from ..token_stage import TokenRows
 from . import FusedRows, RowStats, RowTransform
 
 Tensor = torch.Tensor
@@ -213,6 +215,14 @@ def _write_gradient(
     tl.store(out + target, g.to(out.dtype.element_ty), mask=(target >= 0) & (target < V))
 
 
+@triton.jit
+def _at(vector, i):
+    if vector is None:
+        return None
+    else:
+        return tl.load(vector + i)
+
+
 # ---- kernels: rows on grid axis 0 (the others end at 65 535), one program per row or, in the fused one, per several rows
 
 
@@ -291,20 +301,25 @@ def _row_grads_kernel(
 
 
 @triton.jit(do_not_specialize=[
-    "stride_a", "stride_t", "out_stride_a", "out_stride_t", "T", "n", "targets", "read", "advantages", "old_logps", "ref_logps",
-    "policy_weight", "token_weight", "inv_temperature", "scale", "softcap", "beta", "entropy_coef", "surrogate_params",
-    "logps", "entropies", "losses",
+    "stride_a", "stride_t", "out_stride_a", "out_stride_t", "T", "n", "targets", "read", "old_logps", "ref_logps",
+    "sampler_logps", "advantages", "policy_weight", "kl_weight", "entropy_weight", "nll_weight", "inv_temperature", "scale",
+    "softcap", "surrogate_params", "trust_params", "entropy_floor", "ratio_bounds", "kl_clamps", "logps", "entropies", "losses",
 ])
 def _fused_loss_kernel(
     logits, stride_a: tl.int64, stride_t: tl.int64,                        # [A, T, V]
     out, out_stride_a: tl.int64, out_stride_t: tl.int64,                   # [A, T, V], may be the logits, or None
     V, T, n,
-    targets, read, advantages, old_logps, ref_logps, policy_weight, token_weight,  # [n]
-    inv_temperature, scale, softcap, beta, entropy_coef, surrogate_params,
+    targets, read, old_logps, ref_logps, sampler_logps, advantages,        # [n], None where there is none
+    policy_weight, kl_weight, entropy_weight, nll_weight,                  # [n], likewise
+    inv_temperature, scale, softcap,
+    surrogate_params, trust_params, entropy_floor, ratio_bounds, kl_clamps,
     logps, entropies, losses,                                              # [n]
-    TERMS: tl.constexpr, SURROGATE: tl.constexpr, KL: tl.constexpr, BONUS: tl.constexpr,
+    TERMS: tl.constexpr, SURROGATE: tl.constexpr, DETACHED: tl.constexpr, TRUST: tl.constexpr, TRUST_SAMPLER: tl.constexpr,
+    KL_TERMS: tl.constexpr, ESTIMATOR: tl.constexpr, SCORE: tl.constexpr, WEIGHTING: tl.constexpr,
+    STRAIGHT_THROUGH: tl.constexpr,
     SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):
+    BONUS: tl.constexpr = entropy_weight is not None
     for i in range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0)):
         live = True
         if read is not None:
@@ -326,13 +341,11 @@ def _fused_loss_kernel(
             old_logp = logp  # on-policy: ratio 1
             if old_logps is not None:
                 old_logp = tl.load(old_logps + i)
-            ref_logp = logp
-            if ref_logps is not None:
-                ref_logp = tl.load(ref_logps + i)
             loss, d_logp, d_entropy = TERMS(
-                logp, old_logp, ref_logp, entropy,
-                tl.load(advantages + i), tl.load(policy_weight + i), tl.load(token_weight + i),
-                beta, entropy_coef, SURROGATE, surrogate_params, KL, BONUS,
+                logp, entropy, old_logp, _at(ref_logps, i), _at(sampler_logps, i), tl.load(advantages + i),
+                tl.load(policy_weight + i), _at(kl_weight, i), _at(entropy_weight, i), _at(nll_weight, i),
+                surrogate_params, trust_params, entropy_floor, ratio_bounds, kl_clamps,
+                SURROGATE, DETACHED, TRUST, TRUST_SAMPLER, KL_TERMS, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH,
             )
             tl.store(logps + i, logp)
             tl.store(entropies + i, entropy)
@@ -402,7 +415,7 @@ def compiled_formula(function: Callable[..., Any]) -> Any:
     names: dict[str, Any] = {"tl": tl}  # the interpreter asks to see it
     for used_name in sorted(used & function.__globals__.keys()):
         value = function.__globals__[used_name]
-        if value is surrogates.ops:
+        if value is ops:
             names[used_name] = tl
         elif value is function:
             raise ValueError(f"{name} calls itself: {remedy}")
@@ -551,15 +564,12 @@ def fused_loss(
     logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None
 ) -> FusedRows:  # fmt: skip
     """Per-token losses and, with `out`, d loss / d logits, in one visit of each row. Token-level objectives only."""
-    assert objective.level == "token", objective.level
+    assert objective.one_pass, objective
     A, T, V = logits.shape
     n = A * T
     _check_layout(logits, out, n)
     formulas = {
-        "TERMS": compiled_formula(surrogates.token_terms),
-        "SURROGATE": compiled_formula(objective.surrogate.function),
-        "KL": None if objective.kl_function is None else compiled_formula(objective.kl_function),
-        "BONUS": objective.needs_entropy,
+        name: compiled_formula(value) if callable(value) else value for name, value in token_stage.formulas(objective).items()
     }
     logps, entropies, losses = torch.empty(3, n, dtype=torch.float32, device=logits.device).unbind(0)
     if n == 0:
@@ -571,10 +581,10 @@ def fused_loss(
         programs = _multiprocessors(logits.device) * launch.programs_per_sm
         _fused_loss_kernel[(min(n, programs),)](
             logits, logits.stride(0), logits.stride(1), out, gradient.stride(0), gradient.stride(1), V, T, n,
-            *map(_vector, (rows.targets, rows.read, rows.advantages, rows.old_logps, rows.ref_logps)),
-            *map(_vector, (rows.policy_weight, rows.token_weight)), *arguments,
-            float(objective.beta), float(objective.entropy_coef), objective.surrogate.params, logps, entropies, losses,
-            **formulas, **flags, **launch.flags, **launch.options,
+            *map(_vector, (rows.targets, rows.read, rows.old_logps, rows.ref_logps, rows.sampler_logps, rows.advantages)),
+            *map(_vector, (rows.policy_weight, rows.kl_weight, rows.entropy_weight, rows.nll_weight)), *arguments,
+            *token_stage.scalars(objective).values(), logps, entropies, losses,
+            TERMS=compiled_formula(token_stage.token_terms), **formulas, **flags, **launch.flags, **launch.options,
         )  # fmt: skip
     return FusedRows(logps, entropies, losses)
 

@@ -6,11 +6,17 @@ import argparse
 import math
 import types
 import typing
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 
+from .. import advantages
 from ..advantages import SCALES
-from ..objective import PRESETS, Objective
+from ..filters import EntropyQuantile
+from ..objective import Objective
+from ..presets import NUMERICS, PRESETS
 
+BASELINES = ("mean", "leave-one-out", "none")  # those that need nothing but rewards
+#: a2po regresses on the reference's log-probs and values of its own, and distillation on a teacher: other inputs than here.
+TRAINABLE = tuple(name for name in PRESETS if name not in ("a2po", "distillation"))
 LOSSES = ("linear", "logits", "eager")
 SCHEDULES = ("constant", "linear", "cosine")
 DTYPES = ("float32", "bfloat16")  # float16 would need a loss scaler
@@ -45,10 +51,24 @@ class TrainConfig:
     )
     reward_model: str | None = _field(None, "path or Hub name of a sequence classifier with one output, added to the rewards")
 
-    preset: str = _field("grpo", f"objective: {', '.join(PRESETS)}")
+    preset: str = _field("grpo", f"objective: {', '.join(TRAINABLE)}")
+    numerics: str | None = _field(None, f"compute the preset as this trainer does: {', '.join(NUMERICS)}; default: the paper")
     beta: float = _field(0.0, "weight of the KL to the reference model; 0 loads no reference")
+    kl: str | None = _field(None, "KL estimator: k1, k2, k3, abs, or with + its straight-through form; default: the preset's")
     entropy_coef: float = _field(0.0, "weight of the entropy bonus")
-    advantage_scale: str = _field("group", f"divide centred rewards by the standard deviation of: {', '.join(SCALES)}")
+    entropy_target: float = _field(
+        0.0, "hold the entropy (nats per token) above this by moving the bonus's weight, which starts at entropy_coef; 0 = off"
+    )
+    entropy_share: float = _field(1.0, "train on this share of the tokens, those of the highest entropy (0.2: the 80/20 rule)")
+    advantage_baseline: str | None = _field(
+        None, f"subtract from rewards: {', '.join(BASELINES)} (of the group); default: mean, or what `numerics` says"
+    )
+    advantage_scale: str | None = _field(
+        None, f"divide centred rewards by: {', '.join(SCALES)} (see group_advantages); default: group, or what `numerics` says"
+    )
+    drop_zero_variance: bool = _field(
+        False, "leave out completions whose advantages are all 0, the model's passes included; the denominator keeps them"
+    )
     ref_refresh_steps: int = _field(0, "copy the policy into the reference every so many steps (iterative GRPO); 0 = never")
 
     steps: int = _field(200, "training steps: one batch of completions each")
@@ -113,13 +133,15 @@ class TrainConfig:
         ):
             check(name, getattr(self, name) >= 0, "it must be 0 or more.")
         for name, choices in (
-            ("preset", tuple(PRESETS)),
-            ("advantage_scale", SCALES),
+            ("preset", TRAINABLE),
+            ("numerics", (None, *NUMERICS)),
+            ("advantage_baseline", (None, *BASELINES)),
+            ("advantage_scale", (None, *SCALES)),
             ("lr_schedule", SCHEDULES),
             ("loss", LOSSES),
             ("dtype", DTYPES),
         ):
-            check(name, getattr(self, name) in choices, f"it must be one of {', '.join(choices)}.")
+            check(name, getattr(self, name) in choices, f"it must be one of {', '.join(c for c in choices if c)}.")
         check("prompt_template", "{prompt}" in self.prompt_template, "it must contain {prompt}.")
         check("rewards", bool(self.rewards) or self.reward_model is not None, "name a reward function, or set reward_model.")
         scorers = len(self.rewards) + (self.reward_model is not None)
@@ -129,6 +151,12 @@ class TrainConfig:
         )
         check("beta", 0 <= self.beta < math.inf, "the KL weight is a finite number >= 0.")
         check("entropy_coef", math.isfinite(self.entropy_coef), "it must be finite.")
+        check("entropy_target", 0 <= self.entropy_target < math.inf, "it is an entropy in nats; 0 switches it off.")
+        adaptive = self.entropy_target == 0 or 0 <= self.entropy_coef <= 1
+        check("entropy_coef", adaptive, "with entropy_target it is where the weight starts, in [0, 1].")
+        check("entropy_share", 0 < self.entropy_share <= 1, "it is a share in (0, 1]; 1 keeps all tokens.")
+        quiet = not self.drop_zero_variance or (self.beta == 0 and self.entropy_coef == 0 and self.entropy_target == 0)
+        check("drop_zero_variance", quiet, "the KL and the entropy bonus want these completions: set their weights to 0.")
         check(
             "temperature",
             0 < self.temperature < math.inf,
@@ -150,9 +178,21 @@ class TrainConfig:
     @property
     def objective(self) -> Objective:
         changes: dict[str, typing.Any] = {"beta": self.beta, "entropy_coef": self.entropy_coef}
+        if self.kl is not None:
+            changes["kl"] = self.kl
         if PRESETS[self.preset].aggregate == "constant":
             changes["max_tokens"] = self.max_new_tokens
-        return Objective.preset(self.preset, **changes)
+        objective = Objective.preset(self.preset, numerics=self.numerics, **changes)
+        if self.entropy_share < 1:
+            objective = replace(objective, filters=(*objective.filters, EntropyQuantile(self.entropy_share)))
+        return objective
+
+    @property
+    def advantage_options(self) -> dict[str, typing.Any]:
+        """What `group_advantages` is called with."""
+        options = dict(advantages.NUMERICS.get(self.numerics or "", {}))
+        chosen = {"baseline": self.advantage_baseline, "scale": self.advantage_scale}
+        return options | {name: value for name, value in chosen.items() if value is not None}
 
     def lr_at(self, update: int) -> float:
         """The learning rate of an optimizer step; a plain function of its number, so there is nothing to save."""

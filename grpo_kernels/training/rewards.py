@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..advantages import group_advantages
+from ..returns import process_advantages
 from . import require
 
 Tensor = torch.Tensor
@@ -118,9 +119,9 @@ def score(
     columns: dict[str, list[Any]],
     group_size: int,
     width: int,
-    scale: str,
+    options: dict[str, Any],
 ) -> Scores:
-    """Call the reward functions and turn what they return into advantages.
+    """Call the reward functions and turn what they return into advantages. `options` are those of `group_advantages`.
 
     Outcome rewards are added with their weights and normalised within each group. Process rewards follow DeepSeekMath
     (arXiv 2402.03300, section 4.1.3): all step rewards of a group are normalised together, and the advantage of a token
@@ -138,7 +139,8 @@ def score(
             )
         if any(isinstance(v, (list, tuple)) for v in values):
             per_token = True
-            process += weight * process_advantages(values, tokens, name, group_size=group_size, width=width, scale=scale)
+            steps = step_rewards(values, tokens, name, width)
+            process += weight * process_advantages(steps, group_size=group_size, **options)
             values = [math.fsum(r for r in v if r is not None) for v in values]
         else:
             outcome += weight * torch.tensor(values, dtype=torch.float64)
@@ -146,15 +148,13 @@ def score(
         totals += weight * numbers
         first = numbers if first is None else first
     assert first is not None
-    advantages = group_advantages(outcome, group_size=group_size, scale=scale)
+    advantages = group_advantages(outcome, group_size=group_size, **options)
     return Scores(totals, first, advantages[:, None] + process if per_token else advantages)
 
 
-def process_advantages(
-    values: list[Any], tokens: list[list[int]], name: str, *, group_size: int, width: int, scale: str
-) -> Tensor:
-    """Group-normalised reward-to-go, fp32 [B, T]; see `score`."""
-    found: list[tuple[int, int, float]] = []  # completion, token, reward of each step
+def step_rewards(values: list[Any], tokens: list[list[int]], name: str, width: int) -> Tensor:
+    """Process rewards as fp64 [B, T], NaN where no step ends."""
+    found = torch.full((len(tokens), width), math.nan, dtype=torch.float64)
     for i, (steps, ids) in enumerate(zip(values, tokens, strict=True)):
         if not isinstance(steps, (list, tuple)) or len(steps) != len(ids):
             got = f"{len(steps)} entries" if isinstance(steps, (list, tuple)) else f"a {type(steps).__name__}"
@@ -163,10 +163,5 @@ def process_advantages(
             )
         for t, reward in enumerate(steps):
             if reward is not None:
-                found.append((i, t, float(reward)))
-    normalised = torch.zeros(len(tokens), width)
-    if found:
-        rows, columns, rewards = (torch.tensor(x, dtype=torch.float64) for x in zip(*found, strict=True))
-        at = rows.long()
-        normalised[at, columns.long()] = group_advantages(rewards, groups=at // group_size, scale=scale)
-    return normalised.flip(1).cumsum(1).flip(1)
+                found[i, t] = reward
+    return found

@@ -40,7 +40,7 @@ class Completions:
         rows = zip(self.targets.tolist(), self.mask.sum(1).tolist(), strict=True)
         return [ids[:length] for ids, length in rows]
 
-    def __getitem__(self, rows: slice) -> Completions:
+    def __getitem__(self, rows: slice | Tensor) -> Completions:
         return Completions(self.ids[rows], self.attention[rows], self.prompt_width)
 
 

@@ -1,0 +1,47 @@
+"""Everybody's loss side by side, checked against float64 and timed in one interleaved run.
+
+python -m benchmarks                     all suites; a second run measures only what is missing or changed
+python -m benchmarks --quick             the smallest meaningful cells, under two minutes
+python -m benchmarks --suite hidden rows"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import RESULTS
+from benchmarks.suites import SUITES, run
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--suite", nargs="+", choices=SUITES, default=list(SUITES), metavar="NAME", help="see --list")
+    parser.add_argument("--quick", action="store_true", help="small cells, few runs, no counters")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--fresh", action="store_true", help="measure again what is there already")
+    parser.add_argument("--out", type=Path, help="folder (default: benchmarks/results, with --quick runs/benchmarks)")
+    parser.add_argument("--list", action="store_true", help="print the suites and their cells, and do nothing")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, but torch finds no GPU: use --device cpu.")
+    if args.list:
+        for name in args.suite:
+            print(f"{name}: {SUITES[name].title}")
+            for cell, _ in SUITES[name].plan(args.device, args.quick):
+                shape = " x ".join(f"{n:,}" for n in (cell.rows, cell.hidden, cell.vocab) if n)
+                print(
+                    f"  {shape} {str(cell.dtype).removeprefix('torch.')}"
+                    + (f", {cell.active:.1%} active" if cell.active < 1 else "")
+                )
+        return
+    out = args.out or (Path("runs/benchmarks") if args.quick else RESULTS)
+    paths = run(args.suite, args.device, out, quick=args.quick, fresh=args.fresh)
+    print("\nwritten:", *paths)
+
+
+if __name__ == "__main__":
+    main()

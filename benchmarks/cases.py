@@ -1,0 +1,330 @@
+"""What a cell of a table measures: its inputs, the loss in plain PyTorch, and the answer in float64.
+
+Rows are 16 sequences of equal length with one advantage each, which every trainer's contract allows. No ratio of new to
+old policy is near a clip bound: a contender that rounds its logits then moves a gradient by rounding only, and the gate
+can tell that from a wrong formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from grpo_kernels import TokenBatch
+
+Tensor = torch.Tensor
+Result = dict[str, Any]  # {"loss": 0-d tensor, "d_logits": ..., ...}; "gradients" is a list of tensors
+
+SEQUENCES = 16
+CLIP = (0.2, 0.28)
+BETA = 0.04  # of the KL term, in the contracts on logits
+CONTRACTS = {
+    "logits": "DAPO loss with KL of given logits [N, V]: value and gradient with respect to the logits",
+    "logits-forward": "log-probs and entropy of given logits [N, V], no gradient",
+    "hidden": "DAPO loss from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
+    "hidden-frozen": "DAPO loss from hidden states with a frozen head: value, gradient of the hidden states",
+    "hidden-forward": "log-probs from hidden states and the head's weight, no gradient",
+    "step": "a training step end to end: forward, DAPO loss, backward, AdamW",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    contract: str
+    rows: int
+    vocab: int
+    dtype: torch.dtype
+    hidden: int | None = None
+    active: float = 1.0  # share of sequences whose advantage is not 0
+    layers: int | None = None  # of the model in a training step
+
+    def __post_init__(self) -> None:
+        if self.contract not in CONTRACTS:
+            raise ValueError(f"contract={self.contract!r}: it must be one of {', '.join(CONTRACTS)}.")
+        if self.rows % SEQUENCES:
+            raise ValueError(f"rows={self.rows}: they are {SEQUENCES} sequences of equal length, pass a multiple of that.")
+        if (self.hidden is None) != self.contract.startswith("logits"):
+            raise ValueError(f"hidden={self.hidden}: contracts on hidden states need a width, those on logits have none.")
+
+    @property
+    def beta(self) -> float:
+        return BETA if self.contract == "logits" else 0.0
+
+    @property
+    def active_rows(self) -> int:
+        return round(self.active * SEQUENCES) * (self.rows // SEQUENCES)
+
+
+@dataclass
+class LogitsCase:
+    cell: Cell
+    batch: TokenBatch
+    logits: Tensor  # [N, V], what a contender reads (and may overwrite)
+    pristine: Tensor  # [N, V], to restore it
+    buffer: Tensor  # [N, V], warm memory for a copy
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            self.logits.copy_(self.pristine)
+
+    def gradients(self, loss: Tensor) -> Result:
+        return {"loss": loss.detach(), "d_logits": torch.autograd.grad(loss, self.logits)[0]}
+
+
+@dataclass
+class HiddenCase:
+    cell: Cell
+    batch: TokenBatch
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+
+    def gradients(self, loss: Tensor) -> Result:
+        wanted = {"d_hidden": self.hidden, "d_weight": self.weight}
+        wanted = {name: x for name, x in wanted.items() if x.requires_grad}
+        return {"loss": loss.detach(), **dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))}
+
+
+@dataclass
+class StepCase:
+    cell: Cell
+    batch: TokenBatch  # [B, T]
+    ids: Tensor  # [B, T + 1]
+    model: Any
+    optimizer: torch.optim.Optimizer
+
+    def hidden(self) -> Tensor:
+        return self.model.model(input_ids=self.ids, use_cache=False).last_hidden_state[:, :-1]
+
+    def logits(self) -> Tensor:
+        return self.model(input_ids=self.ids, use_cache=False).logits[:, :-1]
+
+    def step(self, loss: Tensor) -> Result:
+        """Backward and the optimizer's work. Its learning rate is 0, so that every run sees the same parameters."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        return {"loss": loss.detach(), "gradients": [p.grad for p in self.model.parameters()]}
+
+
+Case = LogitsCase | HiddenCase | StepCase
+
+
+def policy_loss(logps: Tensor, batch: TokenBatch, beta: float) -> Tensor:
+    """What a trainer does with log-probs: ratio, clip, KL (k3), mean over tokens."""
+    ratio = torch.exp(logps - batch.old_logps)
+    low, high = CLIP
+    loss = -torch.min(ratio * batch.advantages, ratio.clamp(1 - low, 1 + high) * batch.advantages)
+    if beta:
+        d = batch.ref_logps - logps
+        loss = loss + beta * (torch.exp(d) - d - 1)
+    return loss.sum() / logps.numel()
+
+
+# ---- inputs
+
+
+def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
+    g = torch.Generator(device).manual_seed(seed)
+    if cell.contract == "step":
+        return _step_case(cell, device, g)
+    return _logits_case(cell, device, g) if cell.hidden is None else _hidden_case(cell, device, g)
+
+
+def _logits_case(cell: Cell, device: str, g: torch.Generator) -> LogitsCase:
+    """Logits as a policy has them: a few likely tokens over a flat tail, targets sampled."""
+    pristine = torch.empty(cell.rows, cell.vocab, dtype=cell.dtype, device=device)
+    targets = torch.empty(cell.rows, dtype=torch.int64, device=device)
+    likely = torch.randperm(cell.vocab, generator=g, device=device)[: min(50, cell.vocab // 4)]
+    for part in _blocks(cell, 4, device):
+        x = torch.randn(pristine[part].shape, generator=g, device=device)
+        x[:, likely] += 8
+        pristine[part] = x
+        targets[part] = torch.multinomial(x.softmax(-1), 1, generator=g)[:, 0]
+    now = torch.cat([_chosen(pristine[part].float(), targets[part]) for part in _blocks(cell, 4, device)])
+    logits = pristine.clone().requires_grad_(cell.contract == "logits")
+    return LogitsCase(cell, _batch(cell, targets, now, g), logits, pristine, torch.empty_like(pristine).copy_(pristine))
+
+
+def _hidden_case(cell: Cell, device: str, g: torch.Generator) -> HiddenCase:
+    """Hidden states near the weight of their target, as a trained head has them."""
+    assert cell.hidden is not None
+    weight = torch.randn(cell.vocab, cell.hidden, generator=g, device=device) / cell.hidden**0.5
+    targets = torch.randint(0, cell.vocab, (cell.rows,), generator=g, device=device)
+    confidence = 12 * torch.rand(cell.rows, 1, generator=g, device=device)
+    hidden = torch.randn(cell.rows, cell.hidden, generator=g, device=device) + confidence * weight[targets]
+    hidden, weight = hidden.to(cell.dtype), weight.to(cell.dtype)
+    now = _head_logps(cell, hidden, weight, targets, device)
+    hidden.requires_grad_(cell.contract != "hidden-forward")
+    weight.requires_grad_(cell.contract == "hidden")
+    return HiddenCase(cell, _batch(cell, targets, now, g), hidden, weight)
+
+
+def _step_case(cell: Cell, device: str, g: torch.Generator) -> StepCase:
+    """A Qwen3 with random weights, in the proportions of the small ones."""
+    import transformers
+
+    assert cell.hidden is not None and cell.layers is not None
+    heads = max(2, cell.hidden // 64)
+    config = transformers.Qwen3Config(
+        vocab_size=cell.vocab, hidden_size=cell.hidden, intermediate_size=4 * cell.hidden, num_hidden_layers=cell.layers,
+        num_attention_heads=heads, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
+        max_position_embeddings=cell.rows // SEQUENCES + 1, attn_implementation="sdpa",
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[0] if device == "cuda" else []):
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = transformers.Qwen3ForCausalLM(config).to(cell.dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()  # its state exists from here on
+    optimizer.zero_grad(set_to_none=True)
+    ids = torch.randint(0, cell.vocab, (SEQUENCES, cell.rows // SEQUENCES + 1), generator=g, device=device)
+    case = StepCase(cell, None, ids, model, optimizer)  # type: ignore[arg-type]  # the batch needs the model's log-probs
+    targets = ids[:, 1:].contiguous()
+    with torch.no_grad():
+        hidden = case.hidden().reshape(cell.rows, cell.hidden)
+        now = _head_logps(cell, hidden, model.lm_head.weight, targets.view(-1), device)
+    flat = _batch(cell, targets.view(-1), now, g)
+    assert flat.old_logps is not None
+    case.batch = TokenBatch(targets, flat.advantages.view_as(targets), old_logps=flat.old_logps.view_as(targets))
+    return case
+
+
+def _batch(cell: Cell, targets: Tensor, now: Tensor, g: torch.Generator) -> TokenBatch:
+    """`now` are the log-probs of today's policy."""
+    random = {"generator": g, "device": targets.device}
+    size = torch.randn(SEQUENCES, **random)
+    size = torch.where(size < 0, size - 0.5, size + 0.5)  # none near 0
+    active = torch.randperm(SEQUENCES, **random) < round(cell.active * SEQUENCES)
+    advantages = torch.where(active, size, 0.0).repeat_interleave(cell.rows // SEQUENCES)
+    ref_logps = now + 0.3 * torch.randn(cell.rows, **random) if cell.beta else None
+    return TokenBatch(targets, advantages, old_logps=now - log_ratios(cell.rows, g), ref_logps=ref_logps)
+
+
+def log_ratios(rows: int, g: torch.Generator) -> Tensor:
+    """Log-ratios of which three fifths lie within 0.1 of 0 and the others 0.4 to 0.6 from it, on either side: log 0.8 is
+    -0.22 and log 1.28 is 0.25."""
+    kind, near, far = torch.rand(3, rows, generator=g, device=g.device)
+    far = 0.4 + 0.2 * far
+    return torch.where(kind < 0.6, 0.2 * near - 0.1, torch.where(kind < 0.8, far, -far))
+
+
+def _head_logps(cell: Cell, hidden: Tensor, weight: Tensor, targets: Tensor, device: str) -> Tensor:
+    parts = _blocks(cell, 4, device)
+    return torch.cat([_chosen((hidden[part] @ weight.t()).float(), targets[part]) for part in parts])
+
+
+def _chosen(logits: Tensor, targets: Tensor) -> Tensor:
+    return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def _blocks(cell: Cell, size: int, device: str) -> Iterator[slice]:
+    """Rows whose logits take some hundred MB at `size` bytes each (2 GB on CUDA)."""
+    step = max(1, (2 << 30 if device == "cuda" else 256 << 20) // (size * cell.vocab))
+    for lo in range(0, cell.rows, step):
+        yield slice(lo, min(lo + step, cell.rows))
+
+
+# ---- the answer
+
+
+@torch.no_grad()
+def reference(case: Case) -> Result:
+    """What the contract asks for, computed in float64, some rows at a time; returned in fp32.
+
+    The slope of the loss comes from autograd through `policy_loss`. The softmax's derivative, onehot - p, is written out:
+    at these sizes each pass over the logits counts."""
+    if isinstance(case, StepCase):
+        return _step_reference(case)
+    cell, batch = case.cell, case.batch
+    device = batch.targets.device.type
+    found: dict[str, Tensor] = {}
+    if isinstance(case, HiddenCase):
+        hidden, weight = case.hidden.double(), case.weight.double()
+        if case.hidden.requires_grad:
+            found["d_hidden"] = torch.empty_like(hidden)
+        if case.weight.requires_grad:
+            found["d_weight"] = torch.zeros_like(weight)
+    elif case.logits.requires_grad:
+        found["d_logits"] = torch.empty(case.pristine.shape, device=device)
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    logps, entropy = (torch.empty(cell.rows, dtype=torch.float64, device=device) for _ in range(2))
+    for part in _blocks(cell, 8, device):
+        z = case.pristine[part].double() if isinstance(case, LogitsCase) else hidden[part] @ weight.t()
+        targets = batch.targets[part, None]
+        z -= z.logsumexp(-1, keepdim=True)
+        logps[part] = z.gather(1, targets)[:, 0]
+        if cell.contract == "logits-forward":
+            entropy[part] = -(z.exp() * z).sum(-1)
+        if not found:
+            continue
+        value, slope = _loss_and_slope(logps[part], batch, part, cell)
+        loss += value
+        d_logits = z.exp_().mul_(-slope[:, None]).scatter_add_(1, targets, slope[:, None])
+        if "d_logits" in found:
+            found["d_logits"][part] = d_logits
+        if "d_hidden" in found:
+            found["d_hidden"][part] = d_logits @ weight
+        if "d_weight" in found:
+            found["d_weight"].addmm_(d_logits.t(), hidden[part])
+    if found:
+        return {name: x.float() for name, x in ({"loss": loss} | found).items()}
+    return {"logps": logps.float()} | ({"entropy": entropy.float()} if cell.contract == "logits-forward" else {})
+
+
+def _loss_and_slope(logps: Tensor, batch: TokenBatch, part: slice, cell: Cell) -> tuple[Tensor, Tensor]:
+    """The share of these rows in the loss, and its derivative with respect to their log-probs."""
+    assert batch.old_logps is not None
+    rows = TokenBatch(
+        batch.targets[part], batch.advantages[part], old_logps=batch.old_logps[part],
+        ref_logps=None if batch.ref_logps is None else batch.ref_logps[part],
+    )  # fmt: skip
+    with torch.enable_grad():
+        leaf = logps.clone().requires_grad_()
+        value = policy_loss(leaf, rows, cell.beta) * (logps.numel() / cell.rows)
+        return value.detach(), torch.autograd.grad(value, leaf)[0]
+
+
+def _step_reference(case: StepCase) -> Result:
+    """The head and the loss in float64, the model's body as it is: all contenders share it."""
+    assert case.cell.hidden is not None and case.batch.old_logps is not None
+    weight = case.model.lm_head.weight
+    with torch.enable_grad():
+        hidden = case.hidden()
+        flat = TokenBatch(
+            case.batch.targets.view(-1), case.batch.advantages.reshape(-1), old_logps=case.batch.old_logps.reshape(-1)
+        )
+        leaf = hidden.detach().reshape(case.cell.rows, case.cell.hidden).requires_grad_()
+        head = reference(HiddenCase(case.cell, flat, leaf, weight))
+        case.optimizer.zero_grad(set_to_none=True)
+        hidden.backward(head["d_hidden"].view(hidden.shape).to(hidden.dtype))
+    # The head is tied to the embedding, which has a gradient of its own by now.
+    gradients = [p.grad.float() + (head["d_weight"] if p is weight else 0) for p in case.model.parameters()]
+    case.optimizer.zero_grad(set_to_none=True)
+    return {"loss": head["loss"], "gradients": gradients}
+
+
+@torch.no_grad()
+def errors(found: Result, expected: Result) -> dict[str, float]:
+    """The absolute error of the loss; of everything else the relative one, in the Euclidean norm."""
+    if found.keys() != expected.keys():
+        raise ValueError(f"it returned {sorted(found)}, but the contract asks for {sorted(expected)}")
+    return {
+        name: float((found[name].float() - x).abs()) if name == "loss" else _relative(_listed(found[name]), _listed(x))
+        for name, x in expected.items()
+    }
+
+
+def _listed(x: Tensor | list[Tensor]) -> list[Tensor]:
+    return x if isinstance(x, list) else [x]
+
+
+def _relative(found: list[Tensor], expected: list[Tensor]) -> float:
+    off, size = 0.0, 0.0
+    for x, y in zip(found, expected, strict=True):
+        off += float((x.reshape(y.shape).float() - y).norm()) ** 2
+        size += float(y.norm()) ** 2
+    return (off / size) ** 0.5

@@ -1,0 +1,274 @@
+"""Everything a GPU has to be asked, in one call, within ten minutes:
+
+    python -m benchmarks.gpu_kit --out DIR [--wheels DIR] [--minutes 10] [--stages env correctness ...] [--rehearse]
+
+Runs from the source tree on a machine without network that has torch and Triton; the peers' wheels come in a folder and
+are installed into a temporary one. The stages are those of gpu_stages.py, most of what each needs kept free for it: a
+process with a time limit, a log and a JSON file each, so that one that crashes or hangs costs the others nothing. After
+each stage, and every 20 seconds, DIR holds all that is known: summary.md, results.tar.gz (the JSON files and pictures),
+logs.tar.gz and a few of the pictures. `--rehearse` runs the same script on a CPU, small.
+
+This file uses the standard library only, so that it outlives whatever its stages meet."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PICTURES = ("logits", "hidden", "active", "length")  # beside the three other files
+PACK_EVERY = 20.0  # seconds
+
+
+class Stage(NamedTuple):
+    name: str
+    most: float  # seconds that it may take of a ten-minute call of all stages; other calls have more or less of all
+    kept: float  # of these, what earlier stages may not use up
+
+
+STAGES = (
+    Stage("env", 60, 20),
+    Stage("correctness", 150, 90),
+    Stage("counters", 40, 30),
+    Stage("resources", 50, 20),
+    Stage("tune", 120, 60),
+    Stage("comparison", 420, 240),
+    Stage("memcheck", 90, 0),
+    Stage("plots", 40, 25),
+)
+
+
+class Kit:
+    """One call: where things are, and what became of the stages."""
+
+    def __init__(self, out: Path, work: Path, wheels: Path | None = None, rehearse: bool = False) -> None:
+        self.out, self.work, self.wheels, self.rehearse = out, work, wheels, rehearse
+        self.stages: dict[str, dict] = {}  # name -> {"status", "seconds"}
+        for folder in (out, *(work / name for name in ("json", "logs", "site", "results"))):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        paths = (str(ROOT), str(self.work / "site"), os.environ.get("PYTHONPATH", ""))
+        found = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p), "PYTHONUNBUFFERED": "1"}
+        return found | ({"TRITON_INTERPRET": "1"} if self.rehearse else {})
+
+    def command(self, stage: str, seconds: float) -> list[str]:
+        command = [sys.executable, "-m", "benchmarks.gpu_stages", stage, "--work", str(self.work)]
+        command += ["--seconds", f"{0.95 * seconds:.0f}"]  # it should end by itself
+        if self.wheels is not None:
+            command += ["--wheels", str(self.wheels)]
+        return command + (["--rehearse"] if self.rehearse else [])
+
+    def found(self, name: str) -> dict[str, Any]:
+        """What a stage has written so far."""
+        path = self.work / "json" / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def suites(self) -> dict[str, dict]:
+        """{suite: result file} of the comparison."""
+        return {path.stem: json.loads(path.read_text()) for path in sorted((self.work / "results").glob("*/*.json"))}
+
+
+# ---- the runner
+
+
+def run_stage(
+    command: Sequence[str], log: Path, seconds: float, environment: dict[str, str], meanwhile: Callable[[], None] = lambda: None
+) -> str:
+    """Runs a command in a process group of its own, its output in `log`: "ok", how it failed, or that its time ran out.
+    Then whatever is left of the group is ended. `meanwhile` is called every PACK_EVERY seconds."""
+    deadline = time.monotonic() + seconds
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, process_group=0)
+        try:
+            while True:
+                try:
+                    status = process.wait(timeout=max(0.0, min(PACK_EVERY, deadline - time.monotonic())))
+                    break
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() >= deadline:
+                        return f"out of time after {seconds:.0f} s"
+                    meanwhile()
+        finally:
+            end_group(process)
+    if status < 0:
+        return f"ended by {signal.Signals(-status).name}"
+    return "ok" if status == 0 else f"exit status {status}"
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """The process and whatever it has left behind."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def run(kit: Kit, stages: Sequence[Stage], minutes: float) -> None:
+    """One stage after the other. What is kept for all of them makes up 80 % of the time."""
+    scale = 0.8 * 60 * minutes / max(1.0, sum(stage.kept for stage in stages))
+    deadline = time.monotonic() + 58 * minutes  # the rest is for packing
+    for i, stage in enumerate(stages):
+        kept = scale * sum(later.kept for later in stages[i + 1 :])
+        seconds = min(scale * stage.most, deadline - time.monotonic() - kept)
+        begin = time.monotonic()
+        status, log = "no time left", kit.work / "logs" / f"{stage.name}.txt"
+        if seconds > 0.5 * minutes:
+            kit.stages[stage.name] = {"status": "running", "seconds": 0.0}
+            status = run_stage(kit.command(stage.name, seconds), log, seconds, kit.environment, lambda: pack(kit))
+        kit.stages[stage.name] = {"status": status, "seconds": round(time.monotonic() - begin, 1)}
+        print(f"{stage.name}: {status}, {kit.stages[stage.name]['seconds']} s", flush=True)
+        if status != "ok" and log.exists():
+            print("\n".join(log.read_text(errors="replace").splitlines()[-15:]), flush=True)
+        pack(kit)
+
+
+# ---- what comes back: few files, none in a folder
+
+
+def pack(kit: Kit) -> None:
+    """DIR holds what is known now; each file is replaced whole."""
+    (kit.work / "json" / "kit.json").write_text(json.dumps(kit.stages, indent=1))
+    tables = kit.work / "tables.md"
+    text = summary(kit) + (f"\n{tables.read_text()}" if tables.exists() else "")
+    replace(kit.out / "summary.md", lambda path: path.write_text(text))
+    replace(kit.out / "results.tar.gz", lambda path: archive(path, kit.work, ("json", "results", "tables.md")))
+    replace(kit.out / "logs.tar.gz", lambda path: archive(path, kit.work, ("logs",)))
+    for picture in (kit.work / "results").glob("*/plots/*.png"):
+        if picture.stem in PICTURES:
+            replace(kit.out / picture.name, lambda path, picture=picture: shutil.copyfile(picture, path))
+
+
+def replace(path: Path, write: Callable[[Path], Any]) -> None:
+    part = path.with_name(path.name + ".part")
+    write(part)
+    part.replace(path)
+
+
+def archive(path: Path, folder: Path, names: Sequence[str]) -> None:
+    with tarfile.open(path, "w:gz") as tar:
+        for name in names:
+            if (folder / name).exists():
+                tar.add(folder / name, arcname=name)
+
+
+# ---- the summary
+
+
+class Target(NamedTuple):
+    what: str
+    wanted: str
+    measured: str
+    met: bool | None  # None: not measured
+
+
+def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[Target]:
+    """What the project set out to reach on a GPU, and what this call measured."""
+    logits = times(suites, "logits", rows=8192, vocab=151936, dtype="bfloat16")
+    hidden = times(suites, "hidden", rows=8192, hidden=4096, vocab=151936, dtype="bfloat16")
+    half = times(suites, "active", rows=8192, hidden=4096, vocab=151936, active=0.5)
+    inplace, layer2 = "grpo_kernels, in place", "grpo_kernels"
+    memory = extra(suites, "hidden", layer2, rows=8192, hidden=4096, vocab=151936, dtype="bfloat16")
+    waits = counters.get("waits")
+    steps = None if waits is None else [name for name, wait in waits.items() if wait and not name.startswith("TokenBatch")]
+    error = [
+        value for group in correctness.get("groups", {}).values() for what, value in group["largest"].items() if "logps" in what
+    ]
+    return [
+        at_most("logits 8192 x 151936 bf16, in place / copy", 1.15, ratio(logits, inplace, "copy")),
+        at_least("same, Liger GRPO loss / ours", 2, ratio(logits, "Liger GRPO loss", inplace)),
+        at_least("same, TRL kernel + loss / ours", 2, ratio(logits, "TRL kernel + loss", inplace)),
+        at_most("hidden 8192 x 4096 x 151936 bf16 / three products", 1.12, ratio(hidden, layer2, "limit")),
+        at_most("same, extra memory in GiB", 5, None if memory is None else memory * 1e6 / 2**30),
+        at_least("same, TRL fused head + loss / ours", 1.5, ratio(hidden, "TRL fused head + loss", layer2)),
+        at_least("same, Liger fused linear GRPO / ours", 5, ratio(hidden, "Liger fused linear GRPO", layer2)),
+        at_most("same with half of the rows at zero advantage / three dense products", 0.75, ratio(half, layer2, "limit")),
+        at_most("recompilations, 30 lengths x 10 schedules", 0, counters.get("recompilations")),
+        at_most("entry points that make the host wait", 0, None if steps is None else len(steps)),
+        at_most("log-probs from hidden states, error", 1e-5, max(error, default=None)),
+    ]
+
+
+def times(suites: dict[str, dict], suite: str, **shape: Any) -> dict[str, float]:
+    """{provider: ms} of the cell of this shape; "limit" is the fastest of what nobody can do without."""
+    cell = find(suites, suite, **shape)
+    found = {row["name"]: row["ms"] for row in cell.get("providers", []) if row["status"] == "ok"}
+    return found | ({"limit": cell["limit"]["ms"]} if cell.get("limit") else {})
+
+
+def extra(suites: dict[str, dict], suite: str, name: str, **shape: Any) -> float | None:
+    rows = find(suites, suite, **shape).get("providers", [])
+    return next((row.get("extra_mb") for row in rows if row["name"] == name and row["status"] == "ok"), None)
+
+
+def find(suites: dict[str, dict], suite: str, **shape: Any) -> dict:
+    cells = suites.get(suite, {}).get("cells", [])
+    return next((cell for cell in cells if all(cell[key] == value for key, value in shape.items())), {})
+
+
+def ratio(found: dict[str, float], above: str, below: str) -> float | None:
+    return found[above] / found[below] if above in found and below in found else None
+
+
+def at_most(what: str, limit: float, value: float | None) -> Target:
+    return Target(what, f"<= {limit:g}", number(value), None if value is None else value <= limit)
+
+
+def at_least(what: str, limit: float, value: float | None) -> Target:
+    return Target(what, f">= {limit:g}", number(value), None if value is None else value >= limit)
+
+
+def number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3g}"
+
+
+def summary(kit: Kit) -> str:
+    """Stages, targets, and what each stage has to say."""
+    title = "Rehearsal on a CPU: no figure means anything" if kit.rehearse else "Results"
+    lines = [f"# {title}", "", "| stage | outcome | s |", "|---|---|---|"]
+    lines += [f"| {name} | {stage['status']} | {stage['seconds']:.0f} |" for name, stage in kit.stages.items()]
+    lines += ["", "| target | wanted | measured | met |", "|---|---|---|---|"]
+    for target in targets(kit.suites(), kit.found("counters"), kit.found("correctness")):
+        met = {None: "", True: "yes", False: "**no**"}[target.met]
+        lines.append(f"| {target.what} | {target.wanted} | {target.measured} | {met} |")
+    for name in kit.stages:
+        said = kit.found(name).get("lines", [])
+        lines += ["", f"## {name}", "", "```", *said, "```"] if said else []
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 if all stages ended well."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [stage.name for stage in STAGES]
+    parser.add_argument("--out", type=Path, required=True, help="folder for what comes back: at most 8 files")
+    parser.add_argument("--wheels", type=Path, help="folder with the peers' wheels")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for everything")
+    parser.add_argument("--stages", nargs="+", choices=names, default=names, metavar="STAGE", help=", ".join(names))
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, small, with Triton's interpreter")
+    args = parser.parse_args(argv)
+    if args.wheels is not None and not args.wheels.is_dir():
+        parser.error(f"--wheels {args.wheels} is no folder: pass the one that holds the .whl files, or leave it out.")
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as work:
+        wheels = None if args.wheels is None else args.wheels.resolve()
+        kit = Kit(args.out.resolve(), Path(work), wheels, args.rehearse)
+        run(kit, [stage for stage in STAGES if stage.name in args.stages], args.minutes)
+        print("\n" + summary(kit))  # last: a caller may see the end of the output only
+    return 0 if all(stage["status"] == "ok" for stage in kit.stages.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""One cell of a table: every provider is checked against float64, then timed in one interleaved run.
+
+A wrong answer gets its errors and no time. What a provider cannot do, and why it failed, becomes a row as well."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.cases import SEQUENCES, Cell, Result, errors, make_case, reference
+from benchmarks.harness import compilations, gpu_state, host_syncs, interleaved, memory_free, memory_in_use, peak_memory
+from benchmarks.providers import Provider, Run, Unavailable, first_line, providers
+
+#: The largest error of (loss, anything else): rounding in 32 and in 16 bits.
+GATE = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (2e-2, 3e-2), torch.float16: (2e-2, 3e-2)}
+
+
+class DeviceLost(RuntimeError):
+    """A provider left CUDA in a state that only a new process gets out of."""
+
+    def __init__(self, provider: str, reason: str) -> None:
+        super().__init__(f"{provider}: {reason}")
+        self.provider, self.reason = provider, reason
+
+
+class _Failed(Exception):
+    """What a provider raised, in one line."""
+
+
+def measure(
+    cell: Cell,
+    device: str,
+    *,
+    only: tuple[str, ...] | None = None,
+    seconds: float = 1.0,
+    least: int = 3,
+    most: int = 50,
+    counters: bool = True,
+    memory: bool = True,
+    known: dict[str, str] | None = None,
+    candidates: list[Provider] | None = None,
+) -> dict:
+    """The cell as the result files have it. `only` names the providers that take part beside the limits (None: all that
+    know the contract); `known` {provider: reason} are failures of an earlier process, not to be tried again."""
+    begin = time.perf_counter()
+    chosen = providers(cell.contract) if candidates is None else candidates
+    chosen = [p for p in chosen if only is None or p.limit or p.name in only]
+    counts = {p: _compiles(p, cell, device) for p in chosen} if counters and cell.contract != "step" else {}
+    torch._dynamo.reset()  # what torch.compile learned of other shapes would make it generalise
+    case = make_case(cell, device)
+    expected = reference(case)
+    rows, runs = [], {}
+    for provider in chosen:
+        row: dict[str, Any] = {"name": provider.name} | ({"limit": True} if provider.limit else {})
+        rows.append(row)
+        try:
+            reason = provider.reason_against(cell, device, 0.9 * memory_free(device))
+            if reason is not None:
+                raise Unavailable(reason)
+            if provider.name in (known or {}):
+                raise _Failed((known or {})[provider.name])
+            run = _attempt(provider, device, lambda p=provider: p.make(case))
+            if not provider.limit:
+                row |= {"compiles": counts.get(provider), "syncs": None}
+                row |= _checked(provider, run, cell, device, expected, memory, counters)
+        except Unavailable as missing:
+            row |= {"status": "skipped", "reason": str(missing)}
+        except _Failed as failure:
+            row |= {"status": "failed", "reason": str(failure)}
+        if row.setdefault("status", "ok") == "ok":
+            runs[provider.name] = run
+    del expected
+    _free(device)
+    with _quiet():
+        times = interleaved(
+            {name: run.call for name, run in runs.items()}, device, lambda name: _restore(runs[name]),
+            seconds=seconds, least=least, most=most, warm_up=device != "cpu",  # there, each has run for its check and its memory
+        )  # fmt: skip
+    state = gpu_state(device)
+    limits = [{"name": r["name"], "ms": times[r["name"]]["ms"]} for r in rows if r.get("limit") and r["name"] in times]
+    limit = min(limits, key=lambda x: x["ms"], default=None)
+    for row in rows:
+        if row["status"] == "ok":
+            row |= times[row["name"]] | derived(cell, times[row["name"]]["ms"])
+            row["x_limit"] = row["ms"] / limit["ms"] if limit else None
+    found = describe(cell) | {"limit": limit, "providers": rows, "seconds": round(time.perf_counter() - begin, 1)}
+    return found | ({"gpu": state} if state else {})
+
+
+def _checked(
+    provider: Provider, run: Run, cell: Cell, device: str, expected: Result, memory: bool, counters: bool
+) -> dict[str, Any]:
+    """The row's errors and, unless they are beyond the gate, what is measured in runs of its own."""
+    baseline = memory_in_use(device) if device == "cuda" else None
+    row: dict[str, Any] = {"errors": _attempt(provider, device, lambda: _errors(run, expected))}
+    off = outside_gate(cell, row["errors"])
+    if off is not None:
+        return row | {"status": "wrong", "reason": off}
+    if memory:
+        row["extra_mb"] = _attempt(provider, device, lambda: _extra(run, device, baseline)) / 1e6
+    if counters and device == "cuda":
+        row["syncs"] = _attempt(provider, device, lambda: _syncs(run))
+    return row
+
+
+def describe(cell: Cell) -> dict:
+    """The cell's shape as the result files have it."""
+    return {
+        "contract": cell.contract,
+        "rows": cell.rows,
+        "sequences": SEQUENCES,
+        "hidden": cell.hidden,
+        "vocab": cell.vocab,
+        "dtype": str(cell.dtype).removeprefix("torch."),
+        "active": cell.active,
+        "layers": cell.layers,
+    }
+
+
+def outside_gate(cell: Cell, found: dict[str, float]) -> str | None:
+    """Which error is beyond what rounding explains, in words."""
+    loss, rest = GATE[cell.dtype]
+    for name, value in found.items():
+        most = loss if name == "loss" else rest
+        if not value <= most:  # NaN as well
+            return f"{name} is off by {value:.1e}, more than {most:.0e}"
+    return None
+
+
+def derived(cell: Cell, ms: float) -> dict:
+    """Rates from a time: GB/s if the logits are read and written once (2U) or read twice and written (3U), TFLOP/s of the
+    products that are due, where rows of zero advantage (1 - a of them) take part in the first only."""
+    if cell.contract == "step":
+        return {}
+    seconds = ms / 1e3
+    if cell.hidden is None:
+        unit = cell.rows * cell.vocab * cell.dtype.itemsize / 1e9
+        if cell.contract == "logits-forward":
+            return {"gbps_1u": unit / seconds}
+        return {"gbps_2u": 2 * unit / seconds, "gbps_3u": 3 * unit / seconds}
+    backward = {"hidden": 4, "hidden-frozen": 2, "hidden-forward": 0}[cell.contract]
+    a = cell.active_rows / cell.rows
+    convention = f"{2 + backward}NHV" if a == 1 or not backward else f"(2+{backward}a)NHV, a={a:g}"
+    flops = (2 * cell.rows + backward * cell.active_rows) * cell.hidden * cell.vocab
+    return {"tflops": flops / seconds / 1e12, "flop_convention": convention}
+
+
+def _compiles(provider: Provider, cell: Cell, device: str) -> int | None:
+    """None for a limit, and for a provider that does not get that far: its check will say why."""
+    if provider.limit or provider.reason_against(cell, device, memory_free(device)):
+        return None
+    small = replace(cell, rows=64, vocab=4096, hidden=cell.hidden and 128, active=1.0)
+    try:
+        return _attempt(provider, device, lambda: recompilations(provider, small, device))
+    except (Unavailable, _Failed):
+        return None
+
+
+@functools.cache
+def recompilations(provider: Provider, cell: Cell, device: str) -> int:
+    """What three further row counts make new after that of `cell`, in a fresh torch.compile."""
+
+    def once(rows: int) -> None:
+        run = provider.make(make_case(replace(cell, rows=rows), device))
+        _restore(run)
+        run.call()
+
+    torch._dynamo.reset()
+    once(cell.rows)
+    with compilations() as count:
+        for rows in (96, 112, 144):
+            once(rows)
+        return count()
+
+
+def _attempt(provider: Provider, device: str, step: Callable[[], Any]) -> Any:
+    try:
+        with _quiet():
+            return step()
+    except Unavailable:
+        raise
+    except Exception as failure:  # other people's code may raise anything, and must not cost the others their figures
+        reason = first_line(failure)
+    if device == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as lost:
+            raise DeviceLost(provider.name, reason) from lost
+    _free(device)
+    raise _Failed(reason)
+
+
+def _errors(run: Run, expected: Result) -> dict[str, float]:
+    _restore(run)
+    return errors(run.call(), expected)
+
+
+def _extra(run: Run, device: str, baseline: int | None) -> int:
+    """Peak memory of a run beyond the inputs. `baseline` was in use before the provider's first run: what it keeps from
+    one run to the next counts too. (On a CPU its code would count as well, so there the state just before serves.)"""
+    _restore(run)
+    return peak_memory(run.call, device, baseline)
+
+
+def _syncs(run: Run) -> int:
+    _restore(run)
+    return host_syncs(run.call)
+
+
+def _restore(run: Run) -> None:
+    if run.restore is not None:
+        run.restore()
+
+
+def _free(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# ---- printing
+
+
+def table(cell: dict) -> str:
+    """The cell as a table to read, then why those without a time have none."""
+    contract, rows = cell["contract"], cell["providers"]
+    shape = " x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x])
+    active = "" if cell["active"] == 1 else f", {cell['active']:.1%} of the sequences with an advantage"
+    timed = [r for r in rows if r["status"] == "ok"]
+    rates = [key for key in ("gbps_1u", "gbps_2u", "gbps_3u", "tflops") if any(key in r for r in timed)]
+    convention = next((r["flop_convention"] for r in timed if "flop_convention" in r), "")
+    heads = {"gbps_1u": "GB/s 1U", "gbps_2u": "GB/s 2U", "gbps_3u": "GB/s 3U", "tflops": "TFLOP/s"}
+    eager = next((r["ms"] for r in timed if r["name"] == "eager PyTorch"), None)
+    ratio = "x limit" if cell["limit"] else "x eager"
+    head = ["", "ms", "p20", "p80", "n", ratio, *(heads[key] for key in rates), "% limit", "extra MB", "error"]
+    lines = [[*head, "compiles", "syncs"]]
+    for r in timed:
+        base = cell["limit"]["ms"] if cell["limit"] else eager
+        lines.append(
+            [
+                r["name"] + (" (limit)" if r.get("limit") else ""),
+                *(f"{r[key]:.3g}" if r[key] < 1000 else f"{r[key]:.0f}" for key in ("ms", "p20", "p80")),
+                str(r["runs"]),
+                f"{r['ms'] / base:.2f}" if base else "",
+                *(f"{r[key]:.3g}" for key in rates),
+                f"{100 / r['x_limit']:.0f}" if r["x_limit"] else "",
+                f"{r['extra_mb']:.0f}" if "extra_mb" in r else "",
+                f"{max(r['errors'].values()):.0e}" if "errors" in r else "",
+                *("" if r.get(key) is None else str(r[key]) for key in ("compiles", "syncs")),
+            ]
+        )
+    kept = [i for i, name in enumerate(lines[0]) if i == 0 or any(line[i] for line in lines[1:])]
+    widths = [max(len(line[i]) for line in lines) for i in kept]
+    text = [f"{contract}, {shape}, {cell['dtype']}{active}" + (f"; TFLOP/s of {convention}" if convention else "")]
+    for line in lines:
+        text.append("  ".join(line[i].rjust(w) if i else line[i].ljust(w) for i, w in zip(kept, widths, strict=True)).rstrip())
+    text += [f"  {r['name']}: {r['status']}, {r['reason']}" for r in rows if r["status"] != "ok"]
+    return "\n".join(text)

@@ -1,0 +1,47 @@
+"""Apple's Cut Cross-Entropy: negative log-probs from hidden states, with the loss in torch. Its kernel leaves out blocks of
+small gradients; once as it comes, once without that filter. On a CPU it offers a torch.compile version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.cases import HiddenCase, Result, policy_loss
+from benchmarks.providers import peer, provider
+
+Call = Callable[[], Result]
+
+
+def _logps(case: HiddenCase, **how: object) -> Callable[[], torch.Tensor]:
+    cross_entropy = peer("cut_cross_entropy", "cut-cross-entropy").linear_cross_entropy
+    return lambda: -cross_entropy(case.hidden, case.weight, case.batch.targets, reduction="none", **how)
+
+
+def _loss(case: HiddenCase, **how: object) -> Call:
+    logps = _logps(case, **how)
+    return lambda: case.gradients(policy_loss(logps(), case.batch, case.cell.beta))
+
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@provider("CCE + loss", "hidden", "hidden-frozen", devices=("cuda",), dtypes=HALF)
+def filtered(case: HiddenCase) -> Call:
+    return _loss(case)
+
+
+@provider("CCE, unfiltered + loss", "hidden", "hidden-frozen", devices=("cuda",), dtypes=HALF)
+def unfiltered(case: HiddenCase) -> Call:
+    return _loss(case, filter_eps=None)
+
+
+@provider("CCE (torch.compile) + loss", "hidden", "hidden-frozen")
+def compiled(case: HiddenCase) -> Call:
+    return _loss(case, impl="torch_compile")
+
+
+@provider("CCE", "hidden-forward", devices=("cuda",), dtypes=HALF)
+def forward(case: HiddenCase) -> Call:
+    logps = _logps(case)
+    return torch.no_grad()(lambda: {"logps": logps()})

@@ -1,0 +1,59 @@
+"""Liger Kernel: its two GRPO losses, whole, with their defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.cases import CLIP, SEQUENCES, HiddenCase, LogitsCase, Result
+from benchmarks.providers import Run, peer, provider
+
+
+@provider("Liger GRPO loss", "logits", devices=("cuda",))
+def triton_loss(case: LogitsCase) -> Run:
+    loss_of = peer("liger_kernel.transformers.grpo_loss", "liger-kernel").triton_grpo_loss
+    cell, batch = case.cell, case.batch
+    shape = (SEQUENCES, cell.rows // SEQUENCES)
+    # It takes the model's logits of one position more per sequence, which it leaves alone: made here, untimed.
+    longer = torch.zeros(shape[0], shape[1] + 1, cell.vocab, dtype=cell.dtype, device=case.logits.device, requires_grad=True)
+    targets, advantages = batch.targets.view(shape), batch.advantages.view(shape)[:, 0].contiguous()
+    assert batch.old_logps is not None and batch.ref_logps is not None
+    old_logps, ref_logps = batch.old_logps.view(shape), batch.ref_logps.view(shape)
+
+    def restore() -> None:
+        with torch.no_grad():
+            longer[:, :-1] = case.pristine.view(*shape, -1)
+
+    def run() -> Result:
+        loss, _ = loss_of(
+            longer, old_logps, ref_logps, targets, advantages, temperature=1.0, beta=cell.beta, eps_low=CLIP[0], eps_high=CLIP[1],
+            inplace=True, loss_type="dapo", reduce=True,
+        )  # fmt: skip
+        gradient = torch.autograd.grad(loss, longer)[0]
+        return {"loss": loss.detach(), "d_logits": gradient[:, :-1]}
+
+    return Run(run, restore)
+
+
+@provider("Liger fused linear GRPO", "hidden", "hidden-frozen")
+def fused_linear(case: HiddenCase) -> Callable[[], Result]:
+    # One advantage per sequence is all it takes.
+    module = peer("liger_kernel.chunked_loss", "liger-kernel")
+    loss_of = module.LigerFusedLinearGRPOLoss(
+        beta=0.0, use_ref_model=False, epsilon_low=CLIP[0], epsilon_high=CLIP[1], loss_type="dapo"
+    )
+    shape = (SEQUENCES, case.cell.rows // SEQUENCES)
+    batch = case.batch
+    assert batch.old_logps is not None
+    targets, advantages = batch.targets.view(shape), batch.advantages.view(shape)[:, 0].contiguous()
+    old_logps, mask = batch.old_logps.view(shape), torch.ones(shape, device=case.hidden.device)
+
+    def run() -> Result:
+        hidden = case.hidden.view(*shape, -1)
+        loss, _ = loss_of(
+            hidden, case.weight, targets, mask, advantages, old_per_token_logps=old_logps, num_items_in_batch=case.cell.rows
+        )
+        return case.gradients(loss)
+
+    return run

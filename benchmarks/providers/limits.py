@@ -1,0 +1,82 @@
+"""What the hardware needs for the least that a contract asks for, measured in the same run: one read and one write of
+the logits into warm memory, one read, or the bare matrix products with fresh results as a caller would have them.
+
+The products are those that are due: rows of zero advantage take part in the first only. By torch.mm in the operands'
+dtype, and by the kernels that the engine uses for several chunks (fp32 logits and sums, gradients rounded at the end)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.cases import HiddenCase, LogitsCase
+from benchmarks.providers import provider
+from grpo_kernels.products import Products, products_for
+
+Tensor = torch.Tensor
+Call = Callable[[], Any]
+
+
+@provider("copy", "logits", limit=True)
+def copy(case: LogitsCase) -> Call:
+    return lambda: case.buffer.copy_(case.pristine)
+
+
+@provider("read", "logits-forward", limit=True)
+def read(case: LogitsCase) -> Call:
+    return lambda: case.pristine.sum()
+
+
+def _active(case: HiddenCase) -> Tensor:
+    return case.batch.advantages.nonzero()[:, 0]
+
+
+@provider(
+    "products, torch.mm", "hidden", "hidden-frozen", "hidden-forward", limit=True,
+    memory=lambda cell: 2.0 * cell.rows * cell.vocab * cell.dtype.itemsize,
+)  # fmt: skip
+def by_torch(case: HiddenCase) -> Call:
+    hidden, weight = case.hidden.detach(), case.weight.detach()
+    forward_only, frozen = not case.hidden.requires_grad, not case.weight.requires_grad
+    rows = hidden[_active(case)]
+    logits = None if forward_only else rows @ weight.t()
+
+    def run() -> tuple[Tensor, ...]:
+        found = (hidden @ weight.t(),)
+        if logits is not None:
+            found += (logits @ weight,)
+            found += () if frozen else (logits.t() @ rows,)
+        return found
+
+    return run
+
+
+def _gradient(products: Products, rows: Tensor) -> Tensor:
+    """Something in the place and the dtype that the engine has the gradient of its logits in."""
+    logits = products.logits(rows)
+    values = logits.clone()
+    return products.gradient_buffer(logits, exact=False).copy_(values)
+
+
+@provider(
+    "products, ours", "hidden", "hidden-frozen", "hidden-forward", limit=True,
+    memory=lambda cell: 12.0 * cell.rows * cell.vocab,
+)  # fmt: skip
+def by_ours(case: HiddenCase) -> Call:
+    hidden, weight = case.hidden.detach(), case.weight.detach()
+    forward_only, frozen = not case.hidden.requires_grad, not case.weight.requires_grad
+    products = products_for(weight, None, hidden.dtype)
+    operand = hidden.to(products.dtype)
+    rows = operand[_active(case)]
+    gradient = None if forward_only else _gradient(products_for(weight, None, hidden.dtype), rows)
+
+    def run() -> tuple[Tensor, ...]:
+        found = (products.logits(operand),)
+        if gradient is not None:
+            found += (products.d_hidden(gradient).to(hidden.dtype),)
+            found += () if frozen else (products.add_d_weight(None, gradient, rows).to(weight.dtype),)
+        return found
+
+    return run

@@ -1,0 +1,59 @@
+"""verl: its linear cross-entropy kernel, and its log-probs of given logits, each with the loss in torch.
+
+`import verl` starts with Ray and the tokenizers. The kernel needs neither: the packages above it are put in place without
+running their __init__, and its module is imported as usual."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from benchmarks.cases import HiddenCase, LogitsCase, Result, policy_loss
+from benchmarks.providers import Unavailable, peer, provider
+
+Call = Callable[[], Result]
+
+
+def submodule(name: str) -> ModuleType:
+    for parent in ("verl", "verl.utils"):
+        if parent not in sys.modules:
+            spec = importlib.util.find_spec(parent)
+            if spec is None:
+                raise Unavailable("not installed: pip install verl --no-deps")
+            sys.modules[parent] = importlib.util.module_from_spec(spec)
+    return peer(name, "verl")
+
+
+def _kernel(case: HiddenCase) -> Callable[[], torch.Tensor]:
+    linear_cross_entropy = submodule("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+    if case.cell.hidden is not None and case.cell.hidden % 128:
+        raise Unavailable(f"the hidden size must be a multiple of 128, not {case.cell.hidden}")
+    return lambda: linear_cross_entropy(case.hidden, case.weight, case.batch.targets, 1.0, "none")[0]
+
+
+@provider("verl kernel + loss", "hidden", "hidden-frozen", devices=("cuda",))
+def kernel(case: HiddenCase) -> Call:
+    logps = _kernel(case)
+    return lambda: case.gradients(policy_loss(logps(), case.batch, case.cell.beta))
+
+
+@provider("verl kernel", "hidden-forward", devices=("cuda",))
+def kernel_forward(case: HiddenCase) -> Call:
+    logps = _kernel(case)
+    return torch.no_grad()(lambda: {"logps": logps()})
+
+
+@provider("verl log-probs + loss", "logits")
+def logprobs(case: LogitsCase) -> Call:
+    logprobs_from_logits = submodule("verl.utils.torch_functional").logprobs_from_logits
+
+    def run() -> Result:
+        # A view, as a trainer's logits are the output of something: its flash-attn path overwrites them in the backward.
+        logps = logprobs_from_logits(case.logits.view_as(case.logits), case.batch.targets)
+        return case.gradients(policy_loss(logps, case.batch, case.cell.beta))
+
+    return run

@@ -1,0 +1,52 @@
+"""Result files, benchmarks/results/<machine>/<suite>.json: written after every cell, so that a run which is cut off goes on
+where it stopped. A cell is kept only while its fingerprint holds; a file never mixes figures of different code."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases import Cell
+from benchmarks.harness import slug, versions
+
+ROOT = Path(__file__).parent.parent
+#: What a figure depends on: the library, and those parts of the benchmarks that make figures.
+SOURCES = (
+    "grpo_kernels/**/*.py", "csrc/*", "benchmarks/cases.py", "benchmarks/harness.py", "benchmarks/measure.py",
+    "benchmarks/suites.py", "benchmarks/providers/*.py",
+)  # fmt: skip
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A result file; {} if there is none yet."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def save(path: Path, record: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(part, path)
+
+
+def fingerprint(cell: Cell, only: tuple[str, ...] | None, device: str, quick: bool) -> str:
+    """Changes with the cell, who takes part, the effort, the machine, the packages and the code."""
+    parts = (cell, only, quick, slug(device), torch.__version__, sorted(versions().items()), _code())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _code() -> str:
+    digest = hashlib.sha256()
+    for pattern in SOURCES:
+        for path in sorted(ROOT.glob(pattern)):
+            if path.is_file():
+                digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

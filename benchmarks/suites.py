@@ -1,0 +1,187 @@
+"""The suites: which cells are measured, by whom, on a CPU and on a GPU, and the loop over them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks import results
+from benchmarks.cases import CONTRACTS, Cell
+from benchmarks.harness import machine, slug
+from benchmarks.measure import DeviceLost, measure, table
+
+QWEN, LLAMA, GEMMA = 151936, 128256, 262144  # vocabularies
+FP32, BF16 = torch.float32, torch.bfloat16
+OURS, EAGER = "grpo_kernels", "eager PyTorch"
+FEW = (OURS, EAGER)
+#: In sweeps: nobody whose first call compiles for seconds per shape on a CPU, or whose run takes many times the others'.
+SWEEP = (OURS, "grpo_kernels, layer 1 + loss", EAGER, "TRL fused head + loss")
+PEERS = (*SWEEP, "Liger fused linear GRPO", "CCE + loss", "CCE, unfiltered + loss", "verl kernel + loss")
+LOST_DEVICE = 75  # exit status: run the same command again (EX_TEMPFAIL)
+
+
+class Planned(NamedTuple):
+    cell: Cell
+    only: tuple[str, ...] | None = None  # who takes part beside the limits; None: everybody
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str
+    title: str
+    contract: str
+    plan: Callable[[str, bool], list[Planned]]  # (device, quick)
+
+
+def _logits(contract: str) -> Callable[[str, bool], list[Planned]]:
+    def plan(device: str, quick: bool) -> list[Planned]:
+        if device == "cpu":
+            shapes = [(64 if quick else 256, QWEN, dtype) for dtype in (FP32, BF16)]
+        elif quick:
+            shapes = [(4096, QWEN, BF16)]
+        else:
+            shapes = [(8192, QWEN, BF16), (8192, LLAMA, BF16), (2048, QWEN, FP32)]
+        return [Planned(Cell(contract, *shape)) for shape in shapes]
+
+    return plan
+
+
+def _hidden(device: str, quick: bool) -> list[Planned]:
+    if device == "cuda":
+        shapes = [(8192, 4096, QWEN), (8192, 4096, LLAMA), (4096, 2304, GEMMA)]
+        return [Planned(_head("hidden", n, h, v, BF16)) for n, h, v in (shapes[:1] if quick else shapes)]
+    if quick:
+        return [Planned(_head("hidden", 64, 256, 32768, dtype)) for dtype in (FP32, BF16)]
+    return [
+        Planned(_head("hidden", n, 1024, QWEN, dtype), None if n < 512 else SWEEP)
+        for n in (16, 256, 512)
+        for dtype in (FP32, BF16)
+    ]
+
+
+def _one_head(contract: str) -> Callable[[str, bool], list[Planned]]:
+    def plan(device: str, quick: bool) -> list[Planned]:
+        if device == "cuda":
+            return [Planned(_head(contract, 2048 if quick else 8192, 4096, QWEN, BF16))]
+        if quick:
+            return [Planned(_head(contract, 64, 512, 32768, FP32), (*SWEEP, "TRL fused head"))]
+        return [Planned(_head(contract, 256, 1024, QWEN, dtype)) for dtype in (FP32, BF16)]
+
+    return plan
+
+
+def _rows(device: str, quick: bool) -> list[Planned]:
+    if device == "cuda":
+        counts = (1024, 4096) if quick else (1024, 4096, 8192, 32768)
+        return [Planned(_head("hidden", n, 4096, QWEN, BF16), PEERS) for n in counts]
+    counts = (64, 256) if quick else (64, 256, 1024, 4096, 8192)
+    return [Planned(_head("hidden", n, 256, 32768, FP32), SWEEP) for n in counts]
+
+
+def _vocab(device: str, quick: bool) -> list[Planned]:
+    sizes = (32768, QWEN) if quick else (32768, 65536, LLAMA, QWEN, GEMMA)
+    if device == "cuda":
+        return [Planned(_head("hidden", 2048 if quick else 8192, 4096, v, BF16), PEERS) for v in sizes]
+    return [Planned(_head("hidden", 32 if quick else 128, 256 if quick else 512, v, FP32), SWEEP) for v in sizes]
+
+
+def _active(device: str, quick: bool) -> list[Planned]:
+    shares = (1.0, 0.25) if quick else (1.0, 0.75, 0.5, 0.25, 0.125)
+    if device == "cuda":
+        return [Planned(_head("hidden", 2048 if quick else 8192, 4096, QWEN, BF16, a), PEERS) for a in shares]
+    shape = (64, 512, 32768) if quick else (128, 1024, QWEN)
+    return [Planned(_head("hidden", *shape, FP32, a), SWEEP) for a in shares]
+
+
+def _length(device: str, quick: bool) -> list[Planned]:
+    """Tokens of one batch, 16 sequences: what fits."""
+    if device == "cuda":
+        tokens = (8192, 65536) if quick else (8192, 65536, 131072, 262144)
+        return [Planned(_head("hidden", n, 1024, QWEN, BF16), FEW) for n in tokens]
+    tokens, shape = ((1024, 4096), (64, 8192)) if quick else ((4096, 16384, 65536), (128, 32768))
+    return [Planned(_head("hidden", n, *shape, FP32), FEW) for n in tokens]
+
+
+def _step(device: str, quick: bool) -> list[Planned]:
+    if device == "cuda":
+        cell = Cell("step", 2048 if quick else 8192, QWEN, BF16, hidden=896, layers=4 if quick else 24)
+        return [Planned(cell)]
+    return [Planned(Cell("step", 64 if quick else 256, 16384 if quick else QWEN, FP32, hidden=128, layers=2))]
+
+
+def _head(contract: str, rows: int, hidden: int, vocab: int, dtype: torch.dtype, active: float = 1.0) -> Cell:
+    return Cell(contract, rows, vocab, dtype, hidden, active)
+
+
+SUITES = {
+    s.name: s
+    for s in (
+        Suite("logits", "Loss and gradient from logits", "logits", _logits("logits")),
+        Suite("logits-forward", "Log-probs and entropy from logits", "logits-forward", _logits("logits-forward")),
+        Suite("hidden", "Loss and gradients from hidden states", "hidden", _hidden),
+        Suite("hidden-frozen", "Loss from hidden states, frozen head", "hidden-frozen", _one_head("hidden-frozen")),
+        Suite("hidden-forward", "Log-probs from hidden states", "hidden-forward", _one_head("hidden-forward")),
+        Suite("rows", "From hidden states, by the number of rows", "hidden", _rows),
+        Suite("vocab", "From hidden states, by vocabulary", "hidden", _vocab),
+        Suite("active", "From hidden states, by the share of sequences with an advantage", "hidden", _active),
+        Suite("length", "From hidden states, long batches: time and memory", "hidden", _length),
+        Suite("step", "A training step end to end", "step", _step),
+    )
+}
+
+
+def run(suites: list[str], device: str, out: Path, quick: bool = False, fresh: bool = False) -> list[Path]:
+    """Measures what the result files under `out` do not hold yet, printing each cell; returns their paths. `fresh` measures
+    all of it again. If a provider breaks CUDA for this process, that is written down and the process exits with
+    LOST_DEVICE: the same command goes on without that provider."""
+    paths = []
+    for name in suites:
+        suite = SUITES[name]
+        path = out / slug(device) / f"{name}.json"
+        paths.append(path)
+        plan = [(planned, results.fingerprint(*planned, device, quick)) for planned in suite.plan(device, quick)]
+        wanted = {mark for _, mark in plan}
+        former = {} if fresh else results.load(path)
+        done = {cell["fingerprint"]: cell for cell in former.get("cells", []) if cell["fingerprint"] in wanted}
+        lost = {mark: reasons for mark, reasons in former.get("lost", {}).items() if mark in wanted}
+        print(f"\n# {suite.title}: {CONTRACTS[suite.contract]}", flush=True)
+        for planned, mark in plan:
+            if mark in done:
+                print(f"\n{table(done[mark])}\n(measured before)", flush=True)
+                continue
+            try:
+                cell = measure(planned.cell, device, only=planned.only, known=lost.get(mark), **_effort(device, quick))
+            except DeviceLost as failure:
+                lost.setdefault(mark, {})[failure.provider] = failure.reason
+                results.save(path, _record(suite, device, [done[m] for _, m in plan if m in done], lost))
+                print(f"\n{failure}: CUDA is unusable in this process. Run the same command again.", file=sys.stderr)
+                raise SystemExit(LOST_DEVICE) from failure
+            done[mark] = cell | {"fingerprint": mark}
+            results.save(path, _record(suite, device, [done[m] for _, m in plan if m in done], lost))
+            print(f"\n{table(cell)}", flush=True)
+    return paths
+
+
+def _effort(device: str, quick: bool) -> dict:
+    """What a cell may cost: seconds per provider, fewest runs, counters."""
+    if quick:
+        return {"seconds": 0.2, "least": 3, "counters": False}
+    return {"seconds": 0.5, "least": 10} if device == "cuda" else {"seconds": 1.5, "least": 3}
+
+
+def _record(suite: Suite, device: str, cells: list[dict], lost: dict[str, dict[str, str]]) -> dict:
+    return {
+        "suite": suite.name,
+        "title": suite.title,
+        "contract": CONTRACTS[suite.contract],
+        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(device),
+        "cells": cells,
+    } | ({"lost": lost} if lost else {})

@@ -1,0 +1,279 @@
+"""Which launch settings are fastest: threads, accesses in flight and programs per multiprocessor of the row kernels, and
+the chunk size from hidden states.
+
+    python -m benchmarks.tune [--kind visit fused chunk] [--seconds 0.05] [--json FILE] [--small]
+
+Candidates are the package's own calls with another entry in its table of launches; nothing in it needs to change for a
+trial. Each is checked against float64 before it is timed, all of one workload interleaved. Prints a ranking for each kind
+(the geometric mean, over its workloads, of the time relative to the best) and the table to paste. `--small` takes small
+shapes on the CPU: with TRITON_INTERPRET=1 the same lines run without a GPU, and no figure means anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.cases import Cell, make_case
+from benchmarks.measure import measure
+from benchmarks.providers import Provider, Run, first_line, providers
+from grpo_kernels import backends, linear
+from grpo_kernels.backends import triton as backend
+
+REGISTERS = 65536  # of a multiprocessor
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a row kernel is launched. `programs` are resident on a multiprocessor at a time, and share its registers."""
+
+    kind: str  # "visit" or "fused", see backend.LAUNCH
+    threads: int
+    accesses: int
+    programs: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.threads} threads x {self.accesses} accesses, {self.programs} per SM"
+
+    @property
+    def fits(self) -> bool:
+        """There are registers for the tile, 8 numbers for each access in flight, and for a few values beside it."""
+        return min(255, REGISTERS // (self.threads * self.programs)) >= 8 * self.accesses + 16
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        options, multiprocessors = backend._options, backend._multiprocessors
+
+        def fewer_registers(threads: int) -> dict[str, int]:
+            found = options(threads)
+            if "maxnreg" in found:
+                found["maxnreg"] = min(255, REGISTERS // (threads * self.programs))
+            return found
+
+        with (
+            mock.patch.dict(backend.LAUNCH, {self.kind: (self.threads, self.accesses)}),
+            mock.patch.object(backend, "_options", fewer_registers),
+            mock.patch.object(backend, "_multiprocessors", lambda device: self.programs * multiprocessors(device)),
+        ):
+            yield
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Bytes of one chunk of fp32 logits, from hidden states."""
+
+    mib: int
+    kind: str = "chunk"
+
+    def __str__(self) -> str:
+        return f"{self.mib} MiB"
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        with mock.patch.dict(linear.CHUNK_BYTES, dict.fromkeys(linear.CHUNK_BYTES, self.mib * MIB)):
+            yield
+
+
+Setting = Rows | Chunk
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A provider of the benchmarks whose time depends on one kind of setting."""
+
+    kind: str
+    provider: str
+    cell: Cell
+
+    def __str__(self) -> str:
+        c = self.cell
+        shape = " x ".join(str(x) for x in (c.rows, c.hidden, c.vocab) if x is not None)
+        return f"{c.contract}, {self.provider}: {shape} {str(c.dtype).removeprefix('torch.')}"
+
+    def candidate(self, setting: Setting) -> Provider:
+        ours = next(p for p in providers(self.cell.contract) if p.name == self.provider)
+
+        def make(case: Any) -> Run:
+            run = ours.make(case)
+
+            def call() -> dict[str, Any]:
+                # "auto" is Triton for tensors on a CPU too, in its interpreter
+                with setting.applied(), mock.patch.object(backends, "load", lambda name: backend):
+                    return run.call()
+
+            return Run(call, run.restore)
+
+        return replace(ours, name=str(setting), make=make)
+
+
+def workloads(small: bool) -> list[Workload]:
+    # The interpreter truncates where a GPU rounds to bf16.
+    rows, few, vocab, width, dtype = (16, 16, 272, 8, torch.float32) if small else (8192, 2048, 151936, 4096, torch.bfloat16)
+    return [
+        Workload("fused", "grpo_kernels, in place", Cell("logits", rows, vocab, dtype)),
+        Workload("fused", "grpo_kernels, in place", Cell("logits", few, vocab, torch.float32)),
+        Workload("visit", "grpo_kernels", Cell("logits-forward", rows, vocab, dtype)),
+        Workload("visit", "grpo_kernels, layer 1 + loss", Cell("logits", rows, vocab, dtype)),
+        Workload("chunk", "grpo_kernels", Cell("hidden", rows, vocab, dtype, width)),
+    ]
+
+
+def settings(kind: str, small: bool) -> list[Setting]:
+    """What is now in the package first, then the others."""
+    if kind == "chunk":
+        now = linear.CHUNK_BYTES["cuda"] // MIB
+        return [Chunk(mib) for mib in dict.fromkeys((now, *((1,) if small else (200, 400, 800, 1600, 2400, 3200))))]
+    now = Rows(kind, *backend.LAUNCH[kind])
+    grid = [
+        Rows(kind, threads, accesses, programs)
+        for threads in (256, 512, 1024)
+        for accesses in (1, 2, 4, 8)
+        for programs in (1, 2, 4)
+    ]
+    found = list(dict.fromkeys([now, *(s for s in grid if s.fits)]))
+    return found[:2] if small else found
+
+
+# ---- trials
+
+
+def compile_once(job: tuple[Workload, Setting, str]) -> str | None:
+    """Fill Triton's cache on disk: what is compiled depends on the vocabulary, not on the rows. The reason if it cannot."""
+    workload, setting, device = job
+    try:
+        run = workload.candidate(setting).make(make_case(replace(workload.cell, rows=16), device))
+        run.call()
+    except (RuntimeError, ValueError, AssertionError, backend.triton.TritonError) as failure:
+        return first_line(failure)
+    return None
+
+
+def compile_all(jobs: list[tuple[Workload, Setting, str]], workers: int) -> None:
+    """In parallel, before anything is timed; `measure` meets failures again and reports them."""
+    context = multiprocessing.get_context("spawn")  # a fork would share the parent's CUDA context
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        for (workload, setting, _), reason in zip(jobs, pool.map(compile_once, jobs), strict=True):
+            if reason is not None:
+                print(f"{workload}, {setting}: {reason}", flush=True)
+
+
+def ranking(cells: Sequence[dict]) -> list[tuple[str, float]]:
+    """[(setting, mean of its times relative to the best of each cell)], best first; only those right and timed everywhere."""
+    timed = [
+        {row["name"]: row["ms"] for row in cell["providers"] if row["status"] == "ok" and not row.get("limit")}
+        for cell in cells
+    ]
+    everywhere = [name for name in timed[0] if all(name in cell for cell in timed)] if timed else []
+    best = [min(cell[name] for name in everywhere) for cell in timed] if everywhere else []
+    relative = {
+        name: math.exp(statistics.fmean(math.log(cell[name] / fastest) for cell, fastest in zip(timed, best, strict=True)))
+        for name in everywhere
+    }
+    return sorted(relative.items(), key=lambda item: item[1])
+
+
+def tune(
+    kinds: Sequence[str], device: str, small: bool, seconds: float, save: Callable[[dict], None] = lambda found: None
+) -> dict:
+    """{kind: {"cells", "ranking", "best", "now"}}; `save` gets it after each workload."""
+    found: dict[str, dict] = {}
+    for kind in kinds:
+        candidates = settings(kind, small)
+        chosen = [w for w in workloads(small) if w.kind == kind]
+        if kind != "chunk":  # which compiles nothing that the package does not
+            workers = 1 if small else min(12, os.cpu_count() or 1)
+            compile_all([(w, s, device) for w in chosen for s in candidates], workers)
+        cells: list[dict] = []
+        for workload in chosen:
+            cell = measure(
+                workload.cell, device, seconds=seconds, least=1 if small else 5, most=20, counters=False, memory=kind == "chunk",
+                candidates=[workload.candidate(s) for s in candidates] + [p for p in providers(workload.cell.contract) if p.limit],
+            )  # fmt: skip
+            cells.append({"workload": str(workload)} | cell)
+            order = ranking(cells)
+            by_name = {str(s): s for s in candidates}
+            best = asdict(by_name[order[0][0]]) if order else None
+            found[kind] = {"cells": cells, "ranking": order, "best": best, "now": str(candidates[0])}
+            save(found)
+            show_cell(cells[-1])
+    return found
+
+
+# ---- printing
+
+
+def show_cell(cell: dict) -> None:
+    print(f"\n{cell['workload']}")
+    for row in sorted(cell["providers"], key=lambda row: row.get("ms", math.inf)):
+        if row["status"] == "ok":
+            memory = f"  {row['extra_mb']:.0f} MB" if row.get("extra_mb") is not None else ""
+            print(
+                f"  {row['name']:40}{row['ms']:9.3f} ms {row['x_limit']:6.2f} x limit, {row['runs']} runs{memory}", flush=True
+            )
+        else:
+            print(f"  {row['name']:40} {row['status']}: {row['reason']}", flush=True)
+
+
+def summary(found: dict) -> list[str]:
+    """The best of each kind beside what the package has, and what to paste."""
+    lines = []
+    for kind, result in found.items():
+        places = dict(result["ranking"])
+        if not places:
+            lines.append(f"{kind}: no setting was right in all workloads")
+            continue
+        (name, value), now = result["ranking"][0], places.get(result["now"], math.nan)
+        rest = "as it is now" if name == result["now"] else f"now {result['now']}, {100 * (now / value - 1):.1f} % slower"
+        lines.append(f"{kind}: best {name}, {rest}")
+    launch = dict(backend.LAUNCH)
+    for kind, result in found.items():
+        best = result["best"]
+        if best is None:
+            continue
+        if kind == "chunk":
+            lines.append(f'CHUNK_BYTES["cuda"] = {best["mib"]} << 20')
+            continue
+        launch[kind] = (best["threads"], best["accesses"])
+        if best["programs"] > 1:
+            lines.append(
+                f"{kind}: with {best['programs']} programs per SM, so maxnreg / {best['programs']} and as large a grid"
+            )
+    if found.keys() & launch.keys():
+        lines.append("LAUNCH = {" + ", ".join(f'"{kind}": {pair}' for kind, pair in launch.items()) + "}")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = ("fused", "visit", "chunk")
+    parser.add_argument("--kind", nargs="+", choices=kinds, default=list(kinds))
+    parser.add_argument("--seconds", type=float, default=0.05, help="of runs for each candidate and workload")
+    parser.add_argument("--json", type=Path, help="write all figures there, after each workload")
+    parser.add_argument("--small", action="store_true", help="small shapes on the CPU, to try the script itself")
+    args = parser.parse_args(argv)
+
+    def save(found: dict) -> None:
+        if args.json is not None:
+            part = args.json.with_suffix(".part")
+            part.write_text(json.dumps(found, indent=1))
+            part.replace(args.json)
+
+    found = tune(args.kind, "cpu" if args.small else "cuda", args.small, args.seconds, save)
+    print("\n" + "\n".join(summary(found)))
+
+
+if __name__ == "__main__":
+    main()

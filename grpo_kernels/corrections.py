@@ -1,0 +1,333 @@
+"""Sampler mismatch: weights and masks for tokens that another engine (or an older policy) sampled.
+
+With w_t = pi_old(token t) / pi_sampler(token t), W the product of a sequence's w_t and G their geometric mean, everything
+here is a number per token, known before the policy is evaluated, that multiplies the policy term:
+
+    batch = TokenBatch(..., old_logps=old, sampler_logps=sampler)
+    weights = importance_weights(batch, high=2.0) * rejection_mask(batch, over="mean", low=0.99, high=1.01)
+    batch = dataclasses.replace(batch, weights=weights)
+
+What the trainers call it, and how to write it (iw = importance_weights, rm = rejection_mask):
+
+    TIS, per token (verl, slime, NeMo, SkyRL: 2.0)     iw(batch, high=2.0)
+    TIS, per token (OpenRLHF)                          iw(batch, low=0.5, high=5.0)
+    IcePop, MIS, TRL token_mask, verl "0.5_5.0"        iw(batch, mode="mask", low=0.5, high=5.0)
+    TIS, sequence product (verl's default)             iw(batch, level="sequence", high=2.0)
+    TRL's default, sequence_mask                       iw(batch, level="sequence", mode="mask", high=3.0)
+    AReaL, level sequence, metric ratio                iw(batch, level="geometric", ...)
+    verl's batch normalisation                         iw(batch, ..., normalize=True)
+    geometric filter (SkyRL; verl's Geo-RS)            rm(batch, over="mean", low=0.99, high=1.01)
+    product mask (SkyRL)                               rm(batch, over="sum", low=0.5, high=2.0)
+    token mask (SkyRL, AReaL)                          rm(batch, over="token", low=0.5, high=5.0)
+    seq-mask-TIS (OpenRLHF, NeMo)                      rm(batch, over="mean", low=0.99, high=1.01) * iw(batch, high=math.inf)
+    outlier veto (SkyRL)                               rm(batch, over="min", low=1e-4) * rm(batch, over="max", high=100.0)
+    outlier veto (slime: a ratio below 1e-4)           rm(batch, over="min", low=1e-4)
+    verl token_k1 "lo_hi" (or u, for lo = 1/u, hi = u) rm(batch, metric="k1", low=log(lo), high=log(hi))
+    verl token_k2, seq_sum_k3, seq_max_k2, ...         rm(batch, metric="k2", high=u), rm(batch, metric="k3", over="sum", high=u), ...
+    AReaL kl_k1 in [lo, hi], which is +log w           rm(batch, metric="k1", low=-hi, high=-lo)
+    AReaL kl_k3, which is 1/w - 1 + log w              rm with old_logps and sampler_logps exchanged
+    off-policy sequence mask                           off_policy_sequence_mask(batch, logps, delta=0.5)
+    M2PO                                               second_moment_mask(batch, threshold=0.04)
+    the ratio against the sampler itself (prime-rl,    dataclasses.replace(batch, old_logps=batch.sampler_logps), unscored
+    torchtitan, verl's bypass mode)                    tokens (NaN) taken out of the mask
+
+A rejected token keeps its place in the denominator, as in TRL, AReaL, slime, NeMo and SkyRL. To take it out as verl's
+decoupled mode does, put the result into the mask instead: mask & (rm(...) != 0).
+
+A token whose sampler log-prob is NaN was not scored: its w is 1, and it adds 0 to sums and counts in means (as in TRL).
+Log-ratios are bounded at 60 in size and exponents at 60 from above, so that every result is finite. Every result is fp32,
+detached and exactly 0 where the mask is False, whatever is there. Sums are fp64, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .batch import as_mask, sequence_ids
+from .checks import LARGEST, SMALLEST, require, require_number
+
+if TYPE_CHECKING:
+    from .batch import TokenBatch
+
+Tensor = torch.Tensor
+
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("truncate", "mask")
+METRICS = ("ratio", "k1", "k2", "k3")
+OVER = ("token", "sum", "mean", "max", "min")
+
+#: A ratio of e^60 is already lost, and e^60 is still finite in fp32; see ops.bounded_exp.
+BOUND = 60.0
+
+
+def importance_weights(
+    batch: TokenBatch,
+    *,
+    level: str = "token",
+    mode: str = "truncate",
+    low: float = 0.0,
+    high: float = 2.0,
+    normalize: bool = False,
+    process_group: Any = None,
+) -> Tensor:
+    """The weight pi_old / pi_sampler, fp32, the shape of targets, 0 where masked: for `TokenBatch.weights`.
+
+    level       "token": w_t. "sequence": the product of the sequence's w_t. "geometric": their geometric mean.
+    mode        "truncate": clamped to [low, high] (TIS). "mask": 0 outside [low, high] (MIS, IcePop).
+    low, high   0 <= low <= high; math.inf for no upper bound.
+    normalize   divide by the mean weight: over trained tokens, or at the other levels over the sequences that have any (as
+                in verl). Normalise the whole batch, before it is split.
+    process_group  the mean is over all ranks of this group (torch.distributed.group.WORLD: all there are), which must all
+                call. None: over this process.
+
+    Raises ValueError on options outside these, on a batch without old_logps or sampler_logps, and on a level other than
+    "token" for packed rows without cu_seqlens.
+    """
+    require(level in LEVELS, "level", level, f"it must be one of {', '.join(LEVELS)}.")
+    require(mode in MODES, "mode", mode, f"it must be one of {', '.join(MODES)}.")
+    require_number("low", low, "the lower bound is a ratio >= 0.", 0, LARGEST)
+    require_number("high", high, f"the upper bound is a ratio above 0 and >= low={low!r}.", max(low, SMALLEST))
+    x, counted = _log_weights(batch), _trained(batch)
+    if level != "token":
+        tokens = _sequence_tokens(batch, f'level="{level}"')
+        x, counted = batch.sequence_sum(x), tokens > 0
+        if level == "geometric":
+            x = x / tokens.clamp(min=1.0)
+    w = x.clamp(max=BOUND).exp()
+    w = w.clamp(low, high) if mode == "truncate" else torch.where((w >= low) & (w <= high), w, 0.0)
+    if normalize:
+        total = torch.stack([torch.where(counted, w, 0.0).sum(), counted.sum()])
+        if process_group is not None:
+            torch.distributed.all_reduce(total, group=process_group)
+        mean = total[0] / total[1]
+        w = torch.where(mean > 0, w / mean, w)  # where all are 0 or none is trained there is nothing to divide
+    return _per_token(batch, w if level == "token" else batch.spread(w))
+
+
+def rejection_mask(
+    batch: TokenBatch, *, metric: str = "ratio", over: str = "token", low: float = -math.inf, high: float = math.inf
+) -> Tensor:
+    """1 where low <= metric <= high, else 0: fp32, the shape of targets, 0 where masked. To AND several, multiply them.
+
+    metric      "ratio": w. "k1", "k2", "k3": estimates of KL(sampler || old) (Schulman 2020), -log w, (log w)^2 / 2 and
+                w - 1 - log w.
+    over        "token": each token by itself. "sum", "mean", "max", "min": of the sequence's trained tokens, which stay or
+                go together. Sum and mean of "ratio" are taken of log w: the product W and the geometric mean G.
+    low, high   at least one of them. They bound the metric as defined here: verl gives the bounds of its k1 options as
+                ratios of 1/w, so they become log(lo) and log(hi); AReaL's kl_k1 is +log w.
+
+    Raises ValueError like `importance_weights`, and where neither bound is given.
+    """
+    require(metric in METRICS, "metric", metric, f"it must be one of {', '.join(METRICS)}.")
+    require(over in OVER, "over", over, f"it must be one of {', '.join(OVER)}.")
+    require_number("low", low, "the lower bound is a number.", high=LARGEST)
+    require_number("high", high, f"the upper bound is a number >= low={low!r}.", max(low, -LARGEST))
+    bounded = low > -math.inf or high < math.inf
+    require(bounded, "high", high, "pass low=, high= or both: without a bound nothing is rejected.")
+    x = _log_weights(batch)
+    if metric == "k1":
+        x = -x
+    elif metric == "k2":
+        x = 0.5 * x * x
+    elif metric == "k3":
+        x = x.exp() - 1.0 - x
+    if over != "token":
+        tokens = _sequence_tokens(batch, f'over="{over}"')
+        if over in ("max", "min"):
+            x = _sequence_extreme(batch, x, over)
+        else:
+            x = batch.sequence_sum(x)  # x is 0 where masked
+            x = x / tokens.clamp(min=1.0) if over == "mean" else x
+    if metric == "ratio":
+        x = x.clamp(max=BOUND).exp()
+    keep = (x >= low) & (x <= high)
+    return _per_token(batch, keep if over == "token" else batch.spread(keep))
+
+
+def off_policy_sequence_mask(batch: TokenBatch, logps: Tensor, *, delta: float) -> Tensor:
+    """1 where A >= 0 or the sequence's mean of (sampler_logp - logp) <= delta, else 0: fp32, the shape of targets, 0 where
+    masked. It drops what the policy has moved away from and should not be pushed away from further.
+
+    logps   the policy's log-probs now, or old_logps: the shape of targets, or flat [N].
+    delta   finite: TRL suggests 0.5, slime has 1e-4.
+
+    Without sampler_logps old_logps stand in, and without those the batch is on-policy and nothing is dropped. Raises
+    ValueError for logps of another size and for packed rows without cu_seqlens.
+    Sources: DeepSeek-V3.2 arXiv 2512.02556, section 3.1; TRL's `off_policy_mask_threshold`.
+    """
+    require_number("delta", delta, "the largest mean log-ratio is a finite number.", -LARGEST, LARGEST)
+    if not isinstance(logps, Tensor) or logps.numel() != batch.rows:
+        got = list(logps.shape) if isinstance(logps, Tensor) else type(logps).__name__
+        raise ValueError(f"logps is {got}, but targets has shape {list(batch.targets.shape)}: they must be the same.")
+    tokens = _sequence_tokens(batch, "off_policy_sequence_mask")
+    now = torch.where(_trained(batch), logps.detach().reshape(-1).to(torch.float32), 0.0)
+    sampler = batch.flat("old_logps") if batch.sampler_logps is None else batch.flat("sampler_logps")
+    advantages = batch.flat("advantages")
+    assert advantages is not None
+    moved = batch.sequence_sum(_log_ratio(now if sampler is None else sampler, now)) / tokens.clamp(min=1.0)
+    return _per_token(batch, (advantages >= 0) | batch.spread(moved <= delta))
+
+
+def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
+    """1 for the tokens with the smallest (log w)^2, as many as have a mean below `threshold`, at least one: fp32, the shape
+    of targets, 0 where masked. The rest, the largest, is dropped; of equal ones the later first.
+
+    threshold is above 0 (0.04 in the paper). Raises ValueError like `importance_weights`.
+    Source: M2PO arXiv 2510.01161; AReaL's `m2_threshold`.
+    """
+    require_number("threshold", threshold, "the bound of the mean (log w)^2 is a number above 0.", SMALLEST, LARGEST)
+    x, trained = _log_weights(batch), _trained(batch)
+    ordered, order = torch.sort(torch.where(trained, x * x, torch.inf), stable=True)
+    rank = torch.arange(batch.rows, device=x.device)
+    # The mean of the k smallest rises with k. Bisection for the last k below the threshold: each step is a plain sum, which,
+    # unlike a cumulative one, has a fixed order on a GPU, and nothing has to be looked at by the host.
+    kept, most = torch.ones((), dtype=torch.int64, device=x.device), trained.sum()
+    for _ in range(batch.rows.bit_length()):
+        middle = (kept + most + 1) // 2
+        below = torch.where(rank < middle, ordered, 0.0).sum() < threshold * middle
+        kept, most = torch.where(below, middle, kept), torch.where(below, most, middle - 1)
+    keep = torch.zeros_like(trained).scatter(0, order, rank < kept)
+    return _per_token(batch, keep)
+
+
+def without_truncated(mask: Tensor, finished: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """`mask` without the completions that the token budget cut off: bool, the shape of mask.
+
+    mask        bool (or 0/1 integer) [B, T], or packed [N] with cu_seqlens.
+    finished    bool (or 0/1 integer) [B]: True where the completion ended by itself.
+
+    What is taken out of the mask leaves the denominators too (TRL's `mask_truncated_completions`; overlong filtering in
+    DAPO, arXiv 2503.14476). Raises ValueError on shapes or dtypes that do not fit.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() != (2 if cu_seqlens is None else 1):
+        got = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mask has {got}: pass [B, T], or packed [N] with cu_seqlens.")
+    sequences = mask.shape[:1] if cu_seqlens is None else torch.Size([cu_seqlens.numel() - 1])
+    if not isinstance(finished, Tensor) or finished.shape != sequences or finished.is_floating_point():
+        got = f"{finished.dtype} {list(finished.shape)}" if isinstance(finished, Tensor) else type(finished).__name__
+        raise ValueError(f"finished is {got}: pass one bool per sequence, {list(sequences)}.")
+    done = finished != 0
+    done = done[:, None] if cu_seqlens is None else done[sequence_ids(cu_seqlens, mask.numel())]
+    return as_mask("mask", mask, mask.shape) & done
+
+
+def correction_metrics(
+    batch: TokenBatch, weights: Tensor | None = None, *, low: float | None = None, high: float | None = None
+) -> dict[str, Tensor]:
+    """How far the sampler is from the policy: 0-d fp32 tensors, means over the trained tokens of this batch.
+
+    ratio_mean, ratio_min, ratio_max, ratio_std     of w_t
+    share_below, share_above                        of tokens with w_t < low, w_t > high; where the bound is given
+    ess                                             effective sample size (sum v)^2 / (n sum v^2) in [0, 1], of the weights
+                                                    where given, else of w_t
+    share_rejected                                  of tokens with weight 0; where weights are given
+    kl_k1, kl_k3                                    estimates of KL(sampler || old): mean of -log w, of w - 1 - log w
+    chi2_token                                      mean of w^2, less 1
+    abs_log_ratio_mean, abs_log_ratio_max           of |log w_t|
+    share_unscored                                  of tokens without a sampler's log-prob
+
+    and, where the sequences are known, over those with trained tokens:
+
+    log_ppl_difference                              mean of log-perplexity under old, less that under the sampler
+    chi2_sequence                                   mean of W^2, less 1
+
+    weights are given per token (the shape of targets). A batch without trained tokens gives 0 throughout. Nothing waits for
+    the device. Raises ValueError like `importance_weights`.
+    """
+    for name, bound in (("low", low), ("high", high)):
+        if bound is not None:
+            require_number(name, bound, "the bound is a ratio >= 0.", 0)
+    x, trained, sampler = _log_weights(batch), _trained(batch), batch.flat("sampler_logps")
+    assert sampler is not None
+    n = trained.sum().to(torch.float64)
+
+    def mean(values: Tensor, among: Tensor = trained) -> Tensor:
+        return torch.where(among, values, 0.0).sum() / among.sum().clamp(min=1)
+
+    def largest(values: Tensor) -> Tensor:
+        none = torch.full((1,), -torch.inf, dtype=values.dtype, device=values.device)  # max of nothing raises
+        return torch.where(n > 0, torch.cat([none, torch.where(trained, values, -torch.inf)]).max(), 0.0)
+
+    w = x.exp()
+    ratio = mean(w)
+    metrics = {
+        "ratio_mean": ratio,
+        "ratio_min": -largest(-w),
+        "ratio_max": largest(w),
+        "ratio_std": mean((w - ratio).square()).sqrt(),
+        "kl_k1": mean(-x),
+        "kl_k3": mean(w - 1.0 - x),
+        "chi2_token": mean((2.0 * x).clamp(max=BOUND).exp() - 1.0),
+        "abs_log_ratio_mean": mean(x.abs()),
+        "abs_log_ratio_max": largest(x.abs()),
+        "share_unscored": mean(sampler.isnan().to(torch.float64)),
+    }
+    if low is not None:
+        metrics["share_below"] = mean((w < low).to(torch.float64))
+    if high is not None:
+        metrics["share_above"] = mean((w > high).to(torch.float64))
+    if weights is not None:
+        if not isinstance(weights, Tensor) or weights.shape != batch.targets.shape:
+            got = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+            raise ValueError(f"weights is {got}, but targets has shape {list(batch.targets.shape)}: they must be the same.")
+        w = weights.detach().reshape(-1).to(torch.float64)
+        metrics["share_rejected"] = mean((w == 0).to(torch.float64))
+    square = mean(w.square())
+    metrics["ess"] = torch.where(square > 0, mean(w).square() / square, 0.0)
+    if batch.sequences is not None:
+        tokens, total = batch.sequence_sum(trained), batch.sequence_sum(x)
+        metrics["log_ppl_difference"] = mean(-total / tokens.clamp(min=1.0), tokens > 0)
+        metrics["chi2_sequence"] = mean((2.0 * total).clamp(max=BOUND).exp() - 1.0, tokens > 0)
+    return {name: value.to(torch.float32) for name, value in metrics.items()}
+
+
+# ---- the parts
+
+
+def _log_ratio(above: Tensor, below: Tensor) -> Tensor:
+    """above - below in fp64, in [-60, 60]; NaN, a token that one of them did not score, counts as 0."""
+    return torch.nan_to_num(above.to(torch.float64) - below.to(torch.float64), nan=0.0).clamp(-BOUND, BOUND)
+
+
+def _log_weights(batch: TokenBatch) -> Tensor:
+    """log w, flat fp64 [N], 0 where masked."""
+    old, sampler = batch.flat("old_logps"), batch.flat("sampler_logps")
+    for name, value in (("old_logps", old), ("sampler_logps", sampler)):
+        if value is None:
+            raise ValueError(f"{name} is None: the mismatch is pi_old / pi_sampler, so the TokenBatch needs {name}= too.")
+    assert old is not None and sampler is not None
+    return _log_ratio(old, sampler)
+
+
+def _trained(batch: TokenBatch) -> Tensor:
+    """bool [N]"""
+    trained = batch.marked("trained")
+    return torch.ones(batch.rows, dtype=torch.bool, device=batch.targets.device) if trained is None else trained
+
+
+def _sequence_tokens(batch: TokenBatch, what: str) -> Tensor:
+    """Trained tokens of each sequence, fp64 [B]."""
+    if batch.sequences is None:
+        raise ValueError(
+            f"cu_seqlens is None, but {what} needs to know the sequences of packed rows: pass cu_seqlens, or padded "
+            "targets [B, T]."
+        )
+    return batch.sequence_sum(_trained(batch))
+
+
+def _sequence_extreme(batch: TokenBatch, values: Tensor, which: str) -> Tensor:
+    """Largest or smallest of flat `values` among each sequence's trained tokens, fp64 [B]; -inf or inf where there is none."""
+    nothing = -torch.inf if which == "max" else torch.inf
+    values = torch.where(_trained(batch), values, nothing)
+    if batch.cu_seqlens is None:
+        values = torch.nn.functional.pad(values.view(batch.targets.shape), (0, 1), value=nothing)  # T may be 0
+        return values.amax(1) if which == "max" else values.amin(1)
+    return torch.segment_reduce(values, which, offsets=batch.cu_seqlens.to(torch.int64), initial=nothing, unsafe=True)
+
+
+def _per_token(batch: TokenBatch, values: Tensor) -> Tensor:
+    """Flat values as fp32 in the shape of targets, 0 where masked."""
+    return torch.where(_trained(batch), values.to(torch.float32), 0.0).view(batch.targets.shape)

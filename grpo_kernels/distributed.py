@@ -1,0 +1,47 @@
+"""What ranks have to agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .batch import TokenBatch
+from .checks import require
+from .objective import Objective
+
+Tensor = torch.Tensor
+
+
+def global_normalizer(
+    objective: Objective, batches: TokenBatch | Iterable[TokenBatch], process_group: Any = None, *, reduce: bool | None = None
+) -> Tensor:
+    """The denominator D of a whole optimizer step, fp32 0-d: over all micro-batches and, with torch.distributed
+    initialised, over the ranks of `process_group` (None: the default group). 1 where nothing is trained.
+
+        normalizer = global_normalizer(objective, micro_batches)
+        for batch in micro_batches:
+            linear_grpo_loss(..., batch, objective, normalizer=normalizer).loss.backward()
+
+    The gradients of micro-batches then add up to that of the whole batch, fully masked ones included; over ranks they have
+    to be summed. DDP and FSDP average instead: pass normalizer / world size.
+
+    Sequences and groups stay whole: a micro-batch holds all tokens of a sequence, and for "group-mean" all of a group.
+    reduce   False: this rank alone; True: torch.distributed must be initialised. One all-reduce, no host sync.
+    """
+    require(isinstance(objective, Objective), "objective", type(objective).__name__, "pass an Objective.")
+    batches = [batches] if isinstance(batches, TokenBatch) else list(batches)
+    require(bool(batches), "batches", batches, "pass the micro-batches of the step, at least one on every rank.")
+    device = batches[0].targets.device
+    if objective.aggregate == "token-sum":
+        return torch.ones((), device=device)
+    parts = [torch.as_tensor(objective.normalizer(b), dtype=torch.float64, device=device) for b in batches]
+    total = torch.stack(parts).sum()
+    ready = dist.is_available() and dist.is_initialized()
+    if reduce and not ready:
+        raise ValueError("reduce=True, but torch.distributed is not initialised: call init_process_group, or leave it out.")
+    if ready and reduce is not False:
+        dist.all_reduce(total, group=process_group)
+    return total.clamp(min=1.0).to(torch.float32)

@@ -1,0 +1,121 @@
+"""Entropy as a control: the threshold above which tokens are trained on, and a coefficient that holds entropy up."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from .checks import LARGEST, require, require_number
+
+Tensor = torch.Tensor
+
+
+def entropy_threshold(entropy: Tensor, mask: Tensor, share: float, process_group: Any = None) -> Tensor:
+    """The entropy that the `share` of tokens with the highest entropy reach: their quantile 1 - share, 0-d fp32.
+
+    entropy         float, any shape; what it holds where the mask is False has no effect, nor have NaN and inf.
+    mask            bool (or 0/1 integer), the shape of entropy: trained tokens.
+    share           in (0, 1]: 0.2 in arXiv 2506.01939 (TRL's `top_entropy_quantile`), 1 keeps all.
+    process_group   all of its ranks must call; the quantile is then that of all their tokens, of which each may have any
+                    number, none included. The ranks exchange their sizes, for which the host waits. None: this process
+                    only; torch.distributed.group.WORLD: all there are.
+
+    Interpolates linearly between two tokens, as torch.quantile does, but without its limit of 16 million. Keep entropies
+    >= the result. Where no rank has a token it is the lowest number of fp32, which keeps all.
+
+    Raises ValueError on a share outside (0, 1] and on shapes that differ.
+    """
+    require_number("share", share, "the share of tokens to keep is in (0, 1].", math.nextafter(0.0, 1.0), 1)
+    if mask.shape != entropy.shape:
+        raise ValueError(f"mask has shape {list(mask.shape)}, but entropy has {list(entropy.shape)}: they must be the same.")
+    values = entropy.detach().reshape(-1).to(torch.float32)
+    # Infinity marks what does not count and sorts behind what does.
+    values = torch.where((mask.reshape(-1) != 0) & values.isfinite(), values, torch.inf)
+    if process_group is not None:
+        values = _gather(values, process_group)
+    nothing = torch.full((1,), torch.inf, device=values.device)
+    values = torch.cat([values, nothing]).sort().values
+    count = values.isfinite().sum()
+    position = (1.0 - share) * (count - 1).clamp(min=0).to(torch.float64)
+    at = torch.stack([position.floor(), position.ceil()]).to(torch.int64)
+    below, above = values.index_select(0, at).to(torch.float64).unbind()
+    threshold = torch.lerp(below, above, position - position.floor()).to(torch.float32)
+    return torch.where(count > 0, threshold, torch.finfo(torch.float32).min)
+
+
+def _gather(values: Tensor, process_group: Any) -> Tensor:
+    """The flat `values` of all ranks, whose numbers may differ, one after the other; padded with infinity."""
+    size = torch.tensor([values.numel()], device=values.device)
+    sizes = [torch.zeros_like(size) for _ in range(torch.distributed.get_world_size(process_group))]
+    torch.distributed.all_gather(sizes, size, group=process_group)
+    longest = int(torch.cat(sizes).max())
+    padded = torch.full((longest,), torch.inf, device=values.device)
+    padded[: values.numel()] = values
+    everyone = [torch.zeros_like(padded) for _ in sizes]
+    torch.distributed.all_gather(everyone, padded, group=process_group)
+    return torch.cat(everyone)
+
+
+class AdaptiveEntropyCoef:
+    """A weight of the entropy bonus that rises by `step` while entropy is at or below `target` and falls while it is above.
+
+    target      the entropy, in nats per token, that must not be undercut.
+    step        change per optimiser step.
+    low, high   the range that changes stay in.
+    initial     the coefficient at the start.
+
+    It is applied only where the last entropy seen was at or below the target; before the first `update` it is not.
+
+        coef = AdaptiveEntropyCoef(target=0.2)
+        for window in windows:                                        # one optimiser step each
+            objective = dataclasses.replace(objective, entropy_coef=coef.coef)
+            ...                                                       # forward, backward, optimizer.step()
+            coef.update(mean_entropy)                                 # of all micro-batches and ranks of the window
+
+    Sources: Skywork-OR1 arXiv 2505.22312, section 4; rule and defaults are those of TRL's `use_adaptive_entropy`.
+    Raises ValueError naming the argument that is wrong.
+    """
+
+    def __init__(
+        self, *, target: float = 0.2, step: float = 0.005, low: float = 0.0, high: float = 1.0, initial: float = 0.0
+    ) -> None:
+        require_number("target", target, "the target entropy is a number of nats >= 0.", 0, LARGEST)
+        require_number("step", step, "the change per optimiser step is a finite number >= 0.", 0, LARGEST)
+        require_number("low", low, "the lower end of the range is a finite number.", -LARGEST, LARGEST)
+        require_number("high", high, f"the upper end of the range is a finite number >= low={low!r}.", low, LARGEST)
+        require_number("initial", initial, f"the first coefficient is in the range [{low!r}, {high!r}].", low, high)
+        self.target, self.step, self.low, self.high = float(target), float(step), float(low), float(high)
+        self._coef = float(initial)
+        self._entropy = math.inf
+
+    @property
+    def coef(self) -> float:
+        """What to weigh the bonus with in the next window."""
+        return self._coef if self._entropy <= self.target else 0.0
+
+    def update(self, entropy: float | Tensor) -> None:
+        """Move the coefficient after an optimiser step. `entropy`: the mean over its trained tokens, of all micro-batches
+        and ranks; a number or a 0-d tensor, for which the host waits."""
+        value = float(entropy) if isinstance(entropy, Tensor) and entropy.numel() == 1 else entropy
+        require_number("entropy", value, "pass the mean entropy of the window's tokens, a finite number.", -LARGEST, LARGEST)
+        assert isinstance(value, (int, float))
+        self._entropy = float(value)
+        if self._entropy <= self.target:
+            self._coef = min(self._coef + self.step, self.high)
+        else:
+            self._coef = max(self._coef - self.step, self.low)
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps: the coefficient and the last entropy."""
+        return {"coef": self._coef, "entropy": self._entropy}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a `state_dict`. Raises ValueError if it is something else."""
+        require(set(state) == {"coef", "entropy"}, "state", state, "pass what state_dict() returned: coef and entropy.")
+        require_number(
+            "coef", state["coef"], f"the coefficient is in the range [{self.low!r}, {self.high!r}].", self.low, self.high
+        )
+        require_number("entropy", state["entropy"], "the last entropy is a number, infinite before the first update.")
+        self._coef, self._entropy = float(state["coef"]), float(state["entropy"])

@@ -1,0 +1,152 @@
+"""Filters: tokens that are left out of the policy term because of what the policy says about them now.
+
+What is known before the policy is evaluated (mismatch to the sampler, say) is a weight of the batch instead: see
+corrections.py. A filtered token has loss 0 and slope 0 in the policy term; the KL keeps it, and so do denominators.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .checks import LARGEST, require, require_number
+from .corrections import off_policy_sequence_mask
+from .entropy import entropy_threshold
+from .ops import bounded_exp, ops
+
+if TYPE_CHECKING:
+    from .batch import TokenBatch
+    from .token_stage import TokenRows
+
+Tensor = torch.Tensor
+
+# ---- trust regions: (logp, anchor_logp, advantage, params) -> keep. p, q: probabilities under the policy and the anchor
+
+
+def trust_tv(logp, anchor_logp, advantage, params):
+    """p - q <= high if A > 0, else p - q >= -low."""
+    moved = ops.exp(logp) - ops.exp(anchor_logp)
+    return ops.where(advantage > 0.0, moved <= params[1], moved >= -params[0])
+
+
+def trust_symmetric_tv(logp, anchor_logp, advantage, params):
+    """-low <= p - q <= high, whatever A is."""
+    moved = ops.exp(logp) - ops.exp(anchor_logp)
+    return (moved <= params[1]) & (moved >= -params[0])
+
+
+def trust_kl(logp, anchor_logp, advantage, params):
+    """Drops a token whose binary KL(q || p) is beyond its bound in the direction that A pushes."""
+    p = ops.exp(logp)
+    q = ops.exp(anchor_logp)
+    kl = q * (anchor_logp - logp) + (1.0 - q) * ops.log((1.0 - q + 1e-8) / (1.0 - p + 1e-8))
+    rising = (kl <= params[1]) | (p <= q)
+    falling = (kl <= params[0]) | (p >= q)
+    return ops.where(advantage > 0.0, rising, falling | (advantage == 0.0))
+
+
+def trust_ratio(logp, anchor_logp, advantage, params):
+    """1 - low < r < 1 + high."""
+    r = bounded_exp(logp - anchor_logp)
+    return (r > 1.0 - params[0]) & (r < 1.0 + params[1])
+
+
+TRUST_REGIONS = {"tv": trust_tv, "symmetric-tv": trust_symmetric_tv, "kl": trust_kl, "ratio": trust_ratio}
+
+
+class Filter:
+    """A frozen dataclass with `keep`. `one_pass` says that a token's own log-prob and entropy decide."""
+
+    one_pass: bool = True
+    #: True: it narrows the entropy bonus too.
+    filters_entropy: bool = False
+
+    def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
+        """bool [n], from detached fp32 [n]."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TrustRegion(Filter):
+    """Keep a token while the policy's probability p of it is near that of the anchor, q.
+
+    kind     "tv": p - q <= high for A > 0, p - q >= -low otherwise (DPPO, arXiv 2602.04879). "symmetric-tv": both bounds for
+             every A (prime-rl's IPO). "kl": the binary KL of q and p instead (DPPO). "ratio": 1 - low < p / q < 1 + high
+             (a hard zero outside, as for rollout importance sampling in SkyRL).
+    anchor   "old": the batch's old_logps. "sampler": its sampler_logps; a token that it did not score (NaN) is dropped.
+    """
+
+    kind: str = "tv"
+    low: float = 0.2
+    high: float = 0.2
+    anchor: str = "old"
+
+    def __post_init__(self) -> None:
+        require(self.kind in TRUST_REGIONS, "kind", self.kind, f"it must be one of {', '.join(TRUST_REGIONS)}.")
+        for name in ("low", "high"):
+            require_number(name, getattr(self, name), "the width of the region is a number >= 0.", 0)
+        require(self.anchor in ("old", "sampler"), "anchor", self.anchor, "it must be old or sampler.")
+
+    @property
+    def params(self) -> tuple[float, float]:
+        return (float(self.low), float(self.high))
+
+    def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
+        anchor = rows.old_logps if self.anchor == "old" else rows.sampler_logps
+        return TRUST_REGIONS[self.kind](logps, logps if anchor is None else anchor, rows.advantages, self.params)
+
+
+@dataclass(frozen=True)
+class EntropyFloor(Filter):
+    """Keep tokens whose entropy is at least `threshold` nats, in the policy term and the entropy bonus.
+
+    With the quantile of the step before (`entropy.entropy_threshold`) this is the 80/20 rule of arXiv 2506.01939 in one
+    visit of the logits; `EntropyQuantile` is the exact rule, in two."""
+
+    threshold: float
+    filters_entropy = True
+
+    def __post_init__(self) -> None:
+        require_number("threshold", self.threshold, "it is an entropy in nats.", -LARGEST, LARGEST)
+
+    def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
+        assert entropy is not None
+        return entropy >= self.threshold
+
+
+@dataclass(frozen=True, eq=False)
+class EntropyQuantile(Filter):
+    """Keep the `share` of trained tokens with the highest entropy, in the policy term and the entropy bonus (0.2 in
+    arXiv 2506.01939; TRL's `top_entropy_quantile`). `process_group`: the quantile is that of all its ranks' tokens."""
+
+    share: float
+    process_group: Any = None
+    one_pass = False
+    filters_entropy = True
+
+    def __post_init__(self) -> None:
+        require_number("share", self.share, "the share of tokens to keep is in (0, 1].", math.nextafter(0.0, 1.0), 1)
+
+    def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
+        assert entropy is not None
+        mask = torch.ones_like(entropy, dtype=torch.bool) if rows.trained is None else rows.trained
+        return entropy >= entropy_threshold(entropy, mask, self.share, self.process_group)
+
+
+@dataclass(frozen=True)
+class OffPolicySequences(Filter):
+    """Drop sequences of negative advantage whose mean of (log-prob under the sampler - log-prob now) exceeds `delta`
+    (DeepSeek-V3.2, arXiv 2512.02556; TRL's `off_policy_mask_threshold`). Without sampler_logps, old_logps stand in."""
+
+    delta: float = 0.5
+    one_pass = False
+
+    def __post_init__(self) -> None:
+        require_number("delta", self.delta, "the largest mean log-ratio is a finite number.", -LARGEST, LARGEST)
+
+    def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
+        assert batch is not None
+        return off_policy_sequence_mask(batch, logps.view(batch.targets.shape), delta=self.delta).reshape(-1) != 0

@@ -1,0 +1,175 @@
+"""KL to the reference: estimators, each one plain function, and `Kl`, which says what becomes of them.
+
+With d = ref_logp - logp, and d loss / d logp called the slope. Which gradient an estimator has in expectation, on samples
+of the policy: k1 as a loss none at all (use it in rewards, or weighted), k2 that of KL(policy || reference), k3 that of
+KL(reference || policy); weighted by the ratio or the score, k1 and k3 have that of KL(policy || reference).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .checks import SMALLEST, require, require_number
+from .ops import bounded_exp, finite, ops
+
+# ---- estimators: (logp, old_logp, ref_logp) -> (value, slope)
+
+
+def k1(logp, old_logp, ref_logp):
+    """-d. Unbiased value, but as a loss its expected gradient is zero (Schulman 2020)."""
+    d = ref_logp - logp
+    return -d, 1.0
+
+
+def k2(logp, old_logp, ref_logp):
+    """d^2 / 2. On-policy its gradient is that of KL(policy || reference)."""
+    d = ref_logp - logp
+    return 0.5 * d * d, -d
+
+
+def k3(logp, old_logp, ref_logp):
+    """e^d - d - 1 >= 0, the estimator of GRPO (arXiv 2402.03300, eq. 4). The exponent is bounded at 60."""
+    d = ref_logp - logp
+    e = bounded_exp(d)
+    return e - d - 1.0, 1.0 - e
+
+
+def absolute(logp, old_logp, ref_logp):
+    """|d|, slope -sign(d); 0 at d = 0."""
+    d = ref_logp - logp
+    return ops.abs(d), ops.where(d > 0.0, -1.0, ops.where(d < 0.0, 1.0, 0.0))
+
+
+def distillation(logp, old_logp, ref_logp):
+    """-sg(d) r [p - q >= -0.2] + 1e-3 (log r)^2: on-policy distillation of the reference, with p, q the probabilities under
+    the policy and the one that sampled (prime-rl). Not a KL estimate, but a term of the same inputs."""
+    x = logp - old_logp
+    r = bounded_exp(x)
+    keep = ops.exp(logp) - ops.exp(old_logp) >= -0.2
+    pull = ops.where(keep, -(ref_logp - logp) * r, 0.0)
+    return pull + 1e-3 * x * x, pull + 2e-3 * x
+
+
+ESTIMATORS: dict[str, Callable[..., Any]] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "distillation": distillation}
+
+
+# ---- value + slope, without the cancellation of computing it so: the slope of a value weighted by a ratio of 1
+
+
+def k1_score(logp, old_logp, ref_logp):
+    return 1.0 - (ref_logp - logp)
+
+
+def k2_score(logp, old_logp, ref_logp):
+    d = ref_logp - logp
+    return 0.5 * d * d - d
+
+
+def k3_score(logp, old_logp, ref_logp):
+    return -(ref_logp - logp)
+
+
+SCORES: dict[Callable[..., Any], Callable[..., Any]] = {k1: k1_score, k2: k2_score, k3: k3_score}
+
+WEIGHTINGS = ("none", "ratio", "detached-ratio", "score")
+
+
+def kl_terms(logp, old_logp, ref_logp, log_ratio, clamps, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH):
+    """(value, slope with the ratio held still, slope through the log-ratio, their sum), as `Kl` describes."""
+    d = ref_logp - logp
+    zero = ops.minimum(ops.abs(d), 0.0)  # whatever d is, infinity included
+    if clamps is not None:
+        ref_logp = ops.where(ops.abs(d) <= clamps[0], ref_logp, logp + ops.minimum(ops.maximum(d, -clamps[0]), clamps[0]))
+    value, slope = ESTIMATOR(logp, old_logp, ref_logp)
+    if SCORE is None:
+        both = value + slope
+    else:
+        both = SCORE(logp, old_logp, ref_logp)
+    if clamps is not None:
+        inside = (ops.abs(d) <= clamps[0]) & (ops.abs(value) <= clamps[1])
+        value = ops.minimum(ops.maximum(value, -clamps[1]), clamps[1])
+        slope = ops.where(inside, slope, 0.0)
+        both = ops.where(inside, both, value)
+    if STRAIGHT_THROUGH:
+        slope = -d
+        both = value - d
+    if WEIGHTING == "none":
+        return value, slope + zero, zero, slope + zero
+    elif WEIGHTING == "score":
+        return value, slope + zero, value, both
+    else:
+        r = bounded_exp(log_ratio)
+        value, slope, both = finite(r * value), finite(r * slope), finite(r * both)
+        if WEIGHTING == "ratio":
+            return value, slope, value, both
+        else:
+            return value, slope, zero, slope
+
+
+@dataclass(frozen=True)
+class Kl:
+    """How the KL to the reference is estimated.
+
+    estimator         "k1", "k2", "k3", "abs", "distillation" (see the functions of this module), or a function of yours,
+                      (logp, old_logp, ref_logp) -> (value, slope), under the rules of `surrogates.Custom`.
+    weighting         "none". "ratio": times the ratio of the objective's level, with its gradient, so that off-policy
+                      samples stay unbiased (DeepSeek-V3.2, arXiv 2512.02556; TRL's default): k3 then has the slope -r d.
+                      "detached-ratio": the ratio is a constant. "score": times exp(logp - sg(logp)), which is 1 but
+                      carries the score-function gradient (arXiv 2506.09477; NeMo-RL).
+    straight_through  True: the value of the estimator with the slope of k2 (verl's "k1+", "k3+").
+    clamp_log, clamp  bounds of |d| and of the value; both stop the gradient outside, as torch.clamp does (verl: 20 and
+                      10). They silence the tokens that have drifted furthest; infinity, the default, switches them off.
+
+    Log-ratios beyond 60 are bounded in the exponent, and weighted values at 1e30: value and slope stay finite in fp32.
+    Raises ValueError naming the field that is wrong.
+    """
+
+    estimator: str | Callable[..., Any] = "k3"
+    weighting: str = "none"
+    straight_through: bool = False
+    clamp_log: float = math.inf
+    clamp: float = math.inf
+
+    def __post_init__(self) -> None:
+        known = callable(self.estimator) or self.estimator in ESTIMATORS
+        require(known, "estimator", self.estimator, f"it must be one of {', '.join(ESTIMATORS)}, or a function.")
+        require(self.weighting in WEIGHTINGS, "weighting", self.weighting, f"it must be one of {', '.join(WEIGHTINGS)}.")
+        for name in ("clamp_log", "clamp"):
+            require_number(name, getattr(self, name), "the bound is above 0 (math.inf switches it off).", SMALLEST)
+        if self.estimator == "distillation":
+            plain = (self.weighting, self.straight_through, self.clamps) == ("none", False, None)
+            require(plain, "estimator", self.estimator, "it has its own weighting: leave the other fields alone.")
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return self.estimator if callable(self.estimator) else ESTIMATORS[self.estimator]
+
+    @property
+    def clamps(self) -> tuple[float, float] | None:
+        """The two bounds, in fp32's range; None without any."""
+        if self.clamp_log == self.clamp == math.inf:
+            return None
+        return (float(self.clamp_log), float(self.clamp))
+
+    @property
+    def formula(self) -> dict[str, Any]:
+        """What `kl_terms` wants to know at compile time."""
+        return {
+            "ESTIMATOR": self.function,
+            "SCORE": SCORES.get(self.function),
+            "WEIGHTING": self.weighting,
+            "STRAIGHT_THROUGH": self.straight_through,
+        }
+
+
+def as_kl(kl: str | Kl | Callable[..., Any]) -> Kl:
+    """`Objective.kl` as a Kl: "k3" stands for Kl("k3"), and "k3+" for its straight-through form."""
+    if isinstance(kl, Kl):
+        return kl
+    if isinstance(kl, str) and kl.endswith("+"):
+        return Kl(kl[:-1], straight_through=True)
+    require(callable(kl) or kl in ESTIMATORS, "kl", kl, f"it must be one of {', '.join(ESTIMATORS)}, a Kl or a function.")
+    return Kl(kl)

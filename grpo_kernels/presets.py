@@ -1,0 +1,216 @@
+"""Published objectives by name, and the constants with which the trainers compute them.
+
+PRESETS follow the papers. NUMERICS change what a trainer does differently: clip widths, clamps, denominators, the KL. A
+name that a trainer does not have is refused for it, rather than guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+from .filters import TrustRegion
+from .kl import Kl
+from .objective import Objective
+from .surrogates import (
+    A2po,
+    Cispo,
+    Clip,
+    ClipCov,
+    Dro,
+    Gmpo,
+    ImportanceSampling,
+    KlCov,
+    PolicyGradient,
+    Sapo,
+    Vespo,
+)
+
+_GRPO = Objective(aggregate="seq-mean-token-mean")
+
+#: Published objectives. dapo and bnpo differ in the normaliser only: DAPO's is the token count of the whole batch (pass
+#: `normalizer=` when it is split), BNPO's the count of the micro-batch at hand.
+PRESETS: dict[str, Objective] = {
+    "grpo": _GRPO,
+    "dapo": Objective(surrogate=Clip(0.2, 0.28)),
+    "bnpo": Objective(),
+    "dr_grpo": Objective(aggregate="constant"),
+    "ppo": Objective(surrogate=Clip(0.2, 0.2, delta=3.0)),
+    "gspo": replace(_GRPO, surrogate=Clip(3e-4, 4e-4), level="sequence"),
+    "gspo_token": replace(_GRPO, surrogate=Clip(3e-4, 4e-4), level="sequence-token"),
+    "luspo": Objective(level="sequence", aggregate="seq-mean-token-sum"),
+    "gmpo": replace(_GRPO, surrogate=Gmpo(), level="sequence"),
+    "cispo": Objective(surrogate=Cispo(5.0)),
+    "sapo": replace(_GRPO, surrogate=Sapo()),
+    "vespo": Objective(surrogate=Vespo(), level="sequence-sum"),
+    "reinforce": Objective(surrogate=PolicyGradient()),
+    "rloo": replace(_GRPO, level="sequence-sum"),
+    "importance_sampling": Objective(surrogate=ImportanceSampling(), aggregate="token-sum"),
+    "dppo_tv": Objective(surrogate=ImportanceSampling(), filters=(TrustRegion("tv"),)),
+    "dppo_kl": Objective(surrogate=ImportanceSampling(), filters=(TrustRegion("kl", 0.05, 0.05),)),
+    "ipo": Objective(surrogate=ImportanceSampling(), filters=(TrustRegion("symmetric-tv", 0.1, 0.1),)),
+    "rollout_is": Objective(surrogate=Cispo(math.inf), filters=(TrustRegion("ratio"),)),
+    "clip_cov": Objective(surrogate=ClipCov()),
+    "kl_cov": Objective(surrogate=KlCov()),
+    "dro": Objective(surrogate=Dro()),
+    "a2po": replace(_GRPO, surrogate=A2po(), level="sequence-sum"),
+    "distillation": Objective(surrogate=PolicyGradient(), beta=1.0, kl="distillation"),
+}
+
+Changes = dict[str, Any]
+
+#: What a trainer's KL is, where it has one in the loss; its weight stays the caller's.
+_VERL_KL = Kl("k3", clamp_log=20.0, clamp=10.0)
+
+
+def _each(common: Changes, presets: dict[str, Changes]) -> dict[str, Changes]:
+    return {name: {**common, **changes} for name, changes in presets.items()}
+
+
+#: trainer -> its own names of presets -> changes to that preset. Written from the code of the versions in the README.
+NUMERICS: dict[str, dict[str, Changes]] = {
+    "trl": _each(
+        {"kl": Kl("k3", weighting="ratio"), "entropy_aggregate": "token-mean"},
+        {
+            "grpo": {},
+            "dapo": {"surrogate": Clip(0.2, 0.2)},
+            "bnpo": {},
+            "dr_grpo": {},
+            "gspo": {"surrogate": Clip(0.2, 0.2)},
+            "luspo": {},
+            "cispo": {},
+            "sapo": {},
+            "vespo": {},
+            "gmpo": {"kl": "k3"},
+            "rloo": {},
+            "a2po": {},
+        },
+    ),
+    "liger": _each(
+        {"beta": 0.04},
+        {
+            "grpo": {},
+            "dapo": {"surrogate": Clip(0.2, 0.2)},
+            "bnpo": {},
+            "dr_grpo": {},
+            "gspo": {"surrogate": Clip(0.2, 0.2)},
+            "luspo": {},
+            "cispo": {},
+            "sapo": {},
+            "vespo": {},
+        },
+    ),
+    "unsloth": {
+        "grpo": {},
+        "dapo": {"surrogate": Clip(0.2, 0.2)},
+        "bnpo": {},
+        "dr_grpo": {"max_tokens": 8192},
+        "gspo": {"surrogate": Clip(0.2, 0.2)},
+        "cispo": {},
+        "sapo": {},
+        "vespo": {},
+    },
+    "verl": _each(
+        {"kl": _VERL_KL, "count_empty": False},
+        {
+            "grpo": {"surrogate": Clip(0.2, 0.2, delta=3.0), "aggregate": "token-mean", "log_ratio_bounds": (-20.0, 20.0)},
+            "dapo": {"surrogate": Clip(0.2, 0.28, delta=3.0), "log_ratio_bounds": (-20.0, 20.0)},
+            "dr_grpo": {"surrogate": Clip(0.2, 0.2, delta=3.0), "log_ratio_bounds": (-20.0, 20.0)},
+            "ppo": {"log_ratio_bounds": (-20.0, 20.0)},
+            "gspo": {"surrogate": Clip(0.2, 0.2), "level": "sequence-token", "log_ratio_bounds": (-math.inf, 10.0)},
+            "gspo_token": {"surrogate": Clip(0.2, 0.2), "log_ratio_bounds": (-math.inf, 10.0)},
+            "sapo": {"log_ratio_bounds": (-20.0, 20.0)},
+            "gmpo": {"surrogate": Gmpo(0.2, 0.2), "count_empty": True},
+            "cispo": {"surrogate": Cispo(cap=1.2, low=0.8), "log_ratio_bounds": (-20.0, 20.0)},
+            "reinforce": {"aggregate": "seq-mean-token-sum"},
+            "dppo_tv": {"surrogate": Cispo(3.0), "log_ratio_bounds": (-20.0, 20.0)},
+            "dppo_kl": {
+                "surrogate": Cispo(3.0),
+                "filters": (TrustRegion("kl", 0.2, 0.2),),
+                "log_ratio_bounds": (-20.0, 20.0),
+            },
+            "clip_cov": {},
+            "kl_cov": {"surrogate": KlCov(0.1)},
+            "dro": {},
+        },
+    ),
+    "openrlhf": _each(
+        {"kl": Kl("k1", clamp=10.0), "kl_aggregate": "token-mean", "entropy_aggregate": "token-mean"},
+        {
+            "grpo": {"aggregate": "token-mean", "log_ratio_bounds": (-20.0, 20.0)},
+            "dapo": {"log_ratio_bounds": (-20.0, 20.0)},
+            "gspo": {"surrogate": Clip(0.2, 0.2), "count_empty": False},
+        },
+    ),
+    "slime": _each(
+        {"kl": "k1"},
+        {
+            "grpo": {"aggregate": "token-mean"},
+            "dapo": {},
+            "gspo": {"surrogate": Clip(0.2, 0.2)},
+            "cispo": {"surrogate": Cispo(cap=1.2, low=0.8)},
+        },
+    ),
+    "areal": {
+        "grpo": {"aggregate": "token-mean"},
+        "dapo": {},
+        "gspo": {"surrogate": Clip(0.2, 0.2), "aggregate": "token-mean"},
+        "sapo": {"aggregate": "token-mean"},
+    },
+    "nemo-rl": _each(
+        {"kl": Kl("k3", weighting="score", clamp_log=20.0, clamp=10.0)},
+        {
+            "grpo": {"aggregate": "token-mean"},
+            "dapo": {},
+            "gspo": {"surrogate": Clip(0.2, 0.2)},
+            "cispo": {"surrogate": Cispo(cap=1.2, low=0.8)},
+            "reinforce": {},
+        },
+    ),
+    "skyrl": _each(
+        {"kl": _VERL_KL, "kl_aggregate": "seq-mean-token-mean", "entropy_aggregate": "token-mean"},
+        {
+            "grpo": {"aggregate": "token-mean", "log_ratio_bounds": (-20.0, 20.0)},
+            "dapo": {"log_ratio_bounds": (-20.0, 20.0)},
+            "ppo": {"log_ratio_bounds": (-20.0, 20.0)},
+            "gspo": {"surrogate": Clip(0.2, 0.2), "level": "sequence-token", "log_ratio_bounds": (-math.inf, 10.0)},
+            "sapo": {"log_ratio_bounds": (-20.0, 20.0)},
+            "cispo": {"log_ratio_bounds": (-20.0, 20.0)},
+            "rollout_is": {},
+            "dppo_tv": {},
+            "dppo_kl": {},
+            "importance_sampling": {},
+            "clip_cov": {},
+            "kl_cov": {"surrogate": KlCov(1.0, 0.2)},
+        },
+    ),
+    "prime-rl": {
+        # kappa (log r)^2 to the sampler, which is also the anchor of the ratio: pass its log-probs as old_logps and ref_logps.
+        "dppo_tv": {"beta": 2e-3, "kl": "k2"},
+        "ipo": {"beta": 2e-3, "kl": "k2"},
+        "distillation": {},
+    },
+    "torchtitan": {
+        "grpo": {"aggregate": "token-mean", "log_ratio_bounds": (-10.0, 10.0)},
+        "dapo": {"log_ratio_bounds": (-10.0, 10.0)},
+    },
+}
+
+
+def preset(name: str, numerics: str | None, changes: Changes) -> Objective:
+    """`Objective.preset`. Raises ValueError for an unknown name or trainer, TypeError for a field that does not exist."""
+    if name not in PRESETS:
+        raise ValueError(f"preset {name!r} is unknown: choose one of {', '.join(PRESETS)}.")
+    known = [f.name for f in fields(Objective)]
+    unknown = [f for f in changes if f not in known]
+    if unknown:
+        raise TypeError(f"{unknown[0]!r} is not a field of Objective: it has {', '.join(known)}.")
+    theirs: Changes = {}
+    if numerics is not None:
+        if numerics not in NUMERICS:
+            raise ValueError(f"numerics={numerics!r}: it must be one of {', '.join(NUMERICS)}.")
+        if name not in NUMERICS[numerics]:
+            raise ValueError(f"preset {name!r}: {numerics} has no such objective, only {', '.join(NUMERICS[numerics])}.")
+        theirs = NUMERICS[numerics][name]
+    return replace(PRESETS[name], **{**theirs, **changes})

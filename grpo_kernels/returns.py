@@ -1,0 +1,326 @@
+"""Per-token rewards to per-token advantages: returns, GAE, process supervision, KL in the reward, whitening.
+
+Padded [B, T] or packed [N] with cu_seqlens (one sequence without it), like a TokenBatch. A token outside the mask (a tool's,
+padding) is stepped over: what is there (NaN, inf) has no effect, time does not pass, the result is 0. Everything is computed
+in fp64, in a fixed order, and returned as fp32 in the shape of the rewards; nothing is asked of the device on the way.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from .advantages import group_advantages
+from .batch import as_mask, check_offsets, per_token, sequence_ids
+from .checks import LARGEST, require, require_number, values_are_checked
+from .groups import Groups, group_ids
+from .kl import Kl, as_kl, kl_terms
+
+Tensor = torch.Tensor
+
+GUARDS = ("add", "floor", "std")
+
+#: `whiten(advantages, mask, **WHITENING["verl"])` has the numbers of that trainer (TRL's is its RLOO, over sequences).
+WHITENING: dict[str, dict[str, Any]] = {
+    "trl": {"eps": 1e-4, "guard": "std"},
+    "verl": {},
+    "skyrl": {},
+    "openrlhf": {"unbiased": False, "guard": "floor"},
+    "nemo-rl": {"unbiased": False, "guard": "floor"},
+}
+
+
+def discounted_returns(
+    rewards: Tensor, *, gamma: float = 1.0, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """G_t = r_t + gamma G_{t+1} over the trained tokens of each sequence: fp32, 0 where the mask is False.
+
+    rewards   float [B, T] or [N], finite at trained tokens.   gamma   in [0, 1].
+    mask, cu_seqlens   as in a TokenBatch.
+
+    With gamma = 1 and whitening this is REINFORCE++ (arXiv 2501.03262). Raises ValueError naming the argument."""
+    tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
+    _check_share("gamma", gamma)
+    r = tokens.values("rewards", rewards)
+    return tokens.shaped(tokens.to_go(gamma, r))
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float | Tensor = 0.95,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438): (advantages, returns), fp32, 0 where the mask is False.
+
+    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  return_t = A_t + V_t, where t + 1 is the next
+    trained token of the sequence and V = A = 0 after the last.
+
+    rewards, values   float [B, T] or [N], finite at trained tokens: the critic's value before the token is chosen.
+    gamma, lam        in [0, 1]; lam may also be a float tensor [B] or per token (length-adaptive, VAPO, arXiv 2504.05118).
+
+    Not whitened (verl and NeMo-RL do it next, see `whiten`). Raises ValueError naming the argument."""
+    tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
+    _check_share("gamma", gamma)
+    r, v = tokens.values("rewards", rewards), tokens.values("values", values)
+    decay: float | Tensor
+    if isinstance(lam, Tensor):
+        decay = gamma * per_token("lam", lam, tokens.shape, cu_seqlens).to(torch.float64)
+    else:
+        _check_share("lam", lam)
+        decay = gamma * lam
+    # The value at t, or at the next trained token: what the token before will look at.
+    at_or_after = tokens.backwards(torch.where(tokens.trained, 0.0, 1.0), v)
+    delta = r + gamma * tokens.next(at_or_after) - v
+    advantages = tokens.to_go(decay, torch.where(tokens.trained, delta, 0.0))
+    return tokens.shaped(advantages), tokens.shaped(advantages + v)
+
+
+def process_advantages(
+    rewards: Tensor,
+    *,
+    group_size: int | None = None,
+    groups: Tensor | None = None,
+    gamma: float = 1.0,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Process supervision of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.3): fp32, 0 where the mask is False.
+
+    The rewards of all steps of all completions of a prompt are normalised together; a token's advantage is the sum of those
+    of the steps that end at it or later, discounted by gamma.
+
+    rewards              float [B, T] or [N]: the reward of the step that ends at this token, NaN where none does.
+    group_size, groups   of the B sequences, as in `group_advantages`, which takes `options` (scale, unbiased, eps, ...).
+
+    Raises ValueError naming the argument."""
+    tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
+    _check_share("gamma", gamma)
+    ids = group_ids(tokens.sequences, rewards.device, group_size, groups)[tokens.sequence]
+    steps = torch.where(tokens.trained, rewards.detach().reshape(-1), math.nan)
+    normalised = group_advantages(steps, groups=ids, **{"missing": "skip", **options}, dtype=torch.float64)
+    return tokens.shaped(tokens.to_go(gamma, normalised))
+
+
+def kl_in_reward(
+    rewards: Tensor,
+    logps: Tensor,
+    ref_logps: Tensor,
+    *,
+    beta: float,
+    kl: str | Kl = "k1",
+    per: str = "token",
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Rewards with the KL to the reference taken off: r_t - beta KL_t, fp32.
+
+    rewards            float [B], of the whole completion, which its last trained token receives (a sequence without one
+                       loses it); or per token, the shape of logps.
+    logps, ref_logps   float [B, T] or [N]: log-probs under the policy that sampled and under the reference.
+    beta, kl           weight and estimator: "k1", "k2", "k3", "abs", or a Kl for clamps (verl, AReaL and OpenRLHF have
+                       Kl("k3", clamp=10.0)). Of an estimator only the value counts here.
+    per                "token": the shape of logps, 0 where the mask is False, for `discounted_returns` or `gae`.
+                       "sequence": the sum over each sequence, [B], for `group_advantages` (TRL's RLOO).
+
+    Raises ValueError naming the argument."""
+    tokens = _Tokens("logps", logps, mask, cu_seqlens)
+    require_number("beta", beta, "the weight of the KL is a finite number >= 0.", 0, LARGEST)
+    require(per in ("token", "sequence"), "per", per, "it must be one of token, sequence.")
+    _float_tensor("rewards", rewards)
+    how = as_kl(kl)
+    plain = how.weighting == "none" and not how.straight_through and how.estimator != "distillation"
+    require(plain, "kl", kl, "in a reward only the value of an estimator counts: leave out what shapes its gradient.")
+    logp, ref_logp = tokens.values("logps", logps), tokens.values("ref_logps", ref_logps)
+    penalty = beta * kl_terms(logp, logp, ref_logp, torch.zeros_like(logp), how.clamps, **how.formula)[0]
+    if rewards.shape == (tokens.sequences,) and rewards.shape != tokens.shape:
+        whole = _finite("rewards", rewards.detach().to(torch.float64))
+        if per == "sequence":
+            return (whole - tokens.total(penalty)).to(torch.float32)
+        left = tokens.backwards(torch.ones_like(penalty), tokens.trained.double())  # trained tokens from here to the end
+        r = torch.where(left == 1, whole[tokens.sequence], 0.0)
+    else:
+        r = tokens.values("rewards", rewards)
+    return tokens.total(r - penalty).to(torch.float32) if per == "sequence" else tokens.shaped(r - penalty)
+
+
+def optimal_token_advantages(
+    rewards: Tensor,
+    old_logps: Tensor,
+    sum_squares: Tensor,
+    *,
+    group_size: int | None = None,
+    groups: Tensor | None = None,
+    weights: Tensor | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """G_t - B_t with the optimal token baseline of verl: fp32, 0 where the mask is False.
+
+    B_t = sum G_t W_t / (sum W_t + 1e-8) over the group's completions at their t-th trained token, where G_t is the return
+    and W_t = sum_{j <= t} (1 - 2 pi_j + sum pi^2) w_j^2 stands for the variance of the path so far. A token that no other
+    completion of the group reaches has no baseline.
+
+    rewards       float [B, T] or [N].   old_logps   the same shape: log pi of the tokens under the policy that sampled.
+    sum_squares   the same shape: sum of pi^2 over the vocabulary.
+    weights       the same shape, or None: truncated importance weights of the sampler mismatch.
+    group_size, groups   of the B sequences, as in `group_advantages`.
+
+    Where all returns that share a baseline are equal the result is exactly 0. Raises ValueError naming the argument."""
+    tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
+    returns = tokens.to_go(1.0, tokens.values("rewards", rewards))
+    pi = tokens.values("old_logps", old_logps).exp()
+    energy = 1.0 - 2.0 * pi + tokens.values("sum_squares", sum_squares)
+    if weights is not None:
+        energy = energy * tokens.values("weights", weights).square()
+    path = tokens.so_far(torch.where(tokens.trained, energy, 0.0))
+    step = tokens.so_far(tokens.trained.double()).to(torch.int64)  # 1 at the first trained token
+    ids = group_ids(tokens.sequences, rewards.device, group_size, groups)[tokens.sequence]
+    if not len(returns):
+        return tokens.shaped(returns)
+    # Tokens of one group at one step: groups of groups. Untrained ones are at no step, 0.
+    group = Groups(ids).group * (len(ids) + 1)
+    peers = Groups(group + torch.where(tokens.trained, step, 0))
+    baseline = peers.sum(returns * path) / (peers.sum(path) + 1e-8)
+    alone = peers.sum(tokens.trained.double()) == 1
+    lowest, highest = peers.extremes(returns, tokens.trained)
+    advantages = torch.where(alone, returns, torch.where(lowest == highest, 0.0, returns - baseline))
+    return tokens.shaped(advantages)
+
+
+def whiten(
+    values: Tensor,
+    mask: Tensor | None = None,
+    *,
+    unbiased: bool = True,
+    eps: float = 1e-8,
+    guard: str = "add",
+    shift_mean: bool = True,
+) -> Tensor:
+    """(x - mean) / std over all trained tokens (or sequences) of the batch: fp32, 0 where the mask is False.
+
+    values      float, any shape: advantages per token (REINFORCE++, arXiv 2501.03262) or per sequence.
+    mask        bool, the shape of values; None = all.
+    unbiased    True: the variance divides by n - 1 (verl); False: by n (OpenRLHF, NeMo-RL).
+    eps, guard  what is divided by. "add": sqrt(variance + eps); "floor": sqrt(max(variance, eps)); "std": std + eps. See
+                WHITENING for the trainers' choices.
+    shift_mean  False adds the mean again afterwards.
+
+    Equal values give exactly 0 (their value with shift_mean=False). Raises ValueError naming the argument."""
+    require(guard in GUARDS, "guard", guard, f"it must be one of {', '.join(GUARDS)}.")
+    require_number("eps", eps, "it keeps the divisor from 0 and must be finite and >= 0.", 0, LARGEST)
+    shape = _float_tensor("values", values).shape
+    trained = torch.ones_like(values, dtype=torch.bool) if mask is None else as_mask("mask", mask, shape)
+    x = _finite("values", torch.where(trained, values.detach().to(torch.float64), 0.0))
+    if x.numel() == 0:
+        return x.to(torch.float32)
+    n = trained.sum()
+    lowest, highest = torch.where(trained, x, math.inf).min(), torch.where(trained, x, -math.inf).max()
+    equal = lowest >= highest
+    mean = torch.where(equal, highest, x.sum() / n.clamp(min=1))
+    centred = torch.where(trained & ~equal, x - mean, 0.0)
+    variance = (centred * centred).sum() / (n - int(unbiased)).clamp(min=1)
+    if guard == "std":
+        divisor = variance.sqrt() + eps
+    else:
+        divisor = (variance + eps if guard == "add" else variance.clamp(min=eps)).sqrt()
+    white = torch.where(equal, 0.0, centred / divisor)
+    return torch.where(trained, white if shift_mean else white + mean, 0.0).to(torch.float32)
+
+
+# ---- tokens of sequences
+
+
+class _Tokens:
+    """Flat tokens [N]: the sequence of each, whether it is trained, and recurrences along the sequences."""
+
+    def __init__(self, name: str, like: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        self.shape = _float_tensor(name, like).shape
+        self.cu_seqlens = cu_seqlens
+        n, device = like.numel(), like.device
+        if cu_seqlens is None:
+            if like.dim() not in (1, 2):
+                raise ValueError(f"{name} has shape {list(self.shape)}: pass [B, T], or packed [N] with cu_seqlens.")
+            self.sequences = self.shape[0] if like.dim() == 2 else 1
+            self.longest = self.shape[-1]
+            self.sequence = torch.arange(n, device=device) // max(self.longest, 1)
+        else:
+            check_offsets(name, like, cu_seqlens)
+            self.sequences, self.longest = cu_seqlens.numel() - 1, n
+            self.sequence = sequence_ids(cu_seqlens, n)
+        self.followed = torch.zeros(n, dtype=torch.bool, device=device)
+        self.followed[:-1] = self.sequence[1:] == self.sequence[:-1]
+        trained = torch.ones(n, dtype=torch.bool, device=device)
+        self.trained = trained if mask is None else as_mask("mask", mask, self.shape).reshape(-1)
+
+    def values(self, name: str, x: Tensor) -> Tensor:
+        """fp64 [N], 0 where not trained."""
+        if _float_tensor(name, x).shape != self.shape:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}, but the tokens have {list(self.shape)}: they must be the same."
+            )
+        return _finite(name, torch.where(self.trained, x.detach().reshape(-1).to(torch.float64), 0.0))
+
+    def shaped(self, x: Tensor) -> Tensor:
+        return torch.where(self.trained, x, 0.0).to(torch.float32).view(self.shape)
+
+    def next(self, x: Tensor) -> Tensor:
+        """x at the next token of the sequence, 0 after the last."""
+        return torch.where(self.followed, torch.cat((x[1:], x[:1])), 0.0)
+
+    def backwards(self, decay: Tensor, x: Tensor) -> Tensor:
+        """y_t = x_t + decay_t y_{t+1} within each sequence."""
+        return _scan(torch.where(self.followed, decay, 0.0), x, self.longest)
+
+    def to_go(self, decay: float | Tensor, x: Tensor) -> Tensor:
+        """y_t = x_t + decay y over the trained tokens; the others pass on what comes after them."""
+        return self.backwards(torch.where(self.trained, decay * torch.ones_like(x), 1.0), x)
+
+    def so_far(self, x: Tensor) -> Tensor:
+        """Sum of x over the sequence up to and including each token."""
+        follows = torch.cat((self.followed[-1:], self.followed[:-1]))  # the very last token is followed by none
+        return _scan(follows.double().flip(0), x.flip(0), self.longest).flip(0)
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum over each sequence, [B]."""
+        if self.cu_seqlens is None:
+            return x.view(self.sequences, -1).sum(1) if len(x) else x.new_zeros(self.sequences)
+        return torch.segment_reduce(x, "sum", offsets=self.cu_seqlens.to(torch.int64), initial=0, unsafe=True)
+
+
+def _scan(decay: Tensor, x: Tensor, length: int) -> Tensor:
+    """y_i = x_i + decay_i y_{i+1}, decay being 0 at least once in `length` places, by doubling: log2(length) passes."""
+    reach = 1
+    while reach < length:
+        x = torch.cat((x[:-reach] + decay[:-reach] * x[reach:], x[-reach:]))
+        decay = torch.cat((decay[:-reach] * decay[reach:], torch.zeros_like(decay[-reach:])))
+        reach *= 2
+    return x
+
+
+# ---- arguments
+
+
+def _float_tensor(name: str, x: object) -> Tensor:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise ValueError(f"{name} is {x.dtype if isinstance(x, Tensor) else type(x).__name__}: pass a floating-point tensor.")
+    return x
+
+
+def _finite(name: str, x: Tensor) -> Tensor:
+    if values_are_checked(x):
+        bad = ~torch.isfinite(x)
+        if bad.any():
+            at = bad.nonzero()[0].tolist()
+            raise ValueError(f"{name} is {float(x[tuple(at)])} at {at}: it must be finite wherever the mask is True.")
+    return x
+
+
+def _check_share(name: str, value: float) -> None:
+    require_number(name, value, "it must be a number in [0, 1].", 0, 1)

@@ -1,0 +1,480 @@
+"""The benchmarks can be believed: the gate refuses wrong answers, nobody is silently absent, figures follow from times,
+and a run that is cut off goes on where it stopped. Tiny shapes; torch.compile runs what it would compile as it is."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import harness, results, side_by_side, suites
+from benchmarks import measure as measuring
+from benchmarks.cases import CLIP, CONTRACTS, Cell, HiddenCase, LogitsCase, StepCase, errors, make_case, policy_loss, reference
+from benchmarks.measure import DeviceLost, derived, measure, outside_gate, table
+from benchmarks.providers import Provider, Unavailable, peer, providers
+
+FP32, BF16 = torch.float32, torch.bfloat16
+QUICKLY = {"seconds": 0.0, "least": 1, "counters": False, "memory": False}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> None:
+    """Not here: what other projects leave in new tensors is theirs."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiles() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def tiny(contract: str, dtype: torch.dtype = FP32, active: float = 1.0) -> Cell:
+    hidden = None if contract.startswith("logits") else 128
+    return Cell(contract, 32, 512, dtype, hidden, active, layers=1 if contract == "step" else None)
+
+
+def by_name(cell: dict) -> dict[str, dict]:
+    return {row["name"]: row for row in cell["providers"]}
+
+
+# ---- the gate
+
+
+def good(case: LogitsCase) -> Callable[[], dict]:
+    def run() -> dict:
+        logps = torch.log_softmax(case.logits.float(), -1).gather(1, case.batch.targets[:, None])[:, 0]
+        return case.gradients(policy_loss(logps, case.batch, case.cell.beta))
+
+    return run
+
+
+def provider(name: str, change: Callable[[dict], dict]) -> Provider:
+    return Provider(name, ("logits",), lambda case: measuring.Run(lambda: change(good(case)()), case.restore))
+
+
+def raising(failure: Exception) -> Callable[[dict], dict]:
+    def change(found: dict) -> dict:
+        raise failure
+
+    return change
+
+
+WRONG = {
+    "gradient": lambda found: found | {"d_logits": 1.01 * found["d_logits"]},
+    "loss": lambda found: found | {"loss": found["loss"] + 0.001},
+    "NaN": lambda found: found | {"d_logits": math.nan * found["d_logits"]},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_answer_gets_its_error_and_no_time(name: str) -> None:
+    candidates = [provider("wrong", WRONG[name]), provider("right", lambda found: found)]
+    rows = by_name(measure(tiny("logits"), "cpu", candidates=candidates, **QUICKLY))
+    assert rows["right"]["status"] == "ok" and rows["right"]["ms"] > 0
+    assert rows["wrong"]["status"] == "wrong" and "off by" in rows["wrong"]["reason"]
+    assert "ms" not in rows["wrong"] and set(rows["wrong"]["errors"]) == {"loss", "d_logits"}
+
+
+def test_ignoring_the_clip_is_wrong_even_in_16_bits() -> None:
+    def unclipped(case: LogitsCase) -> measuring.Run:
+        def run() -> dict:
+            logps = torch.log_softmax(case.logits.float(), -1).gather(1, case.batch.targets[:, None])[:, 0]
+            ratio, d = torch.exp(logps - case.batch.old_logps), case.batch.ref_logps - logps
+            return case.gradients((-ratio * case.batch.advantages + case.cell.beta * (d.exp() - d - 1)).mean())
+
+        return measuring.Run(run)
+
+    cell = measure(tiny("logits", BF16), "cpu", candidates=[Provider("unclipped", ("logits",), unclipped)], **QUICKLY)
+    assert by_name(cell)["unclipped"]["status"] == "wrong"
+
+
+def test_who_raises_or_cannot_take_part_shows_up_with_the_reason() -> None:
+    candidates = [
+        provider("raises", raising(KeyError("no such thing"))),
+        provider("absent", raising(Unavailable("not installed: pip install it"))),
+        provider("incomplete", lambda found: {"loss": found["loss"]}),
+        Provider("elsewhere", ("logits",), good, devices=("cuda",)),
+        Provider("narrow", ("logits",), good, dtypes=(BF16,)),
+        Provider("huge", ("logits",), good, memory=lambda cell: 1e15),
+        provider("known", lambda found: found),
+    ]
+    cell = measure(tiny("logits"), "cpu", candidates=candidates, known={"known": "broke CUDA"}, **QUICKLY)
+    found = {name: (row["status"], row["reason"]) for name, row in by_name(cell).items()}
+    assert found["raises"] == ("failed", "KeyError: 'no such thing'")
+    assert found["absent"] == ("skipped", "not installed: pip install it")
+    assert found["incomplete"][0] == "failed" and "d_logits" in found["incomplete"][1]
+    assert found["elsewhere"] == ("skipped", "runs on cuda only")
+    assert found["narrow"] == ("skipped", "does not take float32")
+    assert found["huge"][0] == "skipped" and "would need 1000000 GB" in found["huge"][1]
+    assert found["known"] == ("failed", "broke CUDA")
+    text = table(cell)
+    assert all(name in text for name in found) and "not installed" in text
+
+
+def test_a_missing_package_is_a_reason_and_not_an_error() -> None:
+    with pytest.raises(Unavailable, match="pip install some-package"):
+        peer("no_such_package.kernels", "some-package")
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_every_provider_that_runs_here_is_right(contract: str, dtype: torch.dtype) -> None:
+    cell = measure(tiny(contract, dtype, active=0.5), "cpu", **QUICKLY)
+    assert any(row["name"].startswith("grpo_kernels") for row in cell["providers"])
+    for row in cell["providers"]:
+        assert row["status"] in ("ok", "skipped"), row
+        assert row["status"] == "ok" or row["reason"]
+        assert (
+            row["status"] == "ok"
+            or not row["name"].startswith(("grpo_kernels", "eager PyTorch", "torch.compile"))
+            or ("16-bit" in row["name"] and dtype == FP32)
+        )
+    if contract != "step":
+        assert cell["limit"]["ms"] == min(row["ms"] for row in cell["providers"] if row.get("limit"))
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_the_plans_name_providers_that_exist(contract: str) -> None:
+    names = {p.name for p in providers(contract)}
+    assert len(names) == len(providers(contract))
+    for suite in suites.SUITES.values():
+        for device in ("cpu", "cuda"):
+            full, quick = suite.plan(device, False), suite.plan(device, True)
+            assert 0 < len(quick) <= len(full)
+            for cell, only in full + quick:
+                assert cell.contract == suite.contract
+                if cell.contract == contract and only is not None:
+                    assert any(name in names and name.startswith("grpo_kernels") for name in only)
+
+
+# ---- inputs and the answer
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("contract", ["logits", "hidden"])
+def test_old_log_probs_keep_away_from_the_clip_bounds(contract: str, dtype: torch.dtype) -> None:
+    cell = Cell(contract, 1024, 512, dtype, None if contract == "logits" else 64)
+    case = make_case(cell, "cpu")
+    logits = (case.logits if isinstance(case, LogitsCase) else case.hidden.double() @ case.weight.double().t()).detach()
+    now = logits.double().log_softmax(-1).gather(1, case.batch.targets[:, None])[:, 0]
+    log_ratio = now - case.batch.old_logps
+    for bound in (math.log(1 - CLIP[0]), math.log(1 + CLIP[1])):
+        assert (log_ratio - bound).abs().min() > 0.05
+    inside = log_ratio.abs() < 0.15
+    for kind in (inside, ~inside & (log_ratio > 0), ~inside & (log_ratio < 0)):
+        assert kind.float().mean() > 0.15
+
+
+@pytest.mark.parametrize("active", [1.0, 0.5, 0.125])
+def test_one_advantage_per_sequence_and_the_share_that_was_asked_for(active: float) -> None:
+    case = make_case(tiny("hidden", active=active), "cpu")
+    advantages = case.batch.advantages.view(16, 2)
+    assert (advantages == advantages[:, :1]).all()
+    assert int((advantages[:, 0] != 0).sum()) == 16 * active
+    assert int((case.batch.advantages != 0).sum()) == case.cell.active_rows
+
+
+@pytest.mark.parametrize("contract", ["logits", "logits-forward", "hidden", "hidden-frozen", "hidden-forward"])
+def test_the_reference_is_what_autograd_says_in_float64(contract: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(tiny(contract, active=0.5), "cpu")
+    monkeypatch.setattr("benchmarks.cases._blocks", lambda cell, size, device: (slice(lo, lo + 8) for lo in range(0, 32, 8)))
+    found = reference(case)
+    if isinstance(case, LogitsCase):
+        logits = z = case.pristine.double().requires_grad_()
+        leaves = {"d_logits": logits}
+    else:
+        assert isinstance(case, HiddenCase)
+        hidden, weight = (x.detach().double().requires_grad_() for x in (case.hidden, case.weight))
+        z = hidden @ weight.t()
+        leaves = {"d_hidden": hidden} | ({} if contract == "hidden-frozen" else {"d_weight": weight})
+    log_p = z.log_softmax(-1)
+    logps = log_p.gather(1, case.batch.targets[:, None])[:, 0]
+    if contract.endswith("forward"):
+        expected = {"logps": logps} | ({"entropy": -(log_p.exp() * log_p).sum(-1)} if isinstance(case, LogitsCase) else {})
+    else:
+        loss = policy_loss(logps, case.batch, case.cell.beta)
+        expected = {"loss": loss, **dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))}
+    assert max(errors(found, {name: x.detach() for name, x in expected.items()}).values()) < 1e-6
+
+
+def test_a_training_step_leaves_its_parameters_alone() -> None:
+    case = make_case(tiny("step"), "cpu")
+    assert isinstance(case, StepCase)
+    before = [p.detach().clone() for p in case.model.parameters()]
+    run = next(p for p in providers("step") if p.name == "eager PyTorch").make(case)
+    first, second = float(run.call()["loss"]), float(run.call()["loss"])
+    assert first == second
+    assert all(torch.equal(p, q) for p, q in zip(before, case.model.parameters(), strict=True))
+
+
+def test_cells_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiple"):
+        Cell("logits", 20, 512, FP32)
+    with pytest.raises(ValueError, match="contract"):
+        Cell("loss", 32, 512, FP32)
+    with pytest.raises(ValueError, match="hidden"):
+        Cell("hidden", 32, 512, FP32)
+
+
+# ---- figures
+
+
+def test_rates_follow_from_times() -> None:
+    logits = Cell("logits", 1000 * 16, 1000, BF16)  # 32 MB
+    assert derived(logits, 2.0) == pytest.approx({"gbps_2u": 32.0, "gbps_3u": 48.0})
+    assert derived(Cell("logits-forward", 16000, 1000, FP32), 4.0) == pytest.approx({"gbps_1u": 16.0})
+    size = {"rows": 1600, "vocab": 1000, "dtype": BF16, "hidden": 125}  # NHV = 2e8
+    for contract, active, tflops, convention in (
+        ("hidden", 1.0, 1.2, "6NHV"),
+        ("hidden", 0.5, 0.8, "(2+4a)NHV, a=0.5"),
+        ("hidden-frozen", 1.0, 0.8, "4NHV"),
+        ("hidden-frozen", 0.25, 0.5, "(2+2a)NHV, a=0.25"),
+        ("hidden-forward", 0.5, 0.4, "2NHV"),
+    ):
+        found = derived(Cell(contract, active=active, **size), 1.0)
+        assert found["tflops"] == pytest.approx(tflops) and found["flop_convention"] == convention
+
+
+def test_the_gate_is_tighter_in_32_bits() -> None:
+    assert outside_gate(tiny("logits"), {"loss": 9e-5, "d_logits": 9e-5}) is None
+    assert outside_gate(tiny("logits"), {"loss": 0.0, "d_logits": 2e-4}) is not None
+    assert outside_gate(tiny("logits", BF16), {"loss": 1e-2, "d_logits": 2e-2}) is None
+    assert outside_gate(tiny("logits", BF16), {"loss": 0.0, "d_logits": 4e-2}) is not None
+
+
+def test_the_ratio_to_the_limit_and_the_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"right": 6.0, "copy": 2.0}
+    monkeypatch.setattr(
+        measuring, "interleaved", lambda runs, *_, **__: {n: {"ms": times[n], "p20": 1, "p80": 9, "runs": 5} for n in runs}
+    )
+    limit = next(p for p in providers("logits") if p.limit)
+    candidates = [provider("right", lambda found: found), limit]
+    cell = measure(tiny("logits"), "cpu", candidates=candidates, **QUICKLY)
+    rows = by_name(cell)
+    assert cell["limit"] == {"name": "copy", "ms": 2.0}
+    assert rows["right"]["x_limit"] == 3.0 and rows["copy"]["x_limit"] == 1.0 and rows["copy"]["limit"] is True
+    assert rows["right"]["gbps_2u"] == pytest.approx(2 * 32 * 512 * 4 / 6e-3 / 1e9)
+    assert "33" in table(cell)  # percent of the limit
+
+
+# ---- the harness
+
+
+def test_every_round_starts_with_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(harness, "timed", lambda run, device: (run(), 1000.0))
+    runs = {name: lambda name=name: order.append(name) for name in "abc"}
+    found = harness.interleaved(runs, "cpu", lambda name: order.append(name.upper()), seconds=0.0, least=3)
+    assert "".join(order) == "AaBbCc" + "BbCcAa" + "CcAaBb" + "AaBbCc"  # a warm-up, then three rounds
+    assert found["a"] == {"ms": 1000.0, "p20": 1000.0, "p80": 1000.0, "runs": 3}
+
+
+def test_slow_ones_do_not_cost_the_others_their_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = {"slow": 500.0, "fast": 100.0}
+    monkeypatch.setattr(harness, "timed", lambda run, device: (None, cost[run()]))
+    runs = {name: lambda name=name: name for name in cost}
+    found = harness.interleaved(runs, "cpu", seconds=1.0, least=2, most=7)
+    assert found["slow"]["runs"] == 2 and found["fast"]["runs"] == 7
+
+
+def test_times_and_memory_are_those_of_the_run() -> None:
+    assert 20 <= harness.timed(lambda: time.sleep(0.02), "cpu")[1] < 200
+    size = 64 << 20
+    for _ in range(2):  # freed memory is no discount the second time
+        found = harness.peak_memory(lambda: torch.ones(size, dtype=torch.uint8), "cpu")
+        assert 0.9 * size < found < 1.5 * size
+    pieces = [bytearray(20000) for _ in range(2000)]
+    last = bytearray(20000)  # above them on the heap: what is freed below stays with malloc
+    del pieces
+    found = harness.peak_memory(lambda: [bytearray(b"x" * 20000) for _ in range(2000)], "cpu")
+    assert 0.8 * 40e6 < found < 1.6 * 40e6 and last
+
+
+def test_new_graphs_and_kernels_are_counted() -> None:
+    knobs = pytest.importorskip("triton", reason="triton is not installed").knobs
+    former = knobs.compilation.listener
+    with harness.compilations() as count:
+        assert count() == 0
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=False)
+        assert count() == 1
+        with torch.compiler.set_stance("default"):
+            function = torch.compile(lambda x: x + 1, backend="eager")
+            function(torch.ones(3))
+            function(torch.ones(3))
+            assert count() == 2
+            function(torch.ones(4))
+            assert count() == 3
+    assert knobs.compilation.listener is former
+
+
+def test_recompilations_are_those_after_the_first_shape_in_a_fresh_compiler() -> None:
+    graph = torch.compile(policy_loss, backend="eager")
+
+    def make(case: LogitsCase) -> measuring.Run:
+        def run() -> dict:
+            logps = torch.log_softmax(case.logits.float(), -1).gather(1, case.batch.targets[:, None])[:, 0]
+            return case.gradients(graph(logps, case.batch, case.cell.beta))
+
+        return measuring.Run(run, case.restore)
+
+    compiled, cell = Provider("compiled", ("logits",), make), Cell("logits", 64, 512, FP32)
+    with torch.compiler.set_stance("default"):
+        for rows in (32, 48):  # it learns that row counts vary, and must forget it
+            make(make_case(Cell("logits", rows, 512, FP32), "cpu")).call()
+        assert measuring.recompilations(compiled, cell, "cpu") == 1
+        assert measuring.recompilations(providers("logits")[0], cell, "cpu") == 0
+
+
+def test_on_cuda_the_cache_is_flushed_first_and_only_the_run_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("record")
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 1.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(harness, "_flush_buffer", lambda: types.SimpleNamespace(zero_=lambda: log.append("flush")))
+    assert harness.timed(lambda: log.append("run"), "cuda")[1] == 1.5
+    assert log == ["flush", "record", "run", "record", "wait"]
+
+
+def test_host_syncs_are_the_warnings_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def run() -> None:
+        for text in ("called a synchronizing CUDA operation", "something else", "called a synchronizing CUDA operation"):
+            warnings.warn(text, stacklevel=1)
+
+    assert harness.host_syncs(run) == 2 and modes == ["warn", "default"]
+
+
+# ---- result files
+
+
+class Planned:
+    """Two cells of a suite, measured by nobody: `log` holds those that were asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+        self.out, self.log, self.cells = out, [], [tiny("logits"), tiny("logits", BF16)]
+        self.known: list[dict | None] = []
+        self.failure: BaseException | None = None  # raised at the second cell
+        plan = lambda device, quick: [suites.Planned(cell) for cell in self.cells]  # noqa: E731
+        monkeypatch.setitem(suites.SUITES, "test", suites.Suite("test", "A test", "logits", plan))
+        monkeypatch.setattr(suites, "measure", self.measure)
+
+    def measure(self, cell: Cell, device: str, known: dict | None = None, **how: Any) -> dict:
+        if self.failure is not None and cell.dtype == BF16:
+            raise self.failure
+        self.log.append(cell)
+        self.known.append(known)
+        return measuring.describe(cell) | {"limit": None, "providers": [], "number": len(self.log)}
+
+    def run(self, **how: bool) -> dict:
+        (path,) = suites.run(["test"], "cpu", self.out, **how)
+        assert path == self.out / "cpu" / "test.json"
+        return json.loads(path.read_text())
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Planned:
+    return Planned(monkeypatch, tmp_path)
+
+
+def test_a_second_run_skips_what_is_there(planned: Planned) -> None:
+    first = planned.run()
+    assert [cell["dtype"] for cell in first["cells"]] == ["float32", "bfloat16"]
+    assert first["machine"]["device"] == "cpu" and first["machine"]["versions"]["triton"] and first["suite"] == "test"
+    second = planned.run()
+    assert len(planned.log) == 2 and second["cells"] == first["cells"]
+    planned.run(fresh=True)
+    assert len(planned.log) == 4
+
+
+def test_what_changed_is_measured_again(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned.run()
+    planned.cells[1] = Cell("logits", 48, 512, BF16)
+    found = planned.run()
+    assert planned.log[2:] == [planned.cells[1]] and [cell["rows"] for cell in found["cells"]] == [32, 48]
+    monkeypatch.setattr(results, "_code", lambda: "other code")
+    planned.run()
+    assert len(planned.log) == 5
+    planned.run(quick=True)
+    assert len(planned.log) == 7
+
+
+def test_a_run_that_is_cut_off_goes_on(planned: Planned) -> None:
+    planned.failure = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        planned.run()
+    left = results.load(planned.out / "cpu" / "test.json")
+    assert [cell["dtype"] for cell in left["cells"]] == ["float32"]
+    planned.failure = None
+    found = planned.run()
+    assert [cell.dtype for cell in planned.log] == [FP32, BF16]
+    assert [cell["number"] for cell in found["cells"]] == [1, 2]
+
+
+def test_a_provider_that_breaks_cuda_is_left_out_the_next_time(planned: Planned) -> None:
+    planned.failure = DeviceLost("reckless", "illegal memory access")
+    with pytest.raises(SystemExit) as stop:
+        planned.run()
+    assert stop.value.code == suites.LOST_DEVICE
+    planned.failure = None
+    planned.run()
+    assert planned.known == [None, {"reckless": "illegal memory access"}]
+
+
+def test_broken_cuda_is_told_from_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    case = types.SimpleNamespace(name="reckless")
+    with pytest.raises(DeviceLost, match="reckless: RuntimeError: CUDA error"):
+        measuring._attempt(case, "cuda", broken)  # type: ignore[arg-type]
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "suite.json"
+    assert results.load(path) == {}
+    results.save(path, {"cells": []})
+    with pytest.raises(TypeError):
+        results.save(path, {"cells": [object()]})
+    assert results.load(path) == {"cells": []}
+
+
+# ---- commands
+
+
+def test_the_command_lists_all_suites(capsys: pytest.CaptureFixture[str]) -> None:
+    command.main(["--list", "--device", "cpu"])
+    printed = capsys.readouterr().out
+    assert all(f"{name}: " in printed for name in suites.SUITES)
+    with pytest.raises(SystemExit):
+        command.main(["--suite", "nonsense"])
+
+
+def test_side_by_side_prints_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    side_by_side.main(rows=32, vocab=512, rounds=2)
+    printed = capsys.readouterr().out
+    assert printed.count("fused, in place") == 2 and printed.count("eager PyTorch") == 2 and "1.0x" in printed

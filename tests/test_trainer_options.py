@@ -1,0 +1,111 @@
+"""The trainer's options of the objective family: what they do to an update, not only that they are accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+from test_trainer import config, evens, lines, parameters, tiny, tok, trainer  # noqa: F401
+
+from grpo_kernels import group_advantages
+from grpo_kernels.trainer import Trainer
+from grpo_kernels.training.config import TRAINABLE
+
+
+def first_prompt_only(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """The completions of one prompt differ in reward, those of the others do not."""
+    score = evens(prompts, completions)
+    return [s + 0.1 * i if p == prompts[0] else 0.7 for i, (p, s) in enumerate(zip(prompts, score, strict=True))]
+
+
+def nothing_to_learn(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [0.7] * len(prompts)
+
+
+@pytest.mark.parametrize("loss", ["linear", "logits"])
+def test_dropping_completions_without_advantage_changes_no_update(tok: Any, tmp_path: Path, loss: str) -> None:  # noqa: F811
+    updated, metrics = [], []
+    for drop in (False, True):
+        t = trainer(tok, tmp_path / str(drop), rewards=[first_prompt_only], drop_zero_variance=drop, loss=loss, preset="dapo")
+        start = parameters(t)
+        metrics.append(t.train_step())
+        updated.append(parameters(t))
+    assert metrics[0]["dropped"] == 0 and metrics[1]["dropped"] == pytest.approx(2 / 3)
+    assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=1e-4)
+    assert any(not torch.equal(start[name], updated[0][name]) for name in start)
+    for name in start:
+        # AdamW's first step is lr * sign of the gradient, so a gradient of rounding size may flip: compare where it is not.
+        torch.testing.assert_close(updated[1][name], updated[0][name], rtol=0, atol=2e-4)
+
+
+def test_a_batch_without_any_advantage_is_an_update_of_nothing(tok: Any, tmp_path: Path) -> None:  # noqa: F811
+    t = trainer(tok, tmp_path, rewards=[nothing_to_learn], drop_zero_variance=True)
+    start = parameters(t)
+    metrics = t.train_step()
+    assert metrics["grad_norm"] == 0 and metrics["dropped"] == pytest.approx(11 / 12)
+    assert all(torch.equal(start[name], p) for name, p in parameters(t).items())
+
+
+def test_advantages_follow_numerics_and_explicit_choices(tok: Any, tmp_path: Path) -> None:  # noqa: F811
+    rewards = torch.tensor([0.1, 0.5, 0.2, 0.9, 0.0, 0.0, 0.0, 1.0, 0.3, 0.3, 0.3, 0.3], dtype=torch.float64)
+    for i, (changes, expected) in enumerate(
+        [
+            ({}, {"scale": "group"}),
+            ({"numerics": "verl"}, {"eps": 1e-6}),
+            ({"numerics": "torchtitan", "advantage_scale": "none"}, {"scale": "none"}),
+            ({"advantage_baseline": "leave-one-out", "advantage_scale": "none"}, {"baseline": "leave-one-out", "scale": "none"}),
+        ]
+    ):
+        t = trainer(tok, tmp_path / str(i), rewards=[lambda *_, **__: rewards.tolist()], **changes)
+        completions = t.sample(t.train_rows[:3], 4, 1.0)
+        found = t.score(t.train_rows[:3], completions, 4).advantages
+        assert torch.equal(found, group_advantages(rewards, group_size=4, **expected)), changes
+
+
+def test_entropy_is_held_up_by_a_moving_weight(tok: Any, tmp_path: Path) -> None:  # noqa: F811
+    """A target above any entropy: the weight rises by 0.005 an update once the first entropy was seen, and survives a resume."""
+    t = trainer(tok, tmp_path, steps=3, entropy_target=50.0, checkpoint_steps=1, lr=0.0)
+    assert t.train()
+    assert [line["entropy_coef"] for line in lines(tmp_path)] == pytest.approx([0.0, 0.005, 0.01])
+    again = trainer(tok, tmp_path, steps=4, entropy_target=50.0, checkpoint_steps=1, lr=0.0, resume=True)
+    assert again.train()
+    assert lines(tmp_path)[-1]["entropy_coef"] == pytest.approx(0.015)
+
+
+def test_only_the_share_of_highest_entropy_is_trained_on(tok: Any, tmp_path: Path) -> None:  # noqa: F811
+    metrics = trainer(tok, tmp_path, entropy_share=0.25, group_size=8).train_step()
+    assert 0.2 < metrics["kept"] < 0.35
+
+
+@pytest.mark.parametrize("preset", TRAINABLE)
+def test_every_preset_trains(tok: Any, tmp_path: Path, preset: str) -> None:  # noqa: F811
+    t = trainer(tok, tmp_path, preset=preset, num_updates=2, beta=0.1)
+    start = parameters(t)
+    metrics = t.train_step()
+    assert metrics["skipped"] == 0 and metrics["grad_norm"] > 0
+    assert any(not torch.equal(start[name], p) for name, p in parameters(t).items())
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"preset": "a2po"}, "preset='a2po'"),
+        ({"numerics": "nobody"}, "numerics='nobody'"),
+        ({"numerics": "openrlhf", "preset": "vespo"}, "openrlhf has no such objective"),
+        ({"kl": "k4"}, "kl='k4'"),
+        ({"entropy_share": 0.0}, "entropy_share=0.0"),
+        ({"drop_zero_variance": True, "beta": 0.1}, "drop_zero_variance=True"),
+        ({"drop_zero_variance": True, "entropy_target": 0.1}, "drop_zero_variance=True"),
+        ({"entropy_target": 0.2, "entropy_coef": -0.1}, "entropy_coef=-0.1"),
+        ({"advantage_baseline": "length"}, "advantage_baseline='length'"),
+    ],
+)
+def test_refusals_name_the_field(tok: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:  # noqa: F811
+    with pytest.raises(ValueError, match=message):
+        Trainer(config(tmp_path, **changes), model=tiny(tok), tokenizer=tok, rows=([], []))
