@@ -145,7 +145,7 @@ def _time(cell: Cell) -> Bars:
 
 def _memory(cell: Cell) -> Bars:
     bars = [Bar(row["name"], _round(row["extra_mb"]), f"{megabytes(row)} MB") for row in _contenders(cell) if megabytes(row)]
-    return Bars("memory", "extra memory, MB", None, bars, [])
+    return Bars("memory", "extra memory, MB", None, bars, [row["name"] for row in _contenders(cell, "wrong")])
 
 
 def _curves(record: Record, dtype: str) -> list[Curves]:
@@ -251,16 +251,11 @@ def _draw_bars(shown: Picture, panels: list[Bars]) -> Figure:
             y, colour = names.index(bar.name), HIGHLIGHT if _ours(bar.name) else MUTED
             axes.barh(y, bar.value, height=0.62, color=colour, linewidth=0)
             axes.annotate(bar.label, (bar.value, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
-        for name in panel.wrong:
-            axes.annotate(
-                "wrong, no time",
-                (0, names.index(name)),
-                (4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-                style="italic",
-            )
+        timed = {bar.name for bar in panel.bars}
+        for y, name in enumerate(names):
+            if name not in timed:
+                text = "wrong, no time" if name in panel.wrong else "skipped"
+                axes.annotate(text, (0, y), (4, 0), textcoords="offset points", va="center", fontsize=8, style="italic")
         if panel.mark is not None:  # in the gaps between bars, where no text is
             gaps = [i - 0.5 for i in range(len(names) + 1)]
             axes.vlines([panel.mark] * len(gaps), [y - 0.15 for y in gaps], [y + 0.15 for y in gaps], color=TEXT, linewidth=1)

@@ -45,7 +45,7 @@ def trust_kl(logp, anchor_logp, advantage, params):
     kl = q * (anchor_logp - logp) + (1.0 - q) * ops.log((1.0 - q + 1e-8) / (1.0 - p + 1e-8))
     rising = (kl <= params[1]) | (p <= q)
     falling = (kl <= params[0]) | (p >= q)
-    return ops.where(advantage > 0.0, rising, falling | (advantage == 0.0))
+    return ops.where(advantage > 0.0, rising, ops.where(advantage < 0.0, falling, kl == kl))
 
 
 def trust_ratio(logp, anchor_logp, advantage, params):
@@ -58,9 +58,10 @@ TRUST_REGIONS = {"tv": trust_tv, "symmetric-tv": trust_symmetric_tv, "kl": trust
 
 
 class Filter:
-    """A frozen dataclass with `keep`. `one_pass` says that a token's own log-prob and entropy decide."""
+    """A frozen dataclass with `keep`. `one_pass` says that a token's own log-prob and entropy decide, by a line of
+    `token_stage.token_terms`; one of your own leaves it False."""
 
-    one_pass: bool = True
+    one_pass: bool = False
     #: True: it narrows the entropy bonus too.
     filters_entropy: bool = False
 
@@ -83,6 +84,7 @@ class TrustRegion(Filter):
     low: float = 0.2
     high: float = 0.2
     anchor: str = "old"
+    one_pass = True
 
     def __post_init__(self) -> None:
         require(self.kind in TRUST_REGIONS, "kind", self.kind, f"it must be one of {', '.join(TRUST_REGIONS)}.")
@@ -107,6 +109,7 @@ class EntropyFloor(Filter):
     visit of the logits; `EntropyQuantile` is the exact rule, in two."""
 
     threshold: float
+    one_pass = True
     filters_entropy = True
 
     def __post_init__(self) -> None:
@@ -124,7 +127,6 @@ class EntropyQuantile(Filter):
 
     share: float
     process_group: Any = None
-    one_pass = False
     filters_entropy = True
 
     def __post_init__(self) -> None:
@@ -142,7 +144,6 @@ class OffPolicySequences(Filter):
     (DeepSeek-V3.2, arXiv 2512.02556; TRL's `off_policy_mask_threshold`). Without sampler_logps, old_logps stand in."""
 
     delta: float = 0.5
-    one_pass = False
 
     def __post_init__(self) -> None:
         require_number("delta", self.delta, "the largest mean log-ratio is a finite number.", -LARGEST, LARGEST)

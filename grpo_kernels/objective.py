@@ -15,7 +15,7 @@ import torch
 from . import token_stage
 from .batch import TokenBatch, flat
 from .checks import LARGEST, SMALLEST, require, require_number, values_are_checked
-from .filters import EntropyFloor, EntropyQuantile, Filter, TrustRegion
+from .filters import EntropyFloor, EntropyQuantile, Filter, OffPolicySequences, TrustRegion
 from .kl import Kl, as_kl
 from .surrogates import LEVELS, Clip, Dro, Surrogate
 from .token_stage import TokenRows
@@ -179,8 +179,8 @@ class Objective:
     def _sequences(self, batch: TokenBatch) -> int:
         if batch.sequences is None:
             raise ValueError(
-                f'cu_seqlens is None, but aggregate="{self.aggregate}" and level="{self.level}" need to know the sequences of '
-                "packed rows: pass cu_seqlens, or padded targets [B, T]."
+                f'cu_seqlens is None, but aggregate="{self.aggregate}", level="{self.level}" and filters={self.filters} need to know '
+                "the sequences of packed rows: pass cu_seqlens, or padded targets [B, T]."
             )
         return batch.sequences
 
@@ -233,7 +233,7 @@ class Objective:
         sampler = trust is not None and trust.anchor == "sampler"
         if sampler and batch.sampler_logps is None:
             raise ValueError('sampler_logps is None, but TrustRegion(anchor="sampler") compares with them: pass them.')
-        if self.level != "token":
+        if self.level != "token" or self.filter(OffPolicySequences) is not None:
             self._sequences(batch)
         if self.surrogate.absorbs_weights and batch.weights is not None and batch.weights.shape != batch.targets.shape:
             raise ValueError(

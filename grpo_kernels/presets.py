@@ -123,7 +123,7 @@ NUMERICS: dict[str, dict[str, Changes]] = {
             "sapo": {"log_ratio_bounds": (-20.0, 20.0)},
             "gmpo": {"surrogate": Gmpo(0.2, 0.2), "count_empty": True},
             "cispo": {"surrogate": Cispo(cap=1.2, low=0.8), "log_ratio_bounds": (-20.0, 20.0)},
-            "reinforce": {"aggregate": "seq-mean-token-sum"},
+            "reinforce": {},
             "dppo_tv": {"surrogate": Cispo(3.0), "log_ratio_bounds": (-20.0, 20.0)},
             "dppo_kl": {
                 "surrogate": Cispo(3.0),

@@ -1,8 +1,9 @@
 """The C++ backend keeps its lead over eager PyTorch: ratios within one process, never absolute times.
 
 The two take turns, and the best run of each counts: other work on the machine only adds to a time, and adds more to the longer
-one. Each factor lies below half of what a quiet machine shows and above what remains when the eager backend runs instead, or
-when the logits are copied once more (into fresh memory, as every allocation of this size is on Linux)."""
+one. The factors are below the least that was seen with twice as many busy processes as cores, and above what is left when the
+eager backend runs instead or, from logits in fp32, when these are copied once more (into fresh memory, as every allocation of
+this size is on Linux)."""
 
 from __future__ import annotations
 
@@ -54,7 +55,11 @@ def naive_loss(logits: Tensor, b: TokenBatch) -> Tensor:
 
 
 def speed_up(
-    benchmark: Any, ours: Callable[[], Any], eager: Callable[[], Any], before: Callable[[], Any] = lambda: None
+    benchmark: Any,
+    ours: Callable[[], Any],
+    eager: Callable[[], Any],
+    before: Callable[[], Any] = lambda: None,
+    rounds: int = 15,
 ) -> float:
     """Best time of `eager` over best time of `ours`; `before` runs untimed ahead of every run."""
     if benchmark.disabled:

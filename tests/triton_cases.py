@@ -17,8 +17,13 @@ import torch
 from grpo_kernels import TokenBatch, linear_grpo_loss
 from grpo_kernels.backends import RowTransform, two_visits
 from grpo_kernels.backends import triton as backend
-from grpo_kernels.objective import Objective, TokenRows
-from grpo_kernels.surrogates import Cispo, Clip, Custom, PolicyGradient, ops
+from grpo_kernels.filters import TRUST_REGIONS, EntropyFloor, TrustRegion
+from grpo_kernels.kl import ESTIMATORS, WEIGHTINGS, Kl
+from grpo_kernels.objective import Objective
+from grpo_kernels.ops import ops
+from grpo_kernels.presets import PRESETS
+from grpo_kernels.surrogates import Cispo, Clip, Custom, PolicyGradient
+from grpo_kernels.token_stage import TokenRows
 
 Tensor = torch.Tensor
 PLAIN = RowTransform(1.0, 0.0, 1.0)
@@ -84,8 +89,9 @@ def reference(name: str, logits: Tensor, rows: TokenRows, objective: Objective, 
     old, ref, advantage = vector(rows.old_logps), vector(rows.ref_logps), vector(rows.advantages)
     losses = vector(rows.policy_weight) * reference_surrogate(name, logps, logps.detach() if old is None else old, advantage)
     if objective.beta:
-        losses = losses + objective.beta * vector(rows.token_weight) * KL[objective.kl](ref - logps)
-    losses = losses - objective.entropy_coef * vector(rows.token_weight) * entropy
+        losses = losses + vector(rows.kl_weight) * KL[objective.kl](ref - logps)
+    if objective.entropy_coef:
+        losses = losses - vector(rows.entropy_weight) * entropy
     d_logps, d_entropy = torch.autograd.grad(losses.sum(), (logps, entropy), retain_graph=True, allow_unused=True)
     (gradient,) = torch.autograd.grad(losses.sum(), x)
     slope = torch.zeros_like(d_logps) if d_entropy is None else d_entropy.abs() * (1 + entropy)
@@ -135,18 +141,30 @@ def check(name: str, logits: Tensor, rows: TokenRows, objective: Objective, tran
     return outs[0]
 
 
-def make_rows(n: int, V: int, seed: int, old: bool = True, read: Tensor | None = None) -> TokenRows:
+FULL = Objective(SURROGATES["clip"], beta=0.04, entropy_coef=0.05)
+
+
+def make_rows(
+    n: int, V: int, seed: int, objective: Objective = FULL, old: bool = True, read: Tensor | None = None, extra: bool = False
+) -> TokenRows:
+    """Rows as `objective` weighs them; `extra`: with log-probs of a sampler and weights of an NLL."""
     g = torch.Generator().manual_seed(seed)
+    keep = torch.ones(n) if read is None else read.float()
 
     def normal() -> Tensor:
         return torch.randn(n, generator=g)
 
-    keep = torch.ones(n) if read is None else read.float()
+    def weight(coef: float) -> Tensor | None:
+        return coef * torch.rand(n, generator=g) * keep if coef else None
+
     base = -math.log(V) + 0.3 * normal()  # random logits give log-probs around -log V, so ratios fall on both sides of a clip
     return TokenRows(
         targets=torch.randint(0, V, (n,), generator=g), read=read, advantages=normal() * keep,
+        policy_weight=torch.rand(n, generator=g) * keep,
         old_logps=base * keep if old else None, ref_logps=(base + 0.3 * normal()) * keep,
-        policy_weight=torch.rand(n, generator=g) * keep, token_weight=torch.rand(n, generator=g) * keep, trained=read,
+        kl_weight=weight(objective.beta), entropy_weight=weight(objective.entropy_coef), trained=read,
+        sampler_logps=(base + 0.1 * normal()) * keep if extra else None,
+        nll_weight=normal().relu() * keep if extra else None,
     )  # fmt: skip
 
 
@@ -165,14 +183,37 @@ def test_every_objective(case: int) -> None:
     name, kl, coefficient, dtype = PRODUCT[case]
     V = VOCABULARIES[(case + case // 4) % 4]
     read = None if case % 3 else torch.tensor([True, False, True, True, False, True])
-    rows = make_rows(6, V, case, read=read)
+    objective = Objective(SURROGATES[name], beta=0.04 if kl else 0.0, kl=kl or "k3", entropy_coef=coefficient)
+    rows = make_rows(6, V, case, objective, read=read)
     logits = torch.full((2, 4, V), math.nan, dtype=dtype)
     logits[:, :-1] = make_logits(6, V, dtype, case).view(2, 3, V)
-    objective = Objective(SURROGATES[name], beta=0.04 if kl else 0.0, kl=kl or "k3", entropy_coef=coefficient)
     check(name, logits[:, :-1], rows, objective, PLAIN)
 
 
-FULL = Objective(SURROGATES["clip"], beta=0.04, entropy_coef=0.05)
+FAMILY = {
+    **{name: objective for name, objective in PRESETS.items() if objective.one_pass},
+    **{f"{e}, {w}": Objective(beta=0.3, kl=Kl(e, w)) for e in ESTIMATORS for w in WEIGHTINGS if e != "distillation"},
+    **{f"{kind} from the sampler": Objective(filters=(TrustRegion(kind, 0.02, 0.01, "sampler"),)) for kind in TRUST_REGIONS},
+    "k3+": Objective(beta=0.3, kl="k3+"),
+    "clamped k3": Objective(beta=0.3, kl=Kl("k3", "ratio", clamp_log=0.4, clamp=0.05)),
+    "bounded ratio": Objective(log_ratio_bounds=(-0.2, 0.3)),
+    "bounded ratio, detached": Objective(Cispo(), log_ratio_bounds=(-0.2, 0.3)),
+    "entropy floor and bonus": Objective(entropy_coef=0.1, filters=(EntropyFloor(6.8),)),
+}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_family_compiles_to_what_torch_runs(name: str) -> None:
+    """The formulas are tested against the oracle under torch; here the fused kernel, compiled from the same source."""
+    objective, V = FAMILY[name], 1031
+    rows = make_rows(24, V, 12, objective, extra=True)
+    logits = make_logits(24, V, torch.float32, seed=3)
+    outs = [torch.full_like(logits, math.nan) for _ in range(2)]
+    fused = backend.fused_loss(logits, rows, objective, PLAIN, outs[0])
+    visits = two_visits(backend, logits, rows, objective, PLAIN, outs[1], 8)
+    for got, want in ((fused.losses, visits.losses), (outs[0], outs[1])):
+        scale = want.abs().max()
+        assert scale > 1e-3 and (got - want).abs().max() <= 3e-6 * scale
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -195,7 +236,12 @@ def test_shifted_logits(shift: float) -> None:
 @pytest.mark.parametrize("p", (0.99, 0.9999))
 def test_the_targets_gradient_is_right_where_p_is_near_1(dtype: torch.dtype, p: float) -> None:
     n, V = 3, 1031
-    rows = replace(make_rows(n, V, 3), advantages=torch.full((n,), -1.0), old_logps=torch.zeros(n), policy_weight=torch.ones(n))
+    rows = replace(
+        make_rows(n, V, 3, Objective()),
+        advantages=torch.full((n,), -1.0),
+        old_logps=torch.zeros(n),
+        policy_weight=torch.ones(n),
+    )
     logits = make_logits(n, V, dtype, std=0.01)
     logits[0, torch.arange(n), rows.targets] = math.log(p / (1 - p) * V)
     objective = Objective(PolicyGradient())
@@ -251,7 +297,7 @@ def test_rows_that_are_not_read_are_zero_whatever_they_hold(inplace: bool) -> No
     transform = RowTransform(1.0, 0.0, torch.tensor([0.8, math.nan, 0.0, 1.2, math.inf, 1.0]))
     bad = clean.clone()
     bad[0, 1], bad[0, 2], bad[0, 4] = math.nan, math.inf, -math.inf
-    names = ("advantages", "old_logps", "ref_logps", "policy_weight", "token_weight")
+    names = ("advantages", "old_logps", "ref_logps", "policy_weight", "kl_weight", "entropy_weight")
     poison = {name: getattr(rows, name).clone() for name in names}
     for value in poison.values():
         value[~read] = math.nan
@@ -278,7 +324,8 @@ def test_rows_without_a_slope_are_not_read_again() -> None:
         backend.row_grads(logits, rows.targets, stats, stats.entropy, d_logps, slopes, PLAIN, out)
         assert (out[0, zero] == 0).all() and out.isfinite().all() and out[0, 0].abs().sum() > 0.5
     out = torch.full_like(logits, math.nan)
-    backend.fused_loss(make_logits(n, V, torch.float32), replace(rows, advantages=d_logps), Objective(), PLAIN, out)
+    plain = replace(make_rows(n, V, 7, Objective()), advantages=d_logps)
+    backend.fused_loss(make_logits(n, V, torch.float32), plain, Objective(), PLAIN, out)
     assert (out[0, 1:] == 0).all() and (out[0, 0] != 0).all()
 
 
@@ -387,7 +434,9 @@ def test_formulas_that_cannot_be_compiled_are_refused() -> None:
         (scope["typed"], "source"),
     ):
         with pytest.raises(ValueError, match=word):
-            backend.fused_loss(make_logits(1, 7, torch.float32), make_rows(1, 7, 0), Objective(Custom(function)), PLAIN, None)
+            backend.fused_loss(
+                make_logits(1, 7, torch.float32), make_rows(1, 7, 0, Objective()), Objective(Custom(function)), PLAIN, None
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

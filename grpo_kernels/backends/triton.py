@@ -215,14 +215,6 @@ def _write_gradient(
     tl.store(out + target, g.to(out.dtype.element_ty), mask=(target >= 0) & (target < V))
 
 
-@triton.jit
-def _at(vector, i):
-    if vector is None:
-        return None
-    else:
-        return tl.load(vector + i)
-
-
 # ---- kernels: rows on grid axis 0 (the others end at 65 535), one program per row or, in the fused one, per several rows
 
 
@@ -341,9 +333,24 @@ def _fused_loss_kernel(
             old_logp = logp  # on-policy: ratio 1
             if old_logps is not None:
                 old_logp = tl.load(old_logps + i)
+            ref_logp = None
+            if ref_logps is not None:
+                ref_logp = tl.load(ref_logps + i)
+            sampler_logp = None
+            if sampler_logps is not None:
+                sampler_logp = tl.load(sampler_logps + i)
+            w_kl = None
+            if kl_weight is not None:
+                w_kl = tl.load(kl_weight + i)
+            w_entropy = None
+            if entropy_weight is not None:
+                w_entropy = tl.load(entropy_weight + i)
+            w_nll = None
+            if nll_weight is not None:
+                w_nll = tl.load(nll_weight + i)
             loss, d_logp, d_entropy = TERMS(
-                logp, entropy, old_logp, _at(ref_logps, i), _at(sampler_logps, i), tl.load(advantages + i),
-                tl.load(policy_weight + i), _at(kl_weight, i), _at(entropy_weight, i), _at(nll_weight, i),
+                logp, entropy, old_logp, ref_logp, sampler_logp, tl.load(advantages + i),
+                tl.load(policy_weight + i), w_kl, w_entropy, w_nll,
                 surrogate_params, trust_params, entropy_floor, ratio_bounds, kl_clamps,
                 SURROGATE, DETACHED, TRUST, TRUST_SAMPLER, KL_TERMS, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH,
             )
