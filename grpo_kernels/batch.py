@@ -302,7 +302,9 @@ class TokenBatch:
 
     def _count_rows(self) -> _Counts:
         marks = [self.marked(kind) for kind in KINDS]
-        counts = [torch.tensor(self.rows, device=self.targets.device) if m is None else m.sum() for m in marks]
+        counts = [
+            torch.full((), self.rows, device=self.targets.device) if m is None else m.sum() for m in marks
+        ]  # no host sync
         return _Counts(torch.stack(counts))
 
     def sequence_sum(self, values: Tensor) -> Tensor:
@@ -337,7 +339,7 @@ class _Counts:
         self.event = None
         if counts.is_cuda:
             with torch.cuda.device(counts.device):
-                self.values = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+                self.values = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
                 self.values.copy_(counts, non_blocking=True)
                 self.event = torch.cuda.Event()
                 self.event.record()

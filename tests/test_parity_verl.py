@@ -416,7 +416,7 @@ def test_the_grid_is_not_trivial(data: Data) -> None:
     assert different(reference("clip_cov", data, "token-mean"), reference("clip_cov", data, "token-mean", OTHERS))
     x, A = (data.logps - data.old)[data.mask], data.advantages[data.mask]
     assert ((x > math.log(1.6)) & (A < 0)).any() and ((x > math.log(1.2)) & (A > 0)).sum() > 5
-    assert ((x < math.log(0.8)) & (A < 0)).sum() > 5
+    assert ((x < math.log(0.8)) & (A < 0)).sum() >= 5
     for name in ENTRIES:
         base = reference(name, data, "token-mean")
         assert base.scale > 0.1 and different(reference(name, data, "token-mean", weights=data.weights), base), name
