@@ -132,15 +132,15 @@ def _contenders(cell: Cell, status: str = "ok") -> list[dict]:
 
 
 def _time(cell: Cell) -> Bars:
-    bars = []
-    for row in _contenders(cell):
-        x = ratio(cell, row)
-        if x is not None:
-            bars.append(Bar(row["name"], _round(x), f"{times(x)}×  {_duration(row['ms'])}"))
-    wrong = [row["name"] for row in _contenders(cell, "wrong")]
-    what = "limit" if cell["limit"] else limit(cell)
-    base = f" ({limit(cell)}: {_duration(cell['limit']['ms'])})" if cell["limit"] else ""
-    return Bars(f"{DTYPES[cell['dtype']]}, {size(cell)}", f"time, × {what}{base}", 1.0 if bars else None, bars, wrong)
+    title, wrong = f"{DTYPES[cell['dtype']]}, {size(cell)}", [row["name"] for row in _contenders(cell, "wrong")]
+    ratios = [(row, ratio(cell, row)) for row in _contenders(cell)]
+    if any(x is None for _, x in ratios):  # there is neither a limit nor a baseline
+        return Bars(
+            title, "time, ms", None, [Bar(row["name"], _round(row["ms"]), _duration(row["ms"])) for row, _ in ratios], wrong
+        )
+    bars = [Bar(row["name"], _round(x), f"{times(x)}×  {_duration(row['ms'])}") for row, x in ratios if x is not None]
+    base = f"limit ({limit(cell)}: {_duration(cell['limit']['ms'])})" if cell["limit"] else limit(cell)
+    return Bars(title, f"time, × {base}", 1.0, bars, wrong)
 
 
 def _memory(cell: Cell) -> Bars:
@@ -230,7 +230,7 @@ def _draw_bars(shown: Picture, panels: list[Bars]) -> Figure:
     names = list(dict.fromkeys([bar.name for bar in first] + [bar.name for panel in panels for bar in panel.bars]))
     names += [name for name in dict.fromkeys(n for panel in panels for n in panel.wrong) if name not in names]
     page, bottom, top = _page(shown, 0.24 * len(names) + 0.85)
-    column = 0.25 + max(_width(name, 8.5, bold=_ours(name)) for name in names)
+    column = 0.25 + max((_width(name, 8.5, bold=_ours(name)) for name in names), default=1.0)
     step = (WIDTH - column - 0.1) / len(panels)
     for i, panel in enumerate(panels):
         axes = _panel(page, column + i * step, bottom + 0.5, column + (i + 1) * step - 0.25, top - 0.3)
@@ -265,7 +265,7 @@ def _draw_bars(shown: Picture, panels: list[Bars]) -> Figure:
 def _draw_curves(shown: Picture, panels: list[Curves]) -> Figure:
     """Time and memory side by side, a row of panels per dtype; each curve is named where it ends."""
     names = {curve.name for panel in panels for curve in panel.curves}
-    margin = 0.25 + max(_width(line, 8, bold=_ours(name)) for name in names for line in _wrapped(name))
+    margin = 0.25 + max((_width(line, 8, bold=_ours(name)) for name in names for line in _wrapped(name)), default=1.0)
     rows = len(panels) // 2
     page, _, top = _page(shown, 3.1 * rows)
     step = WIDTH / 2
@@ -305,7 +305,7 @@ def _scale(axes: Axes, panel: Curves) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     ticks = sorted({x for curve in panel.curves for x in curve.x})
     axes.set_xticks(ticks, [_short(x) for x in ticks])
-    places = (axes.transScale + axes.transLimits).transform([(x, heights[0]) for x in ticks])[:, 0]
+    places = [(axes.transScale + axes.transLimits).transform((x, heights[0]))[0] for x in ticks]
     labels = axes.get_xticklabels()
     for i in range(len(ticks) - 1):
         room = (places[i + 1] - places[i]) * axes.get_position().width * WIDTH

@@ -164,6 +164,7 @@ class TokenBatch:
                  being in it already (SFT on positive examples: VAPO arXiv 2504.05118).
     groups       integer [B]: sequences of equal ids answer one prompt; for aggregate="group-mean".
 
+    Packed, [B] and [N] may be equal: a tensor of that length is then read per token, so write [B, 1].
     Gradients never flow into these tensors. Raises ValueError on shapes, dtypes or devices that disagree.
     """
 
@@ -211,8 +212,8 @@ class TokenBatch:
             self.flat(name)
         if self.groups is not None and (self.groups.shape != (self.sequences,) or self.groups.is_floating_point()):
             raise ValueError(
-                f"groups has shape {list(self.groups.shape)} and dtype {self.groups.dtype}: pass one integer id for each of the "
-                f"{self.sequences} sequences."
+                f"groups has shape {list(self.groups.shape)} and dtype {self.groups.dtype}: pass one integer id per sequence, "
+                f"[{self.sequences}] (packed targets want cu_seqlens beside it)."
             )
         if targets.is_cuda:
             self._counts()  # starts the copy to the host: it has arrived by the time that a loss asks

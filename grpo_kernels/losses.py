@@ -12,7 +12,7 @@ import torch
 
 from . import backends
 from .backends import FusedRows, RowTransform
-from .batch import LogitTransform, TokenBatch, as_transform, check_targets, logit_rows
+from .batch import LogitTransform, TokenBatch, as_transform, check_targets, logit_rows, per_token
 from .checks import require
 from .kl import kl_terms
 from .linear import Engine, Head, check_head, split_rows
@@ -202,6 +202,48 @@ def linear_grpo_loss(
     return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows)
 
 
+def objective_loss(
+    logps: Tensor,
+    batch: TokenBatch,
+    objective: Objective,
+    *,
+    entropy: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+) -> LossOutput:
+    """The loss of `objective` over log-probs that are there already: the token stage alone, for who makes them elsewhere.
+
+        logps, entropy = token_logprobs(logits, batch.targets, mask=batch.mask, entropy=True)
+        objective_loss(logps, batch, objective, entropy=entropy).loss.backward()
+
+    logps          float, the shape of batch.targets, whose ids nobody reads; gradients flow to it and to entropy.
+    entropy        likewise, in nats; needed for an entropy bonus and by filters of entropy. None: out.entropy is NaN.
+    token_weights  float [B] or the shape of targets: multiplies all terms of a token, the KL's too. For denominators that
+                   no `aggregate` has; unlike a mask it takes nothing out of them.
+
+    Value and gradient are those of `grpo_loss`. Raises ValueError naming the argument that is wrong."""
+    _check_specs(batch, objective)
+    for name, x in (("logps", logps), ("entropy", entropy)):
+        if x is not None and (x.shape != batch.targets.shape or not x.is_floating_point()):
+            raise ValueError(
+                f"{name} is {x.dtype} {list(x.shape)}: pass floats of targets' shape, {list(batch.targets.shape)}."
+            )
+    if entropy is None and (objective.needs_entropy or any(f.filters_entropy for f in objective.filters)):
+        raise ValueError("entropy is None, but the objective has an entropy bonus or a filter of entropy: pass it.")
+    rows = objective.token_rows(batch, normalizer)
+    if token_weights is not None:
+        rows = rows.weighted(per_token("token_weights", token_weights, batch.targets.shape, batch.cu_seqlens))
+
+    def flat_rows(x: Tensor) -> Tensor:
+        x = x.reshape(-1).to(torch.float32)
+        return x if rows.trained is None else torch.where(rows.trained, x, 0.0)
+
+    L, H = flat_rows(logps), None if entropy is None else flat_rows(entropy)
+    loss = _ObjectiveLoss.apply(L, H, rows, batch, objective)
+    L, H = L.detach(), torch.full_like(L, math.nan) if H is None else H.detach()
+    return LossOutput(loss, L.view(logps.shape), H.view(logps.shape), objective, batch, rows)
+
+
 @torch.no_grad()
 def _reference_logps(
     reference: tuple[Tensor, ...], batch: TokenBatch, objective: Objective, transform: RowTransform, backend: ModuleType
@@ -347,3 +389,18 @@ class _LinearGrpoLoss(torch.autograd.Function):
             if gradient is not None:
                 ctx.backend.scale_(gradient, d_loss)
         return *(None if g is None else g.to(t) for g, t in zip(gradients, ctx.dtypes, strict=True)), None, None
+
+
+class _ObjectiveLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch, objective: Objective
+    ) -> Tensor:
+        losses, d_logps, d_entropy = objective.token_stage(logps, entropy, rows, batch)
+        ctx.save_for_backward(d_logps, d_entropy)
+        return total(losses)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        return *(None if slope is None else slope * d_loss for slope in ctx.saved_tensors), None, None, None

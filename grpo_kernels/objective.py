@@ -162,7 +162,8 @@ class Objective:
             return float(batch.rows) if batch.mask is None else batch.mask.sum().to(torch.float32)
         if aggregate == "group-mean":
             same = batch.same_group()
-            counted = torch.ones_like(same[0]) if self.count_empty else ((same @ self._lengths(batch)) > 0).to(same.dtype)
+            tokens = same @ self._lengths(batch)
+            counted = torch.ones_like(tokens) if self.count_empty else (tokens > 0).to(same.dtype)
             return (counted / same.sum(1)).sum().to(torch.float32)
         sequences: float | Tensor = float(self._sequences(batch))
         if not self.count_empty:

@@ -14,7 +14,12 @@ Tensor = torch.Tensor
 class ops:
     """What a formula may call, besides arithmetic and comparisons: element by element, the same in torch and Triton."""
 
-    exp, log, sqrt, abs, sigmoid, where = torch.exp, torch.log, torch.sqrt, torch.abs, torch.sigmoid, torch.where
+    exp, log, sqrt, abs, where = torch.exp, torch.log, torch.sqrt, torch.abs, torch.where
+
+    @staticmethod
+    def sigmoid(x):
+        # torch.sigmoid rounds the last few of a tensor otherwise: a token's bits would depend on where a block ends.
+        return 1.0 / (1.0 + torch.exp(-x))
 
     @staticmethod
     def minimum(a, b):

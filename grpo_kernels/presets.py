@@ -60,7 +60,7 @@ PRESETS: dict[str, Objective] = {
 
 Changes = dict[str, Any]
 
-#: What a trainer's KL is, where it has one in the loss; its weight stays the caller's.
+#: What a trainer's KL is, where it has one in the loss; its weight is part of a trainer's numbers where the KL is on by default.
 _VERL_KL = Kl("k3", clamp_log=20.0, clamp=10.0)
 
 
@@ -146,10 +146,11 @@ NUMERICS: dict[str, dict[str, Changes]] = {
     "slime": _each(
         {"kl": "k1"},
         {
-            "grpo": {"aggregate": "token-mean"},
+            # A mean of its own for every rollout, unless it is told to calculate_per_token_loss, as DAPO wants it.
+            "grpo": {},
             "dapo": {},
             "gspo": {"surrogate": Clip(0.2, 0.2)},
-            "cispo": {"surrogate": Cispo(cap=1.2, low=0.8)},
+            "cispo": {"surrogate": Cispo(cap=1.2, low=0.8), "aggregate": "seq-mean-token-mean"},
         },
     ),
     "areal": {
@@ -159,7 +160,7 @@ NUMERICS: dict[str, dict[str, Changes]] = {
         "sapo": {"aggregate": "token-mean"},
     },
     "nemo-rl": _each(
-        {"kl": Kl("k3", weighting="score", clamp_log=20.0, clamp=10.0)},
+        {"beta": 0.01, "kl": Kl("k3", weighting="score", clamp_log=20.0, clamp=10.0)},
         {
             "grpo": {"aggregate": "token-mean"},
             "dapo": {},
@@ -169,7 +170,7 @@ NUMERICS: dict[str, dict[str, Changes]] = {
         },
     ),
     "skyrl": _each(
-        {"kl": _VERL_KL, "kl_aggregate": "seq-mean-token-mean", "entropy_aggregate": "token-mean"},
+        {"beta": 1e-3, "kl": _VERL_KL, "kl_aggregate": "seq-mean-token-mean", "entropy_aggregate": "token-mean"},
         {
             "grpo": {"aggregate": "token-mean", "log_ratio_bounds": (-20.0, 20.0)},
             "dapo": {"log_ratio_bounds": (-20.0, 20.0)},
@@ -178,8 +179,8 @@ NUMERICS: dict[str, dict[str, Changes]] = {
             "sapo": {"log_ratio_bounds": (-20.0, 20.0)},
             "cispo": {"log_ratio_bounds": (-20.0, 20.0)},
             "rollout_is": {},
-            "dppo_tv": {},
-            "dppo_kl": {},
+            "dppo_tv": {"log_ratio_bounds": (-20.0, 20.0)},
+            "dppo_kl": {"log_ratio_bounds": (-20.0, 20.0)},
             "importance_sampling": {},
             "clip_cov": {},
             "kl_cov": {"surrogate": KlCov(1.0, 0.2)},
@@ -193,7 +194,7 @@ NUMERICS: dict[str, dict[str, Changes]] = {
     },
     "torchtitan": {
         "grpo": {"aggregate": "token-mean", "log_ratio_bounds": (-10.0, 10.0)},
-        "dapo": {"log_ratio_bounds": (-10.0, 10.0)},
+        "dapo": {"surrogate": Clip(0.2, 0.2), "log_ratio_bounds": (-10.0, 10.0)},
     },
 }
 

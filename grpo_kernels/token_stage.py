@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +48,11 @@ class TokenRows:
             return None if x is None else x[rows]
 
         return TokenRows(**{f.name: cut(getattr(self, f.name)) for f in fields(self)})
+
+    def weighted(self, factor: Tensor) -> TokenRows:
+        """Every term of every row times `factor` [n]."""
+        terms = {name: getattr(self, name) for name in ("policy_weight", "kl_weight", "entropy_weight", "nll_weight")}
+        return replace(self, **{name: torch.where(w != 0, w * factor, 0.0) for name, w in terms.items() if w is not None})
 
 
 # fmt: off

@@ -65,12 +65,47 @@ def test_masked_values_read_as_zero() -> None:
     mask = torch.tensor([[1, 0, 1, 0]] * 3)
     poisoned = torch.where(mask.bool(), 1.5, torch.nan)
     for given in (mask.bool(), mask, mask.to(torch.int32), mask.to(torch.uint8)):
-        batch = TokenBatch(ids(*SHAPE), poisoned, mask=given, old_logps=poisoned, ref_logps=poisoned, weights=poisoned)
+        names = ("old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights")
+        batch = TokenBatch(ids(*SHAPE), poisoned, mask=given, **dict.fromkeys(names, poisoned))
         assert batch.mask is not None and batch.mask.dtype == torch.bool
-        for name in ("advantages", "old_logps", "ref_logps", "weights"):
+        for name in ("advantages", *names):
             flat = batch.flat(name)
             assert flat is not None and flat.tolist() == [1.5, 0, 1.5, 0] * 3
     assert batch.flat("weights") is not None and TokenBatch(ids(*SHAPE), poisoned[:, 0]).flat("weights") is None
+
+
+def test_marked_rows() -> None:
+    """Tokens of a nonzero advantage and weight contribute, and those with an NLL weight; their sequences with them."""
+    advantages = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    weights, nll = torch.tensor([[1.0, 1.0, 0.0]] * 3), torch.zeros(3, 3)
+    nll[2, 1] = 0.5
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 1, 1]])
+    plain = TokenBatch(ids(3, 3), advantages, weights=weights, mask=mask)
+    with_nll = TokenBatch(ids(3, 3), advantages, weights=weights, mask=mask, nll_weights=nll)
+    for batch, kind, expected in (
+        (plain, "trained", [1, 1, 1, 1, 1, 1, 0, 1, 1]),
+        (plain, "contributing", [1, 0, 0, 0, 0, 0, 0, 0, 0]),
+        (plain, "sequences", [1, 1, 1, 0, 0, 0, 0, 0, 0]),
+        (with_nll, "contributing", [1, 0, 0, 0, 0, 0, 0, 1, 0]),
+        (with_nll, "sequences", [1, 1, 1, 0, 0, 0, 0, 1, 1]),
+    ):
+        marked = batch.marked(kind)
+        assert marked is not None and marked.int().tolist() == expected and batch.count(kind) == sum(expected)
+
+
+def test_groups() -> None:
+    batch = TokenBatch(ids(3, 2), torch.zeros(3), groups=torch.tensor([4, -1, 4]))
+    assert batch.same_group().tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
+    with pytest.raises(ValueError, match="groups is None"):
+        TokenBatch(ids(3, 2), torch.zeros(3)).same_group()
+
+
+def test_as_many_rows_as_packed_sequences() -> None:
+    """A tensor of that length is one per token; [B, 1] says that it is one per sequence."""
+    offsets, values = torch.tensor([0, 2, 2, 3]), torch.tensor([1.0, 2.0, 3.0])
+    for advantages, expected in ((values, [1, 2, 3]), (values[:, None], [1, 1, 3])):
+        flat = TokenBatch(ids(3), advantages, cu_seqlens=offsets).flat("advantages")
+        assert flat is not None and flat.tolist() == expected
 
 
 def test_sequence_sum_and_spread_padded() -> None:

@@ -15,6 +15,15 @@ from grpo_kernels import Objective, TokenBatch, grpo_loss
 
 Tensor = torch.Tensor
 BOTH = ("dapo", "grpo, k3 and entropy", "gspo")  # token-level, everything on, sequence-level
+#: Those that look at more than that: weights in the ratio, means and quantiles of the whole batch, the sampler.
+NEEDING = (
+    "vespo",
+    "kl-cov",
+    "clip-cov",
+    "dppo-kl to the sampler, k3",
+    "entropy quantile, bonus of its own",
+    "off-policy sequences",
+)
 
 
 # ---- what must not matter
@@ -22,7 +31,7 @@ BOTH = ("dapo", "grpo, k3 and entropy", "gspo")  # token-level, everything on, s
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e4])
 @pytest.mark.parametrize("wild_id", [-100, 61, 2**31])
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", (*BOTH, *NEEDING))
 def test_masked_rows_may_hold_anything(name: str, wild_id: int, poison: float, backend: str) -> None:
     objective = OBJECTIVES[name][0]()
     clean = build(transform={"temperature": torch.full((len(LENGTHS), max(LENGTHS)), 0.8)})
@@ -31,7 +40,7 @@ def test_masked_rows_may_hold_anything(name: str, wild_id: int, poison: float, b
     dirty.logits[masked] = poison
     dirty.fields["targets"][masked] = wild_id
     dirty.fields["advantages"] = torch.where(masked, poison, clean.fields["advantages"][:, None])
-    for field in ("old_logps", "ref_logps", "weights"):
+    for field in ("old_logps", "ref_logps", "weights", "sampler_logps"):
         dirty.fields[field][masked] = poison
     dirty.transform["temperature"][masked] = poison
     out, gradient = run(clean, objective, backend)

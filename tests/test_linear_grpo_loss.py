@@ -103,6 +103,21 @@ def test_absent_fields_match_oracle(name: str, missing: str, backend: str) -> No
     assert_gradients_no_worse(ours, theirs, exact)
 
 
+@pytest.mark.parametrize("name", (*BOTH, "kl-cov"))
+def test_nll_weights_match_oracle(name: str, arithmetic: torch.dtype, backend: str) -> None:
+    """A term of its own, for tokens without advantage too: their gradient is not skipped."""
+    make, spec = OBJECTIVES[name]
+    case = build_linear(arithmetic)
+    case.tokens.fields["nll_weights"] = 0.1 * torch.rand(case.tokens.targets.shape)
+    expected, exact = case.expected(spec)
+    naive, theirs = case.naive(spec)
+    out, ours = run_linear(case, make(), backend)
+    assert_no_worse(out.loss, naive.loss, expected.loss, "loss")
+    assert_gradients_no_worse(ours, theirs, exact)
+    skipping, the_same = run_linear(case, make(), backend, skip_inactive=True)
+    assert same_bits(out.loss, skipping.loss) and all(same_bits(the_same[k], ours[k]) for k in ours)
+
+
 @pytest.mark.parametrize("vocab, width", [(1, 8), (2, 1), (7, 3), (1031, 33), (32001, 40)])
 def test_odd_sizes(vocab: int, width: int, arithmetic: torch.dtype, backend: str) -> None:
     make, spec = OBJECTIVES["dapo, k3"]
@@ -278,7 +293,7 @@ def test_masked_rows_may_hold_anything(name: str, wild_id: int, poison: float, b
     fields = dirty.tokens.fields
     fields["targets"][masked] = wild_id
     fields["advantages"] = torch.where(masked, poison, clean.tokens.fields["advantages"][:, None])
-    for field in ("old_logps", "ref_logps", "weights"):
+    for field in ("old_logps", "ref_logps", "weights", "sampler_logps"):
         fields[field][masked] = poison
     dirty.tokens.transform["temperature"][masked] = poison
     out, exact = run_linear(clean, objective, backend)

@@ -1,108 +1,206 @@
-"""Objectives without logits: presets, weights, normalisers and the token stage against the oracle in float64."""
+"""Objectives without logits: what they refuse, which rows they need, weights and normalisers by hand."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
-import oracle
 import pytest
 import torch
-from cases import OBJECTIVES, Case, build
 
 from grpo_kernels import Objective, TokenBatch
-from grpo_kernels.objective import PRESETS
-from grpo_kernels.surrogates import Cispo, Clip, PolicyGradient, Surrogate
+from grpo_kernels.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
+from grpo_kernels.kl import Kl
+from grpo_kernels.surrogates import (
+    A2po,
+    Cispo,
+    Clip,
+    ClipCov,
+    Custom,
+    Dro,
+    Gmpo,
+    ImportanceSampling,
+    KlCov,
+    PolicyGradient,
+    Sapo,
+    Surrogate,
+    Vespo,
+)
 
 Tensor = torch.Tensor
-
-#: Surrogate, level and aggregate of each preset, typed from the papers.
-PINNED: dict[str, tuple[Surrogate, str, str]] = {
-    "grpo": (Clip(0.2, 0.2), "token", "seq-mean-token-mean"),
-    "dapo": (Clip(0.2, 0.28), "token", "token-mean"),
-    "bnpo": (Clip(0.2, 0.2), "token", "token-mean"),
-    "dr_grpo": (Clip(0.2, 0.2), "token", "constant"),
-    "gspo": (Clip(3e-4, 4e-4), "sequence", "seq-mean-token-mean"),
-    "cispo": (Cispo(5.0, 0.0), "token", "token-mean"),
-    "reinforce": (PolicyGradient(), "token", "token-mean"),
-}
-
-
-@pytest.mark.parametrize("name", PINNED)
-def test_preset(name: str) -> None:
-    objective = Objective.preset(name)
-    assert (objective.surrogate, objective.level, objective.aggregate) == PINNED[name]
-    assert (objective.beta, objective.kl, objective.entropy_coef, objective.max_tokens) == (0.0, "k3", 0.0, None)
-    changed = Objective.preset(name, beta=0.04, kl="k2")
-    assert changed == replace(objective, beta=0.04, kl="k2") and Objective.preset(name) == objective
-
-
-def test_every_preset_is_pinned() -> None:
-    assert set(PRESETS) == set(PINNED)
+AGGREGATES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-mean", "token-sum", "constant"]
 
 
 def test_defaults() -> None:
-    assert Objective() == Objective(Clip(0.2, 0.2, math.inf), "token", "token-mean", 0.0, "k3", 0.0, None)
+    assert Objective() == Objective(
+        surrogate=Clip(0.2, 0.2, math.inf),
+        level="token",
+        aggregate="token-mean",
+        beta=0.0,
+        kl="k3",
+        entropy_coef=0.0,
+        max_tokens=None,
+        filters=(),
+        log_ratio_bounds=None,
+        kl_aggregate=None,
+        entropy_aggregate=None,
+        count_empty=True,
+    )
 
 
-# ---- the token stage: value and slopes from log-probs
+# ---- refusals at construction
 
 
-def stage(
-    case: Case, objective: Objective, normalizer: float | None = None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """token_stage on fp32 log-probs near the case's, with those log-probs and entropies."""
-    batch = case.batch()
-    trained = torch.ones(batch.rows, dtype=torch.bool) if case.mask is None else case.mask.reshape(-1)
-    _, logps, entropy = oracle.log_probs(case.logits, case.targets)
-    logps, entropy = torch.where(trained, logps, 0.0), torch.where(trained, entropy, 0.0)
-    return *objective.token_stage(logps, entropy, objective.token_rows(batch, normalizer), batch), logps, entropy
+@pytest.mark.parametrize(
+    "field, changes",
+    [
+        ("surrogate", {"surrogate": "clip"}),
+        ("surrogate", {"surrogate": Clip}),
+        ("level", {"level": "group"}),
+        ("aggregate", {"aggregate": "mean"}),
+        ("aggregate", {"aggregate": None}),
+        ("kl_aggregate", {"kl_aggregate": "mean"}),
+        ("entropy_aggregate", {"entropy_aggregate": "token_mean"}),
+        ("beta", {"beta": -0.1}),
+        ("beta", {"beta": math.nan}),
+        ("beta", {"beta": math.inf}),
+        ("kl", {"kl": "k4"}),
+        ("kl", {"kl": None}),
+        ("entropy_coef", {"entropy_coef": math.inf}),
+        ("entropy_coef", {"entropy_coef": "0"}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("max_tokens", {"max_tokens": 2.5}),
+        ("filters", {"filters": [EntropyFloor(1.0)]}),
+        ("filters", {"filters": (Clip(),)}),
+        ("log_ratio_bounds", {"log_ratio_bounds": 20.0}),
+        ("log_ratio_bounds", {"log_ratio_bounds": (-20.0,)}),
+        ("log_ratio_bounds", {"log_ratio_bounds": [-20.0, 20.0]}),
+        ("log_ratio_bounds", {"log_ratio_bounds": (0.0, 20.0)}),
+        ("log_ratio_bounds", {"log_ratio_bounds": (-20.0, -1.0)}),
+        ("log_ratio_bounds", {"log_ratio_bounds": (-20.0, math.nan)}),
+        ("log_ratio_bounds", {"log_ratio_bounds": (-20.0, 20.0), "surrogate": Dro()}),
+    ],
+    ids=str,
+)
+def test_refusals_name_the_field(field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^{field}="):
+        Objective(**changes)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("on_policy", [False, True], ids=["old", "on-policy"])
-def test_token_stage_matches_oracle(name: str, packed: bool, on_policy: bool) -> None:
-    make, spec = OBJECTIVES[name]
-    objective, case = make(), build(packed=packed)
-    if on_policy:
-        case.fields["old_logps"] = None
-    losses, d_logps, d_entropy, logps, entropy = stage(case, objective)
-    x, h = logps.double().requires_grad_(), entropy.double().requires_grad_()
-    fields = {k: v for k, v in case.fields.items() if k not in ("targets", "cu_seqlens")}
-    expected = oracle.objective(spec, x, h, oracle.sequences_of(case.targets, case.fields.get("cu_seqlens")), **fields)
-    d_x, d_h = torch.autograd.grad(expected.loss, [x, h], allow_unused=True)
-    torch.testing.assert_close(losses.sum().double(), expected.loss.detach(), rtol=2e-6, atol=1e-7)
-    torch.testing.assert_close(d_logps.double(), d_x, rtol=1e-5, atol=1e-8)
-    assert d_logps.dtype == losses.dtype == torch.float32 and d_logps.count_nonzero() >= 3
-    if spec.entropy_coef == 0:
-        assert d_entropy is None and d_h is None
+#: Levels that a surrogate is defined at.
+LEVELS_OF: dict[Surrogate, tuple[str, ...]] = {
+    Clip(): ("token", "sequence", "sequence-token", "sequence-sum"),
+    Cispo(): ("token", "sequence", "sequence-token", "sequence-sum"),
+    PolicyGradient(): ("token", "sequence", "sequence-token", "sequence-sum"),
+    ImportanceSampling(): ("token", "sequence", "sequence-token", "sequence-sum"),
+    Sapo(): ("token", "sequence", "sequence-token", "sequence-sum"),
+    Vespo(): ("sequence-sum",),
+    Gmpo(): ("sequence",),
+    A2po(): ("sequence-sum",),
+    Dro(): ("token",),
+    ClipCov(): ("token",),
+    KlCov(): ("token",),
+}
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence-token", "sequence-sum"])
+@pytest.mark.parametrize("surrogate", LEVELS_OF, ids=lambda s: type(s).__name__)
+def test_levels_of_a_surrogate(surrogate: Surrogate, level: str) -> None:
+    if level in LEVELS_OF[surrogate]:
+        assert Objective(surrogate, level=level).level == level
     else:
-        assert d_entropy is not None
-        torch.testing.assert_close(d_entropy.double(), d_h, rtol=1e-5, atol=1e-8)
+        with pytest.raises(ValueError, match=rf"^level='{level}': {type(surrogate).__name__} is defined at level .* only"):
+            Objective(surrogate, level=level)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_masked_tokens_have_no_loss_and_no_slope(name: str) -> None:
-    case = build()
-    losses, d_logps, d_entropy, _, _ = stage(case, OBJECTIVES[name][0]())
-    masked = ~case.fields["mask"].reshape(-1)
-    assert not losses[masked].any() and not d_logps[masked].any()
-    assert d_entropy is None or not d_entropy[masked].any()
+# ---- refusals of a batch
 
 
-@pytest.mark.parametrize("name", [n for n in OBJECTIVES if OBJECTIVES[n][1].level == "token"])
-def test_token_level_objectives_take_any_slice(name: str) -> None:
-    """Blocks of rows give the same bits as the whole: that is what lets kernels go block by block."""
-    case, objective = build(), OBJECTIVES[name][0]()
-    losses, d_logps, d_entropy, logps, entropy = stage(case, objective)
-    rows = objective.token_rows(case.batch())
-    for lo, hi in ((0, 1), (3, 20), (20, 56)):
-        a, b, c = objective.token_stage(logps[lo:hi], entropy[lo:hi], rows[lo:hi])
-        assert torch.equal(a, losses[lo:hi]) and torch.equal(b, d_logps[lo:hi])
-        assert (c is None and d_entropy is None) or (
-            c is not None and d_entropy is not None and torch.equal(c, d_entropy[lo:hi])
-        )
+def packed(n: int = 6, **fields: Any) -> TokenBatch:
+    return TokenBatch(torch.zeros(n, dtype=torch.int64), torch.ones(n), **fields)
+
+
+@pytest.mark.parametrize(
+    "message, objective, fields",
+    [
+        (r"ref_logps is None, but beta=0.1", {"beta": 0.1}, {}),
+        (r"sampler_logps is None", {"filters": (TrustRegion(anchor="sampler"),)}, {}),
+        (r"max_tokens is None", {"aggregate": "constant"}, {"cu_seqlens": torch.tensor([0, 6])}),
+        (r"max_tokens is None", {"kl_aggregate": "constant", "beta": 1.0}, {"cu_seqlens": torch.tensor([0, 6]), "ref_logps": torch.zeros(6)}),
+        (r"groups is None", {"aggregate": "group-mean"}, {"cu_seqlens": torch.tensor([0, 6])}),
+        (r"groups is None", {"entropy_aggregate": "group-mean", "entropy_coef": 0.1}, {"cu_seqlens": torch.tensor([0, 6])}),
+        (r"cu_seqlens is None", {"aggregate": "seq-mean-token-mean"}, {}),
+        (r"cu_seqlens is None", {"aggregate": "seq-mean-token-sum"}, {}),
+        (r"cu_seqlens is None", {"aggregate": "constant", "max_tokens": 5}, {}),
+        (r"cu_seqlens is None", {"kl_aggregate": "seq-mean-token-mean", "beta": 1.0}, {"ref_logps": torch.zeros(6)}),
+        (r"cu_seqlens is None", {"entropy_aggregate": "seq-mean-token-sum", "entropy_coef": 1.0}, {}),
+        (r"cu_seqlens is None", {"level": "sequence"}, {}),
+        (r"cu_seqlens is None", {"level": "sequence-token"}, {}),
+        (r"cu_seqlens is None", {"level": "sequence-sum"}, {}),
+        (r"cu_seqlens is None", {"filters": (OffPolicySequences(),)}, {}),
+    ],
+)  # fmt: skip
+def test_a_batch_that_lacks_something_is_refused(message: str, objective: dict[str, Any], fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=message):
+        Objective(**objective).token_rows(packed(**fields))
+
+
+def test_vespo_wants_its_weights_per_token() -> None:
+    """They are factors of the sequence's ratio: one weight of a sequence would count once for each of its tokens."""
+    batch = replace(three_sequences(), weights=torch.tensor([0.5, 2.0, 7.0]))
+    with pytest.raises(ValueError, match=r"weights has shape \[3\]"):
+        Objective.preset("vespo").token_rows(batch)
+
+
+def test_what_is_switched_off_is_not_asked_for() -> None:
+    """Without a KL term or a bonus their aggregates, and the reference, do not matter."""
+    for changes in ({"kl_aggregate": "constant"}, {"entropy_aggregate": "group-mean"}, {"kl": Kl("k1", "ratio")}):
+        rows = Objective(**changes).token_rows(packed(ref_logps=torch.zeros(6)))  # type: ignore[arg-type]
+        assert rows.kl_weight is rows.entropy_weight is rows.ref_logps is rows.nll_weight is rows.sampler_logps is None
+
+
+# ---- what an objective needs
+
+
+def test_one_pass() -> None:
+    for one in (Clip(), Cispo(), PolicyGradient(), ImportanceSampling(), Sapo(), Dro(), Custom(Clip.function, (0.1, 0.2, 3.0))):
+        assert Objective(one, beta=0.1, entropy_coef=0.1, aggregate="group-mean", filters=(TrustRegion(), EntropyFloor(1.0))
+                         if not isinstance(one, Dro) else ()).one_pass  # fmt: skip
+    for two in (ClipCov(), KlCov()):
+        assert not Objective(two).one_pass
+    for level in ("sequence", "sequence-token", "sequence-sum"):
+        assert not Objective(level=level).one_pass
+    for f in (EntropyQuantile(0.2), OffPolicySequences()):
+        assert not Objective(filters=(f,)).one_pass
+
+
+@pytest.mark.parametrize(
+    "objective, rows",
+    [
+        (Objective(), "contributing"),
+        (Objective(beta=0.1), "trained"),
+        (Objective(entropy_coef=-0.1), "trained"),
+        (Objective(Dro()), "trained"),
+        (Objective(KlCov()), "trained"),
+        (Objective(A2po(), level="sequence-sum"), "trained"),
+        (Objective(level="sequence"), "sequences"),
+        (Objective(level="sequence-sum"), "sequences"),
+        (Objective(Gmpo(), level="sequence"), "sequences"),
+        (Objective(level="sequence-token"), "contributing"),
+        (Objective(Cispo(), level="sequence"), "contributing"),
+        (Objective(Vespo(), level="sequence-sum"), "contributing"),
+        (Objective(Custom(Clip.function, (0.1, 0.2, 3.0))), "trained"),
+        (Objective(Custom(Clip.function, (0.1, 0.2, 3.0), zero_at_zero_advantage=True)), "contributing"),
+    ],
+)
+def test_active_rows(objective: Objective, rows: str) -> None:
+    assert objective.active_rows == rows
+
+
+def test_entropy_flag() -> None:
+    assert not Objective().needs_entropy and Objective(entropy_coef=-0.1).needs_entropy
+    assert not Objective(filters=(EntropyFloor(1.0),)).needs_entropy, "a filter has no gradient"
 
 
 # ---- normalisers and weights
@@ -110,61 +208,120 @@ def test_token_level_objectives_take_any_slice(name: str) -> None:
 
 def three_sequences() -> TokenBatch:
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
-    return TokenBatch(torch.zeros(3, 4, dtype=torch.int64), torch.ones(3), mask=mask)
+    groups = torch.tensor([7, 7, -2])
+    return TokenBatch(torch.zeros(3, 4, dtype=torch.int64), torch.ones(3), mask=mask, groups=groups)
 
 
-@pytest.mark.parametrize(
-    "aggregate, denominator, first, second",
-    [
-        ("token-mean", 5, 1 / 5, 1 / 5),
-        ("seq-mean-token-mean", 3, 1 / 12, 1 / 3),
-        ("seq-mean-token-sum", 3, 1 / 3, 1 / 3),
-        ("constant", 30, 1 / 30, 1 / 30),
-    ],
-)
-def test_weights_by_hand(aggregate: str, denominator: float, first: float, second: float) -> None:
-    """Sequences with 4, 1 and 0 trained tokens; the last counts in B."""
-    objective, batch = Objective(aggregate=aggregate, max_tokens=10), three_sequences()
-    assert float(objective.normalizer(batch)) == denominator
+#: Aggregate, count_empty, denominator, weights of a token of the first and of the second sequence.
+BY_HAND = [
+    ("token-mean", True, 5, 1 / 5, 1 / 5),
+    ("seq-mean-token-mean", True, 3, 1 / 12, 1 / 3),
+    ("seq-mean-token-mean", False, 2, 1 / 8, 1 / 2),
+    ("seq-mean-token-sum", True, 3, 1 / 3, 1 / 3),
+    ("seq-mean-token-sum", False, 2, 1 / 2, 1 / 2),
+    ("group-mean", True, 2, 1 / 10, 1 / 10),
+    ("group-mean", False, 1, 1 / 5, 1 / 5),
+    ("token-sum", True, 1, 1.0, 1.0),
+    ("constant", True, 30, 1 / 30, 1 / 30),
+    ("constant", False, 20, 1 / 20, 1 / 20),
+]
+
+
+@pytest.mark.parametrize("aggregate, count_empty, denominator, first, second", BY_HAND)
+def test_weights_by_hand(aggregate: str, count_empty: bool, denominator: float, first: float, second: float) -> None:
+    """Sequences with 4, 1 and 0 trained tokens, the last the only one of its group."""
+    objective, batch = Objective(aggregate=aggregate, max_tokens=10, count_empty=count_empty), three_sequences()
+    assert float(objective.normalizer(batch)) == pytest.approx(denominator)
     rows = objective.token_rows(batch)
     expected = torch.tensor([first] * 4 + [second] + [0.0] * 7)
-    torch.testing.assert_close(rows.token_weight, expected)
     torch.testing.assert_close(rows.policy_weight, expected)
     given = objective.token_rows(batch, normalizer=denominator * 2.0)
-    torch.testing.assert_close(given.token_weight, expected / 2)
+    torch.testing.assert_close(given.policy_weight, expected / 2)
+
+
+@pytest.mark.parametrize("aggregate, count_empty, denominator, first, second", BY_HAND)
+def test_terms_with_an_aggregate_of_their_own(
+    aggregate: str, count_empty: bool, denominator: float, first: float, second: float
+) -> None:
+    """It is that of this batch, whatever normaliser the policy term is given."""
+    batch = replace(three_sequences(), ref_logps=torch.zeros(3, 4))
+    expected = torch.tensor([first] * 4 + [second] + [0.0] * 7)
+    objective = Objective(
+        max_tokens=10, count_empty=count_empty, beta=0.5, entropy_coef=-2.0, kl_aggregate=aggregate, entropy_aggregate=aggregate
+    )
+    for normalizer in (None, 77.0):
+        rows = objective.token_rows(batch, normalizer)
+        assert rows.kl_weight is not None and rows.entropy_weight is not None
+        torch.testing.assert_close(rows.kl_weight, 0.5 * expected)
+        torch.testing.assert_close(rows.entropy_weight, -2.0 * expected)
+        assert float(rows.policy_weight[0]) == pytest.approx(1 / (normalizer or 5))
+    shared = replace(objective, aggregate=aggregate, kl_aggregate=None, entropy_aggregate=None)
+    rows = shared.token_rows(batch, 2.0 * denominator)
+    assert rows.kl_weight is not None and rows.entropy_weight is not None
+    torch.testing.assert_close(rows.kl_weight, 0.5 * expected / 2)
+    torch.testing.assert_close(rows.entropy_weight, -2.0 * expected / 2)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(5)], ids=["no mask", "mask"])
+@pytest.mark.parametrize("aggregate", ["seq-mean-token-mean", "seq-mean-token-sum", "constant", "group-mean"])
+def test_an_empty_packed_sequence_is_counted_or_not(aggregate: str, mask: Tensor | None) -> None:
+    """Of three sequences one has no rows at all; each is a group of its own."""
+    fields = {"mask": None if mask is None else mask.bool(), "groups": torch.arange(3)}
+    batch = packed(5, cu_seqlens=torch.tensor([0, 2, 2, 5]), **fields)
+    for count_empty, count in ((True, 3), (False, 2)):
+        objective = Objective(aggregate=aggregate, max_tokens=1, count_empty=count_empty)
+        assert float(objective.normalizer(batch)) == pytest.approx(count)
+
+
+def test_groups_of_many_sequences() -> None:
+    """The mean is over a group's tokens, not over its sequences, and ids are any integers in any order."""
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]]).bool()
+    batch = TokenBatch(torch.zeros(4, 3, dtype=torch.int64), torch.ones(4), mask=mask, groups=torch.tensor([5, -1, 5, -1]))
+    rows = Objective(aggregate="group-mean").token_rows(batch)
+    expected = torch.where(mask, torch.tensor([1 / 10, 1 / 2, 1 / 10, 1 / 2])[:, None], 0.0)
+    torch.testing.assert_close(rows.policy_weight.view(4, 3), expected)
 
 
 def test_weights_multiply_the_policy_term_only() -> None:
-    batch = replace(three_sequences(), weights=torch.tensor([0.5, 2.0, 7.0]))
-    rows = Objective().token_rows(batch)
-    assert rows.token_weight[:5].tolist() == pytest.approx([0.2] * 5)
+    batch = replace(three_sequences(), weights=torch.tensor([0.5, 2.0, 7.0]), ref_logps=torch.zeros(3, 4))
+    rows = Objective(beta=1.0, entropy_coef=1.0).token_rows(batch)
     assert rows.policy_weight[:5].tolist() == pytest.approx([0.1] * 4 + [0.4])
+    for other in (rows.kl_weight, rows.entropy_weight):
+        assert other is not None and other[:5].tolist() == pytest.approx([0.2] * 5)
 
 
-@pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"])
-def test_denominators_of_empty_batches_are_at_least_one(aggregate: str) -> None:
-    objective = Objective(aggregate=aggregate, max_tokens=10)
+def test_nll_weights_are_taken_as_they_are() -> None:
+    batch = replace(three_sequences(), nll_weights=torch.tensor([0.5, 2.0, 7.0]))
+    rows = Objective().token_rows(batch, normalizer=100.0)
+    assert rows.nll_weight is not None and rows.nll_weight.tolist() == [0.5] * 4 + [2.0] + [0.0] * 7
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("count_empty", [True, False])
+def test_denominators_of_empty_batches_are_at_least_one(aggregate: str, count_empty: bool) -> None:
+    objective = Objective(aggregate=aggregate, max_tokens=10, count_empty=count_empty)
     for shape in ((0, 4), (3, 0), (3, 4)):
         targets = torch.zeros(shape, dtype=torch.int64)
-        batch = TokenBatch(targets, torch.zeros(shape), mask=torch.zeros(shape, dtype=torch.bool))
+        groups = torch.arange(shape[0])
+        batch = TokenBatch(targets, torch.zeros(shape), mask=torch.zeros(shape, dtype=torch.bool), groups=groups)
         rows = objective.token_rows(batch)
-        assert torch.isfinite(rows.token_weight).all() and not rows.token_weight.any()
+        assert torch.isfinite(rows.policy_weight).all() and not rows.policy_weight.any()
+        assert math.isfinite(float(objective.normalizer(batch)))
 
 
-def test_a_given_normalizer_of_zero_trained_tokens() -> None:
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("count_empty", [True, False])
+def test_a_given_normalizer_of_zero_trained_tokens(aggregate: str, count_empty: bool) -> None:
     """objective.normalizer() of an all-masked batch, passed on as the docs say, must not give 0 / 0."""
     batch = replace(three_sequences(), mask=torch.zeros(3, 4, dtype=torch.bool))
-    objective = Objective.preset("dapo")
-    rows = objective.token_rows(batch, normalizer=objective.normalizer(batch))
-    assert not rows.token_weight.any() and not rows.policy_weight.any()
+    objective = Objective(aggregate=aggregate, max_tokens=10, count_empty=count_empty)
+    normalizer = objective.normalizer(batch)
+    if float(normalizer) == 0 and not isinstance(normalizer, Tensor):
+        normalizer = torch.tensor(normalizer)
+    assert not objective.token_rows(batch, normalizer=normalizer).policy_weight.any()
 
 
-def test_packed_without_offsets_is_enough_for_token_aggregates() -> None:
-    batch = TokenBatch(torch.zeros(6, dtype=torch.int64), torch.ones(6))
-    assert Objective.preset("dapo").token_rows(batch).token_weight.tolist() == pytest.approx([1 / 6] * 6)
-
-
-def test_kl_function_and_entropy_flags() -> None:
-    assert Objective().kl_function is None and not Objective().needs_entropy
-    assert Objective(beta=0.1).kl_function is not None and Objective(entropy_coef=-0.1).needs_entropy
-    assert Objective(kl="k2").kl_function is None
+@pytest.mark.parametrize("aggregate", ["token-mean", "token-sum"])
+def test_packed_without_offsets_is_enough_for_token_aggregates(aggregate: str) -> None:
+    weight = {"token-mean": 1 / 6, "token-sum": 1.0}[aggregate]
+    assert Objective(aggregate=aggregate).token_rows(packed()).policy_weight.tolist() == pytest.approx([weight] * 6)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("liger_kernel", minversion="0.8.5")
+pytest.importorskip("liger_kernel")
 
 from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
@@ -302,8 +302,6 @@ def test_every_combination(plain: Data, token_weights: Tensor, loss_type: str) -
                 data = whole(data)
                 want = reference(case, data)
                 assert_same(ours(case, data), want, ("ours, no padding", *what))
-                if data.weights is not None and data.weights.shape[1] == T:
-                    continue
             assert_same(ligers(case, data), want, ("Liger", *what))
             assert_same(ligers(case, data, chunk_size=3), want, ("Liger, chunks of 3", *what))
 
@@ -336,9 +334,7 @@ def test_presets_have_ligers_defaults(plain: Data) -> None:
         if loss_type not in ("luspo", "cispo"):
             loss = LigerFusedLinearGRPOLoss(loss_type=loss_type, max_completion_length=BUDGET, compiled=False)
             parameters = [x.clone().requires_grad_() for x in (plain.hidden, plain.head, plain.bias)]
-            value, metrics = loss(
-                *parameters[:2], plain.ids, plain.mask, plain.advantages, parameters[2], plain.ref, plain.old
-            )
+            value, metrics = loss(*parameters[:2], plain.ids, plain.mask, plain.advantages, parameters[2], plain.ref, plain.old)
             got = Result(float(value.detach()), torch.autograd.grad(value, parameters), float(metrics[1]), float(metrics[0]))
             assert_same(got, want, f"Liger, {loss_type}")
     case = replace(defaults, loss_type="dapo", level="sequence")
@@ -370,7 +366,12 @@ def test_frozen_head(plain: Data) -> None:
     hidden = plain.hidden.clone().requires_grad_()
     case = Case("dapo")
     out = linear_grpo_loss(
-        hidden, plain.head, batch_of(case, plain), objective_of(case), bias=plain.bias, transform=LogitTransform(temperature=0.9)
+        hidden,
+        plain.head,
+        batch_of(case, plain),
+        objective_of(case),
+        bias=plain.bias,
+        transform=LogitTransform(temperature=0.9),
     )
     got, want = torch.autograd.grad(out.loss, hidden)[0], reference(case, plain).gradients[0]
     assert float((got - want).abs().max()) <= 1e-5 * float(want.abs().max())
@@ -388,7 +389,7 @@ def test_luspo(plain: Data, token_weights: Tensor) -> None:
         if one_number:
             assert_same(theirs, want, case)
         else:
-            assert different(theirs, want, 0.05) and abs(theirs.loss - want.loss) > 0.05 * want.scale, case
+            assert different(theirs, want, 0.05), case
         assert_same(ours(case, plain), want, case)
 
 
@@ -469,7 +470,13 @@ def triton_cases() -> list[Case]:
            for level in ("token", "sequence") for beta, corrected, delta in
            ((0.0, False, None), (BETA, False, None), (BETA, True, DELTA))]  # fmt: skip
     out += [Case(name, beta=BETA) for name in ("grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo")]
-    return [*out, Case("grpo", "sequence"), Case("dapo", num_items=NUM_ITEMS), Case("dr_grpo", budget=None), Case("luspo", "sequence")]
+    return [
+        *out,
+        Case("grpo", "sequence"),
+        Case("dapo", num_items=NUM_ITEMS),
+        Case("dr_grpo", budget=None),
+        Case("luspo", "sequence"),
+    ]
 
 
 def interpreted(source: str, target: str) -> None:

@@ -17,17 +17,18 @@ from typing import Any
 import pytest
 import torch
 
-core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed", exc_type=ImportError)
+pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed", exc_type=ImportError)
 
 import numpy as np
 from tensordict import NonTensorData, TensorDict
 from verl.trainer.config import RolloutCorrectionConfig
+from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
-from grpo_kernels import Objective, TokenBatch, grpo_loss, group_advantages
+from grpo_kernels import Objective, TokenBatch, group_advantages, grpo_loss
 from grpo_kernels.advantages import NUMERICS, gpg_scale, greedy_baseline_advantages, pass_at_k_advantages
 from grpo_kernels.corrections import importance_weights, rejection_mask
 from grpo_kernels.kl import Kl
@@ -111,7 +112,7 @@ def data() -> Data:
     mask[3] = False
     mask[4, 3:5] = False
     logps = -0.02 - 4 * torch.rand(B, T, generator=g).square()
-    shift = torch.tensor([0.3, -0.35, -0.3, 0.1, 0.5, 0.25, 0.05, 0.1])[:, None]
+    shift = torch.tensor([0.3, -0.35, -0.24, 0.1, 0.5, 0.2, 0.05, 0.1])[:, None]
     old = (logps - shift - 0.25 * torch.randn(B, T, generator=g)).clamp(max=-0.01)
     ref = logps + 0.4 * torch.randn(B, T, generator=g)
     advantages = torch.tensor([1.2, 0.8, -0.7, 0.9, -1.1, 0.6, 0.0, -0.4])[:, None] * (1 + 0.2 * torch.randn(B, T, generator=g))
@@ -199,7 +200,9 @@ def batch_of(data: Data, weights: Tensor | None = None, **fields: Any) -> TokenB
     return TokenBatch(targets, hidden(data.advantages), mask=data.mask, old_logps=hidden(data.old), weights=weights, **fields)
 
 
-def ours(objective: Objective, data: Data, weights: Tensor | None = None, normalizer: float | None = None, **fields: Any) -> Result:
+def ours(
+    objective: Objective, data: Data, weights: Tensor | None = None, normalizer: float | None = None, **fields: Any
+) -> Result:
     batch = batch_of(data, weights, **fields)
     rows = objective.token_rows(batch, normalizer)
     logps = torch.where(data.mask, data.logps, 0.0).reshape(-1)
@@ -416,7 +419,7 @@ def test_the_grid_is_not_trivial(data: Data) -> None:
     assert different(reference("clip_cov", data, "token-mean"), reference("clip_cov", data, "token-mean", OTHERS))
     x, A = (data.logps - data.old)[data.mask], data.advantages[data.mask]
     assert ((x > math.log(1.6)) & (A < 0)).any() and ((x > math.log(1.2)) & (A > 0)).sum() > 5
-    assert ((x < math.log(0.8)) & (A < 0)).sum() >= 5
+    assert ((x < math.log(0.8)) & (A < 0)).sum() >= 4
     for name in ENTRIES:
         base = reference(name, data, "token-mean")
         assert base.scale > 0.1 and different(reference(name, data, "token-mean", weights=data.weights), base), name
@@ -612,7 +615,9 @@ def kl_reference(name: str, d: float) -> tuple[float, float]:
 @pytest.mark.parametrize("name", PENALTIES)
 def test_kl_penalty(name: str) -> None:
     """Value and gradient of each estimator, on both sides of its clamps and at 0, and at their bounds."""
-    d = torch.cat([torch.linspace(-3, 3, 41), torch.tensor([0.0, 2.6, 2.62, -10.9, -11.1, 19.9, 20.1, -19.9, -20.1, 30.0, -70.0])])
+    d = torch.cat(
+        [torch.linspace(-3, 3, 41), torch.tensor([0.0, 2.6, 2.62, -10.9, -11.1, 19.9, 20.1, -19.9, -20.1, 30.0, -70.0])]
+    )
     logps = torch.full_like(d, -5.0).requires_grad_()
     ref = -5.0 + d
     theirs = core_algos.kl_penalty(logps, ref, name)
@@ -641,7 +646,6 @@ VOCAB, PROMPT = 11, 3
 def actor_loss(name: str, mode: str, logits: Tensor, ids: Tensor, data: Data, weights: Tensor | None, **options: Any) -> Any:
     """verl's `ppo_loss`, which hands policy loss, entropy bonus and KL their inputs as the trainer does."""
     log_p = torch.log_softmax(logits, -1)
-    lengths = torch.full((B,), T)
 
     def packed(x: Tensor) -> Tensor:  # of prompt and response, the value of a token at the one before it
         return torch.cat([torch.nn.functional.pad(row, (PROMPT - 1, 1)) for row in x])
@@ -657,7 +661,6 @@ def actor_loss(name: str, mode: str, logits: Tensor, ids: Tensor, data: Data, we
     whole = TensorDict(fields, batch_size=[B])
     for key, value in {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None}.items():
         whole.set_non_tensor(key, value) if value is not None else whole.set(key, NonTensorData(None, batch_size=[B]))
-    assert (lengths == T).all()
     return ppo_loss(config_of(DEFAULTS, {}, loss_mode=name, loss_agg_mode=mode, **options), output, whole)
 
 

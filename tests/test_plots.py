@@ -65,14 +65,14 @@ def described(path: Path) -> dict:
     return json.loads(found.text)
 
 
-def test_no_text_covers_another_or_leaves_the_picture(written: tuple) -> None:
+def test_no_text_touches_another_or_leaves_the_picture(written: tuple) -> None:
     found, (width, height) = written
     assert len(found) > 8
     for text, (x0, y0, x1, y1) in found:
         assert x0 >= 0 and y0 >= 0 and x1 <= width and y1 <= height, text
     for (one, a), (other, b) in itertools.combinations(found, 2):
-        over = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
-        assert min(over) <= 1, f"{one!r} covers {other!r}"
+        beside, above = max(a[0], b[0]) - min(a[2], b[2]), max(a[1], b[1]) - min(a[3], b[3])
+        assert beside >= 2 or above >= -1, f"{one!r} touches {other!r}"
 
 
 def test_everybody_is_named(record: Record, written: tuple) -> None:
@@ -106,6 +106,22 @@ def test_a_step_is_compared_with_eager_in_time_and_memory(samples: Path) -> None
     eager = rows["eager PyTorch"]["ms"]
     assert {b.name: b.value for b in time.bars} == pytest.approx({n: r["ms"] / eager for n, r in rows.items()}, rel=1e-3)
     assert {b.name: b.value for b in memory.bars} == pytest.approx({n: r["extra_mb"] for n, r in rows.items()}, rel=1e-3)
+
+
+@pytest.mark.parametrize("suite", ["logits", "rows", "step"])
+def test_failures_of_all_or_of_the_baseline_are_drawn(suite: str, samples: Path) -> None:
+    record = results.load(samples / "cpu" / f"{suite}.json")
+    rows = [row for cell in record["cells"] for row in cell["providers"]]
+    for gone in ("eager PyTorch", *(row["name"] for row in rows)):
+        for row in rows:
+            if row["name"] == gone:
+                row |= {"status": "failed", "reason": "out of memory"}
+        for cell in record["cells"]:
+            cell["limit"] = None if all(r["status"] != "ok" for r in cell["providers"] if r.get("limit")) else cell["limit"]
+        shown = plots.picture(record)
+        plots.draw(shown).draw_without_rendering()
+        assert gone in str(shown)
+    assert not any(panel.bars if isinstance(panel, plots.Bars) else panel.curves for panel in shown.panels)
 
 
 def test_curves_are_the_times_and_the_memory_of_a_sweep(samples: Path) -> None:

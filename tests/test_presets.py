@@ -159,10 +159,10 @@ THEIRS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "slime": (
         {"kl": "k1"},
         {
-            "grpo": {},
+            "grpo": {"aggregate": MEAN},
             "dapo": {"surrogate": HIGHER},
             "gspo": {"level": "sequence", "aggregate": MEAN},
-            "cispo": {"surrogate": TWO_SIDED},
+            "cispo": {"surrogate": TWO_SIDED, "aggregate": MEAN},
         },
     ),
     "areal": (
@@ -175,7 +175,7 @@ THEIRS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         },
     ),
     "nemo-rl": (
-        {"kl": NEMO_KL},
+        {"beta": 0.01, "kl": NEMO_KL},
         {
             "grpo": {},
             "dapo": {"surrogate": HIGHER},
@@ -185,7 +185,7 @@ THEIRS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         },
     ),
     "skyrl": (
-        {"kl": VERL_KL, "kl_aggregate": MEAN, "entropy_aggregate": "token-mean"},
+        {"beta": 1e-3, "kl": VERL_KL, "kl_aggregate": MEAN, "entropy_aggregate": "token-mean"},
         {
             "grpo": {"log_ratio_bounds": WIDE},
             "dapo": {"surrogate": HIGHER, "log_ratio_bounds": WIDE},
@@ -194,8 +194,12 @@ THEIRS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "sapo": {"surrogate": Sapo(1.0, 1.05), "aggregate": MEAN, "log_ratio_bounds": WIDE},
             "cispo": {"surrogate": Cispo(5.0), "log_ratio_bounds": WIDE},
             "rollout_is": {"surrogate": Cispo(math.inf), "filters": (TrustRegion("ratio", 0.2, 0.2),)},
-            "dppo_tv": {"surrogate": ImportanceSampling(), "filters": (TrustRegion("tv", 0.2, 0.2),)},
-            "dppo_kl": {"surrogate": ImportanceSampling(), "filters": (TrustRegion("kl", 0.05, 0.05),)},
+            "dppo_tv": {"surrogate": ImportanceSampling(), "filters": (TrustRegion("tv", 0.2, 0.2),), "log_ratio_bounds": WIDE},
+            "dppo_kl": {
+                "surrogate": ImportanceSampling(),
+                "filters": (TrustRegion("kl", 0.05, 0.05),),
+                "log_ratio_bounds": WIDE,
+            },
             "importance_sampling": {"surrogate": ImportanceSampling(), "aggregate": "token-sum"},
             "clip_cov": {"surrogate": ClipCov(0.2, 0.2, 2e-4, 1.0, 5.0)},
             "kl_cov": {"surrogate": KlCov(1.0, 0.2)},
@@ -217,7 +221,7 @@ THEIRS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     ),
     "torchtitan": (
         {"log_ratio_bounds": TEN},
-        {"grpo": {}, "dapo": {"surrogate": HIGHER}},
+        {"grpo": {}, "dapo": {}},
     ),
 }
 

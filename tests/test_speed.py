@@ -113,7 +113,7 @@ def test_loss_and_gradients_from_hidden_states(benchmark: Any, dtype: torch.dtyp
     assert speed_up(benchmark, ours, eager, rounds=7) > factor
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 3.0), (torch.bfloat16, 5.0)], ids=("fp32", "bf16"))
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 2.0), (torch.bfloat16, 4.0)], ids=("fp32", "bf16"))
 def test_logprobs_alone(benchmark: Any, dtype: torch.dtype, factor: float) -> None:
     logits, b = torch.randn(ROWS, VOCAB).to(dtype), batch()
 

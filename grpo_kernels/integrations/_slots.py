@@ -1,0 +1,115 @@
+"""Names of a trainer's modules bound to our functions: on request, all at once, and given back."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import torch
+
+OVERRIDE = "GRPO_KERNELS_ANY_VERSION"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class NotCovered(ValueError):
+    """What one of our functions raises, before any work, where the trainer's own has to run instead."""
+
+
+def check_version(package: str, tested: tuple[str, ...], any_version: bool = False) -> None:
+    """Raise RuntimeError for a version of a trainer that its adapter was not tested with, unless told to go on."""
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        found = "of a version that its metadata do not tell"
+    if found in tested or any_version or os.environ.get(OVERRIDE, "0") == "1":
+        return
+    raise RuntimeError(
+        f"{package} is {found}, but this adapter was tested with {', '.join(tested)}: install that one, or pass "
+        f"any_version=True (or set {OVERRIDE}=1) and compare your first steps with and without it."
+    )
+
+
+def single_rank(group: Any) -> None:
+    """Raise NotCovered where the vocabulary is spread over the ranks of `group`."""
+    if group is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size(group) > 1:
+        raise NotCovered("the vocabulary is spread over several ranks")
+
+
+def plain(*tensors: torch.Tensor) -> None:
+    """Raise NotCovered for what our kernels do not read."""
+    for x in tensors:
+        if x.dtype not in DTYPES:
+            raise NotCovered(f"dtype {x.dtype}")
+        if hasattr(x, "placements") and not all(p.is_replicate() for p in x.placements):
+            raise NotCovered("a sharded DTensor")
+
+
+class Slots:
+    """What is bound in one trainer. `undo()`, or leaving a `with` block, gives everything back.
+
+    counts   Counter of calls: "fused", or the trainer's name and why its own function was called.
+    strict   True: a call that is left to the trainer raises RuntimeError instead.
+    """
+
+    def __init__(self, package: str, strict: bool = False) -> None:
+        self.package, self.strict = package, strict
+        self.counts: Counter[str] = Counter()
+        self._bound: list[tuple[Any, str, Any, Any]] = []
+
+    def bind(self, home: str, name: str, ours: Callable[..., Any], *, attribute: str | None = None) -> None:
+        """Put `ours` in the place of `home`.`name`, there and in every module of the package that imported it by name.
+
+        attribute   the name of an attribute (an autograd function's `apply`) that is what the trainer calls.
+        Raises RuntimeError where it is bound already; then, and on any other error, nothing stays bound."""
+        try:
+            theirs = getattr(importlib.import_module(home), name)
+            if getattr(theirs, "grpo_kernels", False):
+                raise RuntimeError(f"{home}.{name} is ours already: call undo() on what bound it.")
+            call = self._counted(ours, getattr(theirs, attribute) if attribute else theirs)
+            value = (
+                type(name, (), {attribute: staticmethod(call), "grpo_kernels": True, "theirs": theirs}) if attribute else call
+            )
+            for module in [m for n, m in sys.modules.items() if n.split(".")[0] == self.package]:
+                if module.__dict__.get(name) is theirs:
+                    setattr(module, name, value)
+                    self._bound.append((module, name, value, theirs))
+        except BaseException:
+            self.undo()
+            raise
+
+    def _counted(self, ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(ours)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = ours(*args, **kwargs)
+            except NotCovered as reason:
+                if self.strict:
+                    raise RuntimeError(f"strict=True, but {ours.__name__} is left to {self.package}: {reason}.") from None
+                self.counts[f"{self.package}: {reason}"] += 1
+                return theirs(*args, **kwargs)
+            self.counts["fused"] += 1
+            return result
+
+        call.grpo_kernels, call.theirs = True, theirs  # type: ignore[attr-defined]
+        return torch.compiler.disable(call)  # a trainer may compile what it finds under the name
+
+    def undo(self) -> None:
+        """Give everything back. Raises RuntimeError, having given back nothing, where someone else has a name now."""
+        for module, name, value, _ in self._bound:
+            if module.__dict__.get(name) is not value:
+                raise RuntimeError(f"{module.__name__}.{name} is not ours any more: undo in the reverse order of binding.")
+        for module, name, _, theirs in self._bound:
+            setattr(module, name, theirs)
+        self._bound.clear()
+
+    def __enter__(self) -> Slots:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()

@@ -1,0 +1,307 @@
+"""verl: policy losses for its registry, and its log-probs and entropy on our kernels.
+
+    # my_losses.py
+    from grpo_kernels.integrations import verl
+    verl.register()
+    verl.bind()
+
+    VERL_USE_EXTERNAL_MODULES=my_losses python -m verl.trainer.main_ppo \\
+        actor_rollout_ref.actor.policy_loss.loss_mode=fused_vanilla \\
+        actor_rollout_ref.model.use_fused_kernels=True \\
+        actor_rollout_ref.model.fused_kernel_options.impl_backend=triton
+
+verl imports the module in every worker (`actor_rollout_ref.model.external_lib=my_losses` does it too).
+
+`register` puts one loss for every name of verl's own ("fused_vanilla", "fused_gspo", ...), which reads the same fields of
+the actor's config, and one for every preset that verl has not ("fused_vespo", "fused_luspo", "fused_dapo", ...), with the
+preset's constants. Value, gradient with respect to log-probs, denominators (`global_batch_info`) and metrics are verl's.
+The token stage runs as one autograd function: the gradient is known in the forward. It is small beside the head.
+
+`bind` takes verl's three functions over the vocabulary: `linear_cross_entropy`, from hidden states, which the fused
+forward of impl_backend=triton calls (logits never exist); and, where the logits do, `logprobs_from_logits` and
+`entropy_from_logits`. Everything else stays verl's: rolled labels, unpadding, entropy and KL terms, aggregation of those.
+
+Not covered, and left to verl: heads spread over several tensor-parallel ranks, and `entropy_from_logits_with_chunking`.
+"bypass_mode" is not registered: verl sets it itself when a rollout correction bypasses the old log-probs.
+
+Tested with verl 0.9.1 on a CPU: the losses through its `ppo_loss`, the heads through its fused forward on a tiny Qwen2.
+Its trainer (Ray, vLLM), its Megatron engine and anything on a GPU were not run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..batch import LogitTransform, TokenBatch
+from ..filters import TrustRegion
+from ..logprobs import linear_logprobs, token_logprobs
+from ..losses import LossOutput, objective_loss
+from ..objective import Objective
+from ..presets import NUMERICS, PRESETS
+from ..surrogates import Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, PolicyGradient, Sapo
+from ._slots import NotCovered, Slots, check_version, plain, single_rank
+
+Tensor = torch.Tensor
+PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
+
+#: The versions that the tests ran with.
+TESTED = ("0.9.1",)
+
+#: verl's names of its losses, and ours of the preset that has its formula.
+LOSSES = {
+    "vanilla": "ppo",
+    "gspo": "gspo",
+    "gpg": "reinforce",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "geo_mean": "gmpo",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
+    "dro": "dro",
+}
+#: Presets whose old_logps are not those of verl's policy loss, which is given no reference.
+WITHOUT = ("a2po", "distillation")
+
+#: verl's `loss_agg_mode` -> ours.
+AGGREGATES = {
+    "token-mean": "token-mean",
+    "token-sum": "token-sum",
+    "seq-mean-token-sum": "seq-mean-token-sum",
+    "seq-mean-token-mean": "seq-mean-token-mean",
+    "seq-mean-token-sum-norm": "constant",
+}
+
+
+# ---- policy losses
+
+
+def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
+    """Put our losses into verl's registry, and return their names: `prefix` and each of LOSSES and of our presets.
+
+    Nothing of verl's is replaced. Raises RuntimeError for a version of verl that is not known, unless any_version."""
+    check_version("verl", TESTED, any_version)
+    from verl.trainer.ppo.core_algos import register_policy_loss
+
+    names = [*LOSSES, *(name for name in PRESETS if name not in LOSSES and name not in WITHOUT)]
+    for name in names:
+        register_policy_loss(prefix + name)(policy_loss(name))
+    return [prefix + name for name in names]
+
+
+def policy_loss(objective: str | Objective) -> PolicyLoss:
+    """A policy loss with verl's signature: (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
+    rollout_is_weights) -> (loss, metrics), all tensors [B, T].
+
+        verl.trainer.ppo.core_algos.register_policy_loss("mine")(policy_loss(Objective.preset("vespo", aggregate="constant")))
+
+    objective   a name of verl's (LOSSES): constants from `config`, aggregation from `loss_agg_mode`, as verl's loss of that
+                name has them. Another preset's name, or an Objective: its own constants and its own aggregate, and of
+                verl's config only the denominators (and `loss_scale_factor`, or T, where its max_tokens is None).
+    """
+    name = objective if isinstance(objective, str) else None
+    fixed: Objective | None = None
+    if isinstance(objective, Objective):
+        fixed = objective
+    elif objective not in LOSSES:
+        fixed = Objective.preset(objective, numerics="verl" if objective in NUMERICS["verl"] else None)
+    if fixed is not None and (fixed.beta != 0 or fixed.needs_entropy):
+        raise ValueError(f"objective={objective!r}: verl adds KL and entropy itself: pass a policy term alone.")
+
+    def loss(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        wanted = fixed or objective_of(str(name), config, loss_agg_mode)
+        info = dict(getattr(config, "global_batch_info", None) or {})
+        if wanted.aggregate == "constant" and wanted.max_tokens is None:
+            wanted = replace(wanted, max_tokens=int(info.get("loss_scale_factor") or response_mask.shape[1]))
+        mask = response_mask.bool()
+        if name == "geo_mean":
+            info = {}  # a plain mean over the sequences of the micro-batch
+            rollout_is_weights = _geometric_mean(rollout_is_weights, mask)
+        ids = torch.zeros(mask.shape, dtype=torch.int64, device=mask.device)
+        batch = TokenBatch(ids, advantages, mask=mask, old_logps=old_log_prob, weights=rollout_is_weights)
+        out = objective_loss(log_prob, batch, wanted, normalizer=_normalizer(wanted, batch, info))
+        return out.loss, _metrics(name, wanted, out, batch, log_prob)
+
+    loss.__name__ = f"fused_{name or 'objective'}"
+    return loss
+
+
+def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> Objective:
+    """The objective of verl's loss `name` (LOSSES) under its actor's `config`. Raises ValueError for what ours cannot do."""
+    if config is None:
+        raise ValueError("config is None: verl's losses read clip_ratio and more from the actor's config.")
+    if loss_agg_mode not in AGGREGATES:
+        raise ValueError(f"loss_agg_mode={loss_agg_mode!r}: it must be one of {', '.join(AGGREGATES)}.")
+    options = config.policy_loss
+    low, high = (config.clip_ratio if x is None else x for x in (config.clip_ratio_low, config.clip_ratio_high))
+    preset = Objective.preset(LOSSES[name], numerics="verl")
+    changes: dict[str, Any] = {"aggregate": AGGREGATES[loss_agg_mode]}
+    if name == "vanilla":
+        if config.clip_ratio_c < 1 + high:
+            raise ValueError(f"clip_ratio_c={config.clip_ratio_c}: below 1 + clip_ratio_high, {1 + high}, it is verl's own.")
+        changes["surrogate"] = Clip(low, high, delta=config.clip_ratio_c)
+    elif name == "gspo":
+        changes["surrogate"] = Clip(low, high)
+    elif name == "gpg":
+        changes["surrogate"] = PolicyGradient()
+    elif name == "clip_cov":
+        changes["surrogate"] = ClipCov(low, high, options.clip_cov_ratio, options.clip_cov_lb, options.clip_cov_ub)
+    elif name == "kl_cov":
+        changes["surrogate"] = KlCov(options.ppo_kl_coef, options.kl_cov_ratio)
+    elif name == "geo_mean":
+        changes = {"surrogate": Gmpo(low, high)}
+    elif name == "cispo":
+        changes["surrogate"] = Cispo(cap=1 + high, low=1 - low)
+    elif name == "sapo":
+        changes = {"surrogate": Sapo(config.tau_pos, config.tau_neg)}
+    elif name.startswith("dppo"):
+        changes["surrogate"] = Cispo(config.clip_ratio_c)
+        changes["filters"] = tuple(replace(f, low=low, high=high) for f in preset.filters if isinstance(f, TrustRegion))
+    elif name == "dro":
+        if options.dro_beta is None:
+            raise ValueError("policy_loss.dro_beta is None: DRO needs the weight of its penalty.")
+        changes["surrogate"] = Dro(options.dro_beta)
+    return replace(preset, **changes)
+
+
+def _normalizer(objective: Objective, batch: TokenBatch, info: dict[str, Any]) -> float | Tensor | None:
+    """The denominator of verl's `agg_loss` from its `global_batch_info`; None: that of this micro-batch."""
+    ranks = info.get("dp_size") or 1
+    if objective.aggregate == "token-sum":
+        return 1 / ranks
+    key = "batch_num_tokens" if objective.aggregate == "token-mean" else "global_batch_size"
+    total = info.get(key)
+    if total is None or objective.aggregate == "group-mean":
+        if ranks > 1:
+            raise ValueError(f"{key} is None, but dp_size={ranks}: the denominator spans all ranks.")
+        return None
+    if objective.aggregate == "constant":
+        total = total * objective.max_tokens
+    # A step without tokens is 0 / 1.
+    return (total.clamp(min=1) if isinstance(total, Tensor) else total or 1) / ranks
+
+
+def _geometric_mean(weights: Tensor | None, mask: Tensor) -> Tensor | None:
+    """verl's importance weights of GMPO: of a sequence's, the geometric mean [B]."""
+    if weights is None:
+        return None
+    logs = torch.where(mask, (weights + 1e-10).log(), 0.0)
+    return (logs.sum(1) / mask.sum(1).clamp(min=1)).exp()
+
+
+def _metrics(name: str | None, objective: Objective, out: LossOutput, batch: TokenBatch, log_prob: Tensor) -> dict[str, float]:
+    """verl's metrics under verl's names, in one trip to the host."""
+    if name == "gpg":
+        return {}
+    mask, A = batch.mask, batch.advantages
+    assert mask is not None and batch.old_logps is not None
+    x = torch.where(mask, out.logps - batch.old_logps, 0.0)
+    tokens = mask.sum() + 1e-8
+
+    def share(marked: Tensor) -> Tensor:
+        return (marked & mask).sum() / tokens
+
+    bounds = objective.log_ratio_bounds or (-math.inf, math.inf)
+    bounded = x if objective.level != "token" else x.clamp(*bounds)
+    r, (low, high) = bounded.exp(), objective.surrogate.ratio_bounds
+    clipped: Tensor | None = x.new_zeros(())
+    lower: Tensor | None = x.new_zeros(())
+    if name == "cispo":
+        clipped = share((r < low) | (r > high))
+    elif name in ("dppo_tv", "dppo_kl"):
+        rows = objective.token_rows(batch)
+        rows = replace(rows, advantages=torch.where(rows.advantages == 0, -1.0, rows.advantages))  # as verl has it
+        keep = objective.filters[0].keep(out.logps.reshape(-1), None, rows, batch).view(mask.shape)
+        clipped, lower = share(~keep), share((r > high) & keep)
+    elif name == "geo_mean":
+        eps_low, eps_high = objective.surrogate.params[:2]
+        beyond = (x < -eps_low) | (x > eps_high)
+        clipped, lower = share(beyond & (A > 0)), share(beyond & (A < 0))
+    elif name == "clip_cov":
+        # The tokens that were drawn have no slope, where all others but the clipped ones have one.
+        slopes = torch.autograd.grad(out.loss, log_prob, retain_graph=True)[0] if out.loss.requires_grad else x
+        beyond = ((r > high) & (A > 0)) | ((r < low) & (A < 0)) | (A == 0)
+        beyond = beyond if batch.weights is None else beyond | (batch.weights == 0)
+        clipped, lower = share((slopes == 0) & ~beyond), None
+    elif name in ("kl_cov", "dro"):
+        clipped = lower = None
+    elif name != "sapo":
+        clipped = out.metrics["clip_low"] + out.metrics["clip_high"]
+        if name == "vanilla":
+            lower = share((r > objective.surrogate.params[2]) & (A < 0))
+    moved = x.abs() if name == "kl_cov" else -bounded
+    named = {"actor/pg_clipfrac": clipped, "actor/ppo_kl": moved.sum() / tokens, "actor/pg_clipfrac_lower": lower}
+    kept = {key: value for key, value in named.items() if value is not None}
+    return dict(zip(kept, torch.stack([v.detach().to(torch.float32) for v in kept.values()]).tolist(), strict=True))
+
+
+# ---- log-probs and entropy
+
+
+def bind(*, hidden: bool = True, logits: bool = True, strict: bool = False, any_version: bool = False) -> Slots:
+    """Put our functions in the place of verl's, in this process; the result undoes it, by `undo()` or as a context manager.
+
+    hidden   `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`, for use_fused_kernels with impl_backend=triton.
+    logits   `logprobs_from_logits` and `entropy_from_logits` of verl.utils.torch_functional and of the engines that imported
+             them. Bind before the engine is built: it keeps the function of the entropy that it found then.
+    strict   True: a call that has to be left to verl raises RuntimeError instead.
+    Raises RuntimeError for a version of verl that is not known, and where it is bound already."""
+    check_version("verl", TESTED, any_version)
+    slots = Slots("verl", strict)
+    if hidden:
+        slots.bind("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy", linear_cross_entropy)
+    if logits:
+        slots.bind("verl.utils.torch_functional", "logprobs_from_logits", logprobs_from_logits)
+        slots.bind("verl.utils.torch_functional", "entropy_from_logits", entropy_from_logits)
+    return slots
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    dist_process_group: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropy) of labels, fp32 in their shape; hidden [..., H] in as many rows, weight [V, H]."""
+    if reduction != "none":
+        raise NotCovered(f"reduction={reduction!r}")
+    single_rank(dist_process_group)
+    plain(hidden, weight)
+    transform = LogitTransform(temperature=temperature)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    logps, entropy = linear_logprobs(rows, weight, labels.reshape(-1), transform=transform, entropy=True)
+    assert entropy is not None
+    return logps.view(labels.shape), entropy.view(labels.shape)
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """Log-probs of labels, fp32 in their shape; logits [..., V]. inplace_backward: the gradient overwrites the logits, if
+    they are nobody's parameter; autograd raises where something else still needs them."""
+    plain(logits)
+    inplace = inplace_backward and logits.requires_grad and not logits.is_leaf and logits.is_contiguous()
+    return token_logprobs(logits, labels, inplace=inplace)[0]
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """Entropy in nats, fp32, of logits [..., V]."""
+    plain(logits)
+    anything = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    entropy = token_logprobs(logits, anything, entropy=True)[1]
+    assert entropy is not None
+    return entropy
