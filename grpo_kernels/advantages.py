@@ -163,7 +163,7 @@ def pass_at_k_advantages(
     r, _ = _rewards(rewards)
     ids = group_ids(len(r), r.device, group_size, groups)
     if len(r) == 0:
-        return torch.zeros(0, device=r.device)
+        return torch.zeros(0, device=r.device, dtype=torch.float32)
     within = Groups(ids)
     size = within.sum(torch.ones_like(r))
     second = within.max_of_others(r)
@@ -208,7 +208,7 @@ def a2po_values(rewards: Tensor, *, group_size: int | None = None, groups: Tenso
     r, _ = _rewards(rewards)
     ids = group_ids(len(r), r.device, group_size, groups)
     if len(r) == 0:
-        return torch.zeros(0, device=r.device)
+        return torch.zeros(0, device=r.device, dtype=torch.float32)
     within = Groups(ids)
     best = within.max(r)
     mean = within.sum(torch.exp((r - best) / beta)) / within.sum(torch.ones_like(r))
@@ -248,7 +248,7 @@ def group_metrics(
     ids = group_ids(len(r), r.device, group_size, groups)
     names = ("zero_variance", "all_wrong", "all_correct", "reward_mean", "reward_std", "group_std", "missing")
     if len(r) == 0:
-        return {name: torch.zeros((), device=r.device) for name in names}
+        return {name: torch.zeros((), device=r.device, dtype=torch.float32) for name in names}
     within = Groups(ids)
     size = within.sum(scored.double())
     lowest, highest = within.extremes(r, scored)

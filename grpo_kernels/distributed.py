@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from .batch import TokenBatch
 from .checks import require
-from .objective import Objective
+from .objective import Denominators, Objective
 
 Tensor = torch.Tensor
 
 
 def global_normalizer(
     objective: Objective, batches: TokenBatch | Iterable[TokenBatch], process_group: Any = None, *, reduce: bool | None = None
-) -> Tensor:
+) -> Tensor | Denominators:
     """The denominator D of a whole optimizer step, fp32 0-d: over all micro-batches and, with torch.distributed
     initialised, over the ranks of `process_group` (None: the default group). 1 where nothing is trained.
 
@@ -26,7 +26,9 @@ def global_normalizer(
             linear_grpo_loss(..., batch, objective, normalizer=normalizer).loss.backward()
 
     The gradients of micro-batches then add up to that of the whole batch, fully masked ones included; over ranks they have
-    to be summed. DDP and FSDP average instead: pass normalizer / world size.
+    to be summed. DDP and FSDP average instead: pass normalizer / world size. An objective whose KL or bonus has an
+    aggregation of its own gets a Denominators of three. What looks at the whole batch stays with its piece of it: the
+    selections of ClipCov and KlCov, and EntropyQuantile.
 
     Sequences and groups stay whole: a micro-batch holds all tokens of a sequence, and for "group-mean" all of a group.
     reduce   False: this rank alone; True: torch.distributed must be initialised. One all-reduce, no host sync.
@@ -35,13 +37,21 @@ def global_normalizer(
     batches = [batches] if isinstance(batches, TokenBatch) else list(batches)
     require(bool(batches), "batches", batches, "pass the micro-batches of the step, at least one on every rank.")
     device = batches[0].targets.device
-    if objective.aggregate == "token-sum":
-        return torch.ones((), device=device)
-    parts = [torch.as_tensor(objective.normalizer(b), dtype=torch.float64, device=device) for b in batches]
-    total = torch.stack(parts).sum()
+
+    def number(x: float | Tensor) -> Tensor:
+        return x.to(torch.float64) if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=device)
+
+    total = torch.stack([torch.stack([number(x) for x in objective.denominators(b)]) for b in batches]).sum(0)
     ready = dist.is_available() and dist.is_initialized()
     if reduce and not ready:
         raise ValueError("reduce=True, but torch.distributed is not initialised: call init_process_group, or leave it out.")
     if ready and reduce is not False:
         dist.all_reduce(total, group=process_group)
-    return total.clamp(min=1.0).to(torch.float32)
+    # A plain sum has no denominator, however many pieces there are.
+    found = [
+        torch.ones_like(x) if kind == "token-sum" else x.clamp(min=1.0)
+        for x, kind in zip(total, objective.aggregates, strict=True)
+    ]
+    policy, kl, entropy = (x.to(torch.float32) for x in found)
+    own = (objective.beta != 0 and objective.kl_aggregate) or (objective.entropy_coef != 0 and objective.entropy_aggregate)
+    return Denominators(policy, kl, entropy) if own else policy

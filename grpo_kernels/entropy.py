@@ -35,7 +35,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, share: float, process_group
     values = torch.where((mask.reshape(-1) != 0) & values.isfinite(), values, torch.inf)
     if process_group is not None:
         values = _gather(values, process_group)
-    nothing = torch.full((1,), torch.inf, device=values.device)
+    nothing = torch.full((1,), torch.inf, device=values.device, dtype=torch.float32)
     values = torch.cat([values, nothing]).sort().values
     count = values.isfinite().sum()
     position = (1.0 - share) * (count - 1).clamp(min=0).to(torch.float64)
@@ -51,7 +51,7 @@ def _gather(values: Tensor, process_group: Any) -> Tensor:
     sizes = [torch.zeros_like(size) for _ in range(torch.distributed.get_world_size(process_group))]
     torch.distributed.all_gather(sizes, size, group=process_group)
     longest = int(torch.cat(sizes).max())
-    padded = torch.full((longest,), torch.inf, device=values.device)
+    padded = torch.full((longest,), torch.inf, device=values.device, dtype=torch.float32)
     padded[: values.numel()] = values
     everyone = [torch.zeros_like(padded) for _ in sizes]
     torch.distributed.all_gather(everyone, padded, group=process_group)

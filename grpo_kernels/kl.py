@@ -79,8 +79,10 @@ WEIGHTINGS = ("none", "ratio", "detached-ratio", "score")
 
 def kl_terms(logp, old_logp, ref_logp, log_ratio, clamps, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH):
     """(value, slope with the ratio held still, slope through the log-ratio, their sum), as `Kl` describes."""
+    # A token that one of the two forbids is still an ordinary number away from the other.
+    logp = ops.maximum(logp, -1e4)
+    ref_logp = ops.maximum(ref_logp, -1e4)
     d = ref_logp - logp
-    zero = ops.minimum(ops.abs(d), 0.0)  # whatever d is, infinity included
     if clamps is not None:
         ref_logp = ops.where(ops.abs(d) <= clamps[0], ref_logp, logp + ops.minimum(ops.maximum(d, -clamps[0]), clamps[0]))
     value, slope = ESTIMATOR(logp, old_logp, ref_logp)
@@ -88,25 +90,28 @@ def kl_terms(logp, old_logp, ref_logp, log_ratio, clamps, ESTIMATOR, SCORE, WEIG
         both = value + slope
     else:
         both = SCORE(logp, old_logp, ref_logp)
+    through = value
     if clamps is not None:
         inside = (ops.abs(d) <= clamps[0]) & (ops.abs(value) <= clamps[1])
         value = ops.minimum(ops.maximum(value, -clamps[1]), clamps[1])
         slope = ops.where(inside, slope, 0.0)
-        both = ops.where(inside, both, value)
+        through = ops.where(inside, through, 0.0)
+        both = ops.where(inside, both, 0.0)
     if STRAIGHT_THROUGH:
         slope = -d
-        both = value - d
+        both = through - d
+    zero = d * 0.0
     if WEIGHTING == "none":
         return value, slope + zero, zero, slope + zero
     elif WEIGHTING == "score":
-        return value, slope + zero, value, both
+        return value, slope + zero, through, both
     else:
         r = bounded_exp(log_ratio)
-        value, slope, both = finite(r * value), finite(r * slope), finite(r * both)
+        value, slope, through, both = finite(r * value), finite(r * slope), finite(r * through), finite(r * both)
         if WEIGHTING == "ratio":
-            return value, slope, value, both
+            return value, slope + zero, through, both
         else:
-            return value, slope, zero, slope
+            return value, slope + zero, zero, slope + zero
 
 
 @dataclass(frozen=True)
@@ -120,10 +125,12 @@ class Kl:
                       "detached-ratio": the ratio is a constant. "score": times exp(logp - sg(logp)), which is 1 but
                       carries the score-function gradient (arXiv 2506.09477; NeMo-RL).
     straight_through  True: the value of the estimator with the slope of k2 (verl's "k1+", "k3+").
-    clamp_log, clamp  bounds of |d| and of the value; both stop the gradient outside, as torch.clamp does (verl: 20 and
-                      10). They silence the tokens that have drifted furthest; infinity, the default, switches them off.
+    clamp_log, clamp  bounds of |d| and of the value, before a weighting; both stop the gradient outside, that of the
+                      weight included (verl: 20 and 10). They silence the tokens that have drifted furthest; infinity, the
+                      default, switches them off.
 
-    Log-ratios beyond 60 are bounded in the exponent, and weighted values at 1e30: value and slope stay finite in fp32.
+    A log-prob below -1e4, -inf included, counts as that; log-ratios beyond 60 are bounded in the exponent, and weighted
+    values at 1e30: value and slope stay finite in fp32. At level "sequence-sum" the ratio that weighs is the token's own.
     Raises ValueError naming the field that is wrong.
     """
 
@@ -149,7 +156,7 @@ class Kl:
 
     @property
     def clamps(self) -> tuple[float, float] | None:
-        """The two bounds, in fp32's range; None without any."""
+        """The two bounds; None without any."""
         if self.clamp_log == self.clamp == math.inf:
             return None
         return (float(self.clamp_log), float(self.clamp))

@@ -120,16 +120,16 @@ class Engine:
             dtype = torch.float32 if self.hidden.dtype == torch.float16 else self.hidden.dtype
             self.d_hidden = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
         if wanted[2]:
-            self.d_bias = torch.zeros(head.weight.shape[0], device=self.hidden.device)
+            self.d_bias = torch.zeros(head.weight.shape[0], device=self.hidden.device, dtype=torch.float32)
 
     def forward(self, index: Tensor, targets: Tensor, transform: RowTransform, entropy: bool) -> RowStats:
         """Statistics [N] of all rows: of those in `index` computed, of the others those of a row that is not read."""
         n, device = targets.numel(), self.hidden.device
         stats = RowStats(
-            torch.zeros(n, device=device),
-            torch.ones(n, device=device),
-            torch.zeros(n, device=device) if entropy else None,
-            torch.zeros(n, device=device),
+            torch.zeros(n, device=device, dtype=torch.float32),
+            torch.ones(n, device=device, dtype=torch.float32),
+            torch.zeros(n, device=device, dtype=torch.float32) if entropy else None,
+            torch.zeros(n, device=device, dtype=torch.float32),
         )
         for at, hidden in self._chunks(index):
             logits = self.products.logits(hidden)
@@ -200,7 +200,7 @@ class Engine:
     def gradients(self) -> Gradients:
         """(d_hidden, d_weight, d_bias) as they were summed, None where not wanted."""
         if self.wanted[1] and self.d_weight is None:  # no row had a gradient, which is a gradient of 0
-            self.d_weight = torch.zeros(self.head.weight.shape, device=self.hidden.device)
+            self.d_weight = torch.zeros(self.head.weight.shape, device=self.hidden.device, dtype=torch.float32)
         return self.d_hidden, self.d_weight, self.d_bias
 
 

@@ -14,11 +14,10 @@ from . import backends
 from .backends import FusedRows, RowTransform
 from .batch import LogitTransform, TokenBatch, as_transform, check_targets, logit_rows, per_token
 from .checks import require
-from .kl import kl_terms
 from .linear import Engine, Head, check_head, split_rows
-from .objective import Objective
+from .objective import Denominators, Objective
 from .ops import bounded_exp
-from .token_stage import TokenRows
+from .token_stage import TokenRows, kl_of_rows
 
 Tensor = torch.Tensor
 
@@ -53,7 +52,7 @@ class LossOutput:
         zero_advantage   share of all trained tokens whose advantage is exactly 0
         entropy          mean entropy in nats
         kl               mean of the KL estimator, weighted as it is in the loss (only with beta != 0)
-        kept             share of tokens that all filters keep (only with filters)
+        kept             share of tokens that all filters of this process keep (only with filters)
         """
         rows, logps = self._rows, self.logps.reshape(-1)
         everywhere = torch.ones_like(logps, dtype=torch.bool)
@@ -87,13 +86,12 @@ class LossOutput:
             "entropy": mean(self.entropy.reshape(-1)),
         }
         if rows.ref_logps is not None:
-            old = logps if rows.old_logps is None else rows.old_logps
-            kl = self._objective.kl_spec
-            x = logps - old if self._objective.level == "sequence-sum" else x
-            metrics["kl"] = mean(kl_terms(logps, old, rows.ref_logps, x, kl.clamps, **kl.formula)[0])
+            metrics["kl"] = mean(kl_of_rows(self._objective, logps, rows, x)[0])
         if self._objective.filters:
             kept = read
             for f in self._objective.filters:
+                if getattr(f, "process_group", None) is not None:
+                    continue  # to look at metrics must not be a collective
                 kept = kept & f.keep(logps, self.entropy.reshape(-1), rows, self._batch)
             metrics["kept"] = kept.sum() / tokens
         return metrics
@@ -105,7 +103,7 @@ def grpo_loss(
     objective: Objective,
     *,
     transform: LogitTransform | None = None,
-    normalizer: float | Tensor | None = None,
+    normalizer: float | Tensor | Denominators | None = None,
     inplace: bool = False,
     skip_inactive: bool = False,
     backend: str = "auto",
@@ -157,7 +155,7 @@ def linear_grpo_loss(
     bias: Tensor | None = None,
     reference: tuple[Tensor, ...] | None = None,
     transform: LogitTransform | None = None,
-    normalizer: float | Tensor | None = None,
+    normalizer: float | Tensor | Denominators | None = None,
     skip_inactive: bool = False,
     backend: str = "auto",
     strict: bool = False,
@@ -209,7 +207,7 @@ def objective_loss(
     *,
     entropy: Tensor | None = None,
     token_weights: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
+    normalizer: float | Tensor | Denominators | None = None,
 ) -> LossOutput:
     """The loss of `objective` over log-probs that are there already: the token stage alone, for who makes them elsewhere.
 
@@ -254,7 +252,10 @@ def _reference_logps(
         raise ValueError(f"reference is {type(reference).__name__}: pass (hidden, weight) or (hidden, weight, bias).")
     shape, device = batch.targets.shape, batch.targets.device
     head = check_head(reference[0], reference[1], reference[2] if len(reference) == 3 else None, shape, device)
-    rows = objective.token_rows(batch.with_ref_logps(torch.zeros(shape, device=device)))
+    check_targets(batch.targets, batch.mask, head.weight.shape[0])
+    rows = objective.token_rows(
+        batch.with_ref_logps(torch.zeros(shape, device=device, dtype=torch.float32)), 1.0
+    )  # weights play no part
     with torch.autocast(device.type, enabled=False):
         stats = Engine(head, backend).forward(torch.cat(split_rows(batch, rows, objective)), rows.targets, transform, False)
     return stats.logps.view(shape)
@@ -361,7 +362,9 @@ class _LinearGrpoLoss(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             active, passive = split_rows(call.batch, rows, objective)
             if objective.one_pass:
-                result = FusedRows(*(torch.zeros(rows.targets.numel(), device=hidden.device) for _ in FusedRows._fields))
+                result = FusedRows(
+                    *(torch.zeros(rows.targets.numel(), device=hidden.device, dtype=torch.float32) for _ in FusedRows._fields)
+                )
                 engine.fused(active, rows, objective, transform, result, wanted)
                 engine.fused(passive, rows, objective, transform, result, False)
             else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,13 +17,21 @@ from .batch import TokenBatch, flat
 from .checks import LARGEST, SMALLEST, require, require_number, values_are_checked
 from .filters import EntropyFloor, EntropyQuantile, Filter, OffPolicySequences, TrustRegion
 from .kl import Kl, as_kl
-from .surrogates import LEVELS, Clip, Dro, Surrogate
+from .surrogates import LEVELS, Clip, Custom, Dro, Surrogate
 from .token_stage import TokenRows
 
 Tensor = torch.Tensor
 F = TypeVar("F", bound=Filter)
 
 AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-mean", "token-sum", "constant")
+
+
+class Denominators(NamedTuple):
+    """What each term is divided by: `normalizer=` where the KL or the bonus has an aggregation of its own."""
+
+    policy: float | Tensor
+    kl: float | Tensor
+    entropy: float | Tensor
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,8 @@ class Objective:
     filters       see filters.py: tokens that leave the policy term, at most one of a kind.
     log_ratio_bounds  (low, high): the log-ratio at the objective's level is clamped, with no slope outside, as torch.clamp
                   has it (verl: -20, 20). None: it is bounded in the exponent only, at 60, and keeps its slope.
-    kl_aggregate, entropy_aggregate  None: like `aggregate`, with the same D. Otherwise their own, over this batch.
+    kl_aggregate, entropy_aggregate  None: like `aggregate`, with the same D. Otherwise their own, over this batch unless
+                  `normalizer` is a Denominators.
 
     The denominator D is for one process and one micro-batch. Whoever splits a batch passes `normalizer=` to the loss:
     D over all micro-batches and ranks, see `distributed.global_normalizer`. Raises ValueError naming the field that is wrong.
@@ -90,6 +99,7 @@ class Objective:
         self._check_filters()
         if self.log_ratio_bounds is not None:
             pair = isinstance(self.log_ratio_bounds, tuple) and len(self.log_ratio_bounds) == 2
+            pair = pair and all(isinstance(b, (int, float)) for b in self.log_ratio_bounds)
             remedy = "pass (low, high) with low < 0 < high, for example (-20.0, 20.0), or None."
             require(
                 pair and self.log_ratio_bounds[0] < 0 < self.log_ratio_bounds[1],
@@ -97,8 +107,11 @@ class Objective:
                 self.log_ratio_bounds,
                 remedy,
             )
-            own = not isinstance(self.surrogate, Dro)
-            require(own, "log_ratio_bounds", self.log_ratio_bounds, "Dro pulls back by the log-ratio itself: leave it None.")
+            pulls = isinstance(self.surrogate, (Dro, Custom)) and not self.surrogate.detached_ratio
+            remedy = (
+                f"{type(self.surrogate).__name__} may use logp beside the ratio, whose slope a clamp would cut: leave it None."
+            )
+            require(not pulls, "log_ratio_bounds", self.log_ratio_bounds, remedy)
 
     def _check_filters(self) -> None:
         remedy = "pass a tuple of filters, for example (TrustRegion('tv'),), see grpo_kernels.filters."
@@ -131,6 +144,11 @@ class Objective:
         return as_kl(self.kl)
 
     @property
+    def aggregates(self) -> tuple[str, str, str]:
+        """Of the policy term, the KL and the entropy bonus."""
+        return (self.aggregate, self.kl_aggregate or self.aggregate, self.entropy_aggregate or self.aggregate)
+
+    @property
     def one_pass(self) -> bool:
         """True where a token's slope depends on that token alone, so that its logits are visited once."""
         return self.level == "token" and not self.surrogate.selects and all(f.one_pass for f in self.filters)
@@ -154,6 +172,10 @@ class Objective:
         """The denominator D of one batch, a number or a 0-d tensor. Sum it over micro-batches and ranks: see
         `distributed.global_normalizer`. It may be 0, which a loss takes for 1."""
         return self._denominator(batch, self.aggregate)
+
+    def denominators(self, batch: TokenBatch) -> Denominators:
+        """`normalizer` of each term, with its own aggregation."""
+        return Denominators(*(self._denominator(batch, kind) for kind in self.aggregates))
 
     def _denominator(self, batch: TokenBatch, aggregate: str) -> float | Tensor:
         if aggregate == "token-sum":
@@ -198,7 +220,9 @@ class Objective:
             # An all-masked batch is 0 / 1.
             normalizer = normalizer.clamp(min=1.0) if isinstance(normalizer, Tensor) else max(normalizer, 1.0)
         mask = batch.marked("trained")
-        weight = torch.ones(batch.rows, device=batch.targets.device) if mask is None else mask.to(torch.float32)
+        weight = (
+            torch.ones(batch.rows, dtype=torch.float32, device=batch.targets.device) if mask is None else mask.to(torch.float32)
+        )
         inner: Tensor | None = None  # tokens that share a mean with this one
         if aggregate == "seq-mean-token-mean":
             inner = self._lengths(batch)
@@ -222,7 +246,9 @@ class Objective:
                 raise ValueError(f"normalizer={number}: the denominator is a finite number above 0.")
         return normalizer.detach().reshape(()).to(batch.targets.device, torch.float32, non_blocking=True)
 
-    def token_rows(self, batch: TokenBatch, normalizer: float | Tensor | None = None, skip_inactive: bool = False) -> TokenRows:
+    def token_rows(
+        self, batch: TokenBatch, normalizer: float | Tensor | Denominators | None = None, skip_inactive: bool = False
+    ) -> TokenRows:
         """Flat rows and their weights. Nothing here waits for the device. Raises ValueError where the batch lacks
         something that the objective needs.
 
@@ -241,14 +267,14 @@ class Objective:
                 f"weights has shape {list(batch.weights.shape)}, but {type(self.surrogate).__name__} multiplies the weights of a "
                 f"sequence's tokens into its ratio: pass one per token, {list(batch.targets.shape)}."
             )
-        if normalizer is not None:
-            normalizer = self._check_normalizer(normalizer, batch)
-        weight = self._weights(batch, self.aggregate, normalizer)
+        given = normalizer if isinstance(normalizer, Denominators) else (normalizer, None, None)
+        D, kl_D, entropy_D = (None if x is None else self._check_normalizer(x, batch) for x in given)
+        weight = self._weights(batch, self.aggregate, D)
 
-        def scaled(coef: float, aggregate: str | None) -> Tensor | None:
+        def scaled(coef: float, aggregate: str | None, own: float | Tensor | None) -> Tensor | None:
             if coef == 0:
                 return None
-            return coef * (weight if aggregate is None else self._weights(batch, aggregate, None))
+            return coef * (weight if aggregate is None else self._weights(batch, aggregate, own))
 
         mask, active = batch.marked("trained"), batch.marked(self.active_rows)
         advantages, weights = batch.flat("advantages"), batch.flat("weights")
@@ -263,8 +289,8 @@ class Objective:
             policy_weight=policy_weight,
             old_logps=batch.flat("old_logps"),
             ref_logps=batch.flat("ref_logps") if self.beta != 0 else None,
-            kl_weight=scaled(self.beta, self.kl_aggregate),
-            entropy_weight=scaled(self.entropy_coef, self.entropy_aggregate),
+            kl_weight=scaled(self.beta, self.kl_aggregate, kl_D),
+            entropy_weight=scaled(self.entropy_coef, self.entropy_aggregate, entropy_D),
             nll_weight=batch.flat("nll_weights"),
             sampler_logps=batch.flat("sampler_logps") if sampler else None,
             weights=weights,

@@ -12,7 +12,8 @@ Tensor = torch.Tensor
 
 
 class ops:
-    """What a formula may call, besides arithmetic and comparisons: element by element, the same in torch and Triton."""
+    """What a formula may call, besides arithmetic and comparisons: element by element, the same in torch and Triton.
+    NaN goes through all of them."""
 
     exp, log, sqrt, abs, where = torch.exp, torch.log, torch.sqrt, torch.abs, torch.where
 

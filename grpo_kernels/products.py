@@ -42,7 +42,7 @@ class Products:
         if self.weight.dtype == torch.float32:
             out = _times_transposed(hidden, self.weight)
         else:
-            out = torch.empty(hidden.shape[0], self.weight.shape[0], device=hidden.device)
+            out = torch.empty(hidden.shape[0], self.weight.shape[0], device=hidden.device, dtype=torch.float32)
             for block, weight in self._weight_blocks():
                 out[:, block] = _times_transposed(hidden, weight)
         return out if self.bias is None else out.add_(self.bias)
@@ -54,7 +54,7 @@ class Products:
     def d_hidden(self, d_logits: Tensor) -> Tensor:
         if self.weight.dtype == torch.float32:
             return _times_transposed(d_logits, self.weight.t())
-        out = torch.zeros(d_logits.shape[0], self.weight.shape[1], device=d_logits.device)
+        out = torch.zeros(d_logits.shape[0], self.weight.shape[1], device=d_logits.device, dtype=torch.float32)
         for block, weight in self._weight_blocks():
             out += _times_transposed(d_logits[:, block], weight.t())
         return out
@@ -86,11 +86,13 @@ class Bf16Products(Products):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight if weight.stride(1) == 1 else weight.contiguous(), None if bias is None else bias.float())
-        self._logits = torch.empty(0, weight.shape[0])  # used again by the next chunk: fresh pages cost more than a pass
+        self._logits = torch.empty(
+            0, weight.shape[0], dtype=torch.float32
+        )  # used again by the next chunk: fresh pages cost more than a pass
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self._logits.shape[0] < hidden.shape[0]:
-            self._logits = torch.empty(hidden.shape[0], self.weight.shape[0])
+            self._logits = torch.empty(hidden.shape[0], self.weight.shape[0], dtype=torch.float32)
         out = self._logits[: hidden.shape[0]]
         cpu_products.logits(hidden, self.weight, self.bias, out)
         return out
@@ -104,14 +106,14 @@ class Bf16Products(Products):
         return self.add_d_weight(None, d_logits, hidden)
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
-        out = torch.empty(d_logits.shape[0], self.weight.shape[1])
+        out = torch.empty(d_logits.shape[0], self.weight.shape[1], dtype=torch.float32)
         cpu_products.d_hidden(d_logits, self.weight, out)
         return out
 
     def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor) -> Tensor:
         first = total is None
         if total is None:
-            total = torch.empty(self.weight.shape)
+            total = torch.empty(self.weight.shape, dtype=torch.float32)
         cpu_products.add_d_weight(d_logits, hidden, total, first=first)
         return total
 

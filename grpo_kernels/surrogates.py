@@ -280,9 +280,11 @@ class Gmpo(Surrogate):
             require_number(name, getattr(self, name), "the clip width in log space is a number >= 0.", 0)
 
     def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
-        high = torch.where(advantages > 0, self.eps_high, math.inf)
-        low = torch.where(advantages < 0, -self.eps_low, -math.inf)
-        return torch.minimum(torch.maximum(x, low), high), ((x >= low) & (x <= high)).to(x.dtype)
+        # By A: above, x up to eps_high counts; below, x from -eps_low on; at 0, nothing.
+        high = torch.full_like(x, self.eps_high).masked_fill(advantages < 0, math.inf).masked_fill(advantages == 0, 0.0)
+        low = torch.full_like(x, -self.eps_low).masked_fill(advantages > 0, -math.inf).masked_fill(advantages == 0, 0.0)
+        inside = (x >= low) & (x <= high) & (advantages != 0)
+        return torch.minimum(torch.maximum(x, low), high), inside.to(x.dtype)
 
     @property
     def params(self) -> tuple[float, ...]:
@@ -420,7 +422,7 @@ class Custom(Surrogate):
 
 def check_surrogate(surrogate: Surrogate, *, points: int = 4096, tolerance: float = 1e-6, seed: int = 0) -> None:
     """Compare a surrogate's slope with autograd's derivative of its loss, in fp64, at random log-probs, ratios within
-    e^-3 and e^3, and advantages of both signs.
+    e^-3 and e^3, and advantages of both signs; and its claim to be 0 at advantage 0, if it makes it.
 
     Meant for surrogates of your own. Where the loss has a detached factor (`detached_ratio=True`: the ratio is a
     constant weight) old_logp moves along with logp, so that the ratio stands still. Raises ValueError naming the worst
@@ -434,6 +436,10 @@ def check_surrogate(surrogate: Surrogate, *, points: int = 4096, tolerance: floa
     old_logp = logp - x
     logp.requires_grad_()
     extra = (selected,) if surrogate.selects else ()
+    if surrogate.zero_at_zero_advantage:
+        for what, value in zip(("loss", "slope"), surrogate(logp.detach(), old_logp, 0.0 * x, *extra), strict=True):
+            if torch.as_tensor(value).any():
+                raise ValueError(f"the {what} of {surrogate!r} is not 0 at advantage 0: set zero_at_zero_advantage=False.")
     loss, slope = surrogate(logp, logp - x if surrogate.detached_ratio else old_logp, advantage, *extra)
     (expected,) = torch.autograd.grad(loss.sum(), logp)
     slope = torch.as_tensor(slope).detach().expand_as(expected)

@@ -16,7 +16,7 @@ import torch
 
 from .batch import TokenBatch
 from .filters import TRUST_REGIONS, EntropyFloor, TrustRegion
-from .kl import kl_terms
+from .kl import Kl, kl_terms
 from .ops import ops
 
 if TYPE_CHECKING:
@@ -105,13 +105,14 @@ def token_terms(
 def formulas(objective: Objective) -> dict[str, Callable[..., Any] | str | bool | None]:
     """What `token_terms` wants to know at compile time: functions and choices."""
     trust = objective.filter(TrustRegion)
+    kl = objective.kl_spec if objective.beta else Kl()  # one kernel for all that have no KL
     return {
         "SURROGATE": objective.surrogate.function,
         "DETACHED": objective.surrogate.detached_ratio,
         "TRUST": None if trust is None else TRUST_REGIONS[trust.kind],
         "TRUST_SAMPLER": trust is not None and trust.anchor == "sampler",
         "KL_TERMS": kl_terms,
-        **objective.kl_spec.formula,
+        **kl.formula,
     }
 
 
@@ -122,8 +123,8 @@ def scalars(objective: Objective) -> dict[str, Any]:
         "surrogate_params": objective.surrogate.params,
         "trust_params": () if trust is None else trust.params,
         "entropy_floor": None if floor is None else float(floor.threshold),
-        "ratio_bounds": objective.log_ratio_bounds,
-        "kl_clamps": objective.kl_spec.clamps,
+        "ratio_bounds": None if objective.log_ratio_bounds is None else tuple(map(float, objective.log_ratio_bounds)),
+        "kl_clamps": objective.kl_spec.clamps if objective.beta else None,
     }
 
 
@@ -159,20 +160,20 @@ def log_ratio(objective: Objective, logps: Tensor, rows: TokenRows, batch: Token
     return batch.spread(total if objective.level == "sequence-sum" else total / count).to(torch.float32)
 
 
-def batch_terms(
+def kl_of_rows(
+    objective: Objective, logps: Tensor, rows: TokenRows, sequence_ratio: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`kl_terms` [n] of flat rows; `sequence_ratio` is the log-ratio at the objective's level."""
+    old = logps if rows.old_logps is None else rows.old_logps
+    # The ratio of a whole sequence (a product) would drown a token's KL: there the token's own weighs it.
+    ratio = logps - old if objective.level == "sequence-sum" else sequence_ratio
+    return kl_terms(logps, old, rows.ref_logps, ratio, objective.kl_spec.clamps, **objective.kl_spec.formula)
+
+
+def _filtered(
     objective: Objective, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses, d_logps, d_entropy) [n] of objectives that need more than the token itself."""
-    surrogate, level = objective.surrogate, objective.level
-    through_sequence = level in ("sequence", "sequence-sum")
-
-    def to_tokens(d_log_ratio: Tensor) -> Tensor:
-        """Slopes with respect to a sequence's log-ratio, as slopes with respect to its tokens' log-probs."""
-        trained, count = trained_rows(rows, batch)
-        d = batch.sequence_sum(d_log_ratio)
-        spread = batch.spread(d if level == "sequence-sum" else d / count).to(torch.float32)
-        return torch.where(trained, spread, 0.0)
-
+) -> tuple[Tensor, Tensor | None]:
+    """Policy and entropy weights [n] after the objective's filters."""
     policy_weight, entropy_weight = rows.policy_weight, rows.entropy_weight
     for f in objective.filters:
         keep = f.keep(logps, entropy, rows, batch)
@@ -184,39 +185,55 @@ def batch_terms(
                 left = narrowed.sum()
                 narrowed = narrowed * torch.where(left == 0, 0.0, entropy_weight.sum() / left)
             entropy_weight = narrowed
+    return policy_weight, entropy_weight
 
-    x = log_ratio(objective, logps, rows, batch)
+
+def _policy_terms(objective: Objective, logps: Tensor, rows: TokenRows, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The surrogate's (loss, slope) [n] at log-ratios x; the slope with respect to logp where the ratio is detached or a
+    token's own, else to x."""
+    surrogate = objective.surrogate
     low, high = objective.log_ratio_bounds or (-torch.inf, torch.inf)
     bounded = x.clamp(low, high)
-    extra: tuple[Tensor, ...] = ()
+    selected: tuple[Tensor, ...] = ()
     if surrogate.selects:
-        everywhere = torch.ones_like(logps, dtype=torch.bool)
-        extra = (surrogate.select(logps, logps - x, rows.advantages, everywhere if rows.trained is None else rows.trained),)
-    if surrogate.detached_ratio or level == "token":  # needs logp itself beside the ratio
+        trained = torch.ones_like(logps, dtype=torch.bool) if rows.trained is None else rows.trained
+        selected = (surrogate.select(logps, logps - x, rows.advantages, trained),)
+    if surrogate.detached_ratio or objective.level == "token":  # needs logp itself beside the ratio
         old = logps - bounded
-        if level == "token" and rows.old_logps is not None:
+        if objective.level == "token" and rows.old_logps is not None:
             old = torch.where(x == bounded, rows.old_logps, old)
-        losses, slopes = surrogate(logps, old, rows.advantages, *extra)
+        losses, slopes = surrogate(logps, old, rows.advantages, *selected)
     else:
         losses, slopes = surrogate(bounded, torch.zeros_like(x), rows.advantages)
-    if not surrogate.detached_ratio:
-        slopes = torch.where(x == bounded, slopes, 0.0)
+    return losses, slopes if surrogate.detached_ratio else torch.where(x == bounded, slopes, 0.0)
+
+
+def batch_terms(
+    objective: Objective, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(losses, d_logps, d_entropy) [n] of objectives that need more than the token itself."""
+    level = objective.level
+
+    def to_tokens(d_log_ratio: Tensor) -> Tensor:
+        """Slopes with respect to a sequence's log-ratio, as slopes with respect to its tokens' log-probs."""
+        trained, count = trained_rows(rows, batch)
+        d = batch.sequence_sum(d_log_ratio)
+        spread = batch.spread(d if level == "sequence-sum" else d / count).to(torch.float32)
+        own = torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
+        return torch.where(trained, spread, 0.0) * objective.surrogate.in_sequence(own, rows.advantages)[1]
+
+    policy_weight, entropy_weight = _filtered(objective, logps, entropy, rows, batch)
+    x = log_ratio(objective, logps, rows, batch)
+    losses, slopes = _policy_terms(objective, logps, rows, x)
     losses = torch.where(policy_weight == 0, 0.0, policy_weight * losses)
     d_logps = torch.where(policy_weight == 0, 0.0, policy_weight * slopes)
-    own = torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
-    in_sequence = surrogate.in_sequence(own, rows.advantages)[1]
-    if through_sequence and not surrogate.detached_ratio:
-        d_logps = to_tokens(d_logps) * in_sequence
+    if level in ("sequence", "sequence-sum") and not objective.surrogate.detached_ratio:
+        d_logps = to_tokens(d_logps)
     if rows.kl_weight is not None:
-        old = logps if rows.old_logps is None else rows.old_logps
-        # The ratio of a whole sequence (a product) would drown a token's KL: there the token's own weighs it.
-        ratio = own if level == "sequence-sum" else x
-        kl, slope, through_ratio, both = kl_terms(
-            logps, old, rows.ref_logps, ratio, objective.kl_spec.clamps, **objective.kl_spec.formula
-        )
+        kl, slope, through_ratio, both = kl_of_rows(objective, logps, rows, x)
         losses = losses + rows.kl_weight * kl
         if level == "sequence" and objective.kl_spec.weighting == "ratio":
-            d_logps = d_logps + rows.kl_weight * slope + to_tokens(rows.kl_weight * through_ratio) * in_sequence
+            d_logps = d_logps + rows.kl_weight * slope + to_tokens(rows.kl_weight * through_ratio)
         else:
             d_logps = d_logps + rows.kl_weight * both
     d_entropy = torch.zeros_like(logps)

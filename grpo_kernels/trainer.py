@@ -24,9 +24,11 @@ from typing import Any
 import torch
 
 from .batch import LogitTransform, TokenBatch
+from .distributed import global_normalizer
 from .entropy import AdaptiveEntropyCoef
 from .logprobs import linear_logprobs, token_logprobs
 from .losses import LossOutput, grpo_loss, linear_grpo_loss
+from .objective import Denominators
 from .training import checkpoints, require
 from .training.config import TrainConfig, parse_args
 from .training.data import Row, encode, load_rows, prompts_of_step
@@ -86,7 +88,7 @@ class Trainer:
         if skipped:
             print(f"left out {skipped} of {len(train_rows)} prompts: longer than max_prompt_tokens={config.max_prompt_tokens}")
         self.ends = end_ids(self.model, tokenizer)
-        self.reference = copy.deepcopy(self.model).eval().requires_grad_(False) if config.beta else None
+        self.reference = copy.deepcopy(self.model).eval().requires_grad_(False) if self.objective.beta else None
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay
         )
@@ -211,7 +213,7 @@ class Trainer:
         others: they were computed before any step, by the same code."""
         config = self.config
         # One denominator for the whole batch, however it is cut and whatever is left out.
-        normalizer = self.objective.normalizer(TokenBatch(completions.targets, advantages, mask=completions.mask))
+        whole = TokenBatch(completions.targets, advantages, mask=completions.mask)
         total = len(completions.ids)
         if config.drop_zero_variance:
             wanted = (advantages.reshape(total, -1) != 0).any(1)
@@ -228,6 +230,7 @@ class Trainer:
             logps, parts = [], []
             if self.entropy_coef is not None:
                 self.objective = dataclasses.replace(self.objective, entropy_coef=self.entropy_coef.coef)
+            normalizer = global_normalizer(self.objective, whole)
             for piece in pieces:
                 part = completions[piece]
                 batch = TokenBatch(
@@ -256,7 +259,7 @@ class Trainer:
         self.mid_update = False
         return metrics | {"dropped": 1 - count / total}
 
-    def loss(self, completions: Completions, batch: TokenBatch, normalizer: float | Tensor) -> LossOutput:
+    def loss(self, completions: Completions, batch: TokenBatch, normalizer: Tensor | Denominators) -> LossOutput:
         """The objective of one micro-batch: from hidden states, so that logits never exist, or from the model's logits."""
         with autocast(self.device, self.dtype):
             if self.config.loss == "linear":
@@ -335,6 +338,7 @@ class Trainer:
 
 def combine(parts: list[dict[str, Tensor]]) -> dict[str, float]:
     """Metrics of micro-batches as those of the batch: the loss adds up, extremes stay extremes, means weigh by tokens."""
+    parts = [p for p in parts if p["tokens"] > 0] or parts[:1]  # the extremes of nothing are not the batch's
     tokens = torch.stack([p["tokens"] for p in parts])
     metrics = {}
     for name in parts[0]:

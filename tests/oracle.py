@@ -165,7 +165,9 @@ def kl_term(spec: Spec, logp: Tensor, old: Tensor, ref: Tensor, log_ratio: Tenso
         x = logp - old
         keep = logp.detach().exp() - old.exp() >= -0.2
         return -torch.where(keep, (ref - logp).detach() * x.exp(), 0.0) + 1e-3 * x**2
-    value = kl_estimate(spec.kl, logp, ref, spec.clamp_log).clamp(-spec.clamp, spec.clamp)
+    estimate = kl_estimate(spec.kl, logp, ref, spec.clamp_log)
+    value = estimate.clamp(-spec.clamp, spec.clamp)
+    clamped = ((ref - logp).abs() > spec.clamp_log) | (estimate.abs() > spec.clamp)
     if spec.straight_through:
         other = kl_estimate("k2", logp, ref)
         value = value.detach() + other - other.detach()
@@ -175,7 +177,8 @@ def kl_term(spec: Spec, logp: Tensor, old: Tensor, ref: Tensor, log_ratio: Tenso
         "detached-ratio": log_ratio.detach().exp(),
         "score": torch.exp(logp - logp.detach()),
     }[spec.kl_weighting]
-    return weight * value
+    # Where a clamp cuts the estimator's gradient it cuts that of the weight too (NeMo-RL).
+    return torch.where(clamped, weight.detach(), weight) * value
 
 
 def ratio_bounds(spec: Spec) -> tuple[float, float]:
@@ -429,8 +432,8 @@ def in_sequence(spec: Spec, x: Tensor, advantage: Tensor, weight: Tensor, margin
     if spec.surrogate == "gmpo":  # clipped on the side where the token would gain
         for value, a in zip(x.tolist(), advantage.tolist(), strict=True):
             margin(value, *([spec.eps_high] if a > 0 else [-spec.eps_low] if a < 0 else []))
-        x = torch.where(advantage > 0, x.clamp(max=spec.eps_high), x)
-        return torch.where(advantage < 0, x.clamp(min=-spec.eps_low), x)
+        sign = advantage.sign()
+        return sign * torch.minimum(sign * x, sign * x.clamp(-spec.eps_low, spec.eps_high))
     if spec.surrogate == "vespo":  # sampler weights are factors of the sequence's ratio; 0 takes its token out
         logs = torch.where(weight == 0, 1.0, weight).log().clamp(math.log(1e-8), 20.0)
         return x.clamp(-20.0, 20.0) + logs

@@ -80,7 +80,8 @@ def test_an_unmoved_token_is_inside_a_region_of_no_width_but_for_ratios() -> Non
     """p - q = 0 <= 0; the region of ratios is open, as its source has it."""
     batch = batch_of(2, old_logps=torch.full((2,), -0.7))
     for kind in KINDS:
-        assert kept(TrustRegion(kind, 0.0, 0.0), batch, torch.full((2,), -0.7)) == [kind != "ratio"] * 2
+        for low, high in ((0.0, 0.0), (0.0, 0.5), (0.5, 0.0)):
+            assert kept(TrustRegion(kind, low, high), batch, torch.full((2,), -0.7)) == [kind != "ratio"] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

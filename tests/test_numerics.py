@@ -187,9 +187,10 @@ def far(near: Data) -> Data:
 
 @pytest.fixture(scope="module")
 def far_reference(near: Data) -> Data:
-    """A KL whose value is beyond its clamp. (Where |d| is, beyond 20, NeMo detaches the weight of its KL; ours stays.)"""
+    """A KL whose value, or difference of log-probs, is beyond its clamp."""
     ref = near.ref.clone()
     ref[0, 0], ref[2, 3], ref[5, 1] = near.logps[0, 0] + 2.7, near.logps[2, 3] - 12.0, near.logps[5, 1] + 4.0
+    ref[0, 1] = near.logps[0, 1] - 25.0
     return replace(near, ref=ref)
 
 
@@ -226,7 +227,7 @@ def policy(t: Theirs, x: Tensor, own: Tensor, logp: Tensor, old: Tensor, A: Tens
         return -A * logp
     if t.loss == "gmpo":
         bounded = own.clamp(-t.eps[0], t.eps[1])
-        c = torch.where(A > 0, torch.minimum(own, bounded), torch.maximum(own, bounded))
+        c = A.sign() * torch.minimum(A.sign() * own, A.sign() * bounded)
         return (-A.mean() * c.mean().exp()).expand(len(own))
     if t.loss == "dro":
         return -(A * logp - t.constant / 2 * own**2)
@@ -261,8 +262,11 @@ def penalty(t: Theirs, logp: Tensor, old: Tensor, ref: Tensor) -> Tensor:
     if name == "distillation":
         keep = logp.detach().exp() - old.exp() >= -0.2
         return -torch.where(keep, (ref - logp).detach() * (logp - old).exp(), 0.0) + 1e-3 * (logp - old) ** 2
-    value = {"k1": -d, "k3": d.exp() - d - 1}[name].clamp(-limit, limit)
-    return value * (logp - logp.detach()).exp() if weight == "score" else value
+    value = {"k1": -d, "k3": d.exp() - d - 1}[name]
+    if weight == "score":  # before the clamp of the value; a constant where the difference was clamped
+        carried = torch.where((ref - logp).detach().abs() <= bound, logp, logp.detach())
+        value = value * (carried - logp.detach()).exp()
+    return value.clamp(-limit, limit)
 
 
 def chosen_tokens(t: Theirs, data: Data) -> Tensor:

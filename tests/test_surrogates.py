@@ -257,7 +257,7 @@ def test_gmpo_clips_where_a_token_would_gain() -> None:
     x = torch.tensor([1.0, -1.0])
     assert Gmpo(0.2, 0.4).in_sequence(x, torch.ones(2))[0].tolist() == pytest.approx([0.4, -1.0])
     assert Gmpo(0.2, 0.4).in_sequence(x, -torch.ones(2))[0].tolist() == pytest.approx([1.0, -0.2])
-    assert Gmpo(0.2, 0.4).in_sequence(x, torch.zeros(2))[0].tolist() == [1.0, -1.0]
+    assert Gmpo(0.2, 0.4).in_sequence(x, torch.zeros(2))[0].tolist() == [0.0, 0.0]
 
 
 # ---- selection

@@ -534,7 +534,7 @@ def assert_same(a: tuple[Tensor, ...], b: tuple[Tensor, ...], what: str = "") ->
         torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6, msg=lambda m: f"{what}: {m}")
 
 
-@every_property
+@pytest.mark.parametrize("name", [n for n in PROPERTIES if n != "kl-cov"])  # of equal covariances it takes the first
 @few
 @given(sequences(), st.randoms(use_true_random=False))
 def test_the_order_of_sequences_does_not_matter(name: str, s: Sequences, random: Any) -> None:

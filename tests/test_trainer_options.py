@@ -59,7 +59,10 @@ def test_advantages_follow_numerics_and_explicit_choices(tok: Any, tmp_path: Pat
             ({}, {"scale": "group"}),
             ({"numerics": "verl"}, {"eps": 1e-6}),
             ({"numerics": "torchtitan", "advantage_scale": "none"}, {"scale": "none"}),
-            ({"advantage_baseline": "leave-one-out", "advantage_scale": "none"}, {"baseline": "leave-one-out", "scale": "none"}),
+            (
+                {"advantage_baseline": "leave-one-out", "advantage_scale": "none"},
+                {"baseline": "leave-one-out", "scale": "none"},
+            ),
         ]
     ):
         t = trainer(tok, tmp_path / str(i), rewards=[lambda *_, **__: rewards.tolist()], **changes)
@@ -109,3 +112,30 @@ def test_every_preset_trains(tok: Any, tmp_path: Path, preset: str) -> None:  # 
 def test_refusals_name_the_field(tok: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:  # noqa: F811
     with pytest.raises(ValueError, match=message):
         Trainer(config(tmp_path, **changes), model=tiny(tok), tokenizer=tok, rows=([], []))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"preset": "dro"}, {"preset": "kl_cov"}, {"preset": "clip_cov"}, {"entropy_share": 0.5}, {"numerics": "skyrl"}],
+    ids=str,
+)
+def test_completions_that_an_objective_wants_are_not_dropped(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="drop_zero_variance=True: this objective wants those completions"):
+        config(tmp_path, drop_zero_variance=True, **changes)
+
+
+def test_what_does_not_go_together_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    for changes, message in (
+        ({"kl": "k9"}, "kl='k9'"),
+        ({"numerics": "torchtitan", "preset": "gspo"}, "torchtitan has no such objective"),
+        ({"advantage_baseline": "none"}, "scale"),
+        ({"numerics": "prime-rl"}, "numerics='prime-rl'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config(tmp_path, **changes)
+
+
+def test_beta_is_the_presets_own_unless_given(tmp_path: Path) -> None:
+    assert config(tmp_path).objective.beta == 0
+    assert config(tmp_path, numerics="liger").objective.beta == 0.04
+    assert config(tmp_path, numerics="liger", beta=0.0).objective.beta == 0

@@ -42,6 +42,17 @@ def test_the_targets_gradient_is_stored_behind_a_barrier() -> None:
     assert len(behind) == 1 and sum(width < 128 for _, width in stores) == 1
 
 
+def test_minimum_and_maximum_of_a_formula_keep_nan() -> None:
+    """The hardware's default drops it, as no test on a CPU would show: a row of NaN would get a finite loss."""
+    with compiling("sm_90") as launches:
+        logits = torch.zeros(1, 2, 64)
+        backend.fused_loss(logits, token_rows(2, Objective()), Objective(), PLAIN, logits)
+    ((_, kernel),) = launches
+    assembly = code(kernel)
+    # exp(min(x, 60)), min(r, delta) A, clip(r): the lane reductions of the row's maximum use the plain form.
+    assert assembly.count("min.NaN.f32") >= 4 and assembly.count("max.NaN.f32") >= 1 and "min.f32" not in assembly
+
+
 def variants(target: str) -> dict[str, int]:
     """Compiled kernels in Triton's own cache, by kernel."""
     kernels = (backend._row_stats_kernel, backend._row_grads_kernel, backend._fused_loss_kernel, backend._scale_kernel)

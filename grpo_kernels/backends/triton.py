@@ -397,9 +397,51 @@ def _scale_kernel(
 # ---- formulas into Triton
 
 
+class _Ops:
+    """`ops` inside Triton."""
+
+    @triton.jit
+    def exp(x):
+        return tl.exp(x)
+
+    @triton.jit
+    def log(x):
+        return tl.log(x)
+
+    @triton.jit
+    def sqrt(x):
+        return tl.sqrt(x)
+
+    @triton.jit
+    def abs(x):
+        return tl.abs(x)
+
+    @triton.jit
+    def sigmoid(x):
+        return tl.sigmoid(x)
+
+    @triton.jit
+    def where(condition, a, b):
+        return tl.where(condition, a, b)
+
+    # Triton's own default loses NaN, and with it the sign that a row is broken.
+
+    @triton.jit
+    def minimum(a, b):
+        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+    @triton.jit
+    def maximum(a, b):
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+_ops = types.ModuleType("triton_ops")  # Triton looks attributes up in modules only
+vars(_ops).update((name, f) for name, f in vars(_Ops).items() if name in vars(ops))
+
+
 @functools.cache
 def compiled_formula(function: Callable[..., Any]) -> Any:
-    """A formula written with `surrogates.ops` as a Triton function: the same source, with `ops` = triton.language.
+    """A formula written with `surrogates.ops` as a Triton function: the same source, with `ops` for the GPU.
 
     Plain functions that it calls are converted too; numbers it refers to are fixed at the first use. Raises ValueError
     for what Triton cannot compile: lambdas, closures, callable objects, functions without a source file."""
@@ -423,7 +465,7 @@ def compiled_formula(function: Callable[..., Any]) -> Any:
     for used_name in sorted(used & function.__globals__.keys()):
         value = function.__globals__[used_name]
         if value is ops:
-            names[used_name] = tl
+            names[used_name] = _ops
         elif value is function:
             raise ValueError(f"{name} calls itself: {remedy}")
         elif isinstance(value, types.FunctionType):

@@ -10,6 +10,7 @@ Signatures, defaults, values and gradients are those of Liger-Kernel 0.8.5, whic
 - Masked positions do not count, whatever they hold: not in LUSPO, whose Liger versions weigh the padding too (or multiply by
   the length twice), and not in VESPO's sum of log-weights, where a token of weight 0 leaves alone instead of silencing its
   sequence.
+- A delta below 1 + eps_high has its whole gradient: Liger's Triton loss drops that of tokens with A < 0 between the two.
 - A gradient that overwrites the logits bumps their version counter: autograd raises where something needs the old values.
 - The gradients of a reduced loss are made in the forward and handed over once: a second backward raises RuntimeError.
 - `compiled` and `chunk_size` change nothing: nothing is compiled, and chunks follow from the vocabulary.

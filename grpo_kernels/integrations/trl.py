@@ -38,6 +38,7 @@ from ..logprobs import linear_logprobs
 from ..losses import LossOutput, linear_grpo_loss
 from ..objective import Objective
 from ..surrogates import Cispo, Clip, Sapo, Surrogate, Vespo
+from ..token_stage import TokenRows
 from .trl_head import DTYPES, check_version, fused_lm_head, gathered
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_lm_head", "patch"]  # noqa: F822
@@ -129,13 +130,13 @@ class FusedLoss:
             assert read is not None
             inputs = inputs | {"tool_mask": read.view(batch.targets.shape).to(inputs["completion_mask"].dtype)}
         theirs = self._theirs(call.through(model), inputs)
-        assert call.output is not None
+        assert call.output is not None and call.rows is not None
         loss, aux_loss = call.output.loss, call.output.aux_loss
         self.counts["fused"] += 1
         if aux_loss is not None:
             loss = loss + trainer.router_aux_loss_coef * aux_loss / self._accumulation
         if self.strict and not self.skip_inactive:
-            _check_value(loss.detach(), theirs.detach(), call)
+            _check_value(loss.detach(), theirs.detach(), call.rows)
         return loss
 
     @property
@@ -159,11 +160,12 @@ class FusedLoss:
             return f"importance_sampling_level={level!r}", None
         if trainer.aux_loss_enabled and not _router(trainer.model.config.get_text_config()):
             return "the auxiliary loss of this mixture of experts", None
-        if len(set((getattr(trainer.model, "hf_device_map", None) or {}).values())) > 1:
+        if len({*(getattr(trainer.model, "hf_device_map", None) or {}).values()}) > 1:
             return "a model split over devices", None
         filters: tuple[Filter, ...] = ()
         if trainer.top_entropy_quantile < 1.0:
-            group = torch.distributed.group.WORLD if trainer.accelerator.num_processes > 1 else None
+            ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+            group = torch.distributed.group.WORLD if ranks else None
             filters += (EntropyQuantile(trainer.top_entropy_quantile, group),)
         if trainer.off_policy_mask_threshold is not None:
             filters += (OffPolicySequences(trainer.off_policy_mask_threshold),)
@@ -227,10 +229,10 @@ class FusedLoss:
         return sequences * trainer.max_completion_length if trainer.loss_type == "dr_grpo" else sequences
 
 
-def _check_value(ours: Tensor, theirs: Tensor, call: _LossCall) -> None:
+def _check_value(ours: Tensor, theirs: Tensor, rows: TokenRows) -> None:
     """TRL's loss, from the same log-probs, has to be the same number; its formulas may change with a version."""
-    assert call.scale is not None
-    if not (ours - theirs).abs() <= 1e-3 * (call.scale + theirs.abs()):
+    scale = (rows.policy_weight * rows.advantages).abs().sum()  # terms of either sign, before they cancel
+    if theirs.isfinite() and not (ours - theirs).abs() <= 1e-3 * (scale + theirs.abs()):
         raise RuntimeError(
             f"strict=True, but the fused loss is {float(ours):.6g} and TRL's own arithmetic on its log-probs gives "
             f"{float(theirs):.6g}: this is a bug of the adapter, or a TRL that it does not know."
@@ -243,7 +245,7 @@ class _LossCall:
     def __init__(self, batch: TokenBatch, objective: Objective, normalizer: float | Tensor, skip_inactive: bool) -> None:
         self.batch, self.objective, self.normalizer, self.skip_inactive = batch, objective, normalizer, skip_inactive
         self.output: Any = None  # of the outermost wrapper: DDP and FSDP have hooked into its tensors
-        self.scale: Tensor | None = None  # what a rounding error of the loss is relative to
+        self.rows: TokenRows | None = None
 
     def through(self, model: Any) -> Any:
         """The model as TRL calls it, with this call in its arguments and a result without a graph and without the loss."""
@@ -260,7 +262,7 @@ class _LossCall:
             hidden, weight, self.batch, self.objective, bias=bias, transform=transform, normalizer=self.normalizer,
             skip_inactive=self.skip_inactive,
         )  # fmt: skip
-        self.scale = (out._rows.policy_weight * out._rows.advantages).abs().sum()
+        self.rows = out._rows
         return out
 
 
@@ -292,7 +294,7 @@ def _plain_head(model: Any) -> Any:
 
 def _router(config: Any) -> tuple[int, int] | None:
     """(experts, experts per token) of a model whose load-balancing loss is Mixtral's."""
-    if not hasattr(config, "num_experts") or not hasattr(config, "num_experts_per_tok") or config.model_type == "gpt_oss":
+    if not hasattr(config, "num_experts") or not hasattr(config, "num_experts_per_tok"):
         return None
     return config.num_experts, config.num_experts_per_tok
 

@@ -110,9 +110,11 @@ def policy_loss(objective: str | Objective) -> PolicyLoss:
     if isinstance(objective, Objective):
         fixed = objective
     elif objective not in LOSSES:
-        fixed = Objective.preset(objective, numerics="verl" if objective in NUMERICS["verl"] else None)
+        fixed = Objective.preset(objective, numerics="verl" if objective in NUMERICS["verl"] else None, beta=0.0)
     if fixed is not None and (fixed.beta != 0 or fixed.needs_entropy):
-        raise ValueError(f"objective={objective!r}: verl adds KL and entropy itself: pass a policy term alone.")
+        raise ValueError(
+            f"objective has beta={fixed.beta} and entropy_coef={fixed.entropy_coef}: verl adds KL and entropy itself: pass 0.0."
+        )
 
     def loss(
         old_log_prob: Tensor,
@@ -217,32 +219,36 @@ def _metrics(name: str | None, objective: Objective, out: LossOutput, batch: Tok
 
     bounds = objective.log_ratio_bounds or (-math.inf, math.inf)
     bounded = x if objective.level != "token" else x.clamp(*bounds)
-    r, (low, high) = bounded.exp(), objective.surrogate.ratio_bounds
+    low, high = (math.log(r) if r > 0 else -math.inf for r in objective.surrogate.ratio_bounds)
+    below, above = bounded < low, bounded > high
     clipped: Tensor | None = x.new_zeros(())
     lower: Tensor | None = x.new_zeros(())
     if name == "cispo":
-        clipped = share((r < low) | (r > high))
+        clipped = share(below | above)
     elif name in ("dppo_tv", "dppo_kl"):
         rows = objective.token_rows(batch)
         rows = replace(rows, advantages=torch.where(rows.advantages == 0, -1.0, rows.advantages))  # as verl has it
         keep = objective.filters[0].keep(out.logps.reshape(-1), None, rows, batch).view(mask.shape)
-        clipped, lower = share(~keep), share((r > high) & keep)
+        clipped, lower = share(~keep), share(above & keep)
     elif name == "geo_mean":
-        eps_low, eps_high = objective.surrogate.params[:2]
-        beyond = (x < -eps_low) | (x > eps_high)
+        assert isinstance(objective.surrogate, Gmpo)
+        beyond = (x < -objective.surrogate.eps_low) | (x > objective.surrogate.eps_high)
         clipped, lower = share(beyond & (A > 0)), share(beyond & (A < 0))
     elif name == "clip_cov":
         # The tokens that were drawn have no slope, where all others but the clipped ones have one.
         slopes = torch.autograd.grad(out.loss, log_prob, retain_graph=True)[0] if out.loss.requires_grad else x
-        beyond = ((r > high) & (A > 0)) | ((r < low) & (A < 0)) | (A == 0)
+        beyond = (above & (A > 0)) | (below & (A < 0)) | (A == 0)
         beyond = beyond if batch.weights is None else beyond | (batch.weights == 0)
         clipped, lower = share((slopes == 0) & ~beyond), None
     elif name in ("kl_cov", "dro"):
         clipped = lower = None
-    elif name != "sapo":
+    elif objective.level != "token":
         clipped = out.metrics["clip_low"] + out.metrics["clip_high"]
+    elif name != "sapo":
+        clipped = share((above & (A > 0)) | (below & (A < 0)))
         if name == "vanilla":
-            lower = share((r > objective.surrogate.params[2]) & (A < 0))
+            assert isinstance(objective.surrogate, Clip)
+            lower = share((bounded > math.log(objective.surrogate.delta)) & (A < 0))
     moved = x.abs() if name == "kl_cov" else -bounded
     named = {"actor/pg_clipfrac": clipped, "actor/ppo_kl": moved.sum() / tokens, "actor/pg_clipfrac_lower": lower}
     kept = {key: value for key, value in named.items() if value is not None}

@@ -8,8 +8,10 @@ import types
 import typing
 from dataclasses import MISSING, dataclass, field, fields, replace
 
+import torch
+
 from .. import advantages
-from ..advantages import SCALES
+from ..advantages import SCALES, group_advantages
 from ..filters import EntropyQuantile
 from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
@@ -17,6 +19,8 @@ from ..presets import NUMERICS, PRESETS
 BASELINES = ("mean", "leave-one-out", "none")  # those that need nothing but rewards
 #: a2po regresses on the reference's log-probs and values of its own, and distillation on a teacher: other inputs than here.
 TRAINABLE = tuple(name for name in PRESETS if name not in ("a2po", "distillation"))
+#: prime-rl's KL is to the sampler, which here is the policy itself.
+TRAINERS = tuple(name for name in NUMERICS if name != "prime-rl")
 LOSSES = ("linear", "logits", "eager")
 SCHEDULES = ("constant", "linear", "cosine")
 DTYPES = ("float32", "bfloat16")  # float16 would need a loss scaler
@@ -52,8 +56,10 @@ class TrainConfig:
     reward_model: str | None = _field(None, "path or Hub name of a sequence classifier with one output, added to the rewards")
 
     preset: str = _field("grpo", f"objective: {', '.join(TRAINABLE)}")
-    numerics: str | None = _field(None, f"compute the preset as this trainer does: {', '.join(NUMERICS)}; default: the paper")
-    beta: float = _field(0.0, "weight of the KL to the reference model; 0 loads no reference")
+    numerics: str | None = _field(None, f"compute the preset as this trainer does: {', '.join(TRAINERS)}; default: the paper")
+    beta: float | None = _field(
+        None, "weight of the KL to the reference model, which 0 does not load; default: the preset's, 0 in the papers'"
+    )
     kl: str | None = _field(None, "KL estimator: k1, k2, k3, abs, or with + its straight-through form; default: the preset's")
     entropy_coef: float = _field(0.0, "weight of the entropy bonus")
     entropy_target: float = _field(
@@ -134,7 +140,7 @@ class TrainConfig:
             check(name, getattr(self, name) >= 0, "it must be 0 or more.")
         for name, choices in (
             ("preset", TRAINABLE),
-            ("numerics", (None, *NUMERICS)),
+            ("numerics", (None, *TRAINERS)),
             ("advantage_baseline", (None, *BASELINES)),
             ("advantage_scale", (None, *SCALES)),
             ("lr_schedule", SCHEDULES),
@@ -149,14 +155,12 @@ class TrainConfig:
         check(
             "reward_weights", weights is None or len(weights) == scorers, f"give one weight for each of the {scorers} rewards."
         )
-        check("beta", 0 <= self.beta < math.inf, "the KL weight is a finite number >= 0.")
+        check("beta", self.beta is None or 0 <= self.beta < math.inf, "the KL weight is a finite number >= 0.")
         check("entropy_coef", math.isfinite(self.entropy_coef), "it must be finite.")
         check("entropy_target", 0 <= self.entropy_target < math.inf, "it is an entropy in nats; 0 switches it off.")
         adaptive = self.entropy_target == 0 or 0 <= self.entropy_coef <= 1
         check("entropy_coef", adaptive, "with entropy_target it is where the weight starts, in [0, 1].")
         check("entropy_share", 0 < self.entropy_share <= 1, "it is a share in (0, 1]; 1 keeps all tokens.")
-        quiet = not self.drop_zero_variance or (self.beta == 0 and self.entropy_coef == 0 and self.entropy_target == 0)
-        check("drop_zero_variance", quiet, "the KL and the entropy bonus want these completions: set their weights to 0.")
         check(
             "temperature",
             0 < self.temperature < math.inf,
@@ -169,17 +173,25 @@ class TrainConfig:
         check("max_grad_norm", self.max_grad_norm > 0, "it must be above 0; inf switches clipping off.")
         check("eval_prompts", self.eval_prompts >= 1, "it must be at least 1; eval_steps=0 switches evaluation off.")
         check("keep_checkpoints", self.keep_checkpoints >= 2, "keep at least 2, so that a damaged one has a predecessor.")
+        objective = self.objective  # what does not go together is refused now
+        group_advantages(torch.zeros(2), group_size=2, **self.advantage_options)
+        surrogate, bonus = objective.surrogate, self.entropy_coef != 0 or self.entropy_target != 0
+        alone = surrogate.zero_at_zero_advantage and not surrogate.selects and self.entropy_share == 1
+        check(
+            "drop_zero_variance",
+            not self.drop_zero_variance or (alone and objective.beta == 0 and not bonus),
+            "this objective wants those completions too, for a KL, an entropy bonus or quantile, or its surrogate.",
+        )
         check(
             "ref_refresh_steps",
-            self.ref_refresh_steps == 0 or self.beta > 0,
+            self.ref_refresh_steps == 0 or objective.beta > 0,
             "there is no reference to refresh at beta=0: set beta above 0.",
         )
 
     @property
     def objective(self) -> Objective:
-        changes: dict[str, typing.Any] = {"beta": self.beta, "entropy_coef": self.entropy_coef}
-        if self.kl is not None:
-            changes["kl"] = self.kl
+        changes: dict[str, typing.Any] = {"entropy_coef": self.entropy_coef}
+        changes |= {name: value for name, value in (("beta", self.beta), ("kl", self.kl)) if value is not None}
         if PRESETS[self.preset].aggregate == "constant":
             changes["max_tokens"] = self.max_new_tokens
         objective = Objective.preset(self.preset, numerics=self.numerics, **changes)

@@ -1,0 +1,160 @@
+"""A language model's head that computes log-probs and losses in its own forward, so that hooks on the head fire."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .batch import LogitTransform, TokenBatch, as_transform
+from .logprobs import linear_logprobs
+from .losses import linear_grpo_loss
+from .objective import Objective
+
+Tensor = torch.Tensor
+
+
+class HeadLogprobs(NamedTuple):
+    logps: Tensor
+    entropy: Tensor | None
+
+
+class HeadLoss(NamedTuple):
+    """Of `LossOutput`, the tensors: wrappers look for them in what a forward returns, and know tuples."""
+
+    loss: Tensor
+    logps: Tensor
+    entropy: Tensor
+    metrics: dict[str, Tensor] | None
+
+
+class FusedLMHead(nn.Linear):
+    """The linear layer `head`, with its own weight and bias, and two more ways to be called.
+
+        head = FusedLMHead.install(model)                  # or model.lm_head = FusedLMHead(model.lm_head)
+
+        head(hidden)                                       # logits, as before
+        head(hidden, targets, entropy=True)                # HeadLogprobs(logps, entropy): linear_logprobs
+        head(hidden, batch, objective, normalizer=tokens)  # HeadLoss(loss, logps, entropy, metrics): linear_grpo_loss
+
+    Why: FSDP, ZeRO-3 and offloading gather a module's weight around its forward. Who reads `lm_head.weight` as an attribute
+    gets a shard, or (FSDP2, `full_tensor()`) a gradient that is not averaged over the ranks, without a message. A call of the
+    head goes through the hooks. The same holds for a model that calls it in its own forward, under DDP or FSDP of the whole.
+
+    Parameters are the very same objects, under the same names: optimizers, tied embeddings and checkpoints notice nothing.
+    Install before fully_shard, DDP or deepspeed.initialize, and before PEFT wraps the head.
+
+    head       a plain nn.Linear [V, H]. Raises ValueError for anything else (LoRA, quantised, sharded, hooked, installed twice).
+    transform  softcap and scale of the model's logits, which `head(hidden)` leaves to the model as before. The temperature is
+               an argument of the calls.
+    """
+
+    def __init__(self, head: nn.Linear, *, transform: LogitTransform | None = None) -> None:
+        _check_plain(head)
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = head.in_features, head.out_features
+        self.weight = head.weight
+        self.register_parameter("bias", head.bias)
+        self.transform = as_transform(transform)
+        self.training = head.training
+        for name, value in vars(head).items():  # what libraries noted on it
+            self.__dict__.setdefault(name, value)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        targets: Tensor | TokenBatch | None = None,
+        objective: Objective | None = None,
+        *,
+        temperature: float | Tensor = 1.0,
+        metrics: bool = False,
+        **options: Any,
+    ) -> Tensor | HeadLogprobs | HeadLoss:
+        """logits, HeadLogprobs or HeadLoss, by what is given besides `hidden` [..., H].
+
+        targets      int64, the leading shape of hidden; or a TokenBatch, with an `objective`.
+        temperature  a number or a tensor, see LogitTransform; for log-probs and losses.
+        metrics      True: those of `LossOutput` are in the result of a loss.
+        options      of `linear_logprobs` (mask, entropy, backend, ...) or `linear_grpo_loss` (normalizer, reference, ...)."""
+        if targets is None:
+            if objective is not None or options or metrics:
+                raise ValueError(
+                    "targets is None, so the head gives logits: objective and options want targets or a TokenBatch."
+                )
+            return super().forward(hidden)
+        if isinstance(targets, TokenBatch) != (objective is not None):
+            raise ValueError(
+                f"targets is a {type(targets).__name__} and objective a {type(objective).__name__}: pass a TokenBatch with an "
+                "Objective for a loss, or ids alone for log-probs."
+            )
+        options["transform"] = replace(self.transform, temperature=temperature)
+        if not isinstance(targets, TokenBatch):
+            if metrics:
+                raise ValueError("metrics=True: only a loss has them, pass a TokenBatch and an Objective.")
+            logps, entropy = linear_logprobs(hidden, self.weight, targets, bias=self.bias, **options)
+            # A view would lose FSDP2's hook to an in-place operation of the caller, and FSDP2 warns of it.
+            return HeadLogprobs(logps.clone(), None if entropy is None else entropy.clone())
+        assert objective is not None
+        out = linear_grpo_loss(hidden, self.weight, targets, objective, bias=self.bias, **options)
+        return HeadLoss(out.loss, out.logps, out.entropy, out.metrics if metrics else None)
+
+    def plain(self) -> nn.Linear:
+        """An nn.Linear of the same parameters."""
+        with torch.device("meta"):  # its own are not wanted
+            linear = nn.Linear(self.in_features, self.out_features, self.bias is not None)
+        linear.weight = self.weight
+        linear.register_parameter("bias", self.bias)
+        linear.training = self.training
+        return linear
+
+    @classmethod
+    def install(cls, model: Any, *, transform: LogitTransform | None = None) -> FusedLMHead:
+        """Put one in the place of a Hugging Face model's head; softcap and scale come from its config unless given.
+
+        Raises ValueError, with the model as it was, where the head is not a plain linear layer."""
+        old = model.get_output_embeddings()
+        if transform is None:
+            from .training.head import logit_transform  # which knows the names in configs
+
+            config = model.config
+            transform = logit_transform(config.get_text_config() if hasattr(config, "get_text_config") else config, 1.0)
+        head = cls(old, transform=transform)
+        model.set_output_embeddings(head)
+        return head
+
+    @staticmethod
+    def undo(model: Any) -> nn.Linear:
+        """Put a plain nn.Linear back, with the parameters as they are now. Raises ValueError where there is nothing to undo."""
+        head = model.get_output_embeddings()
+        if not isinstance(head, FusedLMHead):
+            raise ValueError(f"the head of the model is a {type(head).__name__}, not a FusedLMHead: there is nothing to undo.")
+        linear = head.plain()
+        model.set_output_embeddings(linear)
+        return linear
+
+
+def _check_plain(head: Any) -> None:
+    """Raise ValueError unless the head computes x W^T + b with parameters that are all here."""
+
+    def refuse(reason: str, remedy: str) -> None:
+        raise ValueError(f"head is a {type(head).__module__}.{type(head).__name__}, {reason}: {remedy}")
+
+    if isinstance(head, FusedLMHead):
+        refuse("installed already", "use it as it is.")
+    if hasattr(head, "base_layer"):
+        refuse("an adapter around a layer", "leave the head out of target_modules, or merge the adapter (merge_and_unload).")
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        refuse("whose forward is not that of nn.Linear", "only x W^T + b can be computed here.")
+    if any(True for _ in head.children()) or set(head._parameters) != {"weight", "bias"} or head._buffers:
+        refuse("with parameters or modules besides weight and bias", "a parametrised layer has to be made plain first.")
+    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
+        refuse("with hooks, which would be lost", "install the fused head first, and register them on it.")
+    if hasattr(head.weight, "placements"):
+        refuse(
+            "whose weight is a DTensor",
+            "install before fully_shard or a tensor-parallel plan (vocabulary shards are not supported).",
+        )
+    if head.weight.dim() != 2:
+        refuse(f"whose weight has shape {list(head.weight.shape)}", "install before ZeRO-3 shards it.")

@@ -1,0 +1,58 @@
+"""AReaL: log-probs and entropy of packed logits on our kernels.
+
+    from grpo_kernels.integrations import areal
+    areal.bind()                    # in the worker, once areal.engine.fsdp_engine is imported or before
+
+`bind` replaces `gather_logprobs` and `gather_logprobs_entropy` of areal.utils.functional, in every module of AReaL that
+imported them (the FSDP, Megatron and Archon engines). AReaL keeps a softmax of all logits in fp32 for its backward; ours
+keeps three numbers a row. The loss (`ppo_actor_loss_fn`, on [T]), its statistics and weights stay AReaL's.
+More than one tensor-parallel rank is left to AReaL.
+
+Tested with AReaL 1.0.4 on a CPU: its two functions, from their file alone. Its engines were not run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..batch import LogitTransform
+from ..logprobs import token_logprobs
+from ._slots import Slots, check_version, plain, single_rank
+
+Tensor = torch.Tensor
+
+TESTED = ("1.0.4",)
+
+
+def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
+    """Put our two functions in the place of AReaL's; the result undoes it, by `undo()` or as a context manager.
+
+    strict   True: a call that has to be left to AReaL raises RuntimeError instead.
+    Raises RuntimeError for a version that is not known, and where it is bound already."""
+    check_version("areal", TESTED, any_version)
+    slots = Slots("areal", strict)
+    slots.bind("areal.utils.functional.vocab_parallel", "gather_logprobs", gather_logprobs)
+    slots.bind("areal.utils.functional.vocab_parallel", "gather_logprobs_entropy", gather_logprobs_entropy)
+    return slots
+
+
+def gather_logprobs(
+    logits: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
+) -> Tensor:
+    """Log-probs of labels, fp32 in their shape; logits [..., V]. chunk_size is not needed."""
+    single_rank(tp_group)
+    plain(logits)
+    return token_logprobs(logits, labels, transform=LogitTransform(temperature=temperature))[0]
+
+
+def gather_logprobs_entropy(
+    logits: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """Likewise, with the entropy in nats; both differentiable."""
+    single_rank(tp_group)
+    plain(logits)
+    logps, entropy = token_logprobs(logits, labels, transform=LogitTransform(temperature=temperature), entropy=True)
+    assert entropy is not None
+    return logps, entropy

@@ -1,0 +1,171 @@
+"""slime: log-probs and entropy on our kernels, and our objectives through its official hook for a custom loss.
+
+    # my_loss.py
+    from grpo_kernels.integrations import slime
+    slots = slime.bind()
+    loss = slime.policy_loss()                                   # what slime's arguments say; or policy_loss(Objective(...))
+
+    --loss-type custom_loss --custom-loss-function-path my_loss.loss
+
+`bind` replaces `calculate_log_probs_and_entropy` ([T, V] fp32 logits on one tensor-parallel rank; several are left to
+slime), top-p replay included. It needs no custom loss.
+
+`policy_loss` calls slime's own `get_log_probs_and_entropy`, which knows about context parallelism and unpacking, and runs
+the token stage on what that returns. The weight of a token is the derivative of slime's `sum_of_sample_mean` with respect
+to it, so rollouts that share a denominator, per-token losses and custom masks are as slime has them. TIS, OPSM, score
+centring and a custom reducer are refused: keep slime's loss, with `bind` alone, for those.
+
+Written from slime 0.3.1. No registry has it and it needs Megatron, so it was not run: the tests call stand-ins with its
+signatures, and compare with a transcription of its loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..batch import TokenBatch
+from ..kl import Kl, kl_terms
+from ..logprobs import token_logprobs
+from ..losses import objective_loss
+from ..objective import Objective
+from ..surrogates import Cispo, Clip
+from ._slots import Slots, check_version, plain, single_rank
+
+Tensor = torch.Tensor
+
+TESTED = ("0.3.1",)
+#: What `policy_loss` does not do, and leaves to slime's own loss.
+REFUSED = ("use_tis", "get_mismatch_metrics", "use_opsm", "use_score_centering", "custom_pg_loss_reducer_function_path")
+
+
+def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
+    """Put our function in the place of `slime.utils.ppo_utils.calculate_log_probs_and_entropy`; the result undoes it, by
+    `undo()` or as a context manager. Raises RuntimeError for a version that is not known, and where it is bound already."""
+    check_version("slime", TESTED, any_version)
+    slots = Slots("slime", strict)
+    slots.bind("slime.utils.ppo_utils", "calculate_log_probs_and_entropy", calculate_log_probs_and_entropy)
+    return slots
+
+
+def calculate_log_probs_and_entropy(
+    logits: Tensor,
+    tokens: Tensor,
+    tp_group: Any,
+    with_entropy: bool = False,
+    chunk_size: int = -1,
+    log_prob_keep_mask: Tensor | None = None,
+    with_entropy_grad: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """(log-probs [T, 1], entropy [T] or None), fp32; logits [T, V], tokens [T]. chunk_size is not needed.
+
+    log_prob_keep_mask   bool [T, V]: the softmax of the log-prob, not of the entropy, is over these tokens and the target."""
+    single_rank(tp_group)
+    plain(logits)
+    entropy = (True if with_entropy_grad else "detached") if with_entropy else False
+    if log_prob_keep_mask is None:
+        logps, H = token_logprobs(logits, tokens, entropy=entropy)
+        return logps[:, None], H
+    keep = log_prob_keep_mask.scatter(1, tokens[:, None], True)
+    logps, _ = token_logprobs(logits.masked_fill(~keep, -math.inf), tokens)
+    return logps[:, None], token_logprobs(logits, tokens, entropy=entropy)[1] if with_entropy else None
+
+
+def objective_of(args: Any) -> Objective:
+    """The objective that slime's arguments describe, as a sum over tokens. Raises ValueError for what `policy_loss` refuses."""
+    for name in REFUSED:
+        if getattr(args, name, None):
+            raise ValueError(
+                f"{name}={getattr(args, name)!r}: this loss has no such term: keep slime's own, and use bind() alone."
+            )
+    high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
+    delta = math.inf if getattr(args, "eps_clip_c", None) is None else args.eps_clip_c
+    if delta < 1 + high:
+        raise ValueError(f"eps_clip_c={delta}: below 1 + eps_clip_high, {1 + high}, it is slime's own.")
+    gspo, kind = args.advantage_estimator == "gspo", args.kl_loss_type
+    unbiased = args.use_kl_loss and getattr(args, "use_unbiased_kl", False)
+    if unbiased and (gspo or kind == "low_var_kl"):
+        raise ValueError(f"use_unbiased_kl with gspo or kl_loss_type={kind!r} is slime's own: use k1, k2 or k3 without gspo.")
+    cispo = args.advantage_estimator == "cispo"
+    return Objective(
+        surrogate=Cispo(cap=1 + high, low=1 - args.eps_clip) if cispo else Clip(args.eps_clip, high, delta),
+        level="sequence" if gspo else "token",
+        aggregate="token-sum",
+        beta=float(args.kl_loss_coef) if args.use_kl_loss else 0.0,
+        kl=Kl(
+            "k3" if kind == "low_var_kl" else kind,
+            weighting="ratio" if unbiased else "none",
+            clamp=10.0 if kind == "low_var_kl" else math.inf,
+        ),
+        entropy_coef=float(args.entropy_coef),
+    )
+
+
+def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+    """A custom loss of slime, (args, batch, logits, sum_of_sample_mean) -> (loss, metrics).
+
+    objective   None: `objective_of(args)`. An Objective has aggregate="token-sum": slime's reducer holds the denominators.
+    """
+    if objective is not None and objective.aggregate != "token-sum":
+        raise ValueError(f'aggregate={objective.aggregate!r}: slime\'s reducer holds the denominators: make it "token-sum".')
+
+    def loss(
+        args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_rollout_top_p_logprob_kwargs
+
+        wanted = objective_of(args) if objective is None else objective
+        _, scored = get_log_probs_and_entropy(
+            logits, args=args, unconcat_tokens=batch["unconcat_tokens"], total_lengths=batch["total_lengths"],
+            response_lengths=batch["response_lengths"], with_entropy=True, **get_rollout_top_p_logprob_kwargs(args, batch),
+        )  # fmt: skip
+        lengths = [x.numel() for x in scored["log_probs"]]
+        if wanted.level != "token" and lengths != [x.numel() for x in batch["loss_masks"]]:
+            raise ValueError(f"level={wanted.level!r} needs whole sequences, but context parallelism has cut them.")
+        logps, entropy = torch.cat(scored["log_probs"]), torch.cat(scored["entropy"])
+        old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
+
+        def packed(name: str) -> Tensor | None:
+            return torch.cat(batch[name]) if batch.get(name) else None
+
+        # The reducer is linear: what it makes of a token is its derivative. Its masks are in it.
+        probe = torch.zeros_like(logps, dtype=torch.float32, requires_grad=True)
+        with torch.enable_grad():
+            (weights,) = torch.autograd.grad(sum_of_sample_mean(probe), probe, materialize_grads=True)
+        rows = TokenBatch(
+            torch.zeros(logps.shape, dtype=torch.int64, device=logps.device), torch.cat(batch["advantages"]),
+            mask=weights != 0, old_logps=torch.cat(old) if old else None, ref_logps=packed("ref_log_probs"),
+            cu_seqlens=torch.tensor([0, *lengths], device=logps.device).cumsum(0),
+        )  # fmt: skip
+        out = objective_loss(logps, rows, wanted, entropy=entropy, token_weights=weights)
+        value = out.loss if logps.numel() else out.loss + 0 * logits.sum()  # every rank needs a graph
+        return value, _metrics(wanted, out, rows, weights, packed("rollout_log_probs"))
+
+    return loss
+
+
+def _metrics(objective: Objective, out: Any, rows: TokenBatch, weights: Tensor, rollout: Tensor | None) -> dict[str, Tensor]:
+    """slime's, under slime's names: 0-d tensors, in its reducer's units."""
+    logps = out.logps
+    old = logps if rows.old_logps is None else torch.where(weights != 0, rows.old_logps, 0.0)
+    x = objective.log_ratio(logps, objective.token_rows(rows), rows)
+    r, (low, high), A = x.exp(), objective.surrogate.ratio_bounds, rows.advantages
+
+    def reduce(values: Tensor) -> Tensor:
+        return torch.where(weights != 0, weights * values, 0.0).sum()
+
+    clipped = ((r > high) & (A > 0)) | ((r < low) & (A < 0))
+    loss, entropy = out.loss.detach(), reduce(out.entropy)
+    named = {"loss": loss, "entropy_loss": entropy, "pg_clipfrac": reduce(clipped.float()), "ppo_kl": reduce(-x)}
+    named["pg_loss"] = loss + objective.entropy_coef * entropy
+    if objective.beta != 0:
+        assert rows.ref_logps is not None
+        kl = kl_terms(logps, old, rows.ref_logps, x, objective.kl_spec.clamps, **objective.kl_spec.formula)[0]
+        named["kl_loss"] = reduce(kl)
+        named["pg_loss"] = named["pg_loss"] - objective.beta * named["kl_loss"]
+    if rollout is not None:
+        named["train_rollout_logprob_abs_diff"] = reduce((old - rollout).abs())
+    return named

@@ -1,0 +1,416 @@
+"""FusedLMHead: the same layer as before, with log-probs and losses in its forward; under FSDP2, DDP and hooks that take the
+weight away, against one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import finish, start
+from torch import nn
+
+from grpo_kernels import LogitTransform, Objective, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels.head import FusedLMHead, HeadLogprobs, HeadLoss
+
+Tensor = torch.Tensor
+B, T, H, V = 3, 5, 8, 17
+OBJECTIVE = Objective.preset("dapo", beta=0.1)
+
+
+def make_batch(seed: int, masked: bool = False) -> tuple[Tensor, TokenBatch]:
+    """(inputs [B, T, H], batch)"""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(V, (B, T), generator=g)
+    mask = torch.arange(T) < torch.tensor([5, 2, 4])[:, None]
+    old, ref = (-2.8 + 0.3 * torch.randn(B, T, generator=g) for _ in range(2))
+    batch = TokenBatch(
+        ids, torch.randn(B, generator=g), mask=torch.zeros_like(mask) if masked else mask, old_logps=old, ref_logps=ref
+    )
+    return torch.randn(B, T, H, generator=g), batch
+
+
+class Model(nn.Module):
+    """A backbone and a head, which its forward calls in one of three ways."""
+
+    def __init__(self, bias: bool = True, tied: bool = False, fused: bool = True) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(V, H)
+            self.body = nn.Linear(H, H)
+            self.lm_head = nn.Linear(H, V, bias=bias)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+        if fused:
+            self.lm_head = FusedLMHead(self.lm_head)
+
+    def forward(self, inputs: Tensor, batch: TokenBatch, kind: str) -> Any:
+        hidden = torch.tanh(self.body(inputs + self.embedding(batch.targets.roll(1, 1))))
+        if kind == "loss":
+            return self.lm_head(hidden, batch, OBJECTIVE, temperature=0.8, normalizer=7.0)
+        if kind == "log-probs":
+            return self.lm_head(hidden, batch.targets, mask=batch.mask, temperature=0.8, entropy=True)
+        if kind == "attribute":
+            out = linear_grpo_loss(
+                hidden, self.lm_head.weight.full_tensor(), batch, OBJECTIVE, transform=LogitTransform(0.8), normalizer=7.0
+            )
+            return HeadLoss(out.loss, out.logps, out.entropy, None)
+        return self.lm_head(hidden)
+
+
+def scalar(out: Any, batch: TokenBatch) -> Tensor:
+    """A loss of each kind of output, that all of its differentiable parts take part in."""
+    if isinstance(out, HeadLoss):
+        return out.loss
+    if isinstance(out, HeadLogprobs):
+        return (batch.advantages[:, None] * out.logps - 0.1 * out.entropy).sum() / 7
+    return torch.log_softmax(out, -1)[..., 0].sum() / 7
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if gradient is not None:
+            found[name.removeprefix("module.")] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return found
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+# ---- one process
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_three_ways_to_call(bias: bool) -> None:
+    linear = nn.Linear(H, V, bias=bias)
+    transform = LogitTransform(softcap=3.0, scale=1.5)
+    head = FusedLMHead(linear, transform=transform)
+    hidden, batch = make_batch(1)
+    hidden.requires_grad_()
+    assert torch.equal(head(hidden), linear(hidden))
+    for kind, mine in (("log-probs", head(hidden, batch.targets, mask=batch.mask, entropy="detached", temperature=0.7)),
+                       ("loss", head(hidden, batch, OBJECTIVE, temperature=0.7, normalizer=9.0, metrics=True))):  # fmt: skip
+        whole = LogitTransform(0.7, softcap=3.0, scale=1.5)
+        if kind == "loss":
+            out = linear_grpo_loss(hidden, linear.weight, batch, OBJECTIVE, bias=linear.bias, transform=whole, normalizer=9.0)
+            value, theirs, logps = mine.loss, out.loss, out.logps
+            assert mine.metrics.keys() == out.metrics.keys() and torch.equal(mine.metrics["kl"], out.metrics["kl"])
+        else:
+            logps, entropy = linear_logprobs(
+                hidden, linear.weight, batch.targets, bias=linear.bias, mask=batch.mask, transform=whole, entropy=True
+            )
+            assert torch.equal(mine.entropy, entropy) and not mine.entropy.requires_grad
+            value, theirs = mine.logps.sum(), logps.sum()
+        assert torch.equal(mine.logps, logps) and torch.equal(value, theirs)
+        wanted = [hidden, *linear.parameters()]
+        for a, b in zip(torch.autograd.grad(value, wanted), torch.autograd.grad(theirs, wanted), strict=True):
+            assert torch.equal(a, b) and float(b.norm()) > 0
+    assert head(hidden, batch, OBJECTIVE, normalizer=9.0).metrics is None
+
+
+def test_it_is_the_same_layer() -> None:
+    """The parameters are shared objects under the same names: state_dict, optimizer, copies and pickles."""
+    linear = nn.Linear(H, V)
+    linear._noted = "by a library"
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+    head = FusedLMHead(linear.eval())
+    assert isinstance(head, nn.Linear) and not head.training and head._noted == "by a library"
+    assert head.weight is linear.weight and head.bias is linear.bias and (head.in_features, head.out_features) == (H, V)
+    assert list(head.state_dict()) == list(linear.state_dict()) and repr(head) == repr(linear).replace("Linear", "FusedLMHead")
+    before = linear.weight.detach().clone()
+    hidden, batch = make_batch(2)
+    head(hidden, batch, OBJECTIVE).loss.backward()
+    optimizer.step()
+    assert not torch.equal(head.weight, before)
+    other = FusedLMHead(nn.Linear(H, V))
+    other.load_state_dict(linear.state_dict())
+    assert torch.equal(other(hidden), linear(hidden))
+    linear.load_state_dict(FusedLMHead(nn.Linear(H, V)).state_dict())
+    assert torch.equal(head.weight, linear.weight) and not torch.equal(other.weight, linear.weight)
+    file = io.BytesIO()
+    torch.save(head, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(head), torch.load(file, weights_only=False)):
+        assert torch.equal(twin(hidden, batch, OBJECTIVE).loss, head(hidden, batch, OBJECTIVE).loss)
+    assert type(head.plain()) is nn.Linear and head.plain().weight is head.weight and head.plain().bias is head.bias
+
+
+def test_tied_and_frozen() -> None:
+    model, plain = Model(tied=True), Model(tied=True, fused=False)
+    assert len(list(model.parameters())) == len(list(plain.parameters())) and model.lm_head.weight is model.embedding.weight
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    inputs, batch = make_batch(3)
+    model(inputs, batch, "log-probs").logps.sum().backward()
+    logits = plain(inputs, batch, "logits") / 0.8
+    logps = torch.log_softmax(logits, -1).gather(2, batch.targets[..., None])[..., 0]
+    logps[batch.mask].sum().backward()
+    for name, gradient in gradients(plain).items():
+        assert error(gradients(model)[name], gradient) < 1e-5, name
+    model.zero_grad()
+    model.lm_head.weight.requires_grad_(False)
+    model(inputs, batch, "loss").loss.backward()
+    assert model.lm_head.weight.grad is None and model.lm_head.bias.grad is not None and model.body.weight.grad is not None
+
+
+def test_wrong_calls() -> None:
+    head, (hidden, batch) = FusedLMHead(nn.Linear(H, V)), make_batch(4)
+    for arguments, options, message in (
+        ((), {"objective": OBJECTIVE}, "targets is None"), ((), {"normalizer": 3.0}, "targets is None"),
+        ((batch,), {}, "pass a TokenBatch with an Objective"), ((batch.targets, OBJECTIVE), {}, "targets is a Tensor"),
+        ((batch.targets,), {"metrics": True}, "metrics=True"), ((batch.targets[:, 1:],), {}, "hidden has shape"),
+        ((batch.targets,), {"temperature": 0.0}, "temperature"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            head(hidden, *arguments, **options)
+    with pytest.raises(TypeError, match="normaliser"):
+        head(hidden, batch, OBJECTIVE, normaliser=3.0)
+
+
+class LoraLinear(nn.Module):
+    """What PEFT makes of a layer, in its attributes."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A, self.lora_B = nn.Linear(H, 2, bias=False), nn.Linear(2, V, bias=False)
+        self.weight = base_layer.weight
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.base_layer(x, *args, **kwargs) + self.lora_B(self.lora_A(x))
+
+
+class Quantised(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.round())
+
+
+def test_heads_that_are_refused() -> None:
+    def linear() -> nn.Linear:
+        return nn.Linear(H, V)
+
+    hooked, patched, sharded, normed = linear(), linear(), linear(), linear()
+    hooked.register_forward_hook(lambda *_: None)
+    patched.forward = lambda x: x
+    sharded.weight.data = torch.empty(0)
+    for head, message in (
+        (LoraLinear(linear()), "merge the adapter"), (Quantised(H, V), "whose forward is not that of nn.Linear"),
+        (nn.Embedding(V, H), "whose forward is not that"), (FusedLMHead(linear()), "installed already"),
+        (hooked, "with hooks"), (patched, "whose forward is not that"), (sharded, "ZeRO-3"),
+        (nn.utils.parametrizations.weight_norm(normed), "weight and bias"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            FusedLMHead(head)
+
+
+def test_an_adapter_put_around_it_later() -> None:
+    """Logits still work, and what would leave the adapter out is an error."""
+    wrapped, (hidden, batch) = LoraLinear(FusedLMHead(nn.Linear(H, V))), make_batch(5)
+    assert wrapped(hidden).shape == (B, T, V)
+    with pytest.raises(TypeError):
+        wrapped(hidden, batch.targets)
+
+
+def test_peft() -> None:
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    model, hidden, batch = tiny_model(), torch.randn(B, T, 16), make_batch(6)[1]
+    FusedLMHead.install(model)
+    targets = batch.targets
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    head = tuned.get_output_embeddings()
+    assert isinstance(head, FusedLMHead) and head(hidden, targets).logps.shape == (B, T)
+    assert isinstance(FusedLMHead.undo(tuned), nn.Linear)
+    tuned = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(ValueError, match="merge the adapter"):
+        FusedLMHead.install(tuned)
+    model = tiny_model()
+    FusedLMHead.install(model)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    with pytest.raises((TypeError, AttributeError)):
+        tuned.get_output_embeddings()(hidden, targets)
+    tuned = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    with pytest.raises(ValueError, match="head is a peft"):
+        FusedLMHead.install(tuned)
+
+
+def tiny_model(**options: Any) -> Any:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        vocab_size=V, final_logit_softcapping=2.0, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Gemma2ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_hugging_face_model(tied: bool) -> None:
+    """install and undo; the softcap comes from the config; the model's own forward, state and ties are as before."""
+    pytest.importorskip("transformers")
+    model = tiny_model(tie_word_embeddings=tied)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)  # so that the cap bends
+    ids = torch.randint(V, (2, 6))
+    with torch.no_grad():
+        before = model(ids).logits
+    keys = list(model.state_dict())
+    head = FusedLMHead.install(model)
+    assert model.lm_head is head and head.transform.softcap == 2.0 and list(model.state_dict()) == keys
+    model.tie_weights()
+    assert (head.weight is model.get_input_embeddings().weight) == tied
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, before)
+        hidden = model.get_decoder()(ids).last_hidden_state
+        logps, _ = head(hidden[:, :-1], ids[:, 1:], temperature=0.7)
+    want = torch.log_softmax(before[:, :-1] / 0.7, -1).gather(2, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(logps, want, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="installed already"):
+        FusedLMHead.install(model)
+    assert FusedLMHead.undo(model) is model.lm_head and type(model.lm_head) is nn.Linear
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, before)
+    with pytest.raises(ValueError, match="nothing to undo"):
+        FusedLMHead.undo(model)
+
+
+# ---- hooks that take the weight away
+
+
+@dataclass
+class Offload:
+    """What ZeRO-3 does to a module's parameters: there around its forward, and around the backward of what came out."""
+
+    module: nn.Module
+
+    def __post_init__(self) -> None:
+        self.held = {p: p.data for p in self.module.parameters(recurse=False)}
+        self.fetched = 0
+        self.release()
+        self.module.register_forward_pre_hook(lambda *_: self.fetch())
+        self.module.register_forward_hook(self.after)
+
+    def fetch(self) -> None:
+        self.fetched += 1
+        for p, data in self.held.items():
+            p.data = data
+
+    def release(self) -> None:
+        for p in self.held:
+            p.data = torch.empty(0)
+
+    def after(self, module: nn.Module, inputs: Any, out: Any) -> None:
+        for x in out if isinstance(out, tuple) else (out,):
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(lambda _: self.fetch())
+        self.release()
+
+
+@pytest.mark.parametrize("kind", ["loss", "log-probs", "logits"])
+def test_a_weight_that_is_only_there_in_between(kind: str) -> None:
+    inputs, batch = make_batch(7)
+    plain, model = Model(), Model()
+    scalar(plain(inputs, batch, kind), batch).backward()
+    offload = Offload(model.lm_head)
+    out = model(inputs, batch, kind)
+    assert model.lm_head.weight.numel() == 0 and offload.fetched == 1
+    scalar(out, batch).backward()
+    assert offload.fetched > 1
+    for name, gradient in gradients(plain).items():
+        assert error(gradients(model)[name], gradient) < 1e-6, name
+
+
+def test_accelerate_offloading() -> None:
+    """Weights on the meta device but in a forward."""
+    accelerate = pytest.importorskip("accelerate")
+    inputs, batch = make_batch(8)
+    model = Model()
+    with torch.no_grad():
+        want = model(inputs, batch, "log-probs").logps
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        assert model.lm_head.weight.device.type == "meta"
+        assert torch.equal(model(inputs, batch, "log-probs").logps, want)
+
+
+# ---- two ranks
+
+
+def expected(bias: bool, tied: bool, kind: str, steps: list[list[tuple[Tensor, TokenBatch]]]) -> dict[str, Tensor]:
+    """Gradients of the mean over ranks, summed over steps, in one process."""
+    model = Model(bias=bias, tied=tied)
+    for step in steps:
+        for inputs, batch in step:
+            (scalar(model(inputs, batch, kind), batch) / len(step)).backward()
+    return gradients(model)
+
+
+def two_ranks(rank: int, store: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    # Other data on each rank, two micro-batches, of which one is empty on rank 1.
+    steps = [[make_batch(10), make_batch(11)], [make_batch(12), make_batch(13, masked=True)]]
+
+    def run(model: nn.Module, kind: str) -> dict[str, Tensor]:
+        for step in steps:
+            inputs, batch = step[rank]
+            scalar(model(inputs, batch, kind), batch).backward()
+        return gradients(model)
+
+    def check(found: dict[str, Tensor], want: dict[str, Tensor], what: object, tolerance: float = 1e-6) -> None:
+        assert found.keys() == want.keys(), (what, found.keys(), want.keys())
+        for name in want:
+            assert error(found[name], want[name]) < tolerance, (what, name, error(found[name], want[name]))
+
+    for kind in ("loss", "log-probs", "logits"):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for bias in (False, True):
+                model = Model(bias=bias)
+                fully_shard(model.lm_head, mesh=mesh)
+                fully_shard(model, mesh=mesh)
+                assert isinstance(model.lm_head, FSDPModule) and isinstance(model.lm_head, FusedLMHead)
+                assert list(model.state_dict()) == list(Model(bias=bias, fused=False).state_dict())
+                check(run(model, kind), expected(bias, False, kind, steps), ("head alone", kind, bias))
+            model = Model(tied=True)
+            fully_shard(model, mesh=mesh)
+            check(run(model, kind), expected(True, True, kind, steps), ("tied, one group", kind))
+            for unused in (False, True):
+                model = DistributedDataParallel(Model(), find_unused_parameters=unused)
+                check(run(model, kind), expected(True, False, kind, steps), ("DDP", kind, unused))
+            model = Model()
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            fully_shard(model.lm_head, mesh=mesh, mp_policy=policy)
+            fully_shard(model, mesh=mesh, mp_policy=policy)
+            check(run(model, kind), expected(True, False, kind, steps), ("bf16", kind), 0.05)
+        views = {str(w.message) for w in seen if "view" in str(w.message)}
+        assert kind == "logits" or not views, (kind, views)  # a linear layer's own output is one
+
+    # What this is for: the weight read as an attribute, as a head without a forward of its own has to.
+    model = Model(bias=False)
+    fully_shard(model.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    found, want = run(model, "attribute"), expected(False, False, "loss", steps)
+    assert error(found["lm_head.weight"], want["lm_head.weight"]) > 0.3
+    dist.barrier()
+    os._exit(0)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """FSDP2 of the head alone and of a tied model, DDP, bf16: gradients as in one process."""
+    code = "import sys; from test_head import two_ranks; two_ranks(int(sys.argv[1]), sys.argv[2])"
+    finish(*(start(code, str(rank), str(tmp_path / "store")) for rank in range(2)))
