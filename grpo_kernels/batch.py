@@ -237,6 +237,8 @@ class TokenBatch:
         advantages = group_advantages(rewards, group_size=group_size, groups=groups, **chosen).to(targets.device)
         if groups is None:
             groups = torch.arange(advantages.numel(), device=targets.device) // (group_size or 1)
+        if "cu_seqlens" in own:  # as many sequences as tokens would read [B] as one per token
+            advantages = advantages[:, None]
         return cls(targets, advantages, groups=groups.to(targets.device), **{name: options[name] for name in own})
 
     def with_ref_logps(self, ref_logps: Tensor) -> TokenBatch:
