@@ -107,7 +107,8 @@ def train(name: str, folder: Path) -> None:
     (folder / f"{name}.json").write_text(json.dumps(result))
 
 
-def main() -> None:
+def main() -> list[dict[str, Any]]:
+    """What was compared, in milliseconds and megabytes before and after."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder / "model")
@@ -127,6 +128,12 @@ def main() -> None:
     print(f"paths: {fused['paths']}")
     for run, result in runs.items():
         print(f"{run}: {1000 * result['seconds']:.0f} ms a forward and backward, peak memory +{result['megabytes']:.0f} MB")
+    return [
+        {
+            "what": "GRPOTrainer, forward and backward of a step", "ms": [1000 * r["seconds"] for r in (stock, fused)],
+            "mb": [r["megabytes"] for r in (stock, fused)], "memory": "growth of the peak over the run",
+        }
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

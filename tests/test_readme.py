@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sample_results
 
-from benchmarks import results, tables
+from benchmarks import results, swaps, tables
 from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).parent.parent
@@ -26,7 +26,13 @@ def test_report_is_current() -> None:
     assert tables.REPORT.read_text() == tables.report(), "run `python -m benchmarks.tables --write`"
 
 
-@pytest.mark.parametrize("page", [README, tables.REPORT], ids=lambda page: page.name)
+def test_figures_of_the_swaps_are_current() -> None:
+    assert swaps.insert(swaps.PAGE.read_text(), results.load(swaps.FILE)) == swaps.PAGE.read_text(), (
+        "run `python -m benchmarks.swaps --write`"
+    )
+
+
+@pytest.mark.parametrize("page", [README, tables.REPORT, swaps.PAGE], ids=str)
 def test_commands_and_pictures_exist(page: Path) -> None:
     text = page.read_text()
     assert "python -m benchmarks" in text
