@@ -33,10 +33,9 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{name}: {SUITES[name].title}")
             for cell, _ in SUITES[name].plan(args.device, args.quick):
                 shape = " x ".join(f"{n:,}" for n in (cell.rows, cell.hidden, cell.vocab) if n)
-                print(
-                    f"  {shape} {str(cell.dtype).removeprefix('torch.')}"
-                    + (f", {cell.active:.1%} active" if cell.active < 1 else "")
-                )
+                notes = [f", {cell.active:.1%} active"] if cell.active < 1 else []
+                notes += [", one sequence"] if cell.sequences == 1 else []
+                print(f"  {shape} {str(cell.dtype).removeprefix('torch.')}{''.join(notes)}")
         return
     out = args.out or (Path("runs/benchmarks") if args.quick else RESULTS)
     paths = run(args.suite, args.device, out, quick=args.quick, fresh=args.fresh)

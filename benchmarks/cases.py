@@ -1,6 +1,6 @@
 """What a cell of a table measures: its inputs, the loss in plain PyTorch, and the answer in float64.
 
-Rows are 16 sequences of equal length with one advantage each, which every trainer's contract allows. No ratio of new to
+Rows are sequences of equal length, 16 by default, with one advantage each, which every trainer's contract allows. No ratio of new to
 old policy is near a clip bound: a contender that rounds its logits then moves a gradient by rounding only, and the gate
 can tell that from a wrong formula."""
 
@@ -17,7 +17,6 @@ from grpo_kernels import TokenBatch
 Tensor = torch.Tensor
 Result = dict[str, Any]  # {"loss": 0-d tensor, "d_logits": ..., ...}; "gradients" is a list of tensors
 
-SEQUENCES = 16
 CLIP = (0.2, 0.28)
 BETA = 0.04  # of the KL term, in the contracts on logits
 CONTRACTS = {
@@ -39,12 +38,13 @@ class Cell:
     hidden: int | None = None
     active: float = 1.0  # share of sequences whose advantage is not 0
     layers: int | None = None  # of the model in a training step
+    sequences: int = 16
 
     def __post_init__(self) -> None:
         if self.contract not in CONTRACTS:
             raise ValueError(f"contract={self.contract!r}: it must be one of {', '.join(CONTRACTS)}.")
-        if self.rows % SEQUENCES:
-            raise ValueError(f"rows={self.rows}: they are {SEQUENCES} sequences of equal length, pass a multiple of that.")
+        if self.rows % self.sequences:
+            raise ValueError(f"rows={self.rows}: they are {self.sequences} sequences of equal length, pass a multiple of that.")
         if (self.hidden is None) != self.contract.startswith("logits"):
             raise ValueError(f"hidden={self.hidden}: contracts on hidden states need a width, those on logits have none.")
 
@@ -54,7 +54,12 @@ class Cell:
 
     @property
     def active_rows(self) -> int:
-        return round(self.active * SEQUENCES) * (self.rows // SEQUENCES)
+        return round(self.active * self.sequences) * self.length
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.rows // self.sequences
 
 
 @dataclass
@@ -170,7 +175,7 @@ def _step_case(cell: Cell, device: str, g: torch.Generator) -> StepCase:
     config = transformers.Qwen3Config(
         vocab_size=cell.vocab, hidden_size=cell.hidden, intermediate_size=4 * cell.hidden, num_hidden_layers=cell.layers,
         num_attention_heads=heads, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
-        max_position_embeddings=cell.rows // SEQUENCES + 1, attn_implementation="sdpa",
+        max_position_embeddings=cell.length + 1, attn_implementation="sdpa",
     )  # fmt: skip
     with torch.random.fork_rng(devices=[0] if device == "cuda" else []):
         torch.manual_seed(0)
@@ -181,7 +186,7 @@ def _step_case(cell: Cell, device: str, g: torch.Generator) -> StepCase:
         p.grad = torch.zeros_like(p)
     optimizer.step()  # its state exists from here on
     optimizer.zero_grad(set_to_none=True)
-    ids = torch.randint(0, cell.vocab, (SEQUENCES, cell.rows // SEQUENCES + 1), generator=g, device=device)
+    ids = torch.randint(0, cell.vocab, (cell.sequences, cell.length + 1), generator=g, device=device)
     case = StepCase(cell, None, ids, model, optimizer)  # type: ignore[arg-type]  # the batch needs the model's log-probs
     targets = ids[:, 1:].contiguous()
     with torch.no_grad():
@@ -196,11 +201,11 @@ def _step_case(cell: Cell, device: str, g: torch.Generator) -> StepCase:
 def _batch(cell: Cell, targets: Tensor, now: Tensor, g: torch.Generator) -> TokenBatch:
     """`now` are the log-probs of today's policy."""
     random = {"generator": g, "device": targets.device}
-    size = torch.randn(SEQUENCES, **random)
+    size = torch.randn(cell.sequences, **random)
     size = torch.where(size < 0, size - 0.5, size + 0.5)  # none near 0
-    active = torch.randperm(SEQUENCES, **random) < round(cell.active * SEQUENCES)
-    advantages = torch.where(active, size, 0.0).repeat_interleave(cell.rows // SEQUENCES)
-    ref_logps = now + 0.3 * torch.randn(cell.rows, **random) if cell.beta else None
+    active = torch.randperm(cell.sequences, **random) < round(cell.active * cell.sequences)
+    advantages = torch.where(active, size, 0.0).repeat_interleave(cell.length)
+    ref_logps = now + 1.5 * torch.randn(cell.rows, **random) if cell.beta else None
     return TokenBatch(targets, advantages, old_logps=now - log_ratios(cell.rows, g), ref_logps=ref_logps)
 
 
@@ -308,23 +313,34 @@ def _step_reference(case: StepCase) -> Result:
 
 
 @torch.no_grad()
-def errors(found: Result, expected: Result) -> dict[str, float]:
-    """The absolute error of the loss; of everything else the relative one, in the Euclidean norm."""
+def errors(found: Result, expected: Result, scale: float = 1.0) -> dict[str, float]:
+    """The error of the loss by `scale`; the largest one of log-probs and entropies; of a gradient the relative one in the
+    Euclidean norm and that of its worst row; of a model's gradients the relative one of the worst parameter."""
     if found.keys() != expected.keys():
         raise ValueError(f"it returned {sorted(found)}, but the contract asks for {sorted(expected)}")
-    return {
-        name: float((found[name].float() - x).abs()) if name == "loss" else _relative(_listed(found[name]), _listed(x))
-        for name, x in expected.items()
-    }
+    off: dict[str, float] = {}
+    for name, x in expected.items():
+        if name == "loss":
+            off[name] = float((found[name].float() - x).abs()) / scale
+        elif name == "gradients":
+            off[name] = _largest([_relative(y, z)[0] for y, z in zip(found[name], x, strict=True)])
+        elif name.startswith("d_"):
+            off[name], off[f"{name}, worst row"] = _relative(found[name], x)
+        else:
+            off[name] = float((found[name].reshape(x.shape).float() - x).abs().max())
+    return off
 
 
-def _listed(x: Tensor | list[Tensor]) -> list[Tensor]:
-    return x if isinstance(x, list) else [x]
+def _largest(values: list[float]) -> float:
+    """NaN if one of them is."""
+    return float(torch.tensor(values).max())
 
 
-def _relative(found: list[Tensor], expected: list[Tensor]) -> float:
-    off, size = 0.0, 0.0
-    for x, y in zip(found, expected, strict=True):
-        off += float((x.reshape(y.shape).float() - y).norm()) ** 2
-        size += float(y.norm()) ** 2
-    return (off / size) ** 0.5
+def _relative(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Of all rows together, and of the worst. A row of less than a fifth of the root mean square counts as one of that:
+    where the gradient nearly vanishes, rounding is all there is."""
+    pairs = zip(found.reshape(expected.shape).split(512), expected.split(512), strict=True)  # 512: no copies of everything
+    norms = [((x.float() - y).norm(dim=-1).flatten(), y.norm(dim=-1).flatten()) for x, y in pairs]
+    off, size = (torch.cat(parts) for parts in zip(*norms, strict=True))
+    usual = size.norm() / size.count_nonzero().clamp(min=1) ** 0.5
+    return float(off.norm() / size.norm()), float((off / size.clamp(min=0.2 * usual)).max())

@@ -8,11 +8,26 @@ process with a time limit, a log and a JSON file each, so that one that crashes 
 each stage, and every 20 seconds, DIR holds all that is known: summary.md, results.tar.gz (the JSON files and pictures),
 logs.tar.gz and a few of the pictures. `--rehearse` runs the same script on a CPU, small.
 
+How the results come home, for the tables and the pictures of the README:
+
+    tar xzf DIR/results.tar.gz -C benchmarks results && python -m benchmarks.plots && python -m benchmarks.tables --write
+
+The peers' wheels, for a machine with torch, Triton and transformers (`--no-deps` keeps both as they are), 6 MB:
+
+    pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \\
+        -d WHEELS trl==1.16.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 liger-kernel==0.8.5 \\
+        cut-cross-entropy==25.1.1 verl==0.9.1 tensordict==0.15.3 pyvers==0.2.3
+
+TRL's fused head imports datasets, which needs dill and multiprocess; verl's log-probs import tensordict, which needs pyvers.
+QuACK is another 102 MB: quack-kernels==0.6.5, apache-tvm-ffi==0.1.15.post2, torch-c-dlpack-ext==0.1.5 and, all ==4.8.1,
+nvidia-cutlass-dsl, nvidia-cutlass-dsl-libs-base, -libs-core and -libs-cu13. The stage env says which peers can be imported.
+
 This file uses the standard library only, so that it outlives whatever its stages meet."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import shutil
@@ -159,10 +174,19 @@ def replace(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def archive(path: Path, folder: Path, names: Sequence[str]) -> None:
+    """The files of these names, and those in folders of these names. Stages write meanwhile: each file is read at once, and
+    one that is still being written, or is gone by now, stays out."""
     with tarfile.open(path, "w:gz") as tar:
-        for name in names:
-            if (folder / name).exists():
-                tar.add(folder / name, arcname=name)
+        for file in sorted(file for name in names for file in (folder / name, *(folder / name).rglob("*"))):
+            if file.suffix == ".part" or not file.is_file():
+                continue
+            try:
+                data = file.read_bytes()
+            except FileNotFoundError:
+                continue
+            member = tarfile.TarInfo(file.relative_to(folder).as_posix())
+            member.size, member.mtime = len(data), int(time.time())
+            tar.addfile(member, io.BytesIO(data))
 
 
 # ---- the summary
@@ -179,11 +203,13 @@ def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[
     """What the project set out to reach on a GPU, and what this call measured."""
     logits = times(suites, "logits", rows=8192, vocab=151936, dtype="bfloat16")
     hidden = times(suites, "hidden", rows=8192, hidden=4096, vocab=151936, dtype="bfloat16")
-    half = times(suites, "active", rows=8192, hidden=4096, vocab=151936, active=0.5)
     inplace, layer2 = "grpo_kernels, in place", "grpo_kernels"
+    # A cell's own limit is what its active rows are due; this target is set against all rows.
+    half, dense = (times(suites, "active", rows=8192, hidden=4096, vocab=151936, active=a) for a in (0.5, 1.0))
+    share = half[layer2] / dense["limit"] if layer2 in half and "limit" in dense else None
     memory = extra(suites, "hidden", layer2, rows=8192, hidden=4096, vocab=151936, dtype="bfloat16")
-    waits = counters.get("waits")
-    steps = None if waits is None else [name for name, wait in waits.items() if wait and not name.startswith("TokenBatch")]
+    waits, documented = counters.get("waits"), counters.get("documented", {})
+    waiting = None if waits is None else [name for name, wait in waits.items() if wait]
     error = [
         value for group in correctness.get("groups", {}).values() for what, value in group["largest"].items() if "logps" in what
     ]
@@ -195,9 +221,10 @@ def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[
         at_most("same, extra memory in GiB", 5, None if memory is None else memory * 1e6 / 2**30),
         at_least("same, TRL fused head + loss / ours", 1.5, ratio(hidden, "TRL fused head + loss", layer2)),
         at_least("same, Liger fused linear GRPO / ours", 5, ratio(hidden, "Liger fused linear GRPO", layer2)),
-        at_most("same with half of the rows at zero advantage / three dense products", 0.75, ratio(half, layer2, "limit")),
+        at_most("same with half of the rows at zero advantage / three dense products", 0.75, share),
         at_most("recompilations, 30 lengths x 10 schedules", 0, counters.get("recompilations")),
-        at_most("entry points that make the host wait", 0, None if steps is None else len(steps)),
+        at_most("calls that make the host wait", 0, None if waiting is None else len(set(waiting) - documented.keys())),
+        at_most("same, of those documented to", len(documented), None if waiting is None else len(documented.keys() & waiting)),
         at_most("log-probs from hidden states, error", 1e-5, max(error, default=None)),
     ]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import random
 import re
@@ -27,8 +28,10 @@ from unittest import mock
 import torch
 
 from benchmarks import tune as tuning
+from benchmarks.cases import Cell, make_case
 from benchmarks.harness import compilations, gpu_state, interleaved, machine
 from benchmarks.measure import table
+from benchmarks.providers import Unavailable, providers
 from benchmarks.results import load, save
 from benchmarks.suites import LOST_DEVICE
 from grpo_kernels import (
@@ -94,14 +97,12 @@ def outcome(status: int | None) -> str:
 
 
 def env(kit: Kit) -> None:
-    """Peers' wheels installed; what the machine is; what it moves and multiplies in a second."""
-    installed = {}
-    for wheel in sorted(kit.wheels.glob("*.whl")) if kit.wheels else []:  # one by one: a bad one costs only itself
-        options = ("--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--quiet")
-        status = kit.python("-m", "pip", "install", *options, "--target", str(kit.work / "site"), str(wheel))
-        installed[wheel.name] = outcome(status)
-        if status != 0:
-            kit.say(f"{wheel.name} is not installed: {outcome(status)}", well=False)
+    """Peers' wheels installed; what the machine is; what it moves and multiplies in a second; who can be measured."""
+    wheels = sorted(kit.wheels.glob("*.whl")) if kit.wheels else []
+    installed = install(kit, wheels)
+    for name, how in installed.items():
+        if how != "ok":
+            kit.say(f"{name} is not installed: {how}", well=False)
     importlib.invalidate_caches()
     found = machine(kit.device)
     kit.add(wheels=installed, machine=found)
@@ -122,65 +123,111 @@ def env(kit: Kit) -> None:
     kit.say(
         f"copy {rates['copy_gbps']:.0f} GB/s (read + write); {n} x {n} x {n} bf16 product {rates['bf16_tflops']:.0f} TFLOP/s"
     )
+    rehearse = ("--rehearse",) if kit.rehearse else ()
+    status = kit.python("-m", "benchmarks.gpu_stages", "peers", "--work", str(kit.work), *rehearse, TRITON_INTERPRET="")
+    for line in load(kit.work / "json" / "peers.json").get("lines", []):
+        kit.say(line)
+    if status != 0:
+        kit.say(f"imports of the peers: {outcome(status)}", well=False)
+
+
+def install(kit: Kit, wheels: list[Path]) -> dict[str, str]:
+    """{wheel: outcome}; all at once, or one by one if a bad one among them stops that."""
+    options = ("--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--quiet")
+    command = ("-m", "pip", "install", *options, "--target", str(kit.work / "site"))
+    if wheels and kit.python(*command, *map(str, wheels)) == 0:
+        return {wheel.name: "ok" for wheel in wheels}
+    return {wheel.name: outcome(kit.python(*command, str(wheel))) for wheel in wheels}
+
+
+def peers(kit: Kit) -> None:
+    """Who of the comparison cannot be imported here, and why. In a process of its own: an import may crash."""
+    reasons: dict[str, str | None] = {}
+    for contract in ("logits", "logits-forward", "hidden", "hidden-forward"):
+        cell = Cell(contract, 16, 512, torch.bfloat16, None if contract.startswith("logits") else 128)
+        case = make_case(cell, kit.device)
+        for one in providers(contract):
+            if one.limit or one.name in reasons:
+                continue
+            reasons[one.name] = one.reason_against(cell, kit.device, math.inf)
+            if reasons[one.name] is None:
+                try:
+                    one.make(case)
+                except Unavailable as missing:
+                    reasons[one.name] = str(missing)
+    kit.add(reasons=reasons)
+    for name, reason in reasons.items():
+        if reason is not None:
+            kit.say(f"not measured: {name}: {reason}")
+    kit.say(f"can be measured: {', '.join(name for name, reason in reasons.items() if reason is None)}")
 
 
 # ---- correctness
 
-#: (name, files, processes, share of the time that is left, the part of them to rehearse). Kernels first: without them
-#: nothing else is worth a look.
-CASES = [
-    ("Triton kernels", ["triton_cases.py"], 12, 0.4, "range_of_rows or no_rows"),
-    ("real sizes", ["gpu_cases.py"], 6, 0.6, "(products and bf16-no and plain) or (log_probs and 1031)"),
-    (
-        "objectives",
-        [
-            "test_grpo_loss.py", "test_linear_grpo_loss.py", "test_token_logprobs.py", "test_linear_logprobs.py",
-            "test_grpo_loss_autograd.py", "test_token_logprobs_autograd.py", "test_linear_engine.py",
-        ],
-        12,
-        1.0,
-        "zero_advantage_rows or one_token",
-    ),
-]  # fmt: skip
+#: {group of the report: its files}. Kernels first: without them nothing else is worth a look.
+CASES = {
+    "Triton kernels": ["triton_cases.py"],
+    "real sizes": ["gpu_cases.py"],
+    "objectives": [
+        "test_grpo_loss.py", "test_linear_grpo_loss.py", "test_token_logprobs.py", "test_linear_logprobs.py",
+        "test_grpo_loss_autograd.py", "test_token_logprobs_autograd.py", "test_linear_engine.py", "test_distributed.py",
+    ],
+}  # fmt: skip
+PROCESSES = 12
+#: The part of each group to rehearse.
+REHEARSED = (
+    "range_of_rows or no_rows or (products and bf16-no and plain) or (log_probs and 1031) or zero_advantage_rows or one_token"
+)
 
 
 def correctness(kit: Kit) -> None:
-    """The tests' own cases on the device, see tests/on_device.py."""
-    groups: dict[str, Any] = {}
-    for i, (name, files, processes, share, rehearsed) in enumerate(CASES):
-        report = kit.work / "json" / f"tests-{i}.jsonl"
-        command = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "on_device"]
-        if importlib.util.find_spec("xdist") and not kit.rehearse:
-            command += ["-n", str(min(processes, os.cpu_count() or 1))]
-        if importlib.util.find_spec("pytest_timeout"):
-            command += ["--timeout=90"]
-        if kit.rehearse:
-            command += ["-k", rehearsed]
-        status = kit.python(
-            *command, *(f"tests/{file}" for file in files),
-            PYTHONPATH=os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
-            PYTEST_ADDOPTS="", GRPO_KERNELS_TEST_DEVICE=kit.device, GRPO_KERNELS_TEST_BACKENDS="triton",
-            GRPO_KERNELS_TEST_REPORT=str(report), seconds=share * kit.left,
-        )  # fmt: skip
-        groups[name] = tally(report) | {"run": outcome(status)}
-        kit.add(groups=groups)
-        counts = f"{groups[name]['passed']} passed, {len(groups[name]['failed'])} failed"
-        kit.say(f"{name}: {counts}, {groups[name]['run']}", well=status == 0)
-        for failure in groups[name]["failed"][:8]:
+    """The tests' own cases on the device, in one run: of each test, all values of its parameters first, their combinations
+    after that, see tests/on_device.py. To have no time for all combinations is no failure."""
+    report = kit.work / "json" / "tests.jsonl"
+    command = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "on_device"]
+    if importlib.util.find_spec("xdist") and not kit.rehearse:  # few at a time, so that they keep their order
+        command += ["-n", str(min(PROCESSES, os.cpu_count() or 1)), "--maxschedchunk=2"]
+    if importlib.util.find_spec("pytest_timeout"):
+        command += ["--timeout=90"]
+    if kit.rehearse:
+        command += ["-k", REHEARSED]
+    status = kit.python(
+        *command, *(f"tests/{file}" for files in CASES.values() for file in files),
+        PYTHONPATH=os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        PYTEST_ADDOPTS="", GRPO_KERNELS_TEST_DEVICE=kit.device, GRPO_KERNELS_TEST_BACKENDS="triton",
+        GRPO_KERNELS_TEST_REPORT=str(report), seconds=0.95 * kit.left,
+    )  # fmt: skip
+    groups = {name: tally(report, files) for name, files in CASES.items()}
+    kit.add(groups=groups, run=outcome(status))
+    for name, group in groups.items():
+        kit.say(
+            f"{name}: {group['passed']} passed, {len(group['failed'])} failed; {group['ran']} of {group['collected']} ran, "
+            f"{group['first']} have every value of every parameter"
+        )
+        for failure in group["failed"][:8]:
             kit.say(f"  {failure['test'].removeprefix('tests/')}: {' '.join(failure['message'].split())[:160]}")
-        for what, value in groups[name]["largest"].items():
+        for what, value in group["largest"].items():
             kit.say(f"  largest error, {what}: {value:.1e}")
+    enough = all(0 < group["first"] <= group["ran"] and not group["failed"] for group in groups.values())
+    kit.say(f"tests: {outcome(status)}", well=status == 0 or (status is None and enough))
 
 
-def tally(report: Path) -> dict:
-    """What tests/on_device.py wrote: {"passed", "failed", "skipped", "largest": {recorded property: its maximum}}."""
+def tally(report: Path, files: list[str]) -> dict:
+    """What tests/on_device.py wrote about these files: {"collected", "first", "ran", "passed", "failed", "skipped",
+    "largest": {recorded property: its maximum}}."""
     lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    sizes = {
+        what: sum(count for line in lines for file, count in line.get(what, {}).items() if Path(file).name in files)
+        for what in ("collected", "first")
+    }
+    lines = [line for line in lines if "test" in line and Path(line["test"].split("::")[0]).name in files]
     largest: dict[str, float] = {}
     for line in lines:
         test = re.sub(r".*::|\[.*", "", line["test"])
         for what, value in line["properties"].items():
             largest[f"{test}, {what}"] = max(value, largest.get(f"{test}, {what}", 0.0))
-    return {
+    return sizes | {
+        "ran": len({line["test"] for line in lines}),
         "passed": sum(line["outcome"] == "passed" for line in lines),
         "failed": [line for line in lines if line["outcome"] == "failed"],
         "skipped": sorted({f"{line['test']}: {line['message']}" for line in lines if line["outcome"] == "skipped"}),
@@ -248,7 +295,8 @@ def batch_of(lengths: tuple[int, int], vocab: int, device: str, masked: bool = T
 
 def losses(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Callable[[], Any]]:
     """{entry point: a call of it with its backward}, each called once."""
-    batch, objective = batch_of((4, max(2, rows // 4)), vocab, device), Objective.preset("dapo", beta=0.04)
+    shape, objective = (4, max(2, rows // 4)), Objective.preset("dapo", beta=0.04)
+    batch = batch_of(shape, vocab, device)
     logits = torch.randn(*batch.targets.shape, vocab, device=device).to(dtype).requires_grad_()
     hidden = torch.randn(*batch.targets.shape, width, device=device).to(dtype).requires_grad_()
     weight = torch.randn(vocab, width, device=device).to(dtype).requires_grad_()
@@ -258,8 +306,10 @@ def losses(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = 
         "grpo_loss, in place": lambda: torch.autograd.grad(grpo_loss(logits * 1, batch, objective, inplace=True).loss, logits),
         "grpo_loss, metrics": lambda: grpo_loss(logits.detach(), batch, objective).metrics,
         "linear_grpo_loss": lambda: torch.autograd.grad(linear_grpo_loss(*head, batch, objective).loss, head),
+        "TokenBatch and linear_grpo_loss": lambda: linear_grpo_loss(*head, batch_of(shape, vocab, device), objective).loss,
         "token_logprobs": lambda: torch.autograd.grad(token_logprobs(logits, batch.targets)[0].sum(), logits),
         "linear_logprobs, no gradient": lambda: linear_logprobs(hidden.detach(), weight.detach(), batch.targets),
+        "linear_logprobs, masked": lambda: linear_logprobs(hidden.detach(), weight.detach(), batch.targets, mask=batch.mask),
     }
     for call in calls.values():
         call()
@@ -297,12 +347,26 @@ def recompilations(
         return count()
 
 
+#: What is documented to make the host wait, and why.
+WAITS = {
+    "linear_logprobs, masked": "rows are picked by the mask",
+    "TokenBatch and linear_grpo_loss": "row counts, sent to the host when the batch is made, are needed right after",
+}
+
+
 def first_wait(step: Callable[[], Any]) -> str | None:
-    """Where `step` first makes the host wait for CUDA, None if nowhere."""
+    """Where `step` first makes the host wait for CUDA, None if nowhere. Torch's own mode does not see waits for an event:
+    one is a wait unless the event is over, and all before `step` is."""
+
+    def wait(event: torch.cuda.Event) -> None:
+        if not event.query():
+            raise RuntimeError("a synchronizing event")
+
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step()
+        with mock.patch.object(torch.cuda.Event, "synchronize", wait):
+            step()
     except RuntimeError as error:
         if "synchronizing" not in str(error):
             raise
@@ -358,8 +422,9 @@ def counters(kit: Kit) -> None:
     waits = {}
     for name, call in calls.items():
         waits[name] = first_wait(call)
-        kit.add(waits=waits)
-        kit.say(f"host waits, {name}: {waits[name] or 'none'}"[:400], well=waits[name] is None)
+        kit.add(waits=waits, documented=WAITS)
+        reason = f" (documented: {WAITS[name]})" if name in WAITS else ""
+        kit.say(f"host waits, {name}{reason}: {waits[name] or 'none'}"[:400], well=waits[name] is None or name in WAITS)
     try:
         same = graph_replays(kit.device, 512, vocab)
     except RuntimeError as refused:
@@ -400,22 +465,37 @@ def tune(kit: Kit) -> None:
 
 
 #: Most valuable first: what design targets speak of, then the sweeps.
-SUITES = ("logits", "hidden", "step", "length", "active", "hidden-frozen", "logits-forward", "hidden-forward", "rows", "vocab")
+SUITES = ("logits", "hidden", "active", "step", "length", "hidden-frozen", "logits-forward", "hidden-forward", "rows", "vocab")
 
 
 def comparison(kit: Kit) -> None:
-    """All suites by all providers. One that breaks CUDA ends the process; the next goes on without it."""
-    options = ("--quick", "--suite", "length") if kit.rehearse else ("--suite", *SUITES)
-    command = ("-m", "benchmarks", "--device", kit.device, "--out", str(kit.work / "results"), *options)
-    status: int | None = LOST_DEVICE
-    for _ in range(8):
-        status = kit.python(*command, TRITON_INTERPRET="")
-        if status != LOST_DEVICE:
-            break
-    for path in sorted((kit.work / "results").glob("*/*.json")):
-        cells = load(path)["cells"]
-        kit.say(f"{path.stem}: {len(cells)} cells, {sum(cell['seconds'] for cell in cells):.0f} s")
-    kit.say(f"comparison: {outcome(status)}", well=status == 0)
+    """All suites by all providers, a process each. One that breaks CUDA ends its process; the next goes on without it."""
+    results, names = kit.work / "results", ("length",) if kit.rehearse else SUITES
+    quick = ("--quick",) if kit.rehearse else ()
+    for i, name in enumerate(names):
+        deadline = time.monotonic() + max(0.4, 1 / (len(names) - i)) * kit.left  # one that hangs leaves time to the others
+        status: int | None = LOST_DEVICE
+        for _ in range(8):
+            left = max(1.0, deadline - time.monotonic())
+            command = ("-m", "benchmarks", "--device", kit.device, "--out", str(results), *quick, "--suite", name)
+            status = kit.python(*command, seconds=left, TRITON_INTERPRET="")
+            if status != LOST_DEVICE:
+                break
+        name_the_command(results)
+        found = [load(path)["cells"] for path in results.glob(f"*/{name}.json")]
+        cells = [cell for cells in found for cell in cells]
+        took = f"{len(cells)} cells, {sum(cell['seconds'] for cell in cells):.0f} s"
+        kit.say(f"{name}: {took}, {outcome(status)}", well=status == 0)
+
+
+def name_the_command(results: Path) -> None:
+    """In the result files: what a reader can run, in place of a command with this call's temporary folder in it."""
+    for path in results.glob("*/*.json"):
+        record = load(path)
+        for made in (record, *record["cells"]):
+            if "command" in made:
+                made["command"] = "python -m benchmarks.gpu_kit"
+        save(path, record)
 
 
 def memcheck(kit: Kit) -> None:
@@ -445,6 +525,7 @@ def small(kit: Kit) -> None:
 def plots(kit: Kit) -> None:
     """Tables and pictures from the result files."""
     results = kit.work / "results"
+    name_the_command(results)  # a comparison that was cut off has not done so
     status = kit.python("-m", "benchmarks.plots", "--results", str(results))
     kit.say(f"plots: {outcome(status)}", well=status == 0)
     text = []
@@ -454,7 +535,9 @@ def plots(kit: Kit) -> None:
     (kit.work / "tables.md").write_text("\n\n".join(text) + "\n")
 
 
-STAGES = {stage.__name__: stage for stage in (env, correctness, resources, counters, tune, comparison, memcheck, small, plots)}
+STAGES = {
+    stage.__name__: stage for stage in (env, peers, correctness, resources, counters, tune, comparison, memcheck, small, plots)
+}
 
 
 def main(argv: list[str] | None = None) -> int:

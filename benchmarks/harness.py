@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -24,8 +26,12 @@ from typing import Any
 
 import torch
 
+from grpo_kernels import backends
+
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 256 << 20  # beyond every L2
+ENVIRONMENT = ("OMP_", "KMP_", "GOMP_", "MKL_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "PYTORCH_", "GRPO_KERNELS_")  # prefixes
+NATIVE = {"cpu": "cpu", "cuda": "triton"}  # the backend of the kernels on each device
 PACKAGES = ("triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels")
 
 # ---- time
@@ -40,26 +46,37 @@ def interleaved(
     least: int = 3,
     most: int = 50,
     warm_up: bool = True,
+    attempt: Callable[[str, Callable[[], float]], float | None] = lambda name, run: run(),
 ) -> dict[str, dict]:
     """{name: {ms, p20, p80, runs}}: each round runs every contender once, starting with another one each time.
 
     `before(name)` runs untimed ahead of each run (it restores inputs that were overwritten). A contender leaves out later
-    rounds once it has `least` runs and has spent `seconds`: slow ones do not cost the others their sample. A first round
-    warms up, unless they are all warm."""
+    rounds once it has `least` runs and has spent `seconds`, or three runs and has spent three times that: slow ones do not
+    cost the others their sample. A first round warms up, unless they are all warm. `attempt(name, run)` makes each run; it
+    may catch what that raises and return None, and the contender is dropped, without a time."""
     names = list(runs)
     times: dict[str, list[float]] = {name: [] for name in names}
     for i in range(0 if warm_up else 1, most + 1):
         first = i % max(1, len(names))
         for name in names[first:] + names[:first]:
-            if len(times[name]) >= least and sum(times[name]) >= 1e3 * seconds:
+            if name not in times or _enough(times[name], 1e3 * seconds, least):
                 continue
-            if before is not None:
-                before(name)
-            result, ms = timed(runs[name], device)
-            del result
-            if i > 0:
+
+            def run(name: str = name) -> float:
+                if before is not None:
+                    before(name)
+                return timed(runs[name], device)[1]
+
+            ms = attempt(name, run)
+            if ms is None:
+                del times[name]
+            elif i > 0:
                 times[name].append(ms)
     return {name: _summary(t) for name, t in times.items()}
+
+
+def _enough(times: list[float], spent: float, least: int) -> bool:
+    return (len(times) >= least and sum(times) >= spent) or (len(times) >= 3 and sum(times) >= 3 * spent)
 
 
 def timed(run: Callable[[], Any], device: str) -> tuple[Any, float]:
@@ -83,7 +100,7 @@ def _flush_buffer() -> torch.Tensor:
 
 
 def _summary(times: list[float]) -> dict:
-    cuts = statistics.quantiles(times, n=5) if len(times) > 1 else times * 4
+    cuts = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times * 4
     return {"ms": statistics.median(times), "p20": cuts[0], "p80": cuts[3], "runs": len(times)}
 
 
@@ -170,16 +187,26 @@ def compilations() -> Iterator[Callable[[], int]]:
 
 
 def host_syncs(run: Callable[[], Any]) -> int:
-    """How often the host waits for CUDA during `run`, as far as torch can tell."""
+    """How often the host waits for CUDA during `run`: as far as torch can tell, and for events, which it does not count."""
+    waits = 0
+    wait = torch.cuda.Event.synchronize
+
+    def counted(event: torch.cuda.Event) -> None:
+        nonlocal waits
+        waits += 1
+        wait(event)
+
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
+        torch.cuda.Event.synchronize = counted  # type: ignore[method-assign]
         try:
             run()
         finally:
+            torch.cuda.Event.synchronize = wait  # type: ignore[method-assign]
             torch.cuda.set_sync_debug_mode("default")
-    return sum("called a synchronizing" in str(w.message) for w in seen)
+    return waits + sum("called a synchronizing" in str(w.message) for w in seen)
 
 
 # ---- machine
@@ -193,14 +220,18 @@ def slug(device: str) -> str:
 def machine(device: str) -> dict:
     """What the figures were measured on."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
+    reason = backends.unavailable(NATIVE[device])
     found = {
         "device": device,
         "cpu": next((x.split(":")[1].strip() for x in info if x.startswith("model name")), platform.machine()),
         "threads": torch.get_num_threads(),
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", ""),
+        "environment": environment(),
+        "huge pages": _huge_pages(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "versions": versions(),
+        "backend": NATIVE[device] if reason is None else f"eager ({reason})",
+        "library": library(),
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
@@ -219,6 +250,22 @@ def machine(device: str) -> dict:
         except ImportError:
             pass
     return found
+
+
+def environment() -> dict[str, str]:
+    """Variables that allocators and thread pools read; of a path, the name of the file."""
+    return {name: value.rpartition("/")[2] for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT)}
+
+
+def library() -> str:
+    """A hash of the compiled module: which one ran, if there is one."""
+    found = importlib.util.find_spec("grpo_kernels._cpu")
+    return "none" if found is None or found.origin is None else hashlib.sha256(Path(found.origin).read_bytes()).hexdigest()[:16]
+
+
+def _huge_pages() -> str:
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return path.read_text().partition("[")[2].partition("]")[0] if path.exists() else ""
 
 
 def versions() -> dict[str, str]:

@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import SEQUENCES, Cell, Result, errors, make_case, reference
+from benchmarks.cases import Case, Cell, Result, errors, make_case, reference
 from benchmarks.harness import compilations, gpu_state, host_syncs, interleaved, memory_free, memory_in_use, peak_memory
 from benchmarks.providers import Provider, Run, Unavailable, first_line, providers
 
-#: The largest error of (loss, anything else): rounding in 32 and in 16 bits.
-GATE = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (2e-2, 3e-2), torch.float16: (2e-2, 3e-2)}
+#: The largest error of each kind (see cases.errors), in 32 and in 16 bits: some times what rounding logits and gradients
+#: to that costs those who are right, and a fraction of what one wrong row or a missing term does.
+FULL = {"loss": 1e-4, "gradient": 1e-4, "worst row": 1e-3, "parameter": 1e-4, "value": 1e-4}
+HALF = {"loss": 1e-2, "gradient": 3e-2, "worst row": 0.3, "parameter": 0.1, "value": 0.15}
+GATE = {torch.float32: FULL, torch.bfloat16: HALF, torch.float16: HALF}
 
 
 class DeviceLost(RuntimeError):
@@ -53,7 +56,9 @@ def measure(
     begin = time.perf_counter()
     chosen = providers(cell.contract) if candidates is None else candidates
     chosen = [p for p in chosen if only is None or p.limit or p.name in only]
-    counts = {p: _compiles(p, cell, device) for p in chosen} if counters and cell.contract != "step" else {}
+    known = known or {}
+    tried = [p for p in chosen if p.name not in known] if counters and cell.contract != "step" else []
+    counts = {p: _compiles(p, cell, device) for p in tried}
     torch._dynamo.reset()  # what torch.compile learned of other shapes would make it generalise
     case = make_case(cell, device)
     expected = reference(case)
@@ -65,12 +70,12 @@ def measure(
             reason = provider.reason_against(cell, device, 0.9 * memory_free(device))
             if reason is not None:
                 raise Unavailable(reason)
-            if provider.name in (known or {}):
-                raise _Failed((known or {})[provider.name])
+            if provider.name in known:
+                raise _Failed(known[provider.name])
             run = _attempt(provider, device, lambda p=provider: p.make(case))
             if not provider.limit:
                 row |= {"compiles": counts.get(provider), "syncs": None}
-                row |= _checked(provider, run, cell, device, expected, memory, counters)
+                row |= _checked(provider, run, case, device, expected, memory, counters)
         except Unavailable as missing:
             row |= {"status": "skipped", "reason": str(missing)}
         except _Failed as failure:
@@ -79,29 +84,45 @@ def measure(
             runs[provider.name] = run
     del expected
     _free(device)
-    with _quiet():
-        times = interleaved(
-            {name: run.call for name, run in runs.items()}, device, lambda name: _restore(runs[name]),
-            seconds=seconds, least=least, most=most, warm_up=device != "cpu",  # there, each has run for its check and its memory
-        )  # fmt: skip
+    byname = {provider.name: provider for provider in chosen}
+    failures: dict[str, str] = {}
+
+    def attempt(name: str, run: Callable[[], float]) -> float | None:
+        try:
+            return _attempt(byname[name], device, run)
+        except _Failed as failure:
+            failures[name] = f"while it was timed, {failure}"
+            return None
+
+    retries = _alloc_retries(device)
+    times = interleaved(
+        {name: run.call for name, run in runs.items()}, device, lambda name: _restore(runs[name]), attempt=attempt,
+        seconds=seconds, least=least, most=most, warm_up=device != "cpu",  # there, each has run for its check and its memory
+    )  # fmt: skip
     state = gpu_state(device)
     limits = [{"name": r["name"], "ms": times[r["name"]]["ms"]} for r in rows if r.get("limit") and r["name"] in times]
     limit = min(limits, key=lambda x: x["ms"], default=None)
     for row in rows:
-        if row["status"] == "ok":
-            row |= times[row["name"]] | derived(cell, times[row["name"]]["ms"])
+        name = row["name"]
+        if name in failures:
+            row |= {"status": "failed", "reason": failures[name]}
+        elif row["status"] == "ok":
+            row |= times[name] | derived(cell, times[name]["ms"])
             row["x_limit"] = row["ms"] / limit["ms"] if limit else None
+            if "copy" in times:
+                row["x_copy"] = row["ms"] / times["copy"]["ms"]
     found = describe(cell) | {"limit": limit, "providers": rows, "seconds": round(time.perf_counter() - begin, 1)}
-    return found | ({"gpu": state} if state else {})
+    return found | ({"gpu": state, "alloc_retries": _alloc_retries(device) - retries} if device == "cuda" else {})
 
 
 def _checked(
-    provider: Provider, run: Run, cell: Cell, device: str, expected: Result, memory: bool, counters: bool
+    provider: Provider, run: Run, case: Case, device: str, expected: Result, memory: bool, counters: bool
 ) -> dict[str, Any]:
     """The row's errors and, unless they are beyond the gate, what is measured in runs of its own."""
     baseline = memory_in_use(device) if device == "cuda" else None
-    row: dict[str, Any] = {"errors": _attempt(provider, device, lambda: _errors(run, expected))}
-    off = outside_gate(cell, row["errors"])
+    scale = float(case.batch.advantages.abs().mean())
+    row: dict[str, Any] = {"errors": _attempt(provider, device, lambda: _errors(run, expected, scale))}
+    off = outside_gate(case.cell, row["errors"])
     if off is not None:
         return row | {"status": "wrong", "reason": off}
     if memory:
@@ -116,7 +137,7 @@ def describe(cell: Cell) -> dict:
     return {
         "contract": cell.contract,
         "rows": cell.rows,
-        "sequences": SEQUENCES,
+        "sequences": cell.sequences,
         "hidden": cell.hidden,
         "vocab": cell.vocab,
         "dtype": str(cell.dtype).removeprefix("torch."),
@@ -127,17 +148,26 @@ def describe(cell: Cell) -> dict:
 
 def outside_gate(cell: Cell, found: dict[str, float]) -> str | None:
     """Which error is beyond what rounding explains, in words."""
-    loss, rest = GATE[cell.dtype]
     for name, value in found.items():
-        most = loss if name == "loss" else rest
+        most = GATE[cell.dtype][_kind(name)]
         if not value <= most:  # NaN as well
             return f"{name} is off by {value:.1e}, more than {most:.0e}"
     return None
 
 
+def _kind(name: str) -> str:
+    """Of an error, by its name."""
+    if name == "loss":
+        return name
+    if name.endswith("worst row"):
+        return "worst row"
+    return "gradient" if name.startswith("d_") else "parameter" if name == "gradients" else "value"
+
+
 def derived(cell: Cell, ms: float) -> dict:
     """Rates from a time: GB/s if the logits are read and written once (2U) or read twice and written (3U), TFLOP/s of the
-    products that are due, where rows of zero advantage (1 - a of them) take part in the first only."""
+    products that are due, where rows of zero advantage (1 - a of them) take part in the first only, and as if all took part
+    in all ("tflops_dense")."""
     if cell.contract == "step":
         return {}
     seconds = ms / 1e3
@@ -149,8 +179,9 @@ def derived(cell: Cell, ms: float) -> dict:
     backward = {"hidden": 4, "hidden-frozen": 2, "hidden-forward": 0}[cell.contract]
     a = cell.active_rows / cell.rows
     convention = f"{2 + backward}NHV" if a == 1 or not backward else f"(2+{backward}a)NHV, a={a:g}"
-    flops = (2 * cell.rows + backward * cell.active_rows) * cell.hidden * cell.vocab
-    return {"tflops": flops / seconds / 1e12, "flop_convention": convention}
+    product = cell.rows * cell.hidden * cell.vocab / seconds / 1e12
+    rates = {"tflops": (2 + backward * a) * product, "flop_convention": convention}
+    return rates | ({"tflops_dense": (2 + backward) * product} if a < 1 and backward else {})
 
 
 def _compiles(provider: Provider, cell: Cell, device: str) -> int | None:
@@ -198,9 +229,9 @@ def _attempt(provider: Provider, device: str, step: Callable[[], Any]) -> Any:
     raise _Failed(reason)
 
 
-def _errors(run: Run, expected: Result) -> dict[str, float]:
+def _errors(run: Run, expected: Result, scale: float) -> dict[str, float]:
     _restore(run)
-    return errors(run.call(), expected)
+    return errors(run.call(), expected, scale)
 
 
 def _extra(run: Run, device: str, baseline: int | None) -> int:
@@ -213,6 +244,11 @@ def _extra(run: Run, device: str, baseline: int | None) -> int:
 def _syncs(run: Run) -> int:
     _restore(run)
     return host_syncs(run.call)
+
+
+def _alloc_retries(device: str) -> int:
+    """How often CUDA's allocator had to give memory back and ask again: times with such runs among them say little."""
+    return torch.cuda.memory_stats().get("num_alloc_retries", 0) if device == "cuda" else 0
 
 
 def _restore(run: Run) -> None:
@@ -235,6 +271,10 @@ def _quiet() -> Iterator[None]:
 
 # ---- printing
 
+LEGEND = """ms: median of n runs, interleaved; p20, p80: quantiles. U: the bytes of the logits, N x V; NHV: tokens x hidden x vocabulary.
+limit: what the hardware needs for the least that the contract asks for, measured in the same run (the fastest of those named so).
+error: the worst of the loss (by the mean |advantage|), gradients and their worst row (relative), log-probs and entropy (absolute)."""
+
 
 def table(cell: dict) -> str:
     """The cell as a table to read, then why those without a time have none."""
@@ -242,12 +282,12 @@ def table(cell: dict) -> str:
     shape = " x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x])
     active = "" if cell["active"] == 1 else f", {cell['active']:.1%} of the sequences with an advantage"
     timed = [r for r in rows if r["status"] == "ok"]
-    rates = [key for key in ("gbps_1u", "gbps_2u", "gbps_3u", "tflops") if any(key in r for r in timed)]
+    rates = [key for key in ("gbps_1u", "gbps_2u", "gbps_3u", "tflops", "tflops_dense") if any(key in r for r in timed)]
     convention = next((r["flop_convention"] for r in timed if "flop_convention" in r), "")
-    heads = {"gbps_1u": "GB/s 1U", "gbps_2u": "GB/s 2U", "gbps_3u": "GB/s 3U", "tflops": "TFLOP/s"}
+    heads = {"gbps_1u": "GB/s 1U", "gbps_2u": "GB/s 2U", "gbps_3u": "GB/s 3U", "tflops": "TFLOP/s", "tflops_dense": "as dense"}
     eager = next((r["ms"] for r in timed if r["name"] == "eager PyTorch"), None)
     ratio = "x limit" if cell["limit"] else "x eager"
-    head = ["", "ms", "p20", "p80", "n", ratio, *(heads[key] for key in rates), "% limit", "extra MB", "error"]
+    head = ["", "ms", "p20", "p80", "n", ratio, "x copy", *(heads[key] for key in rates), "% limit", "extra MB", "error"]
     lines = [[*head, "compiles", "syncs"]]
     for r in timed:
         base = cell["limit"]["ms"] if cell["limit"] else eager
@@ -257,6 +297,7 @@ def table(cell: dict) -> str:
                 *(f"{r[key]:.3g}" if r[key] < 1000 else f"{r[key]:.0f}" for key in ("ms", "p20", "p80")),
                 str(r["runs"]),
                 f"{r['ms'] / base:.2f}" if base else "",
+                f"{r['x_copy']:.2f}" if "x_copy" in r else "",
                 *(f"{r[key]:.3g}" for key in rates),
                 f"{100 / r['x_limit']:.0f}" if r["x_limit"] else "",
                 f"{r['extra_mb']:.0f}" if "extra_mb" in r else "",
@@ -270,4 +311,9 @@ def table(cell: dict) -> str:
     for line in lines:
         text.append("  ".join(line[i].rjust(w) if i else line[i].ljust(w) for i, w in zip(kept, widths, strict=True)).rstrip())
     text += [f"  {r['name']}: {r['status']}, {r['reason']}" for r in rows if r["status"] != "ok"]
+    text += (
+        [f"  CUDA's allocator asked again {cell['alloc_retries']} times while this was timed"]
+        if cell.get("alloc_retries")
+        else []
+    )
     return "\n".join(text)

@@ -1,5 +1,5 @@
 """Result files, benchmarks/results/<machine>/<suite>.json: written after every cell, so that a run which is cut off goes on
-where it stopped. A cell is kept only while its fingerprint holds; a file never mixes figures of different code."""
+where it stopped. A cell is kept only while its fingerprint holds; a file never mixes figures of different code or machines."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.cases import Cell
-from benchmarks.harness import slug, versions
 
 ROOT = Path(__file__).parent.parent
 #: What a figure depends on: the library, and those parts of the benchmarks that make figures.
@@ -36,9 +33,17 @@ def save(path: Path, record: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-def fingerprint(cell: Cell, only: tuple[str, ...] | None, device: str, quick: bool) -> str:
+def fingerprint(cell: Cell, only: tuple[str, ...] | None, quick: bool, machine: dict[str, Any]) -> str:
     """Changes with the cell, who takes part, the effort, the machine, the packages and the code."""
-    parts = (cell, only, quick, slug(device), torch.__version__, sorted(versions().items()), _code())
+    return _hash(cell, only, quick, setting(machine))
+
+
+def setting(machine: dict[str, Any]) -> str:
+    """Changes with the machine (harness.machine), the packages and the code."""
+    return _hash(json.dumps(machine, sort_keys=True), _code())
+
+
+def _hash(*parts: Any) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

@@ -180,7 +180,7 @@ def measured(records: Iterable[dict[str, Any]]) -> Rates:
                 copy = max(copy, 1e9 * row.get("gbps_2u", 0))
                 if "tflops" in row:
                     flops[cell["dtype"]] = max(flops.get(cell["dtype"], 0), 1e12 * row["tflops"])
-    rates = [f"{x / 1e9:.4g} GB/s {what}" for x, what in ((read, "read"), (copy, "copied")) if x]
+    rates = [f"{x / 1e9:.4g} GB/s {what}" for x, what in ((read, "read"), (copy, "read and written")) if x]
     rates += [f"{x / 1e12:.3g} TFLOP/s {dtype}" for dtype, x in sorted(flops.items())]
     return Rates(f"measured, {name}: {', '.join(rates)}", read or copy, copy, flops)
 

@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import results
 from benchmarks.cases import CONTRACTS, Cell
 from benchmarks.harness import machine, slug
-from benchmarks.measure import DeviceLost, measure, table
+from benchmarks.measure import LEGEND, DeviceLost, measure, table
+from benchmarks.providers import first_line
 
 QWEN, LLAMA, GEMMA = 151936, 128256, 262144  # vocabularies
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -22,7 +23,13 @@ OURS, EAGER = "grpo_kernels", "eager PyTorch"
 FEW = (OURS, EAGER)
 #: In sweeps: nobody whose first call compiles for seconds per shape on a CPU, or whose run takes many times the others'.
 SWEEP = (OURS, "grpo_kernels, layer 1 + loss", EAGER, "TRL fused head + loss")
-PEERS = (*SWEEP, "Liger fused linear GRPO", "CCE + loss", "CCE, unfiltered + loss", "verl kernel + loss")
+PEERS = (
+    *SWEEP,
+    "Liger fused linear GRPO",
+    "CCE, filtered (flat states) + loss",
+    "CCE, unfiltered + loss",
+    "verl kernel + loss",
+)
 LOST_DEVICE = 75  # exit status: run the same command again (EX_TEMPFAIL)
 
 
@@ -100,12 +107,12 @@ def _active(device: str, quick: bool) -> list[Planned]:
 
 
 def _length(device: str, quick: bool) -> list[Planned]:
-    """Tokens of one batch, 16 sequences: what fits."""
+    """Tokens of one batch: what fits. From 65,536 on they are one sequence."""
     if device == "cuda":
-        tokens = (8192, 65536) if quick else (8192, 65536, 131072, 262144)
-        return [Planned(_head("hidden", n, 1024, QWEN, BF16), FEW) for n in tokens]
-    tokens, shape = ((1024, 4096), (64, 8192)) if quick else ((4096, 16384, 65536), (128, 32768))
-    return [Planned(_head("hidden", n, *shape, FP32), FEW) for n in tokens]
+        tokens, shape, dtype = (8192, 65536) if quick else (8192, 65536, 131072, 262144), (1024, QWEN), BF16
+    else:
+        tokens, shape, dtype = (1024, 2048) if quick else (4096, 16384, 65536), (64, 8192) if quick else (128, 32768), FP32
+    return [Planned(_head("hidden", n, *shape, dtype, sequences=16 if n < 65536 else 1), FEW) for n in tokens]
 
 
 def _step(device: str, quick: bool) -> list[Planned]:
@@ -115,8 +122,10 @@ def _step(device: str, quick: bool) -> list[Planned]:
     return [Planned(Cell("step", 64 if quick else 256, 16384 if quick else QWEN, FP32, hidden=128, layers=2))]
 
 
-def _head(contract: str, rows: int, hidden: int, vocab: int, dtype: torch.dtype, active: float = 1.0) -> Cell:
-    return Cell(contract, rows, vocab, dtype, hidden, active)
+def _head(
+    contract: str, rows: int, hidden: int, vocab: int, dtype: torch.dtype, active: float = 1.0, sequences: int = 16
+) -> Cell:
+    return Cell(contract, rows, vocab, dtype, hidden, active, sequences=sequences)
 
 
 SUITES = {
@@ -130,7 +139,7 @@ SUITES = {
         Suite("rows", "From hidden states, by the number of rows", "hidden", _rows),
         Suite("vocab", "From hidden states, by vocabulary", "hidden", _vocab),
         Suite("active", "From hidden states, by the share of sequences with an advantage", "hidden", _active),
-        Suite("length", "From hidden states, long batches: time and memory", "hidden", _length),
+        Suite("length", "From hidden states, long batches and sequences: time and memory", "hidden", _length),
         Suite("step", "A training step end to end", "step", _step),
     )
 }
@@ -138,50 +147,87 @@ SUITES = {
 
 def run(suites: list[str], device: str, out: Path, quick: bool = False, fresh: bool = False) -> list[Path]:
     """Measures what the result files under `out` do not hold yet, printing each cell; returns their paths. `fresh` measures
-    all of it again. If a provider breaks CUDA for this process, that is written down and the process exits with
-    LOST_DEVICE: the same command goes on without that provider."""
-    paths = []
+    all of it again. A cell that cannot be measured is printed with the reason and left out; SystemExit at the end says so.
+    If a provider breaks CUDA for this process, that is written down and the process exits with LOST_DEVICE: the same
+    command goes on without that provider (fresh or not, until the code or the machine changes)."""
+    here = machine(device)
+    folder = out / slug(device)
+    print(heading(here), flush=True)
+    paths, unmeasured = [], []
     for name in suites:
         suite = SUITES[name]
-        path = out / slug(device) / f"{name}.json"
+        path = folder / f"{name}.json"
         paths.append(path)
-        plan = [(planned, results.fingerprint(*planned, device, quick)) for planned in suite.plan(device, quick)]
+        plan = [(planned, results.fingerprint(*planned, quick, here)) for planned in suite.plan(device, quick)]
         wanted = {mark for _, mark in plan}
-        former = {} if fresh else results.load(path)
-        done = {cell["fingerprint"]: cell for cell in former.get("cells", []) if cell["fingerprint"] in wanted}
-        lost = {mark: reasons for mark, reasons in former.get("lost", {}).items() if mark in wanted}
+        former = results.load(path)
+        done = {cell["fingerprint"]: cell for cell in former.get("cells", []) if cell["fingerprint"] in wanted and not fresh}
+        lost = [entry for entry in former.get("lost", []) if entry["setting"] == results.setting(here)]
         print(f"\n# {suite.title}: {CONTRACTS[suite.contract]}", flush=True)
         for planned, mark in plan:
             if mark in done:
                 print(f"\n{table(done[mark])}\n(measured before)", flush=True)
                 continue
+            known = _known(folder, planned.cell, here)
             try:
-                cell = measure(planned.cell, device, only=planned.only, known=lost.get(mark), **_effort(device, quick))
+                cell = measure(planned.cell, device, only=planned.only, known=known, **_effort(device, quick))
             except DeviceLost as failure:
-                lost.setdefault(mark, {})[failure.provider] = failure.reason
-                results.save(path, _record(suite, device, [done[m] for _, m in plan if m in done], lost))
+                lost.append(_lost(planned.cell, failure, here))
+                results.save(path, _record(suite, here, [done[m] for _, m in plan if m in done], lost))
                 print(f"\n{failure}: CUDA is unusable in this process. Run the same command again.", file=sys.stderr)
                 raise SystemExit(LOST_DEVICE) from failure
-            done[mark] = cell | {"fingerprint": mark}
-            results.save(path, _record(suite, device, [done[m] for _, m in plan if m in done], lost))
+            except Exception as failure:  # the other cells are worth having
+                unmeasured.append(f"{name}, {planned.cell}: {first_line(failure)}")
+                print(f"\n{unmeasured[-1]}", file=sys.stderr, flush=True)
+                continue
+            done[mark] = cell | {"fingerprint": mark} | _origin(here)
+            results.save(path, _record(suite, here, [done[m] for _, m in plan if m in done], lost))
             print(f"\n{table(cell)}", flush=True)
+    if unmeasured:
+        raise SystemExit("\n".join(["Cells without figures:", *unmeasured]))
     return paths
 
 
-def _effort(device: str, quick: bool) -> dict:
+def heading(here: dict[str, Any]) -> str:
+    """What runs where, and how to read the tables."""
+    parts = [here["name"], f"{here['threads']} threads", f"torch {here['torch']}"]
+    parts += [f"{name} {version}" for name, version in here["versions"].items()]
+    parts += [f"backend {here['backend']}", *([here["instruction set"]] if "instruction set" in here else [])]
+    return f"{', '.join(parts)}\n\n{LEGEND}"
+
+
+def _effort(device: str, quick: bool) -> dict[str, Any]:
     """What a cell may cost: seconds per provider, fewest runs, counters."""
     if quick:
-        return {"seconds": 0.2, "least": 3, "counters": False}
-    return {"seconds": 0.5, "least": 10} if device == "cuda" else {"seconds": 1.5, "least": 3}
+        return {"seconds": 0.2, "least": 5, "counters": False}
+    return {"seconds": 0.5, "least": 20} if device == "cuda" else {"seconds": 1.0, "least": 5}
 
 
-def _record(suite: Suite, device: str, cells: list[dict], lost: dict[str, dict[str, str]]) -> dict:
+def _lost(cell: Cell, failure: DeviceLost, here: dict[str, Any]) -> dict[str, str]:
     return {
-        "suite": suite.name,
-        "title": suite.title,
-        "contract": CONTRACTS[suite.contract],
+        "provider": failure.provider,
+        "contract": cell.contract,
+        "dtype": str(cell.dtype),
+        "reason": failure.reason,
+        "setting": results.setting(here),
+    }
+
+
+def _known(folder: Path, cell: Cell, here: dict[str, Any]) -> dict[str, str]:
+    """{provider: reason} of those that broke CUDA on this contract and dtype, in any suite."""
+    wanted = (cell.contract, str(cell.dtype), results.setting(here))
+    entries = [entry for path in sorted(folder.glob("*.json")) for entry in results.load(path).get("lost", [])]
+    return {e["provider"]: e["reason"] for e in entries if (e["contract"], e["dtype"], e["setting"]) == wanted}
+
+
+def _origin(here: dict[str, Any]) -> dict[str, Any]:
+    return {
         "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(device),
-        "cells": cells,
-    } | ({"lost": lost} if lost else {})
+        "machine": here,
+    }
+
+
+def _record(suite: Suite, here: dict[str, Any], cells: list[dict], lost: list[dict[str, str]]) -> dict[str, Any]:
+    about = {"suite": suite.name, "title": suite.title, "contract": CONTRACTS[suite.contract]}
+    return about | _origin(here) | {"cells": cells} | ({"lost": lost} if lost else {})

@@ -3,14 +3,18 @@
     GRPO_KERNELS_TEST_DEVICE=cuda GRPO_KERNELS_TEST_BACKENDS=triton python -m pytest -p on_device tests/test_grpo_loss.py
 
 Tensors that a test makes without naming a device are made there (the package has to name its own); random ones are drawn on
-the CPU and moved, so that the numbers are those the tests were written with. With GRPO_KERNELS_TEST_REPORT=file, each outcome is appended to it as a line
-of JSON at once: a run that is cut off leaves what it found. benchmarks/gpu_kit.py uses both."""
+the CPU and moved, so that the numbers are those the tests were written with.
+
+Tests run in an order for a run that may be cut off: each value of a parameter comes before its other combinations.
+With GRPO_KERNELS_TEST_REPORT=file, the number of tests and each outcome are appended to it as lines of JSON at once.
+benchmarks/gpu_kit.py uses all of it."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,7 @@ CPU_ONLY = {
     "test_autocast": "it switches on the CPU's autocast",
     "test_chunk_count_changes_only_rounding": "it changes the CPU's chunk size",
 }
+FIRST: set[str] = set()  # the tests of the first wave
 #: A CUDA context is of no use after these.
 FATAL = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch failure")
 
@@ -73,20 +78,79 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = CPU_ONLY.get(getattr(item, "originalname", ""))
         if reason is not None and MODE.device != "cpu":
             item.add_marker(pytest.mark.skip(reason=reason))
+    items[:] = in_waves(items)
+
+
+def in_waves(items: list[pytest.Item]) -> list[pytest.Item]:
+    """First so many of each test that every value of each of its parameters occurs, in other combinations where possible;
+    file by file, and in a file the tests in turn, objectives of one pass, each a kernel of its own, before the others. Then
+    the rest as it was."""
+    values: dict[tuple[str, str], list[int]] = {}
+    for item in items:
+        for name, value in parameters(item).items():
+            known = values.setdefault((test_of(item), name), [])
+            if id(value) not in known:
+                known.append(id(value))
+
+    def on_the_diagonal(item: pytest.Item) -> bool:
+        known = [values[test_of(item), name] for name in parameters(item)]
+        places = [k.index(id(value)) for k, value in zip(known, parameters(item).values(), strict=True)]
+        along = max(zip(map(len, known), places, strict=True), default=(0, 0), key=lambda pair: pair[0])[1]
+        return all(place == along % len(k) for place, k in zip(places, known, strict=True))
+
+    files, turn, seen = list(dict.fromkeys(item.path for item in items)), Counter[str](), set[tuple[str, str, int]]()
+    first: dict[pytest.Item, tuple[int, int, int]] = {}
+    for wanted in (on_the_diagonal, lambda item: item not in first):
+        for item in filter(wanted, items):
+            new = {(test_of(item), name, id(value)) for name, value in parameters(item).items()}
+            if new - seen or not new:
+                seen |= new
+                turn[test_of(item)] += 1
+                first[item] = files.index(item.path), several_passes(item), turn[test_of(item)]
+    FIRST.update(item.nodeid for item in first)
+    return [*sorted(first, key=first.__getitem__), *(item for item in items if item not in first)]
+
+
+def test_of(item: pytest.Item) -> str:
+    return item.nodeid.split("[")[0]
+
+
+def parameters(item: pytest.Item) -> dict[str, Any]:
+    callspec = getattr(item, "callspec", None)
+    return {} if callspec is None else callspec.params
+
+
+def several_passes(item: pytest.Item) -> bool:
+    if "name" not in parameters(item):
+        return False
+    from cases import OBJECTIVES  # not with the plugin: the package is the tests' to import
+
+    name = parameters(item)["name"]
+    return name in OBJECTIVES and not OBJECTIVES[name][0]().one_pass
+
+
+def write(**line: Any) -> None:
+    if os.environ.get("GRPO_KERNELS_TEST_REPORT"):
+        with Path(os.environ["GRPO_KERNELS_TEST_REPORT"]).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0" and session.items:  # the process that starts workers has none
+        names = [item.nodeid for item in session.items]
+        files, first = (Counter(name.split("::")[0] for name in some) for some in (names, FIRST.intersection(names)))
+        write(collected=files, first=first)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    path, in_worker = os.environ.get("GRPO_KERNELS_TEST_REPORT"), "PYTEST_XDIST_WORKER" in os.environ
     finished = report.when == "call" or report.outcome != "passed"
-    if path and finished and not in_worker:  # the process that started the workers hears of all
+    if finished and "PYTEST_XDIST_WORKER" not in os.environ:  # the process that started the workers hears of all
         crash = getattr(report.longrepr, "reprcrash", None)
         message = "" if report.passed else str(report.longrepr if crash is None else crash.message).strip()[:500]
-        line = {
-            "test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 3), "message": message,
-            "properties": dict(report.user_properties),
-        }  # fmt: skip
-        with Path(path).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        write(
+            test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 3), message=message,
+            properties=dict(report.user_properties),
+        )  # fmt: skip
 
 
 @pytest.hookimpl(trylast=True)

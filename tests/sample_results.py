@@ -64,14 +64,18 @@ def _cell(planned: Planned, device: str) -> dict:
             if not p.limit:
                 chunk = 4e-6 * min(cell.rows, 512) * cell.vocab
                 row["extra_mb"] = chunk if p.name.startswith("grpo_kernels") else 1.2e-5 * cell.rows * cell.vocab
-                row |= {"errors": {"loss": 1e-7, "d_logits": 2e-6 * (i + 1)}, "compiles": i % 3, "syncs": None}
+                errors = {"loss": 1e-7, "d_logits": 1e-6 * (i + 1), "d_logits, worst row": 2e-6 * (i + 1)}
+                row |= {"errors": errors, "compiles": i % 3, "syncs": None}
             if cell.hidden is None:
                 row |= {"gbps_2u": 5e3 / ms, "gbps_3u": 7.5e3 / ms}
             elif cell.contract != "step":
                 row |= {"tflops": 1e3 / ms, "flop_convention": "6NHV"}
+                row |= {"tflops_dense": 1.5e3 / ms} if cell.active < 1 else {}
     limits = [{"name": r["name"], "ms": r["ms"]} for r in rows if r.get("limit") and r["status"] == "ok"]
     limit = min(limits, key=lambda r: r["ms"], default=None)
     for row in rows:
         if row["status"] == "ok":
             row["x_limit"] = row["ms"] / limit["ms"] if limit else None
+            if cell.contract == "logits":
+                row["x_copy"] = row["ms"] / next(r["ms"] for r in rows if r["name"] == "copy")
     return describe(cell) | {"limit": limit, "providers": rows, "seconds": 1.0, "fingerprint": f"{cell}"}

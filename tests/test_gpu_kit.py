@@ -17,12 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from cases import OBJECTIVES
 from on_device import OnDevice
 
 pytest.importorskip("triton")
 
-from benchmarks import gpu_kit, gpu_stages, resources, tune
+from benchmarks import gpu_kit, gpu_stages, resources, suites, tune
 from benchmarks.gpu_kit import Kit, Stage
+from benchmarks.providers import Provider, Unavailable, providers
 from grpo_kernels import Objective, linear
 from grpo_kernels.backends import RowTransform
 from grpo_kernels.backends import triton as backend
@@ -119,7 +121,7 @@ def test_time_is_kept_for_what_comes_later(kit: Kit, monkeypatch: pytest.MonkeyP
 
 
 def test_stages_of_the_real_call_fit_into_it() -> None:
-    assert {stage.name for stage in gpu_kit.STAGES} == gpu_stages.STAGES.keys() - {"small"}
+    assert {stage.name for stage in gpu_kit.STAGES} == gpu_stages.STAGES.keys() - {"small", "peers"}
     assert 450 < sum(stage.kept for stage in gpu_kit.STAGES) < 500  # seconds of ten minutes, so that they are what they say
     assert all(stage.kept <= stage.most for stage in gpu_kit.STAGES)
 
@@ -140,6 +142,23 @@ def test_what_comes_back_is_few_files_with_plain_names(kit: Kit) -> None:
     assert (kit.out / "summary.md").read_text().endswith("a table") and "a table" not in gpu_kit.summary(kit)
     with tarfile.open(kit.out / "results.tar.gz") as tar:
         assert {"results/a-gpu/plots/rows.svg", "results/a-gpu/hidden.json", "tables.md"} <= set(tar.getnames())
+
+
+def test_files_that_stages_write_meanwhile_do_not_stop_the_packing(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One half written, one that is gone between the listing and the reading."""
+    for name in ("whole.json", "half.part", "gone.json"):
+        (kit.work / "json" / name).write_text("{}")
+    read = Path.read_bytes
+
+    def vanishing(path: Path) -> bytes:
+        if path.name == "gone.json":
+            path.unlink()
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", vanishing)
+    gpu_kit.pack(kit)
+    with tarfile.open(kit.out / "results.tar.gz") as tar:
+        assert tar.getnames() == ["json/kit.json", "json/whole.json"]
 
 
 def test_a_folder_of_wheels_that_is_none() -> None:
@@ -179,21 +198,43 @@ SUITES = {
             cell([row("grpo_kernels", 48.0, extra_mb=4096.0), row("TRL fused head + loss", 60.0)], 40.0, hidden=4096),
         ]
     },
-    "active": {"cells": [cell([row("grpo_kernels", 28.0)], 40.0, hidden=4096, active=0.5)]},
+    # Half of the rows are due two thirds of the products; the target is set against all three of all rows.
+    "active": {
+        "cells": [
+            cell([row("grpo_kernels", 48.0)], 40.0, hidden=4096),
+            cell([row("grpo_kernels", 28.0)], 26.7, hidden=4096, active=0.5),
+        ]
+    },
 }
 
 
 def test_targets_are_read_off_the_results() -> None:
-    counters = {"recompilations": 0, "waits": {"grpo_loss": None, "linear_grpo_loss": "batch.py:3 .item()", "TokenBatch": "x"}}
+    waits = dict.fromkeys(("linear_grpo_loss", "TokenBatch", "by a mask"), "batch.py:3 .item()") | {"grpo_loss": None}
+    counters = {"recompilations": 0, "waits": waits, "documented": {"by a mask": "it has to", "grpo_loss": "now and then"}}
     correctness = {"groups": {"real sizes": {"largest": {"test_from_hidden_states, logps": 2e-6, "d_hidden": 1e-3}}}}
     found = {t.what: (t.measured, t.met) for t in gpu_kit.targets(SUITES, counters, correctness)}
     assert list(found.values()) == [
         ("1.1", True), ("3", True), ("not measured", None),
         ("1.2", False), ("3.81", True), ("1.25", False), ("not measured", None),
         ("0.7", True),
-        ("0", True), ("1", False), ("2e-06", True),
+        ("0", True), ("2", False), ("1", True), ("2e-06", True),
     ]  # fmt: skip
     assert all(t.met is None for t in gpu_kit.targets({}, {}, {}))
+    half = SUITES | {"active": {"cells": SUITES["active"]["cells"][1:]}}
+    assert [t.met for t in gpu_kit.targets(half, {}, {}) if "half" in t.what] == [None]  # its own limit does not stand in
+
+
+def test_targets_speak_of_providers_that_there_are() -> None:
+    """A provider that is renamed must not turn a target into "not measured"."""
+    suites: dict[str, dict] = {}
+    for suite, contract in (("logits", "logits"), ("hidden", "hidden"), ("active", "hidden")):
+        rows = [row(one.name, 1.0, extra_mb=1.0) for one in providers(contract)]
+        shape = {"hidden": None if contract == "logits" else 4096}
+        suites[suite] = {"cells": [cell(rows, 1.0, active=share, **shape) for share in (1.0, 0.5)]}
+    missing = [t.what for t in gpu_kit.targets(suites, {"recompilations": 0, "waits": {}}, {}) if t.met is None]
+    assert missing == ["log-probs from hidden states, error"]
+    for workload in tune.workloads(small=False):
+        assert workload.candidate(tune.Chunk(1)).name == "1 MiB"
 
 
 def test_outcomes_of_tests_are_written_at_once_and_counted(tmp_path: Path) -> None:
@@ -206,17 +247,80 @@ def test_outcomes_of_tests_are_written_at_once_and_counted(tmp_path: Path) -> No
         "def broken(): raise OSError('no disk')\n"
         "def test_errs(broken): pass\n"
         "def test_skips(): pytest.skip('not today')\n"
-        "def test_cut_off(): import os; os._exit(1)\n"
+        "@pytest.mark.parametrize('x', range(4))\n"
+        "def test_cut_off(x):\n"
+        "    import os\n"
+        "    if x == 3: os._exit(1)\n"  # the last of all
     )
     report = tmp_path / "report.jsonl"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "GRPO_KERNELS_TEST_REPORT": str(report)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "on_device", "test_it.py"]
     assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=100).returncode == 1
-    found = gpu_stages.tally(report)
-    assert found["passed"] == 3 and found["largest"] == {"test_records, error": 3.0}
+    found = gpu_stages.tally(report, ["test_it.py"])
+    assert (found["collected"], found["first"], found["ran"]) == (10, 10, 9)
+    assert found["passed"] == 6 and found["largest"] == {"test_records, error": 3.0}
     assert [line["message"].split("\n")[0] for line in found["failed"]] == ["AssertionError: so wrong", "OSError: no disk"]
     assert len(found["skipped"]) == 1 and "not today" in found["skipped"][0]
-    assert gpu_stages.tally(tmp_path / "none")["passed"] == 0
+    for other in (gpu_stages.tally(report, ["test_other.py"]), gpu_stages.tally(tmp_path / "none", ["test_it.py"])):
+        assert other["collected"] == other["passed"] == 0 and not other["failed"]
+
+
+@pytest.mark.parametrize(
+    "status, ran, outcome, well",
+    [
+        (0, 3, "passed", True),
+        (None, 3, "passed", True),
+        (None, 2, "passed", False),
+        (None, 3, "failed", False),
+        (1, 3, "passed", False),
+    ],
+)
+def test_no_time_for_all_combinations_is_no_failure(
+    status: int | None, ran: int, outcome: str, well: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five tests of each file, three of which have all values."""
+    found = stage("correctness", tmp_path)
+
+    def python(*_: str, GRPO_KERNELS_TEST_REPORT: str, **more: Any) -> int | None:
+        files = [f"tests/{file}" for files in gpu_stages.CASES.values() for file in files]
+        lines: list[dict] = [{"collected": dict.fromkeys(files, 5), "first": dict.fromkeys(files, 3)}]
+        lines += [
+            {"test": f"{file}::test_it[{i}]", "outcome": outcome, "message": "", "properties": {}}
+            for file in files
+            for i in range(ran)
+        ]
+        Path(GRPO_KERNELS_TEST_REPORT).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return status
+
+    monkeypatch.setattr(found, "python", python)
+    gpu_stages.correctness(found)
+    assert found.well is well and f"{ran} of 5 ran, 3 have" in found.found["lines"][0]
+
+
+def collected(*arguments: str) -> list[str]:
+    """Node ids in the order of on_device.py."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "GRPO_KERNELS_TEST_BACKENDS": "triton"}
+    environment.pop("GRPO_KERNELS_TEST_REPORT", None)
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-p", "on_device", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    return [line.removeprefix("tests/") for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_a_run_that_is_cut_off_has_seen_every_kernel_and_objective() -> None:
+    """The first wave: all values of all parameters; kernels first, then what is one kernel of its own, then the rest."""
+    found = collected(*(f"tests/{file}" for file in ("triton_cases.py", "gpu_cases.py", "test_grpo_loss.py")))
+    again = next(i for i in range(1, len(found)) if found[i].startswith("triton") and not found[i - 1].startswith("triton"))
+    first = found[:again]
+    assert again < len(found) / 2 and len(set(found)) == len(found)
+    assert {test.split("[")[0] for test in first} == {test.split("[")[0] for test in found}
+    assert {test for test in found if "family" in test} <= set(first)
+    for where in ("gpu_cases.py::test_objectives", "test_grpo_loss.py::test_objective_matches_oracle"):
+        names = [test.split("triton-")[1] for test in first if test.startswith(where)]
+        order = [next(name for name in OBJECTIVES if text.rpartition("-torch")[0] in (name, f"{name}-1040", f"{name}-1031"))
+                 for text in names]  # fmt: skip
+        assert set(order) == OBJECTIVES.keys()
+        several = [not OBJECTIVES[name][0]().one_pass for name in order]
+        assert several == sorted(several) and any(several)
 
 
 def test_tensors_are_made_on_the_device() -> None:
@@ -312,10 +416,20 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def wait_stream(self, other: Any) -> None:
             assert isinstance(other, Stream)
 
+    class Event:
+        def query(self) -> bool:
+            return self.over
+
+        def synchronize(self) -> None:
+            pass
+
+        def __init__(self, over: bool) -> None:
+            self.over = over
+
     for name, value in {
         "synchronize": lambda: None, "set_sync_debug_mode": modes.append, "Stream": Stream, "current_stream": Stream,
         "stream": entered, "graph": entered, "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
-        "get_device_capability": lambda: (9, 0),
+        "get_device_capability": lambda: (9, 0), "Event": Event,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     return modes
@@ -331,6 +445,11 @@ def test_the_first_wait_is_found_and_the_mode_taken_back(cuda: list[str]) -> Non
     with pytest.raises(RuntimeError, match="out of memory"):
         gpu_stages.first_wait(lambda: (_ for _ in ()).throw(RuntimeError("out of memory")))
     assert cuda == ["error", "default"] * 3
+    # An event that is over costs nothing, one that is not is a wait that torch's mode does not see.
+    assert gpu_stages.first_wait(lambda: torch.cuda.Event(True).synchronize()) is None  # type: ignore[call-arg]
+    found = gpu_stages.first_wait(lambda: torch.cuda.Event(False).synchronize())  # type: ignore[call-arg]
+    assert found is not None and "a synchronizing event" in found
+    torch.cuda.Event(False).synchronize()  # type: ignore[call-arg]
 
 
 def test_a_replay_is_compared_with_a_plain_call(cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,6 +489,24 @@ def test_counters_on_a_gpu(cuda: list[str], tmp_path: Path, monkeypatch: pytest.
     assert written["waits"] == {"grpo_loss": None, "TokenBatch, masked": None, "TokenBatch": None} and found.well
 
 
+@pytest.mark.parametrize("name, well", [("grpo_loss", False), ("linear_logprobs, masked", True)])
+def test_a_documented_wait_is_reported_but_no_failure(
+    name: str, well: bool, cuda: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = stage("counters", tmp_path)
+    found.device = "cpu"
+    monkeypatch.setattr(gpu_stages, "recompilations", lambda *args: 0)
+    monkeypatch.setattr(gpu_stages, "losses", lambda *args: {name: lambda: torch.cuda.Event(False).synchronize()})  # type: ignore[call-arg]
+    monkeypatch.setattr(gpu_stages, "graph_replays", lambda *args: True)
+    gpu_stages.counters(found)
+    assert found.found["waits"][name] is not None and found.well is well
+    assert any(name in line and ("documented" in line) is well for line in found.found["lines"])
+
+
+def test_what_is_documented_to_wait_is_called() -> None:
+    assert gpu_stages.WAITS.keys() <= gpu_stages.losses("cpu", 8, 31, 8, torch.float32).keys()
+
+
 def test_resources_on_a_gpu(cuda: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = stage("resources", tmp_path)
     commands: list[tuple[str, ...]] = []
@@ -392,11 +529,71 @@ def test_resources_on_a_gpu(cuda: list[str], tmp_path: Path, monkeypatch: pytest
         assert part in line
 
 
-def test_a_provider_that_breaks_cuda_is_gone_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, statuses = stage("comparison", tmp_path), [gpu_stages.LOST_DEVICE, gpu_stages.LOST_DEVICE, 0]
-    monkeypatch.setattr(found, "python", lambda *command, **_: statuses.pop(0))
+def test_a_suite_that_breaks_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each suite is a process; one that a provider broke is run again without it, one that hangs leaves time to the others."""
+    found, ran, limits = stage("comparison", tmp_path), [], []
+    lost = {"logits": [gpu_stages.LOST_DEVICE, gpu_stages.LOST_DEVICE, 0], "hidden": [1], "step": [None]}
+
+    def python(*command: str, seconds: float, **_: Any) -> int | None:
+        ran.append(command[command.index("--suite") + 1 :])
+        limits.append(seconds)
+        return lost.get(ran[-1][0], [0]).pop(0)
+
+    monkeypatch.setattr(found, "python", python)
     gpu_stages.comparison(found)
-    assert statuses == [] and found.found["lines"] == ["comparison: ok"]
+    assert ran == [(name,) for name in ("logits", "logits", *gpu_stages.SUITES)]
+    assert all(limit < 0.41 * 60 for limit in limits[:-2]) and limits[-1] > 50
+    outcomes = {line.split(":")[0]: line.rsplit(", ", 1)[1] for line in found.found["lines"]}
+    assert outcomes == dict.fromkeys(gpu_stages.SUITES, "ok") | {"hidden": "exit status 1", "step": "took too long"}
+    assert not found.well
+
+
+def test_suites_are_those_of_the_benchmarks_in_another_order() -> None:
+    assert sorted(gpu_stages.SUITES) == sorted(suites.SUITES)
+
+
+def test_result_files_name_a_command_that_a_reader_can_run(tmp_path: Path) -> None:
+    path = tmp_path / "a-gpu" / "hidden.json"
+    path.parent.mkdir()
+    made = {"command": "python -m benchmarks --out /tmp/gpu-kit-x/results", "date": "a day"}
+    path.write_text(json.dumps({**made, "cells": [{**made, "rows": 1}, {"rows": 2}]}))
+    gpu_stages.name_the_command(tmp_path)
+    here = {"command": "python -m benchmarks.gpu_kit", "date": "a day"}
+    assert json.loads(path.read_text()) == {**here, "cells": [{**here, "rows": 1}, {"rows": 2}]}
+
+
+# ---- peers
+
+
+def test_who_cannot_be_imported_is_said_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(case: Any) -> Any:
+        raise Unavailable("not installed: pip install that")
+
+    found = [
+        Provider("here", ("logits",), lambda case: None),  # type: ignore[arg-type, return-value]
+        Provider("gone", ("logits",), missing),
+        Provider("elsewhere", ("logits",), missing, devices=("cuda",)),
+        Provider("a limit", ("logits",), missing, limit=True),
+    ]
+    monkeypatch.setattr(gpu_stages, "providers", lambda contract: found)
+    kit = stage("peers", tmp_path, rehearse=True)
+    gpu_stages.peers(kit)
+    assert kit.found["reasons"] == {"here": None, "gone": "not installed: pip install that", "elsewhere": "runs on cuda only"}
+    assert "not measured: gone: not installed: pip install that" in kit.found["lines"] and kit.well
+
+
+def test_a_bad_wheel_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, ...]] = []
+    kit, wheels = stage("env", tmp_path), [Path("good.whl"), Path("bad.whl")]
+
+    def python(*command: str) -> int:
+        calls.append(command)
+        return int("bad.whl" in command)
+
+    monkeypatch.setattr(kit, "python", python)
+    assert gpu_stages.install(kit, wheels) == {"good.whl": "ok", "bad.whl": "exit status 1"} and len(calls) == 3
+    assert gpu_stages.install(kit, wheels[:1]) == {"good.whl": "ok"} and len(calls) == 4
+    assert gpu_stages.install(kit, []) == {} and len(calls) == 4
 
 
 def test_the_sanitizer_runs_small_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,8 @@ def test_wrong_calls() -> None:
         ((batch,), {}, "pass a TokenBatch with an Objective"), ((batch.targets, OBJECTIVE), {}, "targets is a Tensor"),
         ((batch.targets,), {"metrics": True}, "metrics=True"), ((batch.targets[:, 1:],), {}, "hidden has shape"),
         ((batch.targets,), {"temperature": 0.0}, "temperature"),
+        ((batch.targets,), {"transform": LogitTransform(scale=2.0)}, "transform is an option of this call"),
+        ((batch, OBJECTIVE), {"bias": head.bias}, "bias is an option"), ((batch.targets,), {"weight": None}, "weight is an"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             head(hidden, *arguments, **options)
@@ -194,18 +196,33 @@ class Quantised(nn.Linear):
         return super().forward(x.round())
 
 
+class Packed(Tensor):
+    """A weight that is a tensor by name, as torchao's are."""
+
+    @staticmethod
+    def __new__(cls, whole: Tensor) -> Packed:
+        return Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype, requires_grad=False)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0]
+
+
 def test_heads_that_are_refused() -> None:
     def linear() -> nn.Linear:
         return nn.Linear(H, V)
 
-    hooked, patched, sharded, normed = linear(), linear(), linear(), linear()
+    hooked, saved, loaded, patched, sharded, normed, packed = (linear() for _ in range(7))
     hooked.register_forward_hook(lambda *_: None)
+    saved.register_state_dict_post_hook(lambda *_: None)
+    loaded.register_load_state_dict_post_hook(lambda *_: None)
+    packed.weight = nn.Parameter(Packed(packed.weight.detach()))
     patched.forward = lambda x: x
     sharded.weight.data = torch.empty(0)
     for head, message in (
-        (LoraLinear(linear()), "merge the adapter"), (Quantised(H, V), "whose forward is not that of nn.Linear"),
+        (LoraLinear(linear()), "merge the adapter"), (Quantised(H, V), "whose forward is not that of torch.nn.Linear"),
         (nn.Embedding(V, H), "whose forward is not that"), (FusedLMHead(linear()), "installed already"),
-        (hooked, "with hooks"), (patched, "whose forward is not that"), (sharded, "ZeRO-3"),
+        (hooked, "with hooks"), (saved, "with hooks"), (loaded, "with hooks"), (packed, "whose weight is a .*Packed"), (patched, "whose forward is not that"), (sharded, "ZeRO-3"),
         (nn.utils.parametrizations.weight_norm(normed), "weight and bias"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

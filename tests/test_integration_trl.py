@@ -30,6 +30,7 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils
 from trl_cases import assert_same_history, history
 
+from grpo_kernels.head import FusedLMHead
 from grpo_kernels.integrations import trl_head
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLoss, _Forward, fused_lm_head, patch
 
@@ -343,8 +344,26 @@ def test_lora_on_the_head_is_refused(path: str, tmp_path: Path) -> None:
         patch(plain_trainer)
 
 
+def test_trainable_tokens_of_a_tied_head_are_refused(path: str, tmp_path: Path) -> None:
+    """PEFT adds them to the head's weight as well, at each call: not the weight that an optimizer or FSDP knows."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5, 6])
+    tuned = trl_cases.make_trainer(path, tmp_path, keywords={"peft_config": config})
+    with pytest.raises(ValueError, match="without trainable_token_indices"):
+        patch(tuned)
+    assert "fused_loss" not in vars(tuned)
+
+
+def test_a_fused_head_is_accepted(path: str, tmp_path: Path) -> None:
+    fused = trl_cases.make_trainer(path, tmp_path, steps=1, prepare=lambda model: FusedLMHead.install(model) and model)
+    patch(fused, strict=True)
+    fused.train()
+    assert fused.fused_loss.counts["fused"] == 1
+
+
 def test_other_heads_are_refused(path: str, tmp_path: Path) -> None:
-    """By looking at the module: an adapter around a Linear, a module that is no Linear, a quantised weight."""
+    """By looking at the module: an adapter around a Linear, a module that is no Linear, a forward of its own, a quantised
+    weight."""
     plain_trainer = trl_cases.make_trainer(path, tmp_path)
 
     class Adapter(torch.nn.Module):
@@ -357,10 +376,18 @@ def test_other_heads_are_refused(path: str, tmp_path: Path) -> None:
     class Normed(torch.nn.Module):
         weight = torch.nn.Parameter(torch.ones(4, 4))
 
-    quantised = torch.nn.Linear(4, 4)
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    rebound, quantised = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    rebound.forward = Scaled(4, 4).forward
     quantised.weight = torch.nn.Parameter(quantised.weight.to(torch.int8), requires_grad=False)
     linear = plain_trainer.model.lm_head
-    for head, reason in ((Adapter(linear), "carries an adapter"), (Normed(), "not a torch.nn.Linear"), (quantised, "int8")):
+    for head, reason in (
+        (Adapter(linear), "carries an adapter"), (Normed(), "not that of torch.nn.Linear"), (quantised, "int8"),
+        (Scaled(4, 4), "not that of torch.nn.Linear"), (rebound, "not that of torch.nn.Linear"),
+    ):  # fmt: skip
         plain_trainer.model.lm_head = head
         with pytest.raises(ValueError, match=reason):
             patch(plain_trainer)

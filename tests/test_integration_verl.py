@@ -205,6 +205,7 @@ def test_what_is_refused(data: Data) -> None:
     for bad, message in (
         (Objective.preset("grpo", beta=0.1), "adds KL and entropy itself"),
         (Objective.preset("grpo", entropy_coef=0.1), "adds KL and entropy itself"),
+        (Objective.preset("grpo", aggregate="group-mean"), "is not told which prompt"),
         ("nonesuch", "preset 'nonesuch' is unknown"),
     ):
         with pytest.raises(ValueError, match=message):

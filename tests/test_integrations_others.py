@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import Objective
+from grpo_kernels import Objective, TokenBatch
 from grpo_kernels.integrations import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime, unsloth
 from grpo_kernels.integrations._slots import Slots
 from grpo_kernels.surrogates import Cispo, Clip, Sapo
@@ -222,6 +222,12 @@ def test_openrlhf_loss(data: Data) -> None:
     assert len({round(x, 7) for x in losses}) == len(losses)
     empty = openrlhf.PolicyLoss()(data.logps.clone().requires_grad_(), data.old, data.advantages, torch.zeros(B, T))
     assert float(empty[0].detach()) == 0 and float(empty[1]) == 0 and empty[0].requires_grad
+    # Nor does a count of 0, with or without a tensor around it, make the denominator 0.
+    for none in (0, 0.0, torch.tensor(0)):
+        for options, name in (({}, "batch_num_tokens"), ({"token_level_loss": False}, "global_batch_size")):
+            loss = openrlhf.PolicyLoss(**options)
+            out = loss(data.logps, data.old, data.advantages, torch.zeros(B, T), dp_size=2, **{name: none})
+            assert float(out[0]) == 0
 
 
 def test_openrlhf_itself(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,6 +495,29 @@ def test_slime_loss_of_an_objective_and_of_nothing(data: Data) -> None:
         lambda x: slime.policy_loss()(slime_args(), empty, x, lambda v: v.sum()), logits, torch.float32
     )
     assert loss == 0 and not gradient.any()
+
+    # No samples at all, of which slime's reducer makes a plain 0: the same metrics as on other ranks.
+    args = slime_args(use_kl_loss=True, kl_loss_coef=0.1)
+    nothing: dict[str, Any] = {name: [] for name in batch}
+    vars(sys.modules["slime.backends.megatron_utils.loss"])["get_log_probs_and_entropy"] = lambda logits, **_: (
+        None, {"log_probs": [], "entropy": []}
+    )  # fmt: skip
+    (loss, metrics), gradient = value_and_gradient(
+        lambda x: slime.policy_loss()(args, nothing, x, lambda v: 0), logits, torch.float32
+    )
+    assert loss == 0 and not gradient.any()
+    assert {"kl_loss", "train_rollout_logprob_abs_diff"} <= set(metrics) and not any(float(v) for v in metrics.values())
+
+
+def test_the_kl_of_the_metrics_is_that_of_the_loss(data: Data, nemo: None) -> None:
+    """With a ratio summed over the sequence, it is the token's own ratio that weighs the KL."""
+    objective = Objective.preset("vespo", aggregate="token-sum", beta=0.3, kl=Kl("k3", weighting="ratio"))
+    x, ref = (data.logps - data.old).double(), (data.ref - data.logps).double()
+    want = float(((ref.exp() - ref - 1) * x.exp() * MASK).sum())
+    batch = TokenBatch(torch.zeros(B, T, dtype=torch.int64), data.advantages, mask=MASK, old_logps=data.old, ref_logps=data.ref)
+    out = objective_loss(data.logps, batch, objective)
+    found = slime._metrics(objective, SimpleNamespace(**vars(out), entropy=out.logps), packed_rows(data), MASK_ROWS, None)
+    assert float(found["kl_loss"]) == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_no_text_touches_another_or_leaves_the_picture(written: tuple) -> None:
 
 
 def test_everybody_is_named(record: Record, written: tuple) -> None:
-    words = " ".join(re.sub(r"\s+", " ", text) for text, _ in written[0])
+    words = re.sub(r"\s+", " ", " ".join(text for text, _ in written[0]))
     bars = isinstance(plots.picture(record).panels[0], plots.Bars)
     for cell in plots.headline(record) if bars else record["cells"]:
         for row in cell["providers"]:

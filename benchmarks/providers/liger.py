@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.cases import CLIP, SEQUENCES, HiddenCase, LogitsCase, Result
+from benchmarks.cases import CLIP, HiddenCase, LogitsCase, Result, StepCase
 from benchmarks.providers import Run, peer, provider
 
 
@@ -14,7 +14,7 @@ from benchmarks.providers import Run, peer, provider
 def triton_loss(case: LogitsCase) -> Run:
     loss_of = peer("liger_kernel.transformers.grpo_loss", "liger-kernel").triton_grpo_loss
     cell, batch = case.cell, case.batch
-    shape = (SEQUENCES, cell.rows // SEQUENCES)
+    shape = (cell.sequences, cell.length)
     # It takes the model's logits of one position more per sequence, which it leaves alone: made here, untimed.
     longer = torch.zeros(shape[0], shape[1] + 1, cell.vocab, dtype=cell.dtype, device=case.logits.device, requires_grad=True)
     targets, advantages = batch.targets.view(shape), batch.advantages.view(shape)[:, 0].contiguous()
@@ -36,24 +36,31 @@ def triton_loss(case: LogitsCase) -> Run:
     return Run(run, restore)
 
 
-@provider("Liger fused linear GRPO", "hidden", "hidden-frozen")
-def fused_linear(case: HiddenCase) -> Callable[[], Result]:
-    # One advantage per sequence is all it takes.
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _fused_linear(case: HiddenCase | StepCase) -> Loss:
+    """The loss of hidden states [B, T, H] and a weight [V, H]. One advantage per sequence is all it takes."""
     module = peer("liger_kernel.chunked_loss", "liger-kernel")
     loss_of = module.LigerFusedLinearGRPOLoss(
         beta=0.0, use_ref_model=False, epsilon_low=CLIP[0], epsilon_high=CLIP[1], loss_type="dapo"
     )
-    shape = (SEQUENCES, case.cell.rows // SEQUENCES)
+    shape = (case.cell.sequences, case.cell.length)
     batch = case.batch
     assert batch.old_logps is not None
     targets, advantages = batch.targets.view(shape), batch.advantages.view(shape)[:, 0].contiguous()
-    old_logps, mask = batch.old_logps.view(shape), torch.ones(shape, device=case.hidden.device)
+    old_logps, mask = batch.old_logps.view(shape), torch.ones(shape, device=targets.device)
+    given = {"old_per_token_logps": old_logps, "num_items_in_batch": case.cell.rows}
+    return lambda hidden, weight: loss_of(hidden.view(*shape, -1), weight, targets, mask, advantages, **given)[0]
 
-    def run() -> Result:
-        hidden = case.hidden.view(*shape, -1)
-        loss, _ = loss_of(
-            hidden, case.weight, targets, mask, advantages, old_per_token_logps=old_logps, num_items_in_batch=case.cell.rows
-        )
-        return case.gradients(loss)
 
-    return run
+@provider("Liger fused linear GRPO", "hidden", "hidden-frozen")
+def fused_linear(case: HiddenCase) -> Callable[[], Result]:
+    loss = _fused_linear(case)
+    return lambda: case.gradients(loss(case.hidden, case.weight))
+
+
+@provider("Liger fused linear GRPO", "step")
+def step(case: StepCase) -> Callable[[], Result]:
+    loss = _fused_linear(case)
+    return lambda: case.step(loss(case.hidden(), case.model.lm_head.weight))

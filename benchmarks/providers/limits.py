@@ -1,5 +1,6 @@
 """What the hardware needs for the least that a contract asks for, measured in the same run: one read and one write of
-the logits into warm memory, one read, or the bare matrix products with fresh results as a caller would have them.
+the logits (into other memory that is warm, or in place), one read, or the bare matrix products with fresh results as a
+caller would have them.
 
 The products are those that are due: rows of zero advantage take part in the first only. By torch.mm in the operands'
 dtype, and by the kernels that the engine uses for several chunks (fp32 logits and sums, gradients rounded at the end)."""
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import HiddenCase, LogitsCase
-from benchmarks.providers import provider
+from benchmarks.providers import Run, provider
 from grpo_kernels.products import Products, products_for
 
 Tensor = torch.Tensor
@@ -22,6 +23,12 @@ Call = Callable[[], Any]
 @provider("copy", "logits", limit=True)
 def copy(case: LogitsCase) -> Call:
     return lambda: case.buffer.copy_(case.pristine)
+
+
+@provider("in-place pass", "logits", limit=True)
+def in_place(case: LogitsCase) -> Call:
+    """On a CPU less than a copy, whose destination is read from memory before it is written."""
+    return lambda: case.buffer.neg_()
 
 
 @provider("read", "logits-forward", limit=True)
@@ -37,20 +44,35 @@ def _active(case: HiddenCase) -> Tensor:
     "products, torch.mm", "hidden", "hidden-frozen", "hidden-forward", limit=True,
     memory=lambda cell: 2.0 * cell.rows * cell.vocab * cell.dtype.itemsize,
 )  # fmt: skip
-def by_torch(case: HiddenCase) -> Call:
+def by_torch(case: HiddenCase) -> Run:
     hidden, weight = case.hidden.detach(), case.weight.detach()
     forward_only, frozen = not case.hidden.requires_grad, not case.weight.requires_grad
     rows = hidden[_active(case)]
-    logits = None if forward_only else rows @ weight.t()
+    gradient = _Untimed(lambda: rows @ weight.t())
 
     def run() -> tuple[Tensor, ...]:
         found = (hidden @ weight.t(),)
-        if logits is not None:
+        if not forward_only:
+            logits = gradient.take()
             found += (logits @ weight,)
             found += () if frozen else (logits.t() @ rows,)
         return found
 
-    return run
+    return Run(run, None if forward_only else gradient.make)
+
+
+class _Untimed:
+    """A tensor of the size of the logits, made ahead of each run and gone after it: the others have that memory."""
+
+    def __init__(self, made: Callable[[], Tensor]) -> None:
+        self.made = made
+        self.held: list[Tensor] = []
+
+    def make(self) -> None:
+        self.held = [self.made()]
+
+    def take(self) -> Tensor:
+        return self.held.pop()
 
 
 def _gradient(products: Products, rows: Tensor) -> Tensor:
@@ -64,19 +86,20 @@ def _gradient(products: Products, rows: Tensor) -> Tensor:
     "products, ours", "hidden", "hidden-frozen", "hidden-forward", limit=True,
     memory=lambda cell: 12.0 * cell.rows * cell.vocab,
 )  # fmt: skip
-def by_ours(case: HiddenCase) -> Call:
+def by_ours(case: HiddenCase) -> Run:
     hidden, weight = case.hidden.detach(), case.weight.detach()
     forward_only, frozen = not case.hidden.requires_grad, not case.weight.requires_grad
     products = products_for(weight, None, hidden.dtype)
     operand = hidden.to(products.dtype)
     rows = operand[_active(case)]
-    gradient = None if forward_only else _gradient(products_for(weight, None, hidden.dtype), rows)
+    gradient = _Untimed(lambda: _gradient(products_for(weight, None, hidden.dtype), rows))
 
     def run() -> tuple[Tensor, ...]:
         found = (products.logits(operand),)
-        if gradient is not None:
-            found += (products.d_hidden(gradient).to(hidden.dtype),)
-            found += () if frozen else (products.add_d_weight(None, gradient, rows).to(weight.dtype),)
+        if not forward_only:
+            d_logits = gradient.take()
+            found += (products.d_hidden(d_logits).to(hidden.dtype),)
+            found += () if frozen else (products.add_d_weight(None, d_logits, rows).to(weight.dtype),)
         return found
 
-    return run
+    return Run(run, None if forward_only else gradient.make)

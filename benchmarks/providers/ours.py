@@ -4,43 +4,79 @@ torch, and the same on the eager backend."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from benchmarks.cases import Cell, HiddenCase, LogitsCase, Result, StepCase, policy_loss
-from benchmarks.providers import provider
-from grpo_kernels import Objective, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from benchmarks.cases import Case, Cell, HiddenCase, LogitsCase, Result, StepCase, policy_loss
+from benchmarks.harness import NATIVE
+from benchmarks.providers import Unavailable, provider
+from grpo_kernels import Objective, backends, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
 
 Call = Callable[[], Result]
+
+
+def native(case: Case) -> str:
+    """The backend of the kernels, by name: "auto" might fall back to eager PyTorch, and its times would pass for theirs."""
+    name = NATIVE[case.batch.targets.device.type]
+    reason = backends.unavailable(name)
+    if reason is not None:
+        raise Unavailable(f'backend="{name}" cannot run: {reason}')
+    return name
 
 
 def objective(cell: Cell) -> Objective:
     return Objective.preset("dapo", beta=cell.beta)
 
 
-def _fused(case: LogitsCase, **how: object) -> Call:
+def _fused(case: LogitsCase, backend: str, inplace: bool = False, upstream: float = 1.0) -> Call:
+    """The batch is made in the run, as a trainer makes one per step: counting its rows is part of the price. An `upstream`
+    gradient other than 1 costs a scaling; half of the denominator makes up for a half."""
     wanted = objective(case.cell)
-    return lambda: case.gradients(grpo_loss(case.logits, case.batch, wanted, **how).loss)  # type: ignore[arg-type]
+    normalizer = None if upstream == 1 else upstream * case.cell.rows
+
+    def run() -> Result:
+        batch = replace(case.batch)
+        loss = grpo_loss(case.logits, batch, wanted, normalizer=normalizer, inplace=inplace, backend=backend).loss
+        return case.gradients(loss if upstream == 1 else upstream * loss)
+
+    return run
 
 
 @provider("grpo_kernels, in place", "logits")
 def in_place(case: LogitsCase) -> Call:
-    return _fused(case, inplace=True)
+    return _fused(case, native(case), inplace=True)
 
 
 @provider("grpo_kernels, new gradient", "logits")
 def new_gradient(case: LogitsCase) -> Call:
-    return _fused(case)
+    return _fused(case, native(case))
+
+
+@provider("grpo_kernels, in place, upstream 0.5", "logits")
+def in_place_scaled(case: LogitsCase) -> Call:
+    return _fused(case, native(case), inplace=True, upstream=0.5)
+
+
+@provider("grpo_kernels, new gradient, upstream 0.5", "logits")
+def new_gradient_scaled(case: LogitsCase) -> Call:
+    return _fused(case, native(case), upstream=0.5)
 
 
 @provider("grpo_kernels, layer 1 + loss", "logits")
 def layer_one(case: LogitsCase) -> Call:
-    return lambda: case.gradients(policy_loss(token_logprobs(case.logits, case.batch.targets)[0], case.batch, case.cell.beta))
+    backend = native(case)
+
+    def run() -> Result:
+        logps, _ = token_logprobs(case.logits, case.batch.targets, backend=backend)
+        return case.gradients(policy_loss(logps, case.batch, case.cell.beta))
+
+    return run
 
 
 @provider("grpo_kernels, eager backend", "logits")
 def eager_backend(case: LogitsCase) -> Call:
-    return _fused(case, backend="eager")
+    return _fused(case, "eager")
 
 
 def _forward(case: LogitsCase, backend: str) -> Call:
@@ -54,7 +90,7 @@ def _forward(case: LogitsCase, backend: str) -> Call:
 
 @provider("grpo_kernels", "logits-forward")
 def forward(case: LogitsCase) -> Call:
-    return _forward(case, "auto")
+    return _forward(case, native(case))
 
 
 @provider("grpo_kernels, eager backend", "logits-forward")
@@ -62,20 +98,34 @@ def eager_forward(case: LogitsCase) -> Call:
     return _forward(case, "eager")
 
 
-def _linear(case: HiddenCase, backend: str) -> Call:
+def _linear(case: HiddenCase, backend: str, upstream: float = 1.0) -> Call:
     wanted = objective(case.cell)
-    return lambda: case.gradients(linear_grpo_loss(case.hidden, case.weight, case.batch, wanted, backend=backend).loss)
+    normalizer = None if upstream == 1 else upstream * case.cell.rows
+
+    def run() -> Result:
+        batch = replace(case.batch)
+        loss = linear_grpo_loss(case.hidden, case.weight, batch, wanted, normalizer=normalizer, backend=backend).loss
+        return case.gradients(loss if upstream == 1 else upstream * loss)
+
+    return run
 
 
 @provider("grpo_kernels", "hidden", "hidden-frozen")
 def linear(case: HiddenCase) -> Call:
-    return _linear(case, "auto")
+    return _linear(case, native(case))
+
+
+@provider("grpo_kernels, upstream 0.5", "hidden", "hidden-frozen")
+def linear_scaled(case: HiddenCase) -> Call:
+    return _linear(case, native(case), upstream=0.5)
 
 
 @provider("grpo_kernels, layer 1 + loss", "hidden", "hidden-frozen")
 def linear_layer_one(case: HiddenCase) -> Call:
+    backend = native(case)
+
     def run() -> Result:
-        logps, _ = linear_logprobs(case.hidden, case.weight, case.batch.targets)
+        logps, _ = linear_logprobs(case.hidden, case.weight, case.batch.targets, backend=backend)
         return case.gradients(policy_loss(logps, case.batch, case.cell.beta))
 
     return run
@@ -96,7 +146,7 @@ def _linear_forward(case: HiddenCase, backend: str) -> Call:
 
 @provider("grpo_kernels", "hidden-forward")
 def linear_forward(case: HiddenCase) -> Call:
-    return _linear_forward(case, "auto")
+    return _linear_forward(case, native(case))
 
 
 @provider("grpo_kernels, eager backend", "hidden-forward")
@@ -106,14 +156,16 @@ def linear_eager_forward(case: HiddenCase) -> Call:
 
 @provider("grpo_kernels, linear loss", "step")
 def step_linear(case: StepCase) -> Call:
-    wanted, head = objective(case.cell), case.model.lm_head.weight
-    return lambda: case.step(linear_grpo_loss(case.hidden(), head, case.batch, wanted).loss)
+    wanted, head, backend = objective(case.cell), case.model.lm_head.weight, native(case)
+    return lambda: case.step(linear_grpo_loss(case.hidden(), head, replace(case.batch), wanted, backend=backend).loss)
 
 
 @provider("grpo_kernels, linear log-probs + loss", "step")
 def step_layer_one(case: StepCase) -> Call:
+    backend = native(case)
+
     def run() -> Result:
-        logps, _ = linear_logprobs(case.hidden(), case.model.lm_head.weight, case.batch.targets)
+        logps, _ = linear_logprobs(case.hidden(), case.model.lm_head.weight, case.batch.targets, backend=backend)
         return case.step(policy_loss(logps, case.batch, case.cell.beta))
 
     return run
@@ -121,5 +173,5 @@ def step_layer_one(case: StepCase) -> Call:
 
 @provider("grpo_kernels, logits loss", "step")
 def step_logits(case: StepCase) -> Call:
-    wanted = objective(case.cell)
-    return lambda: case.step(grpo_loss(case.logits(), case.batch, wanted, inplace=True).loss)
+    wanted, backend = objective(case.cell), native(case)
+    return lambda: case.step(grpo_loss(case.logits(), replace(case.batch), wanted, inplace=True, backend=backend).loss)

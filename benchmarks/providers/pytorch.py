@@ -23,8 +23,8 @@ def logps_of(logits: Tensor, targets: Tensor, upcast: bool = True) -> Tensor:
     return log_p.gather(-1, targets[..., None])[..., 0]
 
 
-def logps_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    log_p = torch.log_softmax(logits.float(), -1)
+def logps_and_entropy(logits: Tensor, targets: Tensor, upcast: bool = True) -> tuple[Tensor, Tensor]:
+    log_p = torch.log_softmax(logits.float() if upcast else logits, -1)
     return log_p.gather(-1, targets[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
 
 
@@ -36,8 +36,8 @@ def loss_of_hidden(hidden: Tensor, weight: Tensor, batch: TokenBatch, beta: floa
     return loss_of_logits(hidden @ weight.t(), batch, beta, upcast)
 
 
-def logps_of_hidden(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return logps_of(hidden @ weight.t(), targets)
+def logps_of_hidden(hidden: Tensor, weight: Tensor, targets: Tensor, upcast: bool = True) -> Tensor:
+    return logps_of(hidden @ weight.t(), targets, upcast)
 
 
 @functools.cache
@@ -81,6 +81,11 @@ def forward(case: LogitsCase) -> Call:
     return _forward(case, logps_and_entropy)
 
 
+@provider("eager PyTorch, 16-bit softmax", "logits-forward", dtypes=HALF)
+def forward_half(case: LogitsCase) -> Call:
+    return _forward(case, functools.partial(logps_and_entropy, upcast=False))
+
+
 @provider("torch.compile", "logits-forward")
 def compiled_forward(case: LogitsCase) -> Call:
     return _forward(case, compiled(logps_and_entropy))
@@ -115,6 +120,11 @@ def head_forward(case: HiddenCase) -> Call:
     return _head_forward(case, logps_of_hidden)
 
 
+@provider("eager PyTorch, 16-bit softmax", "hidden-forward", dtypes=HALF, memory=whole_logits)
+def head_forward_half(case: HiddenCase) -> Call:
+    return _head_forward(case, functools.partial(logps_of_hidden, upcast=False))
+
+
 @provider("torch.compile", "hidden-forward", memory=whole_logits)
 def compiled_head_forward(case: HiddenCase) -> Call:
     return _head_forward(case, compiled(logps_of_hidden))
@@ -123,3 +133,10 @@ def compiled_head_forward(case: HiddenCase) -> Call:
 @provider("eager PyTorch", "step", memory=whole_logits)
 def step(case: StepCase) -> Call:
     return lambda: case.step(loss_of_logits(case.logits(), case.batch, case.cell.beta))
+
+
+@provider("torch.compile", "step", memory=whole_logits)
+def compiled_step(case: StepCase) -> Call:
+    """Of the loss: the model's body is the same for all."""
+    loss = compiled(loss_of_logits)
+    return lambda: case.step(loss(case.logits(), case.batch, case.cell.beta))

@@ -47,13 +47,19 @@ def kernel_forward(case: HiddenCase) -> Call:
     return torch.no_grad()(lambda: {"logps": logps()})
 
 
-@provider("verl log-probs + loss", "logits")
+# Without flash-attn, whose kernel it calls where there is one, it loops over sequences in eager PyTorch.
+EAGER = "" if importlib.util.find_spec("flash_attn") else " (no flash-attn)"
+
+
+@provider(f"verl log-probs{EAGER} + loss", "logits")
 def logprobs(case: LogitsCase) -> Call:
     logprobs_from_logits = submodule("verl.utils.torch_functional").logprobs_from_logits
 
+    shape = (case.cell.sequences, case.cell.length)
+
     def run() -> Result:
         # A view, as a trainer's logits are the output of something: its flash-attn path overwrites them in the backward.
-        logps = logprobs_from_logits(case.logits.view_as(case.logits), case.batch.targets)
+        logps = logprobs_from_logits(case.logits.view(*shape, -1), case.batch.targets.view(shape)).view(-1)
         return case.gradients(policy_loss(logps, case.batch, case.cell.beta))
 
     return run
