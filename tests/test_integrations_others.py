@@ -23,9 +23,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import Objective, TokenBatch
+from grpo_kernels import Objective
 from grpo_kernels.integrations import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime, unsloth
 from grpo_kernels.integrations._slots import Slots
+from grpo_kernels.kl import Kl
 from grpo_kernels.surrogates import Cispo, Clip, Sapo
 
 Tensor = torch.Tensor
@@ -509,15 +510,20 @@ def test_slime_loss_of_an_objective_and_of_nothing(data: Data) -> None:
     assert {"kl_loss", "train_rollout_logprob_abs_diff"} <= set(metrics) and not any(float(v) for v in metrics.values())
 
 
-def test_the_kl_of_the_metrics_is_that_of_the_loss(data: Data, nemo: None) -> None:
-    """With a ratio summed over the sequence, it is the token's own ratio that weighs the KL."""
+def test_slime_kl_of_the_metrics_is_that_of_the_loss(data: Data) -> None:
+    """With a ratio summed over the sequence it is a token's own ratio that weighs its KL; no metric overflows."""
+    batch, logits = slime_batch(data), torch.randn(1, 31, V)
+    lengths = batch["response_lengths"]
+    scored = scores_of(logits, lengths)
+    stand_in(
+        "slime.backends.megatron_utils.loss", get_log_probs_and_entropy=lambda logits, **_: (None, scored),
+        get_rollout_top_p_logprob_kwargs=lambda args, batch: {},
+    )  # fmt: skip
     objective = Objective.preset("vespo", aggregate="token-sum", beta=0.3, kl=Kl("k3", weighting="ratio"))
-    x, ref = (data.logps - data.old).double(), (data.ref - data.logps).double()
-    want = float(((ref.exp() - ref - 1) * x.exp() * MASK).sum())
-    batch = TokenBatch(torch.zeros(B, T, dtype=torch.int64), data.advantages, mask=MASK, old_logps=data.old, ref_logps=data.ref)
-    out = objective_loss(data.logps, batch, objective)
-    found = slime._metrics(objective, SimpleNamespace(**vars(out), entropy=out.logps), packed_rows(data), MASK_ROWS, None)
-    assert float(found["kl_loss"]) == pytest.approx(want, rel=1e-5)
+    _, metrics = slime.policy_loss(objective)(slime_args(), batch, logits, sum_of_sample_mean)
+    L, O, R = (torch.cat(x).double() for x in (scored["log_probs"], batch["log_probs"], batch["ref_log_probs"]))
+    want = sum_of_sample_mean(((R - L).exp() - (R - L) - 1) * (L - O).exp())
+    assert float(metrics["kl_loss"]) == pytest.approx(float(want), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -754,6 +760,46 @@ def test_nemo_rl_loss(data: Data, what: str, nemo: None) -> None:
         "probs_ratio_clamped_max": r[inside].clamp(low, high).max(),
     }  # fmt: skip
     assert metrics == pytest.approx({k: float(v.detach()) for k, v in named.items()}, rel=1e-4, abs=1e-6)
+
+
+def nemo_fields(g: torch.Generator) -> dict[str, Tensor]:
+    def column(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, (1, 0))
+
+    return {
+        "input_ids": torch.randint(V, (B, T + 1), generator=g), "token_mask": column(MASK.float()), "sample_mask": torch.ones(B),
+        "advantages": torch.randn(B, T + 1, generator=g),
+        **{n: column(-3 + 0.3 * torch.randn(B, T, generator=g)) for n in (
+            "prev_logprobs", "reference_policy_logprobs", "generation_logprobs")},
+    }  # fmt: skip
+
+
+def test_nemo_rl_gradient_over_the_logits(nemo: None) -> None:
+    """inplace=True: there is no second [B, S, V]."""
+    g = torch.Generator().manual_seed(4)
+    logits, fields = torch.randn(B, T + 1, V, generator=g), nemo_fields(g)
+    gradients = []
+    for inplace in (False, True):
+        made = logits.clone().requires_grad_() * 1.0
+        loss = nemo_rl.PolicyLoss(Objective.preset("dapo"), inplace=inplace)(made, fields, torch.tensor(5.0), MASK.sum())[0]
+        gradients.append(torch.autograd.grad(loss, made)[0])
+    assert gradients[1].data_ptr() == made.data_ptr()
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].any() and not gradients[0][:, -1].any()
+
+
+def test_nemo_rl_kl_of_the_metrics_is_that_of_the_loss(nemo: None) -> None:
+    g = torch.Generator().manual_seed(4)
+    logits, fields = torch.randn(B, T + 1, V, generator=g), nemo_fields(g)
+    objective = Objective.preset("vespo", aggregate="token-mean", beta=0.3, kl=Kl("k3", weighting="ratio"))
+    _, metrics = nemo_rl.PolicyLoss(objective)(logits, fields, torch.tensor(5.0), MASK.sum())
+    L = log_softmax_of(logits[:, :-1], fields["input_ids"][:, 1:])[0]
+    e, x = (fields["reference_policy_logprobs"][:, 1:] - L), L - fields["prev_logprobs"][:, 1:]
+    assert metrics["kl_penalty"] == pytest.approx(float(mean_of((e.exp() - e - 1) * x.exp())), rel=1e-4)
+    # A log-prob that is far off is a large number, not inf.
+    fields["prev_logprobs"][0, 1] = -400.0
+    _, metrics = nemo_rl.PolicyLoss(Objective.preset("dapo"))(logits, fields, torch.tensor(5.0), MASK.sum())
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
 def test_nemo_rl_refuses(nemo: None) -> None:
@@ -1040,11 +1086,68 @@ def test_several_ranks_are_left_to_the_trainer(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_nothing_stays_bound_after_an_error() -> None:
-    names = {"logprobs_from_logits": len, "chunked_entropy_from_logits": len}
+    names = {"logprobs_from_logits": len, "chunked_entropy_from_logits": sum}
     home = stand_in(f"{HOME}.utils.torch_utils", **names)
     with pytest.raises(ImportError):
         skyrl.bind(megatron=True)  # there is no such module here
     assert home.logprobs_from_logits is len
+
+
+def late_import(code: str) -> ModuleType:
+    module = stand_in(f"areal.late_{len(sys.modules)}")
+    exec(code, vars(module))
+    return module
+
+
+def test_modules_that_were_imported_late_are_given_back() -> None:
+    home = stand_in("areal.home", f=len, g=len)
+    alias = late_import("from areal.home import f as other")
+    slots = Slots("areal")
+    slots.bind("areal.home", "f", lambda x: "ours")
+    assert home.f("x") == home.g("x") == alias.other("x") == "ours"  # whatever its name is
+    late, renamed = late_import("from areal.home import f"), late_import("from areal.home import f as h")
+    assert late.f("x") == renamed.h("x") == "ours"
+    slots.undo()
+    slots.undo()
+    assert home.f is home.g is alias.other is late.f is renamed.h is len
+    with Slots("areal") as again:
+        again.bind("areal.home", "f", lambda x: "again")
+        assert {m("x") for m in (home.f, alias.other, late.f, renamed.h)} == {"again"}
+        again.undo()  # leaving the block then finds nothing to do
+
+
+def test_what_went_wrong_inside_comes_first() -> None:
+    """Someone else has the name at the end: an error, unless there is one already."""
+    home = stand_in("areal.home", f=len)
+    slots = Slots("areal")
+    slots.bind("areal.home", "f", lambda x: "ours")
+    ours, home.f = home.f, sum
+    with pytest.raises(RuntimeError, match="not ours any more"), slots:
+        pass
+    with pytest.warns(UserWarning, match="not ours any more"), pytest.raises(KeyError), slots:
+        raise KeyError
+    home.f = ours
+    slots.undo()
+    assert home.f is len
+
+
+def test_the_swap_in_the_readme() -> None:
+    """The two snippets, as they stand there, with the float mask that most trainers have."""
+    before, after = re.findall(
+        r"```python\n(# (?:before|after): .*?)```", Path(__file__).parents[1].joinpath("README.md").read_text(), re.S
+    )
+    g = torch.Generator().manual_seed(0)
+    targets, logits = torch.randint(V, (B, T), generator=g), torch.randn(B, T, V, generator=g)
+    given = {
+        "torch": torch, "targets": targets, "mask": MASK.float(), "total_tokens": MASK.sum(),
+        **{name: torch.randn(B, T, generator=g) - 3 for name in ("old_logps", "ref_logps", "advantages")},
+    }  # fmt: skip
+    gradients = []
+    for code in (before, after):
+        leaf = logits.clone().requires_grad_()
+        exec(code, given | {"logits": leaf * 1.0})
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
 def test_the_core_does_not_know_them() -> None:

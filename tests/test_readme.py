@@ -89,7 +89,10 @@ def test_report_has_every_suite_and_names_everybody(samples: Path) -> None:
 
 def test_sweep_table_says_where_somebody_is_missing(samples: Path) -> None:
     text = tables.sweep(results.load(samples / "cpu" / "length.json"))
-    assert "| ms (x limit) by tokens in the batch (one sequence from 65,536 on), fp32, H = 128, V = 32,768 | 4,096 | 16,384 | 65,536 |" in text
+    assert (
+        "| ms (x limit) by tokens in the batch (one sequence from 65,536 on), fp32, H = 128, V = 32,768 | 4,096 | 16,384 | 65,536 |"
+        in text
+    )
     eager = [cells_of(line) for line in text.splitlines() if line.startswith("| eager PyTorch")]
     assert [line[-1] for line in eager] == ["skipped", "skipped"]
     assert text.endswith("- skipped, would need 80 GB, 60 GB are free: eager PyTorch [65,536]")

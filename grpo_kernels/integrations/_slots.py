@@ -1,4 +1,4 @@
-"""Names of a trainer's modules bound to our functions: on request, all at once, and given back."""
+"""Names of a trainer's modules bound to our functions: on request, all at once, and given back. And what adapters share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import functools
 import importlib
 import os
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
 import torch
+
+from ..logprobs import token_logprobs
+
+Tensor = torch.Tensor
 
 OVERRIDE = "GRPO_KERNELS_ANY_VERSION"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,6 +55,21 @@ def plain(*tensors: torch.Tensor) -> None:
             raise NotCovered("a sharded DTensor")
 
 
+def at_least_one(count: float | Tensor) -> float | Tensor:
+    """A trainer's count as a denominator: of a step without tokens it is 1."""
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """verl's and SkyRL's function of this name: log-probs of labels, fp32 in their shape; logits [..., V].
+
+    inplace_backward   the gradient overwrites the logits, if they are nobody's parameter; autograd raises where something
+                       else still needs them."""
+    plain(logits)
+    inplace = inplace_backward and logits.requires_grad and not logits.is_leaf and logits.is_contiguous()
+    return token_logprobs(logits, labels, inplace=inplace)[0]
+
+
 class Slots:
     """What is bound in one trainer. `undo()`, or leaving a `with` block, gives everything back.
 
@@ -63,7 +83,8 @@ class Slots:
         self._bound: list[tuple[Any, str, Any, Any]] = []
 
     def bind(self, home: str, name: str, ours: Callable[..., Any], *, attribute: str | None = None) -> None:
-        """Put `ours` in the place of `home`.`name`, there and in every module of the package that imported it by name.
+        """Put `ours` in the place of `home`.`name`, there and in every module of the package that imported it, under any
+        name. Modules that are imported later find ours at home.
 
         attribute   the name of an attribute (an autograd function's `apply`) that is what the trainer calls.
         Raises RuntimeError where it is bound already; then, and on any other error, nothing stays bound."""
@@ -75,10 +96,9 @@ class Slots:
             value = (
                 type(name, (), {attribute: staticmethod(call), "grpo_kernels": True, "theirs": theirs}) if attribute else call
             )
-            for module in [m for n, m in sys.modules.items() if n.split(".")[0] == self.package]:
-                if module.__dict__.get(name) is theirs:
-                    setattr(module, name, value)
-                    self._bound.append((module, name, value, theirs))
+            for module, key in list(self._names_of(theirs)):
+                setattr(module, key, value)
+                self._bound.append((module, key, value, theirs))
         except BaseException:
             self.undo()
             raise
@@ -99,17 +119,33 @@ class Slots:
         call.grpo_kernels, call.theirs = True, theirs  # type: ignore[attr-defined]
         return torch.compiler.disable(call)  # a trainer may compile what it finds under the name
 
+    def _names_of(self, value: Any) -> Iterator[tuple[Any, str]]:
+        """(module, name) of all that is `value` in the package's modules."""
+        for path, module in list(sys.modules.items()):
+            if path.split(".")[0] == self.package:
+                for key, found in list(getattr(module, "__dict__", {}).items()):
+                    if found is value:
+                        yield module, key
+
     def undo(self) -> None:
-        """Give everything back. Raises RuntimeError, having given back nothing, where someone else has a name now."""
+        """Give everything back, to modules that were imported since too; a second time there is nothing to do. Raises
+        RuntimeError, having given back nothing, where someone else has a name now."""
         for module, name, value, _ in self._bound:
             if module.__dict__.get(name) is not value:
                 raise RuntimeError(f"{module.__name__}.{name} is not ours any more: undo in the reverse order of binding.")
-        for module, name, _, theirs in self._bound:
+        for module, name, value, theirs in self._bound:
             setattr(module, name, theirs)
+            for late, key in self._names_of(value):
+                setattr(late, key, theirs)
         self._bound.clear()
 
     def __enter__(self) -> Slots:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.undo()
+    def __exit__(self, error: object, *_: object) -> None:
+        try:
+            self.undo()
+        except RuntimeError as reason:
+            if error is None:
+                raise
+            warnings.warn(str(reason), stacklevel=2)  # what went wrong inside comes first

@@ -29,13 +29,13 @@ import torch.distributed as dist
 
 from ..batch import LogitTransform, TokenBatch
 from ..checks import require, values_are_checked
-from ..kl import Kl, kl_terms
+from ..kl import Kl
 from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import grpo_loss, linear_grpo_loss, total
 from ..objective import Objective
 from ..ops import bounded_exp
 from ..surrogates import Cispo, Clip, Sapo, Surrogate, Vespo
-from ..token_stage import TokenRows
+from ..token_stage import TokenRows, kl_of_rows
 
 Tensor = torch.Tensor
 
@@ -419,12 +419,7 @@ def _kl_and_clipped(logps: Tensor, objective: Objective, rows: TokenRows, batch:
     ratio = bounded_exp(x)
     low, high = objective.surrogate.ratio_bounds
     clipped = ((ratio < low) & (rows.advantages < 0)) | ((ratio > high) & (rows.advantages > 0))
-    kl = None
-    if rows.ref_logps is not None:
-        old = logps if rows.old_logps is None else rows.old_logps
-        spec = objective.kl_spec
-        own = logps - old if objective.level == "sequence-sum" else x
-        kl = kl_terms(logps, old, rows.ref_logps, own, spec.clamps, **spec.formula)[0]
+    kl = None if rows.ref_logps is None else kl_of_rows(objective, logps, rows, x)[0]
     if rows.trained is not None:
         clipped &= rows.trained
         kl = None if kl is None else torch.where(rows.trained, kl, 0.0)

@@ -25,9 +25,10 @@ import torch
 
 from ..batch import TokenBatch
 from ..corrections import importance_weights
-from ..kl import kl_terms
 from ..losses import grpo_loss
 from ..objective import Objective
+from ..ops import bounded_exp
+from ..token_stage import kl_of_rows
 
 Tensor = torch.Tensor
 
@@ -56,18 +57,22 @@ class PolicyLoss:
     ) -> tuple[Tensor, dict[str, float]]:
         if hasattr(logits, "placements"):
             raise ValueError("logits is a DTensor: this loss reads whole rows, on one tensor-parallel rank.")
-        mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]) != 0
-        old, sampler = data["prev_logprobs"][:, 1:], data["generation_logprobs"][:, 1:]
-        fields = {"mask": mask, "old_logps": old, "sampler_logps": sampler}
+
+        def column(name: str) -> Tensor:
+            # The last position is a masked one. A view of the logits without it would cost a second copy of the gradient.
+            return torch.nn.functional.pad(data[name][:, 1:], (0, 1))
+
+        mask = (column("token_mask") * data["sample_mask"][:, None]) != 0
+        fields = {"mask": mask, "old_logps": column("prev_logprobs"), "sampler_logps": column("generation_logprobs")}
         if self.objective.beta != 0:
-            fields["ref_logps"] = data["reference_policy_logprobs"][:, 1:]
-        batch = TokenBatch(data["input_ids"][:, 1:], data["advantages"][:, 1:], **fields)
+            fields["ref_logps"] = column("reference_policy_logprobs")
+        batch = TokenBatch(column("input_ids"), column("advantages"), **fields)
         if self.importance is not None:
             fields["weights"] = importance_weights(batch, **self.importance)
             batch = TokenBatch(batch.targets, batch.advantages, **fields)
         tokens, sequences = (x.to(torch.float32) for x in (global_valid_toks, global_valid_seqs))
         D = tokens if self.objective.aggregate == "token-mean" else sequences
-        out = grpo_loss(logits[:, :-1], batch, self.objective, normalizer=D, inplace=self.inplace)
+        out = grpo_loss(logits, batch, self.objective, normalizer=D, inplace=self.inplace)
         return out.loss, self._metrics(out, batch, data["sample_mask"], tokens, D)
 
     def _metrics(self, out: Any, batch: TokenBatch, sample_mask: Tensor, tokens: Tensor, D: Tensor) -> dict[str, float]:
@@ -77,7 +82,7 @@ class PolicyLoss:
         low, high = self.objective.surrogate.ratio_bounds
         rows, logps = self.objective.token_rows(batch, D), out.logps.reshape(-1)
         x = self.objective.log_ratio(logps, rows, batch).view(mask.shape)
-        r = x.exp()
+        r = bounded_exp(x)
         clamped = r.clamp(low, high)
 
         def mean(values: Tensor) -> Tensor:
@@ -87,9 +92,9 @@ class PolicyLoss:
             "loss": out.loss.detach(),
             "probs_ratio": mean(r),
             "probs_ratio_clamped": mean(clamped),
-            "token_mult_prob_error": mean((sampler - old).abs().exp()),
+            "token_mult_prob_error": mean(bounded_exp((sampler - old).abs())),
             "sampling_importance_ratio": mean((old - sampler).exp().nan_to_num(0.0, 0.0, 0.0)),
-            "approx_entropy": mean(-(out.logps - sampler).exp() * out.logps),
+            "approx_entropy": mean(-bounded_exp(out.logps - sampler) * out.logps),
             "num_valid_samples": sample_mask.sum(),
         }
         for name, ratio in (("probs_ratio", r), ("probs_ratio_clamped", clamped)):
@@ -97,8 +102,7 @@ class PolicyLoss:
             metrics[f"{name}_max"] = torch.where(mask, ratio, -torch.inf).amax() if mask.numel() else r.new_tensor(-torch.inf)
         metrics["kl_penalty"] = r.new_zeros(())
         if rows.kl_weight is not None:
-            spec = self.objective.kl_spec
-            kl = kl_terms(logps, rows.old_logps, rows.ref_logps, x.reshape(-1), spec.clamps, **spec.formula)[0]
-            metrics["kl_penalty"] = (rows.kl_weight * kl).sum() / self.objective.beta
+            kl = kl_of_rows(self.objective, logps, rows, x.reshape(-1))[0]
+            metrics["kl_penalty"] = torch.where(mask.reshape(-1), rows.kl_weight * kl, 0.0).sum() / self.objective.beta
         values = torch.stack([v.to(torch.float32) for v in metrics.values()]).tolist()
         return dict(zip(metrics, values, strict=True))

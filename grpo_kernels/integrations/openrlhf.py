@@ -28,7 +28,7 @@ from ..logprobs import token_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
 from ..surrogates import Clip
-from ._slots import Slots, check_version, plain
+from ._slots import Slots, at_least_one, check_version, plain
 
 Tensor = torch.Tensor
 
@@ -106,7 +106,8 @@ class PolicyLoss(torch.nn.Module):
         if weights is not None:
             batch = TokenBatch(batch.targets, advantages, mask=mask, old_logps=old, weights=weights)
         total = batch_num_tokens if self.token_level_loss else global_batch_size
-        out = objective_loss(log_probs, batch, self.objective, normalizer=None if total is None else total / dp_size)
+        D = None if total is None else at_least_one(total) / dp_size
+        out = objective_loss(log_probs, batch, self.objective, normalizer=D)
 
         def mean(x: Tensor) -> Tensor:
             return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)

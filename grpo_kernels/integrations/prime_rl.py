@@ -6,7 +6,7 @@
     [trainer.loss]
     type = "custom"
     import_path = "grpo_kernels.integrations.prime_rl.loss"
-    kwargs = { objective = "cispo", changes = { aggregate = "token-sum" } }
+    kwargs = { objective = "ipo", changes = { beta = 0.002 } }
 
 `bind` replaces the autograd function that `FusedOutputLinear.forward` calls, [N, H] hidden states and a temperature for
 each token. It is called in the head module's own forward, so hooks of FSDP and offloading fire as before. The entropy has
@@ -27,6 +27,7 @@ from ..batch import LogitTransform, TokenBatch
 from ..logprobs import linear_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
+from ..ops import bounded_exp
 from ..presets import NUMERICS
 from ._slots import Slots, check_version, plain
 
@@ -83,5 +84,5 @@ def loss(inputs: Any, objective: str = "dppo_tv", changes: dict[str, Any] | None
     out = objective_loss(inputs.trainer_logprobs[None], batch, wanted, token_weights=row(inputs.loss_weights))
     x = torch.where(mask, out.logps - sampler[None], 0.0)
     left_out = 1 - out.metrics["kept"] if wanted.filters else out.metrics["clip_low"] + out.metrics["clip_high"]
-    metrics = {"mismatch_kl": (x.exp() - x - 1).sum() / mask.sum().clamp(min=1), "is_masked": left_out}
+    metrics = {"mismatch_kl": (bounded_exp(x) - x - 1).sum() / mask.sum().clamp(min=1), "is_masked": left_out}
     return LossOutputs(loss=out.loss, metrics=metrics)

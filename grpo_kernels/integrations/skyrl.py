@@ -27,10 +27,10 @@ from ..batch import TokenBatch
 from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
+from ..ops import bounded_exp
 from ..presets import NUMERICS, PRESETS
 from ..surrogates import A2po, Cispo, ClipCov, Dro, KlCov
-from ._slots import Slots, check_version, plain, single_rank
-from .verl import logprobs_from_logits
+from ._slots import Slots, check_version, logprobs_from_logits, plain, single_rank
 
 Tensor = torch.Tensor
 
@@ -94,7 +94,7 @@ def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[
         clipped = 1 - out.metrics["kept"] if wanted.filters else out.metrics["clip_low"] + out.metrics["clip_high"]
         if isinstance(wanted.surrogate, Cispo) and not wanted.filters:  # whatever the advantage is
             assert old is not None
-            r, (low, high) = (out.logps - old).exp(), wanted.surrogate.ratio_bounds
+            r, (low, high) = bounded_exp(out.logps - old), wanted.surrogate.ratio_bounds
             clipped = (((r < low) | (r > high)) & counted).sum() / counted.sum().clamp(min=1)
         return out.loss, {"clip_ratio": clipped.item(), **metrics}
 

@@ -28,11 +28,13 @@ from typing import Any
 import torch
 
 from ..batch import TokenBatch
-from ..kl import Kl, kl_terms
+from ..kl import Kl
 from ..logprobs import token_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
+from ..ops import bounded_exp
 from ..surrogates import Cispo, Clip
+from ..token_stage import kl_of_rows
 from ._slots import Slots, check_version, plain, single_rank
 
 Tensor = torch.Tensor
@@ -122,37 +124,44 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
             logits, args=args, unconcat_tokens=batch["unconcat_tokens"], total_lengths=batch["total_lengths"],
             response_lengths=batch["response_lengths"], with_entropy=True, **get_rollout_top_p_logprob_kwargs(args, batch),
         )  # fmt: skip
+
+        def joined(parts: list[Tensor] | None) -> Tensor | None:
+            if parts is None:
+                return None
+            return torch.cat(parts) if parts else logits.new_zeros(0, dtype=torch.float32)
+
         lengths = [x.numel() for x in scored["log_probs"]]
         if wanted.level != "token" and lengths != [x.numel() for x in batch["loss_masks"]]:
             raise ValueError(f"level={wanted.level!r} needs whole sequences, but context parallelism has cut them.")
-        logps, entropy = torch.cat(scored["log_probs"]), torch.cat(scored["entropy"])
+        logps, entropy, advantages = (joined(x) for x in (scored["log_probs"], scored["entropy"], batch["advantages"]))
+        assert logps is not None and advantages is not None
         old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
-
-        def packed(name: str) -> Tensor | None:
-            return torch.cat(batch[name]) if batch.get(name) else None
+        rollout = joined(batch.get("rollout_log_probs"))
 
         # The reducer is linear: what it makes of a token is its derivative. Its masks are in it.
-        probe = torch.zeros_like(logps, dtype=torch.float32, requires_grad=True)
-        with torch.enable_grad():
-            (weights,) = torch.autograd.grad(sum_of_sample_mean(probe), probe, materialize_grads=True)
+        weights = torch.zeros_like(logps, dtype=torch.float32)
+        if lengths:  # of no samples it may make a plain number
+            probe = weights.requires_grad_()
+            with torch.enable_grad():
+                (weights,) = torch.autograd.grad(sum_of_sample_mean(probe), probe, materialize_grads=True)
         rows = TokenBatch(
-            torch.zeros(logps.shape, dtype=torch.int64, device=logps.device), torch.cat(batch["advantages"]),
-            mask=weights != 0, old_logps=torch.cat(old) if old else None, ref_logps=packed("ref_log_probs"),
-            cu_seqlens=torch.tensor([0, *lengths], device=logps.device).cumsum(0),
+            torch.zeros(logps.shape, dtype=torch.int64, device=logps.device), advantages,
+            mask=weights != 0, old_logps=joined(old), ref_logps=joined(batch.get("ref_log_probs")),
+            cu_seqlens=torch.tensor([0, *(lengths or [0])], device=logps.device).cumsum(0),
         )  # fmt: skip
         out = objective_loss(logps, rows, wanted, entropy=entropy, token_weights=weights)
         value = out.loss if logps.numel() else out.loss + 0 * logits.sum()  # every rank needs a graph
-        return value, _metrics(wanted, out, rows, weights, packed("rollout_log_probs"))
+        return value, _metrics(wanted, out, rows, weights, rollout)
 
     return loss
 
 
-def _metrics(objective: Objective, out: Any, rows: TokenBatch, weights: Tensor, rollout: Tensor | None) -> dict[str, Tensor]:
+def _metrics(objective: Objective, out: Any, batch: TokenBatch, weights: Tensor, rollout: Tensor | None) -> dict[str, Tensor]:
     """slime's, under slime's names: 0-d tensors, in its reducer's units."""
-    logps = out.logps
-    old = logps if rows.old_logps is None else torch.where(weights != 0, rows.old_logps, 0.0)
-    x = objective.log_ratio(logps, objective.token_rows(rows), rows)
-    r, (low, high), A = x.exp(), objective.surrogate.ratio_bounds, rows.advantages
+    logps, rows = out.logps, objective.token_rows(batch)
+    old = logps if batch.old_logps is None else torch.where(weights != 0, batch.old_logps, 0.0)
+    x = objective.log_ratio(logps, rows, batch)
+    r, (low, high), A = bounded_exp(x), objective.surrogate.ratio_bounds, batch.advantages
 
     def reduce(values: Tensor) -> Tensor:
         return torch.where(weights != 0, weights * values, 0.0).sum()
@@ -162,9 +171,7 @@ def _metrics(objective: Objective, out: Any, rows: TokenBatch, weights: Tensor, 
     named = {"loss": loss, "entropy_loss": entropy, "pg_clipfrac": reduce(clipped.float()), "ppo_kl": reduce(-x)}
     named["pg_loss"] = loss + objective.entropy_coef * entropy
     if objective.beta != 0:
-        assert rows.ref_logps is not None
-        kl = kl_terms(logps, old, rows.ref_logps, x, objective.kl_spec.clamps, **objective.kl_spec.formula)[0]
-        named["kl_loss"] = reduce(kl)
+        named["kl_loss"] = reduce(kl_of_rows(objective, logps, rows, x)[0])
         named["pg_loss"] = named["pg_loss"] - objective.beta * named["kl_loss"]
     if rollout is not None:
         named["train_rollout_logprob_abs_diff"] = reduce((old - rollout).abs())

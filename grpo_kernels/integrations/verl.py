@@ -44,7 +44,7 @@ from ..losses import LossOutput, objective_loss
 from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
 from ..surrogates import Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, PolicyGradient, Sapo
-from ._slots import NotCovered, Slots, check_version, plain, single_rank
+from ._slots import NotCovered, Slots, at_least_one, check_version, logprobs_from_logits, plain, single_rank
 
 Tensor = torch.Tensor
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
@@ -115,6 +115,8 @@ def policy_loss(objective: str | Objective) -> PolicyLoss:
         raise ValueError(
             f"objective has beta={fixed.beta} and entropy_coef={fixed.entropy_coef}: verl adds KL and entropy itself: pass 0.0."
         )
+    if fixed is not None and fixed.aggregate == "group-mean":
+        raise ValueError("aggregate='group-mean': verl's policy loss is not told which prompt a row is of: pass another one.")
 
     def loss(
         old_log_prob: Tensor,
@@ -187,14 +189,13 @@ def _normalizer(objective: Objective, batch: TokenBatch, info: dict[str, Any]) -
         return 1 / ranks
     key = "batch_num_tokens" if objective.aggregate == "token-mean" else "global_batch_size"
     total = info.get(key)
-    if total is None or objective.aggregate == "group-mean":
+    if total is None:
         if ranks > 1:
             raise ValueError(f"{key} is None, but dp_size={ranks}: the denominator spans all ranks.")
         return None
     if objective.aggregate == "constant":
         total = total * objective.max_tokens
-    # A step without tokens is 0 / 1.
-    return (total.clamp(min=1) if isinstance(total, Tensor) else total or 1) / ranks
+    return at_least_one(total) / ranks
 
 
 def _geometric_mean(weights: Tensor | None, mask: Tensor) -> Tensor | None:
@@ -294,14 +295,6 @@ def linear_cross_entropy(
     logps, entropy = linear_logprobs(rows, weight, labels.reshape(-1), transform=transform, entropy=True)
     assert entropy is not None
     return logps.view(labels.shape), entropy.view(labels.shape)
-
-
-def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-    """Log-probs of labels, fp32 in their shape; logits [..., V]. inplace_backward: the gradient overwrites the logits, if
-    they are nobody's parameter; autograd raises where something else still needs them."""
-    plain(logits)
-    inplace = inplace_backward and logits.requires_grad and not logits.is_leaf and logits.is_contiguous()
-    return token_logprobs(logits, labels, inplace=inplace)[0]
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
