@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -77,7 +77,14 @@ class FusedLMHead(nn.Linear):
         targets      int64, the leading shape of hidden; or a TokenBatch, with an `objective`.
         temperature  a number or a tensor, see LogitTransform; for log-probs and losses.
         metrics      True: those of `LossOutput` are in the result of a loss.
-        options      of `linear_logprobs` (mask, entropy, backend, ...) or `linear_grpo_loss` (normalizer, reference, ...)."""
+        options      of `linear_logprobs` (mask, entropy, backend, ...) or `linear_grpo_loss` (normalizer, reference, ...), but
+                     not what the head has itself: weight, bias and transform are a ValueError."""
+        for name in ("weight", "bias", "transform"):
+            if name in options:
+                raise ValueError(
+                    f"{name} is an option of this call, but the head has its own: leave it out (softcap and scale are given to "
+                    "FusedLMHead(head, transform=...), the temperature to the call)."
+                )
         if targets is None:
             if objective is not None or options or metrics:
                 raise ValueError(
@@ -135,26 +142,51 @@ class FusedLMHead(nn.Linear):
         return linear
 
 
-def _check_plain(head: Any) -> None:
-    """Raise ValueError unless the head computes x W^T + b with parameters that are all here."""
+def _refuse(head: Any, reason: str, remedy: str) -> NoReturn:
+    raise ValueError(f"head is a {type(head).__module__}.{type(head).__name__}, {reason}: {remedy}")
 
-    def refuse(reason: str, remedy: str) -> None:
-        raise ValueError(f"head is a {type(head).__module__}.{type(head).__name__}, {reason}: {remedy}")
 
-    if isinstance(head, FusedLMHead):
-        refuse("installed already", "use it as it is.")
+def check_linear(head: Any, known: Any = None) -> None:
+    """Raise ValueError unless a call of the module is x W^T + b with its own weight, so that the weight says it all.
+
+    A FusedLMHead is such a module, and so is a head that FSDP2 or ZeRO-3 has sharded or accelerate has hooked.
+    known   a forward that the caller knows to be the same thing, where the instance has been given one."""
+    if hasattr(head, "token_adapter"):
+        _refuse(head, "PEFT's trainable tokens", "without trainable_token_indices, or with modules_to_save for the embeddings.")
     if hasattr(head, "base_layer"):
-        refuse("an adapter around a layer", "leave the head out of target_modules, or merge the adapter (merge_and_unload).")
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
-        refuse("whose forward is not that of nn.Linear", "only x W^T + b can be computed here.")
-    if any(True for _ in head.children()) or set(head._parameters) != {"weight", "bias"} or head._buffers:
-        refuse("with parameters or modules besides weight and bias", "a parametrised layer has to be made plain first.")
-    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
-        refuse("with hooks, which would be lost", "install the fused head first, and register them on it.")
+        remedy = "take it out of the adapter's target_modules, or merge the adapter (merge_and_unload)."
+        _refuse(head, "which carries an adapter", remedy)
+    plain = (nn.Linear.forward, FusedLMHead.forward)
+    # accelerate keeps the forward that it has replaced on an instance
+    own = vars(head).get("_old_forward", vars(head).get("forward", type(head).forward))
+    same = type(head).forward in plain and (getattr(own, "__func__", own) in plain or own is known)
+    if not isinstance(head, nn.Linear) or not same:
+        _refuse(head, "whose forward is not that of torch.nn.Linear", "its logits may be more than hidden @ weight.T.")
+    if any(True for _ in head.children()) or set(head._parameters) - {"weight", "bias"} or head._buffers:
+        _refuse(head, "with parameters or modules besides weight and bias", "a parametrised layer has to be made plain first.")
+    kind = type(head.weight.data)
+    if kind is not torch.Tensor and not hasattr(head.weight, "placements"):
+        _refuse(head, f"whose weight is a {kind.__module__}.{kind.__name__}", "a quantised weight has to be made plain first.")
+
+
+#: Of a module: what calls would no longer reach, or what shapes its checkpoints.
+HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+def _check_plain(head: Any) -> None:
+    """Raise ValueError unless the head can be replaced by one that computes x W^T + b from its parameters, all here."""
+    if isinstance(head, FusedLMHead):
+        _refuse(head, "installed already", "use it as it is.")
+    check_linear(head)
+    if "forward" in vars(head) or any(getattr(head, hooks) for hooks in HOOKS):
+        _refuse(head, "with hooks, which would be lost", "install the fused head first, and register them on it.")
     if hasattr(head.weight, "placements"):
-        refuse(
-            "whose weight is a DTensor",
+        _refuse(
+            head, "whose weight is a DTensor",
             "install before fully_shard or a tensor-parallel plan (vocabulary shards are not supported).",
-        )
-    if head.weight.dim() != 2:
-        refuse(f"whose weight has shape {list(head.weight.shape)}", "install before ZeRO-3 shards it.")
+        )  # fmt: skip
+    if head.weight.dim() != 2 or "weight" not in head._parameters:  # FSDP1 leaves a view of its own
+        _refuse(head, f"whose weight has shape {list(head.weight.shape)}", "install before ZeRO-3 or FSDP shards it.")

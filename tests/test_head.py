@@ -212,17 +212,20 @@ def test_heads_that_are_refused() -> None:
     def linear() -> nn.Linear:
         return nn.Linear(H, V)
 
-    hooked, saved, loaded, patched, sharded, normed, packed = (linear() for _ in range(7))
+    hooked, saved, loaded, patched, sharded, viewed, normed, packed = (linear() for _ in range(8))
     hooked.register_forward_hook(lambda *_: None)
     saved.register_state_dict_post_hook(lambda *_: None)
     loaded.register_load_state_dict_post_hook(lambda *_: None)
+    del viewed.weight
+    viewed.weight = torch.ones(V, H)
     packed.weight = nn.Parameter(Packed(packed.weight.detach()))
     patched.forward = lambda x: x
     sharded.weight.data = torch.empty(0)
     for head, message in (
         (LoraLinear(linear()), "merge the adapter"), (Quantised(H, V), "whose forward is not that of torch.nn.Linear"),
         (nn.Embedding(V, H), "whose forward is not that"), (FusedLMHead(linear()), "installed already"),
-        (hooked, "with hooks"), (saved, "with hooks"), (loaded, "with hooks"), (packed, "whose weight is a .*Packed"), (patched, "whose forward is not that"), (sharded, "ZeRO-3"),
+        (hooked, "with hooks"), (saved, "with hooks"), (loaded, "with hooks"), (packed, "whose weight is a .*Packed"),
+        (patched, "whose forward is not that"), (sharded, "ZeRO-3"), (viewed, "FSDP"),
         (nn.utils.parametrizations.weight_norm(normed), "weight and bias"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

@@ -32,6 +32,7 @@ from trl_cases import assert_same_history, history
 
 from grpo_kernels.head import FusedLMHead
 from grpo_kernels.integrations import trl_head
+from grpo_kernels.integrations._slots import OVERRIDE
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLoss, _Forward, fused_lm_head, patch
 
 Tensor = torch.Tensor
@@ -136,6 +137,43 @@ def test_strict_compares_with_trls_arithmetic(patched: FusedLoss, plain: Any, mo
     monkeypatch.setattr(FusedLoss, "_accumulation", 1.0)
     with pytest.raises(RuntimeError, match="TRL's own arithmetic"):
         both(patched, Case("grpo"), plain)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_strict_compares_gradients(patched: FusedLoss, plain: Any, monkeypatch: pytest.MonkeyPatch, loss_type: str) -> None:  # noqa: F811
+    """On-policy, with advantages that add up to 0, the loss is 0 whatever it is divided by."""
+    advantages = torch.ones_like(plain.advantages)
+    advantages[1::2] = -1
+    mask = plain.completion_mask.clone()
+    mask[:] = mask[0]
+    data = replace(plain, advantages=advantages, completion_mask=mask)
+    case = Case(loss_type, on_policy=True)
+    both(patched, case, data)
+    normalizer = FusedLoss._normalizer
+    monkeypatch.setattr(FusedLoss, "_normalizer", lambda *args: 2 * normalizer(*args))
+    with pytest.raises(RuntimeError, match="strict=True, but the "):
+        both(patched, case, data)
+    if loss_type == "dapo":
+        with pytest.raises(RuntimeError, match="gradient of the fused loss with respect to the log-probs"):
+            both(patched, case, data)
+
+
+def test_strict_compares_small_bonuses(patched: FusedLoss, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """A bonus that the loss hardly shows."""
+    case, objective = Case("dapo", coef=1e-5), FusedLoss._objective
+    both(patched, case, plain)
+    double = lambda fused: ("", replace(objective(fused)[1], entropy_coef=2e-5))  # noqa: E731
+    monkeypatch.setattr(FusedLoss, "_objective", double)
+    with pytest.raises(RuntimeError, match="with respect to the entropies"):
+        both(patched, case, plain)
+
+
+def test_strict_does_not_let_a_nan_pass(patched: FusedLoss, plain: Any) -> None:  # noqa: F811
+    """A NaN in the old log-prob of a trained token is one in TRL's loss."""
+    old = plain.old.clone()
+    old[plain.mask.nonzero()[0].unbind()] = torch.nan
+    with pytest.raises(RuntimeError, match="gives nan"):
+        both(patched, Case("dapo"), replace(plain, old=old))
 
 
 def test_fallback_is_counted_and_warns_once(make_trainer: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -439,6 +477,21 @@ def test_undo_below_accelerates_forward(path: str, tmp_path: Path) -> None:
     fused.undo()
 
 
+def test_patched_again_below_accelerates_forward(path: str, tmp_path: Path) -> None:
+    """accelerate goes on calling a forward of ours that was undone; the next patch looks through it for TRL's, any number of
+    times, and does not take one that is still in use."""
+    trained, steps = train(path, tmp_path, FusedGRPOTrainer, bf16=True, steps=1), []
+    trained.fused_loss.undo()
+    for _ in range(2):
+        fused = patch(trained, strict=True)
+        with pytest.raises(RuntimeError, match="not TRL's fused LM head"):
+            _Forward(trained.model, fused.counts)
+        trained.train()
+        steps.append(fused.counts["fused"])
+        fused.undo()
+    assert steps == [1, 1]
+
+
 def test_what_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain_trainer = trl_cases.make_trainer(path, tmp_path)
     fused = patch(plain_trainer)
@@ -460,12 +513,12 @@ def test_what_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         patch(shared)
     fused.undo()
     monkeypatch.setattr(trl, "__version__", "1.17.0")
-    monkeypatch.delenv(trl_head.OVERRIDE, raising=False)
+    monkeypatch.delenv(OVERRIDE, raising=False)
     for call in (lambda: patch(plain_trainer), fused_lm_head):
         with pytest.raises(RuntimeError, match=r"trl is 1\.17\.0.*tested with 1\.16"):
             call()
     patch(plain_trainer, any_version=True).undo()
-    monkeypatch.setenv(trl_head.OVERRIDE, "1")
+    monkeypatch.setenv(OVERRIDE, "1")
     patch(plain_trainer).undo()
 
 
@@ -595,9 +648,18 @@ def test_slot_is_taken_once() -> None:
     with pytest.raises(RuntimeError, match="ours already"):
         fused_lm_head()
     slot.undo()
-    with pytest.raises(RuntimeError, match="not ours any more"):
+    slot.undo()
+    with fused_lm_head() as slot:
         slot.undo()
+    assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
     with pytest.MonkeyPatch.context() as monkeypatch:
+        with pytest.raises(RuntimeError, match="not ours any more"), fused_lm_head():
+            monkeypatch.setattr(utils, "_ChunkedLogProbFunction", copy)
+        monkeypatch.setattr(utils, "_ChunkedLogProbFunction", ChunkedLogProbFunction)
+        with pytest.raises(ZeroDivisionError), fused_lm_head():  # the body's error, not that of undo()
+            monkeypatch.setattr(utils, "_ChunkedLogProbFunction", copy)
+            1 / 0  # noqa: B018
+        monkeypatch.setattr(utils, "_ChunkedLogProbFunction", ChunkedLogProbFunction)
         monkeypatch.setattr(utils, "_ChunkedLogProbFunction", copy)
         with pytest.raises(RuntimeError, match="another package has taken the slot"):
             fused_lm_head()

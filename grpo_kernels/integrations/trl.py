@@ -11,7 +11,8 @@ or, for a trainer that exists, `fused = patch(trainer)` and, to take it off agai
 How. TRL's own `_compute_loss` still runs. The model that it calls hands one more argument, the batch and its objective, through
 DDP, FSDP, PEFT and accelerate down to the model's forward, where `linear_grpo_loss` makes loss and gradient of the head at
 once. TRL gets log-probs and entropies back without a graph, so its arithmetic on [B, T] costs nothing and gives what it always
-gives: all of its metrics by name, the adaptive entropy coefficient, and its value of the loss, which strict mode compares.
+gives: all of its metrics by name, the adaptive entropy coefficient, and its value of the loss. Strict mode compares that, and
+its gradient on [B, T], with ours.
 
 Log-probs of the old policy and of the reference, which TRL computes without gradients, are "scored" by `linear_logprobs`.
 
@@ -27,19 +28,20 @@ import types
 import warnings
 from collections import Counter
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
 from ..batch import LogitTransform, TokenBatch
 from ..filters import EntropyQuantile, Filter, OffPolicySequences
+from ..head import check_linear
 from ..logprobs import linear_logprobs
 from ..losses import LossOutput, linear_grpo_loss
 from ..objective import Objective
 from ..surrogates import Cispo, Clip, Sapo, Surrogate, Vespo
 from ..token_stage import TokenRows
-from .trl_head import DTYPES, check_version, fused_lm_head, gathered
+from ._slots import DTYPES
+from .trl_head import check_version, fused_lm_head, gathered
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_lm_head", "patch"]  # noqa: F822
 
@@ -56,11 +58,12 @@ def patch(trainer: Any, *, strict: bool = False, skip_inactive: bool = False, an
     `train()`. The result, which is also `trainer.fused_loss`, counts paths and undoes the patch.
 
     strict         True: a configuration that has to be left to TRL's own loss raises RuntimeError, at the first step, and so
-                   does a step whose loss differs from TRL's own arithmetic on the same log-probs. False: such a configuration
-                   runs in TRL's code, warns once and is counted.
+                   does a step whose loss, or its gradient with respect to log-probs and entropies, differs from TRL's own
+                   arithmetic on the same log-probs (an evaluation: whose loss). False: such a configuration runs in TRL's
+                   code, warns once and is counted.
     skip_inactive  True: tokens that cannot have a gradient (advantage or weight 0, neither KL nor entropy bonus, token level)
-                   are not projected at all; TRL's means over tokens are then over the others. False: they are projected
-                   once, for the metrics, and have no part in the backward.
+                   are not projected at all; TRL's means over tokens are then over the others, so that strict has no loss to
+                   compare with. False: they are projected once, for the metrics, and have no part in the backward.
     any_version    True: go on with a version of TRL that this was not tested with.
 
     Raises TypeError for an object that is not a GRPOTrainer, RuntimeError for one that is patched already or has another
@@ -124,7 +127,8 @@ class FusedLoss:
             return self._theirs(model, inputs)
 
         batch = self._batch(inputs, objective)
-        call = _LossCall(batch, objective, self._normalizer(inputs, batch), self.skip_inactive)
+        compared = self.strict and not self.skip_inactive
+        call = _LossCall(batch, objective, self._normalizer(inputs, batch), self.skip_inactive, with_graph=compared)
         if self.skip_inactive and objective.one_pass:
             read = batch.marked(objective.active_rows)
             assert read is not None
@@ -135,8 +139,10 @@ class FusedLoss:
         self.counts["fused"] += 1
         if aux_loss is not None:
             loss = loss + trainer.router_aux_loss_coef * aux_loss / self._accumulation
-        if self.strict and not self.skip_inactive:
+        if compared:
             _check_value(loss.detach(), theirs.detach(), call.rows)
+            if theirs.requires_grad:
+                _check_slopes(call, theirs)
         return loss
 
     @property
@@ -231,28 +237,61 @@ class FusedLoss:
 
 def _check_value(ours: Tensor, theirs: Tensor, rows: TokenRows) -> None:
     """TRL's loss, from the same log-probs, has to be the same number; its formulas may change with a version."""
-    scale = (rows.policy_weight * rows.advantages).abs().sum()  # terms of either sign, before they cancel
-    if theirs.isfinite() and not (ours - theirs).abs() <= 1e-3 * (scale + theirs.abs()):
-        raise RuntimeError(
-            f"strict=True, but the fused loss is {float(ours):.6g} and TRL's own arithmetic on its log-probs gives "
-            f"{float(theirs):.6g}: this is a bug of the adapter, or a TRL that it does not know."
-        )
+    if not (ours - theirs).abs() <= 1e-3 * (_size(rows) + theirs.abs()):  # nor is a NaN
+        _differs(f"the fused loss is {float(ours):.6g} and TRL's own arithmetic on its log-probs gives {float(theirs):.6g}")
+
+
+def _check_slopes(call: _LossCall, theirs: Tensor) -> None:
+    """And the same gradient: on-policy the loss is near 0 whatever it is divided by. The sizes of all differences are added
+    up, which a token whose ratio is rounded over the edge of its clip range does not upset."""
+    assert call.rows is not None and call.read is not None
+    found = torch.autograd.grad(theirs, call.read, allow_unused=True)
+    logps, entropy = (x.detach().reshape(-1) for x in call.read)
+    ours = call.objective.token_stage(logps, entropy, call.rows, call.batch)[1:]
+    for name, mine, want in zip(("log-probs", "entropies"), ours, found, strict=True):
+        a, b = (torch.zeros_like(logps) if x is None else x.reshape(-1) for x in (mine, want))
+        apart, size = (a - b).abs().sum(), b.abs().sum()
+        terms = _size(call.rows) if name == "log-probs" else 0.0  # the others are weights and no more
+        if not apart <= 1e-3 * (terms + size):
+            _differs(
+                f"the gradient of the fused loss with respect to the {name} is {float(apart):.6g} away, in sum, from "
+                f"that of TRL's own arithmetic, which is {float(size):.6g}"
+            )
+
+
+def _size(rows: TokenRows) -> Tensor:
+    """Of all terms, of either sign, before they cancel: what rounding errors are relative to."""
+    size = (rows.policy_weight * rows.advantages).abs().sum()
+    return size if rows.kl_weight is None else size + rows.kl_weight.sum()
+
+
+def _differs(what: str) -> NoReturn:
+    raise RuntimeError(f"strict=True, but {what}: this is a bug of the adapter, or a TRL that it does not know.")
 
 
 class _LossCall:
     """One loss on its way through the wrappers of a model. Not a dataclass, whose tensors FSDP would cast."""
 
-    def __init__(self, batch: TokenBatch, objective: Objective, normalizer: float | Tensor, skip_inactive: bool) -> None:
+    def __init__(
+        self, batch: TokenBatch, objective: Objective, normalizer: float | Tensor, skip_inactive: bool, with_graph: bool = False
+    ) -> None:
         self.batch, self.objective, self.normalizer, self.skip_inactive = batch, objective, normalizer, skip_inactive
+        self.with_graph = with_graph
+        self.read: tuple[Tensor, Tensor] | None = None  # log-probs and entropies as TRL got them
         self.output: Any = None  # of the outermost wrapper: DDP and FSDP have hooked into its tensors
         self.rows: TokenRows | None = None
 
     def through(self, model: Any) -> Any:
-        """The model as TRL calls it, with this call in its arguments and a result without a graph and without the loss."""
+        """The model as TRL calls it, with this call in its arguments and a result without the loss and without a graph; or
+        with one that begins at the result."""
 
         def call(**kwargs: Any) -> Any:
             self.output = out = model(**kwargs, grpo=self)
             detached = {name: x.detach() for name, x in out.items() if name != "loss"}
+            self.read = detached["log_probs"], detached["entropy"]
+            if self.with_graph and torch.is_grad_enabled():
+                for x in self.read:
+                    x.requires_grad_()
             return type(out)(**detached)
 
         return call
@@ -278,13 +317,11 @@ def _language_model(trainer: Any, model: Any) -> Any:
 def _plain_head(model: Any) -> Any:
     """The output embeddings, or ValueError if more than a product with their weight makes the logits."""
     head = model.get_output_embeddings()
-    inner = getattr(head, "original_module", head)  # PEFT's modules_to_save: a trained copy, whose weight it hands out
-    weight = getattr(head, "weight", None)
-    if not isinstance(inner, nn.Linear):
-        what = "carries an adapter: take it out of the adapter's target_modules" if hasattr(inner, "base_layer") else (
-            "is not a torch.nn.Linear: its logits may be more than hidden @ weight.T"
-        )  # fmt: skip
-        raise ValueError(f"the head of {type(model).__name__} is a {type(inner).__name__}. It {what}.")
+    # PEFT's modules_to_save: a copy that is trained, whose weight it hands out.
+    inner = head.original_module if hasattr(head, "modules_to_save") else head
+    cast = vars(inner).get("forward")  # cast_lm_head_to_fp32 gives it one
+    check_linear(inner, cast if getattr(cast, "__module__", "") == "trl.trainer.grpo_trainer" else None)
+    weight = head.weight
     if not isinstance(weight, Tensor) or weight.dtype not in DTYPES:
         raise ValueError(
             f"the weight of the head is {getattr(weight, 'dtype', None)}: it must be float32, bfloat16 or float16."
@@ -307,7 +344,16 @@ class _Forward:
         self.model, self.counts, self.active = model, counts, True
         # Once accelerate has prepared a model, its own forward is around TRL's.
         self.previous = model.forward
-        theirs = inspect.getclosurevars(vars(model).get("_original_forward", self.previous)).nonlocals
+        trls = vars(model).get("_original_forward", self.previous)
+        found = [getattr(forward, "grpo_kernels", None) for forward in (self.previous, trls)]
+        if any(ours is not None and ours.active for ours in found):
+            raise RuntimeError(
+                f"the forward of {type(model).__name__} is not TRL's fused LM head, but ours already: undo() that."
+            )
+        if found[1] is not None:
+            trls = found[1].trls  # accelerate still calls what was undone, which hands on to it
+        self.trls = trls
+        theirs = inspect.getclosurevars(trls).nonlocals
         names = ("temperature", "final_logit_softcapping", "logit_scale", "cast_lm_head_to_fp32", "backbone_attr", "outputs")
         missing = [name for name in names if name not in theirs]
         if missing:
@@ -332,6 +378,7 @@ class _Forward:
                 return self.log_probs(args, kwargs)
             return self.previous(*args, **kwargs)
 
+        forward.grpo_kernels = self  # type: ignore[attr-defined]
         self.model.forward = self.ours = types.MethodType(forward, self.model)
 
     def remove(self) -> None:

@@ -8,7 +8,8 @@
 
 TRL looks its function up in a module global, `trl.trainer.utils._ChunkedLogProbFunction`. There is no slot on an instance,
 so this one is replaced for all trainers of the process, on request only, and put back by `undo()` or at the end of `with`.
-It sits below masks, label shifts, gathers, PEFT, images and mixtures of experts, which stay TRL's.
+It sits below masks, label shifts, gathers, PEFT, images and mixtures of experts, which stay TRL's. With one exception: of a
+head that FSDP2 shards TRL would keep each rank's own gradient, see `average_gathered`; calls left to TRL get its own.
 
 Written for and tested with TRL 1.16.0. For the whole loss in one pass see `integrations.trl`.
 """
@@ -23,14 +24,13 @@ import torch
 
 from ..batch import LogitTransform
 from ..logprobs import linear_logprobs
+from ._slots import DTYPES, OVERRIDE
 
 Tensor = torch.Tensor
 
 #: What these adapters were tested with: (major, minor).
 TESTED = (1, 16)
 SLOT = "_ChunkedLogProbFunction"
-OVERRIDE = "GRPO_KERNELS_ANY_VERSION"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_version(any_version: bool = False) -> None:
@@ -71,7 +71,7 @@ class LmHeadSlot:
     """
 
     def __init__(self, theirs: Any, strict: bool = False) -> None:
-        self.theirs, self.strict = theirs, strict
+        self.theirs, self.strict, self.undone = theirs, strict, False
         self.counts: Counter[str] = Counter()
 
     def apply(
@@ -120,18 +120,25 @@ class LmHeadSlot:
         return "logit_scale is 0" if scale == 0 else None
 
     def undo(self) -> None:
-        """Give the slot back. Raises RuntimeError if someone else has it now."""
+        """Give the slot back; once it is, nothing more happens. Raises RuntimeError if someone else has it now."""
+        if self.undone:
+            return
         from trl.trainer import utils
 
         if getattr(utils, SLOT, None) is not self:
             raise RuntimeError("the slot of TRL's fused LM head is not ours any more: undo in the reverse order of patching.")
         setattr(utils, SLOT, self.theirs)
+        self.undone = True
 
     def __enter__(self) -> LmHeadSlot:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.undo()
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            self.undo()
+        except RuntimeError:
+            if error is None:  # what went wrong in the block says more
+                raise
 
 
 def gathered(parameter: Tensor) -> Tensor:
@@ -150,7 +157,9 @@ def gathered(parameter: Tensor) -> Tensor:
 
 def average_gathered(whole: Tensor) -> None:
     """`whole` may come from TRL's plain `full_tensor()`, which takes its gradient for the same on all ranks: each would keep
-    that of its own data for its own shard. Make it the mean, which is."""
+    that of its own data for its own shard. Make it the mean, which is.
+
+    Calls of our own function only: those that `LmHeadSlot` leaves to TRL (counted "TRL: ...") have TRL's gradient, unmended."""
     spec = getattr(whole.grad_fn, "dtensor_spec", None)
     if spec is None or getattr(whole.grad_fn, "grad_placements", None) is not None:
         return
