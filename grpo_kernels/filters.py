@@ -1,7 +1,8 @@
 """Filters: tokens that are left out of the policy term because of what the policy says about them now.
 
 What is known before the policy is evaluated (mismatch to the sampler, say) is a weight of the batch instead: see
-corrections.py. A filtered token has loss 0 and slope 0 in the policy term; the KL keeps it, and so do denominators.
+corrections.py. A filtered token has loss 0 and slope 0 in the policy term; the KL keeps it, and so do denominators (but for the mean of
+an entropy bonus with entropy_aggregate="token-mean", which is over what `EntropyQuantile` keeps).
 """
 
 from __future__ import annotations

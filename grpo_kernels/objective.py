@@ -281,6 +281,11 @@ class Objective:
         assert advantages is not None
         policy_weight = weight
         if weights is not None:
+            negative = self.surrogate.absorbs_weights and values_are_checked(weights) and bool((weights < 0).any())
+            if negative:
+                raise ValueError(
+                    "weights holds negative numbers, but the surrogate takes their logarithm: pass importance weights >= 0."
+                )
             policy_weight = torch.where(weights != 0, weight, 0.0) if self.surrogate.absorbs_weights else weight * weights
         return TokenRows(
             targets=flat(batch.targets).to(torch.int64),

@@ -407,7 +407,8 @@ class Custom(Surrogate):
 
     `function` takes and returns scalars as far as it can tell: arithmetic, comparisons and the names of `ops`, no
     Python branches on values. `check_surrogate` compares the slope with autograd. It must be defined in a file
-    (Triton compiles its source) and must not close over local variables.
+    (Triton compiles its source) and must not close over local variables. At sequence levels, unless detached_ratio, logp is
+    the log-ratio of the sequence and old_logp 0: a formula for those uses their difference only.
     """
 
     function: Callable[..., Any]

@@ -325,3 +325,14 @@ def test_a_given_normalizer_of_zero_trained_tokens(aggregate: str, count_empty: 
 def test_packed_without_offsets_is_enough_for_token_aggregates(aggregate: str) -> None:
     weight = {"token-mean": 1 / 6, "token-sum": 1.0}[aggregate]
     assert Objective(aggregate=aggregate).token_rows(packed()).policy_weight.tolist() == pytest.approx([weight] * 6)
+
+
+def test_weights_that_enter_a_logarithm_are_not_negative() -> None:
+    case = build()
+    weights = torch.ones(case.targets.shape)
+    weights[0, 0] = -0.5
+    with pytest.raises(ValueError, match="weights holds negative numbers"):
+        Objective.preset("vespo").token_rows(case.batch(weights=weights))
+    assert case.mask is not None
+    masked = torch.where(case.mask, 1.0, -1.0)  # what a masked token holds has no effect
+    Objective.preset("vespo").token_rows(case.batch(weights=masked))
