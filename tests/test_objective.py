@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import build
 
 from grpo_kernels import Objective, TokenBatch
 from grpo_kernels.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
