@@ -1,20 +1,15 @@
 """Triton backend: one program per row at a time, the row read from device memory once and once more from L2.
 
-Nothing here knows RL: `fused_loss` compiles the formulas of surrogates.py into its kernel. Row counts, strides, scalars
-and parameters are runtime values, so no length and no schedule compiles anything after the first call of a kind; what
-is compile-time is the vocabulary's size class, dtypes, alignment and the presence of optional inputs.
+Nothing here knows RL: `fused_loss` compiles the formulas of token_stage.py into its kernel, see triton_formulas.py. Row
+counts, strides, scalars and parameters are runtime values, so no length and no schedule compiles anything after the first
+call of a kind; what is compile-time is the vocabulary's size class, dtypes, alignment and the presence of optional inputs.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
-import inspect
 import math
-import textwrap
-import types
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +18,9 @@ import triton.language as tl
 
 from .. import token_stage
 from ..objective import Objective
-from ..ops import ops
 from ..token_stage import TokenRows
 from . import FusedRows, RowStats, RowTransform
+from .triton_formulas import compiled_formula
 
 Tensor = torch.Tensor
 
@@ -392,91 +387,6 @@ def _scale_kernel(
                 inside = start + cols < V
                 value = tl.load(at, mask=inside, other=0.0).to(tl.float32) * f
                 tl.store(at, value.to(x.dtype.element_ty), mask=inside)
-
-
-# ---- formulas into Triton
-
-
-class _Ops:
-    """`ops` inside Triton."""
-
-    @triton.jit
-    def exp(x):
-        return tl.exp(x)
-
-    @triton.jit
-    def log(x):
-        return tl.log(x)
-
-    @triton.jit
-    def sqrt(x):
-        return tl.sqrt(x)
-
-    @triton.jit
-    def abs(x):
-        return tl.abs(x)
-
-    @triton.jit
-    def sigmoid(x):
-        return tl.sigmoid(x)
-
-    @triton.jit
-    def where(condition, a, b):
-        return tl.where(condition, a, b)
-
-    # Triton's own default loses NaN, and with it the sign that a row is broken.
-
-    @triton.jit
-    def minimum(a, b):
-        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-    @triton.jit
-    def maximum(a, b):
-        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-_ops = types.ModuleType("triton_ops")  # Triton looks attributes up in modules only
-vars(_ops).update((name, f) for name, f in vars(_Ops).items() if name in vars(ops))
-
-
-@functools.cache
-def compiled_formula(function: Callable[..., Any]) -> Any:
-    """A formula written with `surrogates.ops` as a Triton function: the same source, with `ops` for the GPU.
-
-    Plain functions that it calls are converted too; numbers it refers to are fixed at the first use. Raises ValueError
-    for what Triton cannot compile: lambdas, closures, callable objects, functions without a source file."""
-    if isinstance(function, triton.runtime.jit.JITCallable):
-        return function
-    name = getattr(function, "__qualname__", repr(function))
-    remedy = "a formula for the fused kernel is a module-level function, written in a file with the names of surrogates.ops."
-    if not isinstance(function, types.FunctionType) or function.__name__ == "<lambda>":
-        raise ValueError(f"{name} cannot be compiled by Triton: {remedy}")
-    if function.__closure__:
-        free = ", ".join(function.__code__.co_freevars)
-        raise ValueError(f"{name} closes over {free}: pass numbers as parameters; {remedy}")
-    try:
-        source = inspect.getsource(function)
-    except OSError:
-        raise ValueError(f"{name} has no source file: {remedy}") from None
-    definition = ast.parse(textwrap.dedent(source)).body[0]
-    assert isinstance(definition, ast.FunctionDef)
-    used = {node.id for statement in definition.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    names: dict[str, Any] = {"tl": tl}  # the interpreter asks to see it
-    for used_name in sorted(used & function.__globals__.keys()):
-        value = function.__globals__[used_name]
-        if value is ops:
-            names[used_name] = _ops
-        elif value is function:
-            raise ValueError(f"{name} calls itself: {remedy}")
-        elif isinstance(value, types.FunctionType):
-            names[used_name] = compiled_formula(value)
-        elif isinstance(value, (bool, int, float)):
-            names[used_name] = tl.constexpr(value)
-        else:
-            raise ValueError(f"{name} refers to {used_name}, a {type(value).__name__}: {remedy}")
-    clone = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    clone.__module__, clone.__qualname__ = function.__module__, function.__qualname__
-    return triton.jit(clone)
 
 
 # ---- launches
