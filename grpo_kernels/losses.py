@@ -30,6 +30,7 @@ class LossOutput:
     logps     fp32, the shape of targets, detached; 0 where masked.
     entropy   likewise, in nats.
     metrics   computed on first use, see below.
+    rows      the batch's flat rows as the loss weighed them, for statistics of one's own.
     """
 
     loss: Tensor
@@ -37,7 +38,7 @@ class LossOutput:
     entropy: Tensor
     _objective: Objective = field(repr=False)
     _batch: TokenBatch = field(repr=False)
-    _rows: TokenRows = field(repr=False)
+    rows: TokenRows = field(repr=False)
 
     @cached_property
     def metrics(self) -> dict[str, Tensor]:
@@ -54,7 +55,7 @@ class LossOutput:
         kl               mean of the KL estimator, weighted as it is in the loss (only with beta != 0)
         kept             share of tokens that all filters of this process keep (only with filters)
         """
-        rows, logps = self._rows, self.logps.reshape(-1)
+        rows, logps = self.rows, self.logps.reshape(-1)
         everywhere = torch.ones_like(logps, dtype=torch.bool)
         trained = everywhere if rows.trained is None else rows.trained
         read = everywhere if rows.read is None else rows.read

@@ -224,7 +224,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             _input, lin_weight, batch, objective, bias=bias, transform=transform,
             normalizer=_normalizer(self.loss_type, batch, num_items_in_batch),
         )  # fmt: skip
-        kl, clipped = _kl_and_clipped(out.logps.reshape(-1), objective, objective.token_rows(batch), batch)
+        kl, clipped = _kl_and_clipped(out.logps.reshape(-1), objective, out.rows, batch)
         if kl is None and self.beta != 0:
             kl = torch.zeros_like(clipped)
         return out.loss, tuple(_masked_mean(x, batch) for x in (kl, clipped) if x is not None)
@@ -341,12 +341,7 @@ class _TokenLosses(torch.autograd.Function):
         (logps,) = ctx.saved_tensors
         objective, rows, batch = ctx.call
         d_losses = torch.where(rows.trained, d_losses, 0.0)  # whatever arrives at masked tokens
-        scaled = replace(
-            rows,
-            policy_weight=rows.policy_weight * d_losses,
-            kl_weight=None if rows.kl_weight is None else rows.kl_weight * d_losses,
-        )
-        return objective.token_stage(logps, None, scaled, batch)[1], None, None, None
+        return objective.token_stage(logps, None, rows.weighted(d_losses), batch)[1], None, None, None
 
 
 def _as_bool(name: str, mask: Tensor | None) -> Tensor | None:

@@ -73,14 +73,14 @@ class PolicyLoss:
         tokens, sequences = (x.to(torch.float32) for x in (global_valid_toks, global_valid_seqs))
         D = tokens if self.objective.aggregate == "token-mean" else sequences
         out = grpo_loss(logits, batch, self.objective, normalizer=D, inplace=self.inplace)
-        return out.loss, self._metrics(out, batch, data["sample_mask"], tokens, D)
+        return out.loss, self._metrics(out, batch, data["sample_mask"], tokens)
 
-    def _metrics(self, out: Any, batch: TokenBatch, sample_mask: Tensor, tokens: Tensor, D: Tensor) -> dict[str, float]:
+    def _metrics(self, out: Any, batch: TokenBatch, sample_mask: Tensor, tokens: Tensor) -> dict[str, float]:
         """Sums over the micro-batch by global counts, in one trip to the host."""
         mask, old, sampler = batch.mask, batch.old_logps, batch.sampler_logps
         assert mask is not None and old is not None and sampler is not None
         low, high = self.objective.surrogate.ratio_bounds
-        rows, logps = self.objective.token_rows(batch, D), out.logps.reshape(-1)
+        rows, logps = out.rows, out.logps.reshape(-1)
         x = self.objective.log_ratio(logps, rows, batch).view(mask.shape)
         r = bounded_exp(x)
         clamped = r.clamp(low, high)

@@ -158,7 +158,7 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
 
 def _metrics(objective: Objective, out: Any, batch: TokenBatch, weights: Tensor, rollout: Tensor | None) -> dict[str, Tensor]:
     """slime's, under slime's names: 0-d tensors, in its reducer's units."""
-    logps, rows = out.logps, objective.token_rows(batch)
+    logps, rows = out.logps, out.rows
     old = logps if batch.old_logps is None else torch.where(weights != 0, batch.old_logps, 0.0)
     x = objective.log_ratio(logps, rows, batch)
     r, (low, high), A = bounded_exp(x), objective.surrogate.ratio_bounds, batch.advantages

@@ -301,7 +301,7 @@ class _LossCall:
             hidden, weight, self.batch, self.objective, bias=bias, transform=transform, normalizer=self.normalizer,
             skip_inactive=self.skip_inactive,
         )  # fmt: skip
-        self.rows = out._rows
+        self.rows = out.rows
         return out
 
 

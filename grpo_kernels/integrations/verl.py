@@ -227,8 +227,8 @@ def _metrics(name: str | None, objective: Objective, out: LossOutput, batch: Tok
     if name == "cispo":
         clipped = share(below | above)
     elif name in ("dppo_tv", "dppo_kl"):
-        rows = objective.token_rows(batch)
-        rows = replace(rows, advantages=torch.where(rows.advantages == 0, -1.0, rows.advantages))  # as verl has it
+        # As verl has it, an advantage of 0 counts as negative.
+        rows = replace(out.rows, advantages=torch.where(out.rows.advantages == 0, -1.0, out.rows.advantages))
         keep = objective.filters[0].keep(out.logps.reshape(-1), None, rows, batch).view(mask.shape)
         clipped, lower = share(~keep), share(above & keep)
     elif name == "geo_mean":
