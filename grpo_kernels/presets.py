@@ -68,20 +68,25 @@ def _each(common: Changes, presets: dict[str, Changes]) -> dict[str, Changes]:
     return {name: {**common, **changes} for name, changes in presets.items()}
 
 
-#: trainer -> its own names of presets -> changes to that preset. Written from the code of the versions in the README.
+#: The loss types of TRL, which Liger and Unsloth have taken over, clip widths included.
+_LOSS_TYPES: dict[str, Changes] = {
+    "grpo": {},
+    "dapo": {"surrogate": Clip(0.2, 0.2)},
+    "bnpo": {},
+    "dr_grpo": {},
+    "gspo": {"surrogate": Clip(0.2, 0.2)},
+    "cispo": {},
+    "sapo": {},
+    "vespo": {},
+}
+
+#: trainer -> its own names of presets -> changes to that preset. Versions: see integrations/README.md.
 NUMERICS: dict[str, dict[str, Changes]] = {
     "trl": _each(
         {"kl": Kl("k3", weighting="ratio"), "entropy_aggregate": "token-mean"},
         {
-            "grpo": {},
-            "dapo": {"surrogate": Clip(0.2, 0.2)},
-            "bnpo": {},
-            "dr_grpo": {},
-            "gspo": {"surrogate": Clip(0.2, 0.2)},
+            **_LOSS_TYPES,
             "luspo": {},
-            "cispo": {},
-            "sapo": {},
-            "vespo": {},
             "gmpo": {"kl": "k3"},
             "rloo": {},
             "a2po": {},
@@ -90,27 +95,11 @@ NUMERICS: dict[str, dict[str, Changes]] = {
     "liger": _each(
         {"beta": 0.04},
         {
-            "grpo": {},
-            "dapo": {"surrogate": Clip(0.2, 0.2)},
-            "bnpo": {},
-            "dr_grpo": {},
-            "gspo": {"surrogate": Clip(0.2, 0.2)},
+            **_LOSS_TYPES,
             "luspo": {},
-            "cispo": {},
-            "sapo": {},
-            "vespo": {},
         },
     ),
-    "unsloth": {
-        "grpo": {},
-        "dapo": {"surrogate": Clip(0.2, 0.2)},
-        "bnpo": {},
-        "dr_grpo": {"max_tokens": 8192},
-        "gspo": {"surrogate": Clip(0.2, 0.2)},
-        "cispo": {},
-        "sapo": {},
-        "vespo": {},
-    },
+    "unsloth": {**_LOSS_TYPES, "dr_grpo": {"max_tokens": 8192}},
     "verl": _each(
         {"kl": _VERL_KL, "count_empty": False},
         {

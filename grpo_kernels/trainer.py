@@ -330,7 +330,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.reference is not None and state["reference"] is not None:
             self.reference.load_state_dict(state["reference"])
-        if self.entropy_coef is not None and state["entropy_coef"] is not None:
+        if self.entropy_coef is not None and state.get("entropy_coef") is not None:
             self.entropy_coef.load_state_dict(state["entropy_coef"])
         self.step, self.rng = state["step"], state["rng"]
         checkpoints.set_rng_state(state["rng"])
