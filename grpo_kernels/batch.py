@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from .advantages import group_advantages
 from .backends import RowTransform
 from .checks import LARGEST, SMALLEST, require, require_number, values_are_checked
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 
 def check_targets(targets: Tensor, mask: Tensor | None, vocab: int) -> None:
@@ -163,6 +166,16 @@ class TokenBatch:
     nll_weights  float [B], [B, 1] or the shape of targets: adds -nll_weight * logp to the loss as it is, its denominator
                  being in it already (SFT on positive examples: VAPO arXiv 2504.05118).
     groups       integer [B]: sequences of equal ids answer one prompt; for aggregate="group-mean".
+    context_group  process group whose ranks share the tokens of each sequence (context or sequence parallelism): every rank
+                 has the same B sequences, in the same order, and of each some tokens or none, in any pattern. Sums over a
+                 sequence are then over the group. See below.
+
+    With a context_group, the tokens' losses of all ranks add up to those of the whole sequences, and so do gradients. What
+    needs a sequence costs an all-reduce of B numbers: its length and whether it holds a contributing token (once a batch), and
+    at a sequence level the ratio and its slope (once a loss); the default normalizer costs one of a number. Making the batch,
+    a loss on it and `distributed.global_normalizer` are calls that all ranks of the group make. Metrics and log-probs are of
+    the rank's own rows, and looking at them is no such call. What looks at the whole batch (ClipCov, KlCov, and EntropyQuantile
+    without a process_group) sees the rank's own rows too.
 
     Packed, [B] and [N] may be equal: a tensor of that length is then read per token, so write [B, 1].
     Gradients never flow into these tensors. Raises ValueError on shapes, dtypes or devices that disagree.
@@ -178,6 +191,7 @@ class TokenBatch:
     sampler_logps: Tensor | None = field(default=None, kw_only=True)
     nll_weights: Tensor | None = field(default=None, kw_only=True)
     groups: Tensor | None = field(default=None, kw_only=True)
+    context_group: Any = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         targets = self.targets
@@ -186,7 +200,7 @@ class TokenBatch:
             raise ValueError(f"targets is {got}: pass an int64 tensor of token ids, [B, T] or packed [N].")
         if targets.dim() not in (1, 2):
             raise ValueError(f"targets has shape {list(targets.shape)}: pass [B, T], or packed [N] with cu_seqlens.")
-        for name in (f.name for f in fields(self) if f.name != "targets"):
+        for name in (f.name for f in fields(self) if f.name not in ("targets", "context_group")):
             value = getattr(self, name)
             if value is None:
                 if name == "advantages":
@@ -210,6 +224,17 @@ class TokenBatch:
             check_offsets("targets", targets, self.cu_seqlens)
         for name in ("advantages", "weights", "nll_weights"):
             self.flat(name)
+        if self.context_group is not None:
+            require(
+                dist.is_available() and dist.is_initialized(),
+                "context_group",
+                self.context_group,
+                "call init_process_group first.",
+            )
+            if self.sequences is None:
+                raise ValueError(
+                    "context_group is given, but packed targets without cu_seqlens have no sequences: pass cu_seqlens."
+                )
         if self.groups is not None and (self.groups.shape != (self.sequences,) or self.groups.is_floating_point()):
             raise ValueError(
                 f"groups has shape {list(self.groups.shape)} and dtype {self.groups.dtype}: pass one integer id per sequence, "
@@ -245,7 +270,7 @@ class TokenBatch:
         """This batch with the reference's log-probs, the shape of targets."""
         if ref_logps.shape != self.targets.shape:
             raise ValueError(f"ref_logps has shape {list(ref_logps.shape)}, but targets has {list(self.targets.shape)}.")
-        changed = copy.copy(self)  # keeps the row counts, which took a trip to the host
+        changed = copy.copy(self)  # keeps what is known of it: the row counts took a trip to the host
         object.__setattr__(changed, "ref_logps", ref_logps.detach())
         return changed
 
@@ -284,7 +309,8 @@ class TokenBatch:
             contributing = contributing | (nll_weights != 0)
         if kind == "contributing" or self.sequences is None:
             return contributing
-        whole = self.spread(self.sequence_sum(contributing) > 0)
+        sources = (self.mask, self.advantages, self.weights, self.nll_weights)
+        whole = self.spread(self._once("contributing_sequences", lambda: self.sequence_sum(contributing) > 0, *sources))
         return whole if mask is None else whole & mask
 
     def count(self, kind: str) -> int:
@@ -292,15 +318,15 @@ class TokenBatch:
         return self._counts().on_host()[KINDS.index(kind)]
 
     def _counts(self) -> _Counts:
-        """Made once, and again if a tensor that they came from was written since."""
-        sources = [
-            x for x in (self.mask, self.advantages, self.weights, self.nll_weights) if x is not None and not x.is_inference()
-        ]
-        versions = [x._version for x in sources]
-        known: tuple[list[int], _Counts] | None = self.__dict__.get("_known_counts")
+        return self._once("counts", self._count_rows, self.mask, self.advantages, self.weights, self.nll_weights)
+
+    def _once(self, name: str, make: Callable[[], T], *sources: Tensor | None) -> T:
+        """What `make` makes: made once, and again if a tensor that it comes from was written since."""
+        versions = [x._version for x in sources if x is not None and not x.is_inference()]
+        known = self.__dict__.get(f"_known_{name}")
         if known is None or known[0] != versions:
-            known = versions, self._count_rows()
-            object.__setattr__(self, "_known_counts", known)
+            known = versions, make()
+            object.__setattr__(self, f"_known_{name}", known)
         return known[1]
 
     def _count_rows(self) -> _Counts:
@@ -314,8 +340,30 @@ class TokenBatch:
         """Sum of flat `values` [N] over each sequence: [B], accumulated in fp64 in a fixed order, no atomics."""
         values = values.to(torch.float64)
         if self.cu_seqlens is None:
-            return values.view(self.targets.shape).sum(1)
-        return torch.segment_reduce(values, "sum", offsets=self.cu_seqlens.to(torch.int64), initial=0, unsafe=True)
+            return self.over_context(values.view(self.targets.shape).sum(1))
+        offsets = self.cu_seqlens.to(torch.int64)
+        return self.over_context(torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True))
+
+    def over_context(self, values: Tensor, how: str = "SUM") -> Tensor:
+        """`values` of this rank's tokens, in place as those of all ranks that share the sequences."""
+        if self.context_group is not None:
+            dist.all_reduce(values, op=getattr(dist.ReduceOp, how), group=self.context_group)
+        return values
+
+    @property
+    def context_ranks(self) -> int:
+        """How many ranks share each sequence."""
+        return 1 if self.context_group is None else dist.get_world_size(self.context_group)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Trained tokens of each sequence, fp64 [B]; made once."""
+
+        def count() -> Tensor:
+            mask = self.marked("trained")
+            return self.sequence_sum(torch.ones_like(flat(self.targets)) if mask is None else mask)
+
+        return self._once("lengths", count, self.mask)
 
     def same_group(self) -> Tensor:
         """fp64 [B, B]: 1 where two sequences answer the same prompt. Of that shape, it needs no trip to the host."""
@@ -330,6 +378,52 @@ class TokenBatch:
         if self.cu_seqlens is not None:
             return values[sequence_ids(self.cu_seqlens, self.rows)]
         return values[:, None].expand(self.targets.shape).reshape(-1)
+
+
+def shift_targets(
+    ids: Tensor,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(targets, mask), both of the shape of ids: row i of a model's output predicts targets[i] = ids[i + 1], where mask is set.
+
+        targets, mask = shift_targets(ids, mask=completion_mask, cu_seqlens=cu_seqlens)
+        logps, _ = linear_logprobs(hidden, lm_head.weight, targets, mask=mask)
+
+    ids          int64 [B, T], or packed [N].
+    mask         bool (or 0/1 integer), the shape of ids: tokens that may be a target, completion tokens say; None = all.
+    cu_seqlens   int32 or int64 [B + 1] of packed ids: sequence b is ids[cu_seqlens[b] : cu_seqlens[b + 1]].
+    segment_ids  integer, the shape of ids: equal for neighbours of one sequence, in place of cu_seqlens; of position_ids that
+                 start at 0 in each sequence, (position_ids == 0).cumsum(-1).
+
+    The last token of a row or segment predicts nothing: its mask is False, its target 0. Hidden states keep their length, so
+    that nothing has to be cut or rolled afterwards. Ranks that share sequences (context parallelism) call this before they
+    take their part: the target of a part's last token is on another rank.
+    Raises ValueError on shapes and dtypes that disagree.
+    """
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.dim() not in (1, 2):
+        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"ids is {got}: pass an int64 tensor of token ids, [B, T] or packed [N].")
+    if cu_seqlens is not None:
+        if segment_ids is not None:
+            raise ValueError("cu_seqlens and segment_ids are both given: pass one of them.")
+        check_offsets("ids", ids, cu_seqlens)
+        segment_ids = sequence_ids(cu_seqlens, ids.numel())
+    elif segment_ids is not None and (segment_ids.shape != ids.shape or segment_ids.is_floating_point()):
+        raise ValueError(
+            f"segment_ids has dtype {segment_ids.dtype} and shape {list(segment_ids.shape)}: pass integers of the shape of ids, "
+            f"{list(ids.shape)}."
+        )
+    valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else as_mask("mask", mask, ids.shape)
+    if segment_ids is not None:
+        follows = segment_ids[..., 1:] == segment_ids[..., :-1]
+        valid = torch.cat([valid[..., :1], valid[..., 1:] & follows], -1)
+    targets, shifted = torch.zeros_like(ids), torch.zeros_like(valid)
+    shifted[..., :-1] = valid[..., 1:]
+    targets[..., :-1] = ids[..., 1:]
+    return targets, shifted
 
 
 KINDS = ("trained", "contributing", "sequences")
@@ -355,8 +449,9 @@ class _Counts:
         return self.values.tolist()
 
 
-def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool) -> Tensor:
-    """Logits as [A, T, V] with unit stride in V, in the order of targets of `shape`; a view wherever there is one."""
+def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, whole: bool = True) -> Tensor:
+    """Logits as [A, T, V] with unit stride in V, in the order of targets of `shape`; a view wherever there is one. A part of
+    them (`whole` False) may have no column."""
     if not isinstance(logits, Tensor) or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"logits is {got}: pass a float32, bfloat16 or float16 tensor.")
@@ -365,7 +460,7 @@ def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace:
             f"logits has shape {list(logits.shape)}, but targets has {list(shape)}: logits must be targets' shape plus the "
             "vocabulary, row i predicting targets[i] (for a model's output usually logits[:, :-1] against ids[:, 1:])."
         )
-    if logits.shape[-1] == 0:
+    if logits.shape[-1] == 0 and whole:
         raise ValueError(f"logits has shape {list(logits.shape)}: the vocabulary is empty.")
     if logits.device != device:
         raise ValueError(f"logits is on {logits.device}, but targets is on {device}: move one of them.")
@@ -379,7 +474,7 @@ def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace:
     if logits.stride(-1) != 1 and logits.shape[-1] != 1:
         logits = logits.contiguous()
     if logits.dim() <= 3:
-        return logits if logits.dim() == 3 else logits.reshape(1, -1, logits.shape[-1])
+        return logits if logits.dim() == 3 else logits.reshape(1, shape.numel(), logits.shape[-1])
     rows = logits.flatten(0, -3)
     if inplace and rows.data_ptr() != logits.data_ptr():
         raise ValueError(f"inplace=True, but logits of shape {list(logits.shape)} has strides that no [.., T, V] view has.")

@@ -315,7 +315,7 @@ def _sequence_tokens(batch: TokenBatch, what: str) -> Tensor:
             f"cu_seqlens is None, but {what} needs to know the sequences of packed rows: pass cu_seqlens, or padded "
             "targets [B, T]."
         )
-    return batch.sequence_sum(_trained(batch))
+    return batch.lengths
 
 
 def _sequence_extreme(batch: TokenBatch, values: Tensor, which: str) -> Tensor:
@@ -324,8 +324,11 @@ def _sequence_extreme(batch: TokenBatch, values: Tensor, which: str) -> Tensor:
     values = torch.where(_trained(batch), values, nothing)
     if batch.cu_seqlens is None:
         values = torch.nn.functional.pad(values.view(batch.targets.shape), (0, 1), value=nothing)  # T may be 0
-        return values.amax(1) if which == "max" else values.amin(1)
-    return torch.segment_reduce(values, which, offsets=batch.cu_seqlens.to(torch.int64), initial=nothing, unsafe=True)
+        found = values.amax(1) if which == "max" else values.amin(1)
+    else:
+        offsets = batch.cu_seqlens.to(torch.int64)
+        found = torch.segment_reduce(values, which, offsets=offsets, initial=nothing, unsafe=True)
+    return batch.over_context(found, which.upper())
 
 
 def _per_token(batch: TokenBatch, values: Tensor) -> Tensor:

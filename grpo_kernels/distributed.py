@@ -1,18 +1,236 @@
-"""What ranks have to agree on."""
+"""What ranks share: a vocabulary cut over them, a denominator for all of them, targets of sequences cut over them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .backends import Backend, FusedRows, RowStats, RowTransform
 from .batch import TokenBatch
 from .checks import require
 from .objective import Denominators, Objective
+from .token_stage import TokenRows
 
 Tensor = torch.Tensor
+
+
+# ---- vocabulary-parallel heads
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's part of a vocabulary that the ranks of a group share: `shard=` of the four loss and log-prob functions.
+
+        shard = VocabShard.of(lm_head.weight, group)  # once; all ranks of the group call
+        out = linear_grpo_loss(hidden, lm_head.weight, batch, objective, shard=shard)
+
+    start   the id of this rank's first row of the head (column of the logits).
+    vocab   number of ids in the whole vocabulary. Rows beyond it are padding: they take no part in the softmax and get a
+            gradient of exactly 0.
+    group   the process group; None: the default group. Without torch.distributed there is one rank.
+    reduce_hidden   True: the gradient of the hidden states is summed over the group here, one all-reduce a call. False: each
+            rank gets its own share of it, for a model whose layer in front sums them up (Megatron's
+            copy_to_tensor_model_parallel_region, or the reduce-scatter of sequence parallelism).
+
+    Every id in [0, vocab) belongs to exactly one rank; parts may be uneven, and a rank may have none. All ranks of the group
+    pass the same rows (hidden states, targets, batch) and their own weight or logits, and get the same loss, log-probs and
+    entropies, bitwise. A loss is that of the rows, not of a rank: denominators are over the data-parallel ranks only.
+
+    Per call from logits, and per chunk of rows from hidden states, there is one all-gather of the rows' softmax partials:
+    16 bytes a row and rank (12 without entropy). The backward of log-probs has none but the sum of d_hidden.
+    Source: the split softmax of Megatron-LM (arXiv 1909.08053, section 3), with the statistics merged in one exchange as
+    online softmax merges tiles (arXiv 1805.02867).
+
+    Raises ValueError naming the field that is wrong.
+    """
+
+    start: int
+    vocab: int
+    group: Any = None
+    reduce_hidden: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("start", 0), ("vocab", 1)):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            require(whole, name, value, f"it is a whole number of ids, at least {least}.")
+        require(isinstance(self.reduce_hidden, bool), "reduce_hidden", self.reduce_hidden, "pass True or False.")
+
+    @classmethod
+    def of(
+        cls, weight: Tensor, group: Any = None, *, vocab: int | None = None, dim: int = 0, reduce_hidden: bool = True
+    ) -> VocabShard:
+        """The shard that `weight` [V / ranks, H] is: the ranks' parts in the order of the ranks, of any sizes.
+
+        weight  this rank's rows of the head as a plain tensor: the ranks exchange their sizes, once, for which the host waits.
+                Or a DTensor with Shard(dim) of a one-dimensional tensor-parallel mesh, for example from parallelize_module,
+                which knows them: no exchange, and `group` is the mesh's. A parameter that FSDP has sharded looks the same and
+                is none, since its ranks hold other rows: make the shard in the forward of a module that FSDP gathers.
+        vocab   number of real ids, if the head is padded; None: all are.
+        dim     of `weight` that the vocabulary is cut along; -1 for logits.
+
+        Raises ValueError on a DTensor that is cut in another way."""
+        placements = getattr(weight, "placements", None)
+        if placements is None:
+            width = weight.shape[dim]
+            widths = [width]
+            if _ranks(group) > 1:
+                size = torch.tensor([width], device=weight.device)
+                sizes = torch.empty(_ranks(group), dtype=size.dtype, device=size.device)
+                dist.all_gather_into_tensor(sizes, size, group=group)
+                widths = sizes.tolist()
+            ends = list(accumulate(widths, initial=0))
+            start, whole = ends[_rank(group)], ends[-1]
+        else:
+            mesh, whole = weight.device_mesh, weight.shape[dim]  # type: ignore[attr-defined]
+            if not _cut_along(weight, dim) or group is not None:
+                raise ValueError(
+                    f"weight is a DTensor with placements {placements}: it must be cut by Shard({dim}) over a mesh of one "
+                    "dimension, which is the group then (leave group out)."
+                )
+            group = mesh.get_group()
+            start = min(mesh.get_local_rank() * -(-whole // mesh.size()), whole)  # as torch.chunk cuts
+        if vocab is not None:
+            require(isinstance(vocab, int) and 1 <= vocab <= whole, "vocab", vocab, f"the ranks hold {whole} rows in all.")
+        return cls(start, whole if vocab is None else vocab, group, reduce_hidden)
+
+    @property
+    def usual_width(self) -> int:
+        """What a rank has if all have the same: the ranks must choose equal chunks of rows, whatever each has."""
+        return -(-self.vocab // _ranks(self.group))
+
+    def local(self, name: str, x: Tensor, dim: int) -> Tensor:
+        """The local tensor of a DTensor that is cut along `dim`; a plain tensor as it is."""
+        placements = getattr(x, "placements", None)
+        if placements is None:
+            return x
+        if not _cut_along(x, dim):
+            raise ValueError(
+                f"{name} is a DTensor with placements {placements}: with shard= it must be cut by Shard({dim}) over a mesh of one "
+                "dimension, or be the plain tensor of this rank."
+            )
+        return x.to_local()  # type: ignore[attr-defined]
+
+    def sum_hidden(self, d_hidden: Tensor) -> Tensor:
+        """The gradient of the hidden states over all ranks, in place, if that is ours to do."""
+        if self.reduce_hidden and _ranks(self.group) > 1:
+            dist.all_reduce(d_hidden, group=self.group)
+        return d_hidden
+
+
+def check_shard(shard: VocabShard | None) -> None:
+    if shard is not None and not isinstance(shard, VocabShard):
+        raise ValueError(
+            f"shard={shard!r}: pass a VocabShard, for example VocabShard.of(lm_head.weight, group), or leave it out."
+        )
+
+
+class VocabParallel:
+    """A backend for rows that are spread over the ranks of a shard: the one of this rank, and one exchange."""
+
+    def __init__(self, backend: Backend, shard: VocabShard) -> None:
+        self.backend, self.shard = backend, shard
+        self.WRITES_BEHIND_READS = backend.WRITES_BEHIND_READS
+        self.scale_ = backend.scale_
+
+    def row_stats(
+        self, logits: Tensor, targets: Tensor, read: Tensor | None, transform: RowTransform, entropy: bool
+    ) -> RowStats:
+        """Statistics of whole rows from this rank's part of them, the same on all ranks."""
+        own, n = self._own(logits), targets.numel()
+        partials = torch.empty(4 if entropy else 3, n, dtype=torch.float32, device=logits.device)
+        if own.shape[-1]:
+            stats = self.backend.row_stats(own, targets - self.shard.start, read, transform, entropy)
+            for partial, x in zip(partials, (stats.max, stats.sum, stats.target, stats.weighted), strict=False):
+                partial.copy_(x)
+        else:
+            for partial, nothing in zip(partials, (-torch.inf, 0.0, torch.nan, 0.0), strict=False):
+                partial.fill_(nothing)
+        ranks = _ranks(self.shard.group)
+        everyone = partials[None]
+        if ranks > 1:
+            everyone = torch.empty(ranks, *partials.shape, dtype=torch.float32, device=logits.device)
+            dist.all_gather_into_tensor(everyone, partials[None], group=self.shard.group)
+        return merge(everyone, read)
+
+    def row_grads(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        stats: RowStats,
+        entropy: Tensor | None,
+        d_logps: Tensor,
+        d_entropy: Tensor | None,
+        transform: RowTransform,
+        out: Tensor,
+    ) -> None:
+        """This rank's columns of the gradient, from statistics of whole rows."""
+        own = self._own(logits)
+        if own.shape[-1]:
+            at = targets - self.shard.start
+            self.backend.row_grads(own, at, stats, entropy, d_logps, d_entropy, transform, self._own(out))
+        out[..., own.shape[-1] :].zero_()
+
+    def fused_loss(
+        self, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None
+    ) -> FusedRows:
+        """Two visits with the exchange between them."""
+        stats = self.row_stats(logits, rows.targets, rows.read, transform, True)
+        logps, entropy = stats.logps, stats.entropy
+        losses, d_logps, d_entropy = objective.token_stage(logps, entropy, rows)
+        if out is not None:
+            self.row_grads(logits, rows.targets, stats, entropy, d_logps, d_entropy, transform, out)
+        return FusedRows(logps, entropy, losses)
+
+    def _own(self, logits: Tensor) -> Tensor:
+        """The columns that are ids; the others are padding."""
+        return logits[..., : min(logits.shape[-1], max(0, self.shard.vocab - self.shard.start))]
+
+
+def on_shard(backend: Backend, shard: VocabShard | None) -> Backend:
+    """The backend for rows of which this rank has the part `shard`; None: it has whole rows."""
+    return backend if shard is None else VocabParallel(backend, shard)
+
+
+def merge(partials: Tensor, read: Tensor | None) -> RowStats:
+    """Softmax partials of parts of a row [parts, 3 or 4, n] (max, sum, target, and weighted where there is a fourth), as
+    those of the whole row. A part of only -inf, or of no column, adds nothing; the target is that of the part that has it."""
+    tops, sums, chosen = partials[:, 0], partials[:, 1], partials[:, 2]
+    top = tops.amax(0)
+    shift = tops - top
+    share = torch.where(tops == -torch.inf, 0.0, shift.exp())
+    total = torch.where(share == 0, 0.0, share * sums).sum(0)
+    weighted = None
+    if partials.shape[1] == 4:
+        weighted = torch.where(share == 0, 0.0, share * (partials[:, 3] + sums * shift)).sum(0)
+    here = ~chosen.isnan()
+    target = torch.where(here.any(0), torch.where(here, chosen, 0.0).sum(0), torch.nan)
+    if read is not None:
+        target, top = torch.where(read, target, 0.0), torch.where(read, top, 0.0)
+        total = torch.where(read, total, 1.0)
+        weighted = None if weighted is None else torch.where(read, weighted, 0.0)
+    return RowStats(top, total, weighted, target)
+
+
+def _cut_along(x: Any, dim: int) -> bool:
+    """Whether a DTensor's ranks have consecutive parts of it along `dim`, and nothing else."""
+    return len(x.placements) == 1 and x.placements[0].is_shard() and x.placements[0].dim % x.dim() == dim % x.dim()
+
+
+def _ranks(group: Any) -> int:
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def _rank(group: Any) -> int:
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+# ---- data-parallel ranks
 
 
 def global_normalizer(

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 
-from .backends import FusedRows, RowStats, RowTransform
+from .backends import Backend, FusedRows, RowStats, RowTransform
 from .batch import TokenBatch
+from .distributed import VocabShard, check_shard
 from .objective import Objective
 from .products import products_for
 from .token_stage import TokenRows
@@ -31,13 +31,27 @@ class Head:
     """Flat hidden states [N, H] and the projection to logits, checked by `check_head`."""
 
     hidden: Tensor
-    weight: Tensor  # [V, H]
+    weight: Tensor  # [V, H], or this rank's part of it
     bias: Tensor | None  # [V]
     dtype: torch.dtype  # to compute in
+    shard: VocabShard | None = None
+
+    @property
+    def vocab(self) -> int:
+        """Ids that a target may have."""
+        return self.weight.shape[0] if self.shard is None else self.shard.vocab
 
 
-def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: torch.Size, device: torch.device) -> Head:
+def check_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shape: torch.Size,
+    device: torch.device,
+    shard: VocabShard | None = None,
+) -> Head:
     """Flat hidden states and a plain local head, or a ValueError that says what is wrong and what to do."""
+    check_shard(shard)
     for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if x is None and name == "bias":
             continue
@@ -46,9 +60,12 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: torch
             raise ValueError(f"{name} is {got}: pass a float32, bfloat16 or float16 tensor.")
         if x.device != device:
             raise ValueError(f"{name} is on {x.device}, but targets is on {device}: move one of them.")
-    hidden, weight = _local("hidden", hidden), _local("weight", weight)
-    bias = None if bias is None else _local("bias", bias)
-    if weight.dim() != 2 or weight.numel() == 0:
+    hidden = _local("hidden", hidden)
+    if shard is None:
+        weight, bias = _local("weight", weight), None if bias is None else _local("bias", bias)
+    else:
+        weight, bias = shard.local("weight", weight, 0), None if bias is None else shard.local("bias", bias, 0)
+    if weight.dim() != 2 or (weight.numel() == 0 and (shard is None or weight.shape[1] == 0)):
         raise ValueError(
             f"weight has shape {list(weight.shape)}, not [V, H]: it looks sharded. DeepSpeed ZeRO-3: call inside "
             "deepspeed.zero.GatheredParameters([lm_head.weight]), and keep it gathered until after the backward. FSDP: call "
@@ -70,7 +87,7 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: torch
         raise ValueError(f"bias has shape {list(bias.shape)}, but weight has {list(weight.shape)}: it must be [{vocab}].")
     kind = device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    return Head(hidden.reshape(-1, width), weight, bias, dtype)
+    return Head(hidden.reshape(-1, width), weight, bias, dtype, shard)
 
 
 def _local(name: str, x: Tensor) -> Tensor:
@@ -82,8 +99,9 @@ def _local(name: str, x: Tensor) -> Tensor:
         remedy = "pass the rows of this rank as a plain tensor, hidden.to_local()."
         if name != "hidden":
             remedy = (
-                f"pass {name}.full_tensor(grad_placements=[Partial()]) and divide its gradient by the number of ranks. "
-                "A vocabulary-sharded head is not supported here."
+                f"pass {name}.full_tensor(grad_placements=[Partial()]) and divide its gradient by the number of ranks. If it is "
+                "the vocabulary-sharded head of a tensor-parallel group, whose ranks have the same rows, pass "
+                "shard=VocabShard.of(weight)."
             )
         raise ValueError(f"{name} is a DTensor with placements {placements}, not replicated: {remedy}")
     return x.to_local()  # type: ignore[attr-defined]
@@ -104,11 +122,12 @@ def split_rows(batch: TokenBatch, rows: TokenRows, objective: Objective) -> tupl
 class Engine:
     """One call's pass over the rows of a head, collecting the gradients that are wanted: (hidden, weight, bias)."""
 
-    def __init__(self, head: Head, backend: ModuleType, wanted: tuple[bool, bool, bool] = (False, False, False)) -> None:
+    def __init__(self, head: Head, backend: Backend, wanted: tuple[bool, bool, bool] = (False, False, False)) -> None:
         self.head, self.backend, self.wanted = head, backend, wanted
         self.products = products_for(head.weight.detach(), None if head.bias is None else head.bias.detach(), head.dtype)
         self.hidden = head.hidden.detach()
-        rows = CHUNK_BYTES.get(self.hidden.device.type, CHUNK_BYTES["cuda"]) // (4 * head.weight.shape[0])
+        width = head.weight.shape[0] if head.shard is None else head.shard.usual_width
+        rows = CHUNK_BYTES.get(self.hidden.device.type, CHUNK_BYTES["cuda"]) // (4 * width)
         self.chunk_rows = max(64, rows // 64 * 64)  # by vocabulary and device, never by the number of rows
         # fp32 where a bias sums the gradient up too, and where the row kernel could not narrow it in place.
         self.exact = wanted[2] or not backend.WRITES_BEHIND_READS
@@ -135,7 +154,7 @@ class Engine:
             logits = self.products.logits(hidden)
             part = self.backend.row_stats(logits[None], targets[at], None, transform.at(at), entropy)
             for whole, piece in zip(stats, part, strict=True):
-                if whole is not None:
+                if whole is not None and piece is not None:
                     whole[at] = piece
             del logits  # before the next chunk's are made
         return stats
@@ -201,6 +220,8 @@ class Engine:
         """(d_hidden, d_weight, d_bias) as they were summed, None where not wanted."""
         if self.wanted[1] and self.d_weight is None:  # no row had a gradient, which is a gradient of 0
             self.d_weight = torch.zeros(self.head.weight.shape, device=self.hidden.device, dtype=torch.float32)
+        if self.d_hidden is not None and self.head.shard is not None:
+            self.d_hidden = self.head.shard.sum_hidden(self.d_hidden)
         return self.d_hidden, self.d_weight, self.d_bias
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from . import backends
-from .backends import RowStats, RowTransform
+from .backends import Backend, RowStats, RowTransform
 from .batch import LogitTransform, as_mask, as_transform, check_targets, flat, logit_rows
+from .distributed import VocabShard, check_shard, on_shard
 from .linear import Engine, Head, check_head
 
 Tensor = torch.Tensor
@@ -23,6 +23,7 @@ def token_logprobs(
     transform: LogitTransform | None = None,
     entropy: bool | str = False,
     inplace: bool = False,
+    shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -37,6 +38,7 @@ def token_logprobs(
     entropy   False: not computed, the second result is None. True: differentiable. "detached": value only.
     inplace   True: the backward writes the gradient into the logits' memory (their version counter is bumped, so
               autograd raises if something else still needs their values).
+    shard     logits are [.., V / ranks], this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
     backend   "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
 
     Returns (logps, entropy), fp32, the shape of targets, in nats. The softmax runs in fp32; nothing is rounded to the
@@ -46,10 +48,11 @@ def token_logprobs(
     """
     mask = _check_targets(targets, mask, entropy)
     shape, device = targets.shape, targets.device
-    rows = logit_rows(logits, shape, device, inplace)
-    check_targets(targets, mask, rows.shape[-1])
+    check_shard(shard)
+    rows = logit_rows(logits if shard is None else shard.local("logits", logits, -1), shape, device, inplace, shard is None)
+    check_targets(targets, mask, rows.shape[-1] if shard is None else shard.vocab)
     row_transform = as_transform(transform).for_rows(shape, mask, None, device)
-    module = backends.pick(backend, device, strict)
+    module = on_shard(backends.pick(backend, device, strict), shard)
     read = None if mask is None else flat(mask)
     logps, H = _TokenLogprobs.apply(rows, flat(targets).to(torch.int64), read, row_transform, module, entropy, inplace)
     return logps.view(shape), None if H is None else H.view(shape)
@@ -64,6 +67,7 @@ def linear_logprobs(
     mask: Tensor | None = None,
     transform: LogitTransform | None = None,
     entropy: bool | str = False,
+    shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -74,6 +78,7 @@ def linear_logprobs(
 
     hidden    [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts targets[i].
     weight    [V, H]; bias [V] or None. Products run in the autocast dtype if autocast is on, else in that of hidden.
+    shard     weight and bias are this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
     The rest is as in `token_logprobs`.
 
     Masked rows take part in no product. The forward is one product of the others; the backward, which cannot know the
@@ -85,10 +90,10 @@ def linear_logprobs(
     """
     mask = _check_targets(targets, mask, entropy)
     shape, device = targets.shape, targets.device
-    head = check_head(hidden, weight, bias, shape, device)
-    check_targets(targets, mask, head.weight.shape[0])
+    head = check_head(hidden, weight, bias, shape, device, shard)
+    check_targets(targets, mask, head.vocab)
     row_transform = as_transform(transform).for_rows(shape, mask, None, device)
-    module = backends.pick(backend, device, strict)
+    module = on_shard(backends.pick(backend, device, strict), shard)
     index = torch.arange(targets.numel(), device=device) if mask is None else flat(mask).nonzero()[:, 0]
     flat_targets = flat(targets).to(torch.int64)
     logps, H = _LinearLogprobs.apply(
@@ -122,7 +127,7 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: Tensor,  # [n]
         read: Tensor | None,
         transform: RowTransform,
-        backend: ModuleType,
+        backend: Backend,
         entropy: bool | str,
         inplace: bool,
     ) -> tuple[Tensor, Tensor | None]:
@@ -168,7 +173,7 @@ class _LinearLogprobs(torch.autograd.Function):
         targets: Tensor,  # [N]
         index: Tensor,  # rows that count
         transform: RowTransform,
-        backend: ModuleType,
+        backend: Backend,
         entropy: bool | str,
     ) -> tuple[Tensor, Tensor | None]:
         with torch.autocast(hidden.device.type, enabled=False):
@@ -179,7 +184,7 @@ class _LinearLogprobs(torch.autograd.Function):
         if entropy == "detached":
             ctx.mark_non_differentiable(H)
         ctx.save_for_backward(hidden, weight, bias, targets, index, stats.max, stats.sum, stats.target, H)
-        ctx.dtype, ctx.transform, ctx.backend = head.dtype, transform, backend
+        ctx.dtype, ctx.shard, ctx.transform, ctx.backend = head.dtype, head.shard, transform, backend
         return logps, H
 
     @staticmethod
@@ -196,7 +201,7 @@ class _LinearLogprobs(torch.autograd.Function):
         if d_entropy is not None:
             d_entropy = _upstream(d_entropy, None)
             wanted |= d_entropy[index] != 0
-        engine = Engine(Head(hidden, weight, bias, ctx.dtype), ctx.backend, ctx.needs_input_grad[:3])
+        engine = Engine(Head(hidden, weight, bias, ctx.dtype, ctx.shard), ctx.backend, ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
             stats = RowStats(top, total, None, chosen)
             engine.backward(index[wanted], targets, stats, H, d_logps, d_entropy, ctx.transform)

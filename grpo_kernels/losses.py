@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from . import backends
-from .backends import FusedRows, RowTransform
+from .backends import Backend, FusedRows, RowTransform
 from .batch import LogitTransform, TokenBatch, as_transform, check_targets, logit_rows, per_token
 from .checks import require
+from .distributed import VocabShard, check_shard, on_shard
 from .linear import Engine, Head, check_head, split_rows
 from .objective import Denominators, Objective
 from .ops import bounded_exp
@@ -39,6 +39,7 @@ class LossOutput:
     _objective: Objective = field(repr=False)
     _batch: TokenBatch = field(repr=False)
     rows: TokenRows = field(repr=False)
+    _log_ratio: Tensor | None = field(default=None, repr=False)  # fp32 [n] at the objective's level, where a loss made it
 
     @cached_property
     def metrics(self) -> dict[str, Tensor]:
@@ -70,7 +71,7 @@ class LossOutput:
                 return x.new_ones(())
             return torch.where(count > 0, reduce(torch.where(read, x, start)), 1.0)
 
-        x = self._objective.log_ratio(logps, rows, self._batch)
+        x = self._objective.log_ratio(logps, rows, self._batch) if self._log_ratio is None else self._log_ratio
         ratio = bounded_exp(x)
         low, high = self._objective.surrogate.ratio_bounds
         weight = ratio if rows.weights is None or self._objective.surrogate.absorbs_weights else ratio * rows.weights
@@ -91,7 +92,8 @@ class LossOutput:
         if self._objective.filters:
             kept = read
             for f in self._objective.filters:
-                if getattr(f, "process_group", None) is not None:
+                over_ranks = self._batch.context_group is not None and not f.one_pass
+                if over_ranks or getattr(f, "process_group", None) is not None:
                     continue  # to look at metrics must not be a collective
                 kept = kept & f.keep(logps, self.entropy.reshape(-1), rows, self._batch)
             metrics["kept"] = kept.sum() / tokens
@@ -107,6 +109,7 @@ def grpo_loss(
     normalizer: float | Tensor | Denominators | None = None,
     inplace: bool = False,
     skip_inactive: bool = False,
+    shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
 ) -> LossOutput:
@@ -124,6 +127,8 @@ def grpo_loss(
                  for a parameter.
     skip_inactive  True: rows that cannot contribute (zero advantage or weight, and neither KL nor entropy bonus, at
                  token level) are not read either; out.logps and out.entropy hold 0 there. Loss and gradient are the same.
+    shard        logits are [.., V / ranks], this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
+                 The rows are then visited twice, with one all-gather in between.
     backend      "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
 
     Objectives of one pass (`Objective.one_pass`: token level) read each logit from memory once and write its gradient once;
@@ -137,14 +142,16 @@ def grpo_loss(
     """
     _check_specs(batch, objective)
     shape, device = batch.targets.shape, batch.targets.device
-    flat_logits = logit_rows(logits, shape, device, inplace)
-    check_targets(batch.targets, batch.mask, flat_logits.shape[-1])
+    check_shard(shard)
+    own = logits if shard is None else shard.local("logits", logits, -1)
+    flat_logits = logit_rows(own, shape, device, inplace, shard is None)
+    check_targets(batch.targets, batch.mask, flat_logits.shape[-1] if shard is None else shard.vocab)
     row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
     rows = objective.token_rows(batch, normalizer, skip_inactive)
-    module = backends.pick(backend, device, strict)
+    module = on_shard(backends.pick(backend, device, strict), shard)
     call = _Call(batch, objective, rows, row_transform, module, inplace)
     loss, logps, entropy = _GrpoLoss.apply(flat_logits, call)
-    return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows)
+    return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, call.log_ratio)
 
 
 def linear_grpo_loss(
@@ -158,6 +165,7 @@ def linear_grpo_loss(
     transform: LogitTransform | None = None,
     normalizer: float | Tensor | Denominators | None = None,
     skip_inactive: bool = False,
+    shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
 ) -> LossOutput:
@@ -174,6 +182,8 @@ def linear_grpo_loss(
     bias         [V] or None, added to the logits before the transform.
     reference    (hidden, weight) or (hidden, weight, bias) of the frozen reference, in place of batch.ref_logps: its
                  log-probs come from a forward product of its own, and no gradient flows to it.
+    shard        weight, bias and those of `reference` are this rank's part of a vocabulary cut over a group: see
+                 `distributed.VocabShard`. One all-gather per chunk of rows, and one all-reduce of the gradient of hidden.
     The rest is as in `grpo_loss`.
 
     Some rows at a time are projected, turned into their gradient and multiplied back: three matrix products for rows that
@@ -188,17 +198,17 @@ def linear_grpo_loss(
     """
     _check_specs(batch, objective)
     shape, device = batch.targets.shape, batch.targets.device
-    head = check_head(hidden, weight, bias, shape, device)
-    check_targets(batch.targets, batch.mask, head.weight.shape[0])
+    head = check_head(hidden, weight, bias, shape, device, shard)
+    check_targets(batch.targets, batch.mask, head.vocab)
     row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
-    module = backends.pick(backend, device, strict)
+    module = on_shard(backends.pick(backend, device, strict), shard)
     if reference is not None:
         require(objective.beta != 0, "reference", type(reference).__name__, "with beta=0 nothing looks at it: leave it out.")
-        batch = batch.with_ref_logps(_reference_logps(reference, batch, objective, row_transform, module))
+        batch = batch.with_ref_logps(_reference_logps(reference, batch, objective, row_transform, module, shard))
     rows = objective.token_rows(batch, normalizer, skip_inactive)
     call = _Call(batch, objective, rows, row_transform, module)
     loss, logps, entropy = _LinearGrpoLoss.apply(head.hidden, head.weight, head.bias, head, call)
-    return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows)
+    return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, call.log_ratio)
 
 
 def objective_loss(
@@ -238,22 +248,28 @@ def objective_loss(
         return x if rows.trained is None else torch.where(rows.trained, x, 0.0)
 
     L, H = flat_rows(logps), None if entropy is None else flat_rows(entropy)
-    loss = _ObjectiveLoss.apply(L, H, rows, batch, objective)
+    x = None if objective.one_pass else objective.log_ratio(L.detach(), rows, batch)
+    loss = _ObjectiveLoss.apply(L, H, rows, batch, objective, x)
     L, H = L.detach(), torch.full_like(L, math.nan) if H is None else H.detach()
-    return LossOutput(loss, L.view(logps.shape), H.view(logps.shape), objective, batch, rows)
+    return LossOutput(loss, L.view(logps.shape), H.view(logps.shape), objective, batch, rows, x)
 
 
 @torch.no_grad()
 def _reference_logps(
-    reference: tuple[Tensor, ...], batch: TokenBatch, objective: Objective, transform: RowTransform, backend: ModuleType
+    reference: tuple[Tensor, ...],
+    batch: TokenBatch,
+    objective: Objective,
+    transform: RowTransform,
+    backend: Backend,
+    shard: VocabShard | None,
 ) -> Tensor:
     if batch.ref_logps is not None:
         raise ValueError("reference and batch.ref_logps are both given: pass one of them.")
     if not isinstance(reference, tuple) or len(reference) not in (2, 3):
         raise ValueError(f"reference is {type(reference).__name__}: pass (hidden, weight) or (hidden, weight, bias).")
     shape, device = batch.targets.shape, batch.targets.device
-    head = check_head(reference[0], reference[1], reference[2] if len(reference) == 3 else None, shape, device)
-    check_targets(batch.targets, batch.mask, head.weight.shape[0])
+    head = check_head(reference[0], reference[1], reference[2] if len(reference) == 3 else None, shape, device, shard)
+    check_targets(batch.targets, batch.mask, head.vocab)
     rows = objective.token_rows(
         batch.with_ref_logps(torch.zeros(shape, device=device, dtype=torch.float32)), 1.0
     )  # weights play no part
@@ -277,10 +293,17 @@ class _Call:
     objective: Objective
     rows: TokenRows
     transform: RowTransform
-    backend: ModuleType
+    backend: Backend
     inplace: bool = False
     # Inside the Function gradients are always off, and what an input needs is said as if they were on.
     gradients: bool = field(default_factory=torch.is_grad_enabled)
+    log_ratio: Tensor | None = None
+
+    def token_stage(self, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """That of the objective, whose log-ratios are kept: of sequences they cost a sum, maybe over ranks."""
+        if not self.objective.one_pass:
+            self.log_ratio = self.objective.log_ratio(logps, self.rows, self.batch)
+        return self.objective.token_stage(logps, entropy, self.rows, self.batch, self.log_ratio)
 
 
 def total(losses: Tensor) -> Tensor:
@@ -308,7 +331,7 @@ class _GrpoLoss(torch.autograd.Function):
         else:
             stats = call.backend.row_stats(logits, call.rows.targets, call.rows.read, call.transform, True)
             logps, H = stats.logps, stats.entropy
-            losses, d_logps, d_entropy = call.objective.token_stage(logps, H, call.rows, call.batch)
+            losses, d_logps, d_entropy = call.token_stage(logps, H)
             fused = FusedRows(logps, H, losses)
             if out is not None:
                 call.backend.row_grads(logits, call.rows.targets, stats, H, d_logps, d_entropy, call.transform, out)
@@ -371,7 +394,7 @@ class _LinearGrpoLoss(torch.autograd.Function):
             else:
                 stats = engine.forward(torch.cat([active, passive]), rows.targets, transform, True)
                 logps, H = stats.logps, stats.entropy
-                losses, d_logps, d_entropy = objective.token_stage(logps, H, rows, call.batch)
+                losses, d_logps, d_entropy = call.token_stage(logps, H)
                 result = FusedRows(logps, H, losses)
                 if wanted:
                     engine.backward(active, rows.targets, stats, H, d_logps, d_entropy, transform)
@@ -398,13 +421,19 @@ class _LinearGrpoLoss(torch.autograd.Function):
 class _ObjectiveLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch, objective: Objective
+        ctx: Any,
+        logps: Tensor,
+        entropy: Tensor | None,
+        rows: TokenRows,
+        batch: TokenBatch,
+        objective: Objective,
+        log_ratio: Tensor | None,
     ) -> Tensor:
-        losses, d_logps, d_entropy = objective.token_stage(logps, entropy, rows, batch)
+        losses, d_logps, d_entropy = objective.token_stage(logps, entropy, rows, batch, log_ratio)
         ctx.save_for_backward(d_logps, d_entropy)
         return total(losses)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if slope is None else slope * d_loss for slope in ctx.saved_tensors), None, None, None
+        return *(None if slope is None else slope * d_loss for slope in ctx.saved_tensors), *(None,) * 4

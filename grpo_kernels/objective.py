@@ -170,7 +170,8 @@ class Objective:
 
     def normalizer(self, batch: TokenBatch) -> float | Tensor:
         """The denominator D of one batch, a number or a 0-d tensor. Sum it over micro-batches and ranks: see
-        `distributed.global_normalizer`. It may be 0, which a loss takes for 1."""
+        `distributed.global_normalizer`. It may be 0, which a loss takes for 1. Of sequences that several ranks share
+        (`TokenBatch.context_group`) each rank has its share."""
         return self._denominator(batch, self.aggregate)
 
     def denominators(self, batch: TokenBatch) -> Denominators:
@@ -186,10 +187,10 @@ class Objective:
             same = batch.same_group()
             tokens = same @ self._lengths(batch)
             counted = torch.ones_like(tokens) if self.count_empty else (tokens > 0).to(same.dtype)
-            return (counted / same.sum(1)).sum().to(torch.float32)
-        sequences: float | Tensor = float(self._sequences(batch))
+            return (counted / same.sum(1)).sum().to(torch.float32) / batch.context_ranks
+        sequences: float | Tensor = self._sequences(batch) / batch.context_ranks
         if not self.count_empty:
-            sequences = (self._lengths(batch) > 0).sum().to(torch.float32)
+            sequences = (self._lengths(batch) > 0).sum().to(torch.float32) / batch.context_ranks
         if aggregate != "constant":
             return sequences
         if self.max_tokens is None:
@@ -210,13 +211,15 @@ class Objective:
     def _lengths(self, batch: TokenBatch) -> Tensor:
         """Trained tokens of each sequence, fp64 [B]."""
         self._sequences(batch)
-        mask = batch.marked("trained")
-        return batch.sequence_sum(torch.ones_like(flat(batch.targets)) if mask is None else mask)
+        return batch.lengths
 
     def _weights(self, batch: TokenBatch, aggregate: str, normalizer: float | Tensor | None) -> Tensor:
         """What each token's term counts, fp32 [n]: 0 where masked."""
         if normalizer is None:
             normalizer = self._denominator(batch, aggregate)
+            if batch.context_group is not None and aggregate != "token-sum":
+                share = torch.zeros((), dtype=torch.float64, device=batch.targets.device) + normalizer
+                normalizer = batch.over_context(share).to(torch.float32)
             # An all-masked batch is 0 / 1.
             normalizer = normalizer.clamp(min=1.0) if isinstance(normalizer, Tensor) else max(normalizer, 1.0)
         mask = batch.marked("trained")
@@ -306,17 +309,23 @@ class Objective:
     # ---- the token stage
 
     def token_stage(
-        self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None = None
+        self,
+        logps: Tensor,
+        entropy: Tensor | None,
+        rows: TokenRows,
+        batch: TokenBatch | None = None,
+        log_ratio: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(losses, d_logps, d_entropy), each fp32 [n] (d_entropy None without a bonus): sum(losses) is the loss.
 
         logps and entropy are fp32 [n], exactly 0 where masked. `batch` supplies the sequences; a one-pass objective does
-        without, and treats any slice of rows alone."""
+        without, and treats any slice of rows alone. `log_ratio`: what the function of that name gives, if it is there."""
         if self.one_pass:
             losses, d_logps, d_entropy = token_stage.row_terms(self, logps, entropy, rows)
         else:
             assert batch is not None
-            losses, d_logps, d_entropy = token_stage.batch_terms(self, logps, entropy, rows, batch)
+            x = self.log_ratio(logps, rows, batch) if log_ratio is None else log_ratio
+            losses, d_logps, d_entropy = token_stage.batch_terms(self, logps, entropy, rows, batch, x)
         return losses, d_logps, d_entropy if self.needs_entropy else None
 
     def log_ratio(self, logps: Tensor, rows: TokenRows, batch: TokenBatch) -> Tensor:

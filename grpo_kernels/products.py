@@ -22,6 +22,8 @@ WEIGHT_BLOCK_BYTES = 64 << 20
 
 def products_for(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Products:
     """The products with `weight` [V, H] that suit its device, for hidden states to be computed with in `dtype`."""
+    if weight.shape[0] == 0:  # a rank without a part of the vocabulary
+        return Products(weight, bias)
     if weight.is_cuda and dtype in (torch.bfloat16, torch.float16):
         return (TensorCoreProducts if dtype == torch.bfloat16 else HalfProducts)(weight.to(dtype), bias)
     if dtype == torch.bfloat16 and weight.device.type == "cpu" and cpu_products.available() is None:
@@ -154,6 +156,6 @@ class HalfProducts(Products):
 
 def _times_transposed(a: Tensor, b: Tensor) -> Tensor:
     """fp32 a @ b.T. On a CPU through oneDNN: on AMD it is twice as fast as MKL, which torch.mm goes to."""
-    if a.device.type == "cpu" and a.shape[0] and torch.backends.mkldnn.is_available():
+    if a.device.type == "cpu" and a.numel() and b.numel() and torch.backends.mkldnn.is_available():
         return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
     return a @ b.t()

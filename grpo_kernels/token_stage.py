@@ -143,7 +143,7 @@ def row_terms(objective: Objective, logps: Tensor, entropy: Tensor | None, rows:
 def trained_rows(rows: TokenRows, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """([n] bool, [B] fp64 count of them in each sequence, at least 1)."""
     trained = torch.ones_like(rows.targets, dtype=torch.bool) if rows.trained is None else rows.trained
-    return trained, batch.sequence_sum(trained).clamp(min=1.0)
+    return trained, batch.lengths.clamp(min=1.0)
 
 
 def log_ratio(objective: Objective, logps: Tensor, rows: TokenRows, batch: TokenBatch) -> Tensor:
@@ -209,9 +209,9 @@ def _policy_terms(objective: Objective, logps: Tensor, rows: TokenRows, x: Tenso
 
 
 def batch_terms(
-    objective: Objective, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch
+    objective: Objective, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch, x: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses, d_logps, d_entropy) [n] of objectives that need more than the token itself."""
+    """(losses, d_logps, d_entropy) [n] of objectives that need more than the token itself, at log-ratios x."""
     level = objective.level
 
     def to_tokens(d_log_ratio: Tensor) -> Tensor:
@@ -223,7 +223,6 @@ def batch_terms(
         return torch.where(trained, spread, 0.0) * objective.surrogate.in_sequence(own, rows.advantages)[1]
 
     policy_weight, entropy_weight = _filtered(objective, logps, entropy, rows, batch)
-    x = log_ratio(objective, logps, rows, batch)
     losses, slopes = _policy_terms(objective, logps, rows, x)
     losses = torch.where(policy_weight == 0, 0.0, policy_weight * losses)
     d_logps = torch.where(policy_weight == 0, 0.0, policy_weight * slopes)

@@ -18,8 +18,8 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -73,8 +73,23 @@ class FusedRows(NamedTuple):
     losses: Tensor  # weighted terms: their sum is the loss
 
 
+class Backend(Protocol):
+    """The functions above, as a module of this package or an object has them."""
+
+    @property
+    def WRITES_BEHIND_READS(self) -> bool: ...
+    @property
+    def row_stats(self) -> Callable[..., RowStats]: ...
+    @property
+    def row_grads(self) -> Callable[..., None]: ...
+    @property
+    def fused_loss(self) -> Callable[..., FusedRows]: ...
+    @property
+    def scale_(self) -> Callable[[Tensor, Tensor], None]: ...
+
+
 def two_visits(
-    backend: ModuleType,
+    backend: Backend,
     logits: Tensor,
     rows: TokenRows,
     objective: Objective,
@@ -106,7 +121,7 @@ BACKENDS = ("eager", "cpu", "triton")
 _warned: set[str] = set()
 
 
-def load(name: str) -> ModuleType:
+def load(name: str) -> Any:
     """The backend module, imported on first use: `import grpo_kernels` needs neither Triton nor a compiler."""
     return importlib.import_module(f".{name}", __name__)
 
@@ -119,26 +134,26 @@ def unavailable(name: str) -> str | None:
         return f"it cannot be imported ({error})"
 
 
-def pick(backend: str, device: torch.device, strict: bool = False) -> ModuleType:
+def pick(backend: str, device: torch.device, strict: bool = False) -> Backend:
     """The backend module for data on `device`.
 
-    "auto" takes the native one (cpu on a CPU, triton on a GPU) and falls back to eager with one warning per reason;
-    strict=True, or GRPO_KERNELS_STRICT=1 in the environment, raises RuntimeError instead. A backend asked for by name
-    never falls back: RuntimeError says why it cannot run. ValueError for an unknown name."""
+    "auto" takes the native one (cpu on a CPU, triton on a GPU) and falls back to eager with one warning per reason, also
+    for a single call whose Triton kernel cannot run; strict=True, or GRPO_KERNELS_STRICT=1 in the environment, raises
+    RuntimeError instead. A backend asked for by name never falls back: RuntimeError says why it cannot run. ValueError for
+    an unknown name. (A Triton kernel that only needs a smaller tile gets it, with a warning, whatever is asked for.)"""
+    strict = strict or os.environ.get("GRPO_KERNELS_STRICT", "0") == "1"
     native = {"cpu": "cpu", "cuda": "triton"}.get(device.type)
     if backend == "auto":
         reason = f"no kernels for {device.type} tensors" if native is None else unavailable(native)
         if reason is None:
             assert native is not None
-            return load(native)
+            return load("triton_or_eager" if native == "triton" and not strict else native)
         message = (
             f"grpo_kernels falls back to eager PyTorch, which is slow: {reason}. `python -m grpo_kernels doctor` says more."
         )
-        if strict or os.environ.get("GRPO_KERNELS_STRICT", "0") == "1":
+        if strict:
             raise RuntimeError(f"{message} (strict mode: no fallback)")
-        if reason not in _warned:
-            _warned.add(reason)
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
+        warn_once(message, stacklevel=4)
         return load("eager")
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: it must be auto or one of {', '.join(BACKENDS)}.")
@@ -152,3 +167,10 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> ModuleType
             f'backend="{backend}" cannot run: {reason}. Use backend="auto", or see `python -m grpo_kernels doctor`.'
         )
     return load(backend)
+
+
+def warn_once(message: str, stacklevel: int = 3) -> None:
+    """A RuntimeWarning, the first time that the process has this to say."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)

@@ -103,7 +103,7 @@ def row_grads(
     idle = d_logps == 0 if d_entropy is None else (d_logps == 0) & (d_entropy == 0)
     for (r, x), (_, y) in zip(_blocks(logits, rows, copies=2), _blocks(out, rows, copies=2), strict=True):
         z = _transformed(x, transform, r)
-        ids, _ = _safe(targets[r], logits.shape[-1])
+        ids, valid = _safe(targets[r], logits.shape[-1])
         d_logp, logp = d_logps[r, None], stats.logps[r, None]
         # max and log(sum) go one after the other: their sum rounds where logits are large.
         z.sub_(stats.max[r, None]).sub_(torch.log(stats.sum[r, None]))
@@ -116,7 +116,8 @@ def row_grads(
             d_target = d_target - dH * logp.exp() * (logp.clamp(min=-1e4) + H)
             g = z.exp()
             g.mul_(z.clamp_(min=-1e4).add_(H).mul_(-dH).sub_(d_logp))  # the clamp keeps 0 * log 0 at 0
-        g.scatter_(1, ids, d_target)
+        # Where the target is none of these columns (it may be another rank's), they have no column of their own kind.
+        g.scatter_(1, ids, torch.where(valid[:, None], d_target, g.gather(1, ids)))
         factor = _column(transform.inv_temperature, r)
         if transform.softcap:
             z.copy_(x).mul_(transform.scale).div_(transform.softcap).tanh_()

@@ -3,6 +3,7 @@
 Nothing here knows RL: `fused_loss` compiles the formulas of token_stage.py into its kernel, see triton_formulas.py. Row
 counts, strides, scalars and parameters are runtime values, so no length and no schedule compiles anything after the first
 call of a kind; what is compile-time is the vocabulary's size class, dtypes, alignment and the presence of optional inputs.
+A kernel that does not fit or compile gets a smaller tile and then raises KernelFailure, see triton_launch.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +22,7 @@ from ..objective import Objective
 from ..token_stage import TokenRows
 from . import FusedRows, RowStats, RowTransform
 from .triton_formulas import compiled_formula
+from .triton_launch import Launch, run
 
 Tensor = torch.Tensor
 
@@ -368,9 +370,9 @@ def _fused_loss_kernel(
 # fmt: on
 
 
-@triton.jit(do_not_specialize=["stride_a", "stride_t", "V", "T", "tiles", "factor"])
+@triton.jit(do_not_specialize=["stride_a", "stride_t", "V", "T", "n", "factor"])
 def _scale_kernel(
-    x, stride_a: tl.int64, stride_t: tl.int64, V: tl.int64, T: tl.int64, tiles: tl.int64, factor,
+    x, stride_a: tl.int64, stride_t: tl.int64, V: tl.int64, T: tl.int64, n: tl.int64, factor,
     ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     f = tl.load(factor).to(tl.float32)
@@ -378,7 +380,7 @@ def _scale_kernel(
         BLOCK: tl.constexpr = LANES * COLS
         cols = _columns(ALIGNED, LANES, COLS)
         per_row = tl.cdiv(V, BLOCK)
-        for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
+        for tile in range(tl.program_id(0).to(tl.int64), n * per_row, tl.num_programs(0)):
             start = (tile % per_row) * BLOCK
             at = x + _row_offset(tile // per_row, T, stride_a, stride_t, ALIGNED) + start + cols
             if start + BLOCK <= V:
@@ -392,33 +394,39 @@ def _scale_kernel(
 # ---- launches
 
 
-class _Launch(NamedTuple):
-    """What depends on the data's vocabulary, dtypes and strides, never on the number of rows."""
-
-    flags: dict[str, Any]
-    options: dict[str, int]
-    programs_per_sm: int
-
-
 _INTERPRETED = not isinstance(_row_stats_kernel, triton.runtime.jit.JITFunction)
 
 
 def available() -> str | None:
     """None when the kernels can run here, else the reason in words."""
-    if _INTERPRETED or torch.cuda.is_available():
+    if _INTERPRETED:
         return None
-    return "no CUDA or HIP device is visible (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+    if not torch.cuda.is_available():
+        return "no CUDA or HIP device is visible (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+    return _driver_failure()
 
 
-def _launch(kind: str, columns: int, *tensors: Tensor) -> _Launch:
-    """The tile for rows of `columns`; `tensors` are [A, T, V], the first sets the width of an access."""
+@functools.cache
+def _driver_failure() -> str | None:
+    """Why Triton has no way to the GPU: on first use it builds one, with the C compiler of the system."""
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:  # of a compiler, a linker, a file system
+        return f"Triton cannot start ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    return None
+
+
+def _launch(kind: str, columns: int, tensors: tuple[Tensor, ...], halvings: int) -> Launch:
+    """The tile for rows of `columns`, halved so often; `tensors` are [A, T, V], the first sets the width of an access.
+
+    Half a tile is half of what each thread has in flight and then, once that is one access, half the threads."""
     threads, accesses = LAUNCH[kind]
     cols = 16 // tensors[0].element_size()
-    lanes = max(32, min(threads * accesses, triton.next_power_of_2(triton.cdiv(columns, cols))))
+    lanes = max(32, min(threads * accesses, triton.next_power_of_2(triton.cdiv(columns, cols))) >> halvings)
     # Both strides, whatever the sizes: a dimension of size 1 must not select another kernel.
     aligned = all(x.stride(0) % 16 == 0 and x.stride(1) % 16 == 0 for x in tensors)
     per_sm = max(1, threads // lanes)
-    return _Launch({"ALIGNED": aligned, "LANES": lanes, "COLS": cols}, _options(min(threads, lanes)), per_sm)
+    return Launch({"ALIGNED": aligned, "LANES": lanes, "COLS": cols}, _options(min(threads, lanes)), per_sm)
 
 
 def _options(threads: int) -> dict[str, int]:
@@ -479,12 +487,12 @@ def row_stats(
     if n == 0:
         return stats
     with _on_device(logits):
-        launch = _launch("visit", V, logits)
-        arguments, flags = _transform_arguments(transform)
-        _row_stats_kernel[(n,)](
-            logits, logits.stride(0), logits.stride(1), V, T, lo, _vector(targets), _vector(read), *arguments,
-            maxima, sums, weighted, z_targets, **flags, **launch.flags, **launch.options,
+        scalars, flags = _transform_arguments(transform)
+        arguments = (
+            logits, logits.stride(0), logits.stride(1), V, T, lo, _vector(targets), _vector(read), *scalars,
+            maxima, sums, weighted, z_targets,
         )  # fmt: skip
+        run(_row_stats_kernel, functools.partial(_launch, "visit", V, (logits,)), lambda _: n, arguments, flags)
     return stats
 
 
@@ -509,14 +517,13 @@ def row_grads(
     if d_entropy is not None and entropy is None:
         entropy = stats.entropy
     with _on_device(logits):
-        launch = _launch("visit", V, logits, out)
-        arguments, flags = _transform_arguments(transform)
-        _row_grads_kernel[(n,)](
+        scalars, flags = _transform_arguments(transform)
+        arguments = (
             logits, logits.stride(0), logits.stride(1), out, out.stride(0), out.stride(1), V, T, lo,
             _vector(targets), _vector(stats.max), _vector(stats.sum), _vector(stats.target),
-            None if d_entropy is None else _vector(entropy), _vector(d_logps), _vector(d_entropy), *arguments,
-            **flags, **launch.flags, **launch.options,
+            None if d_entropy is None else _vector(entropy), _vector(d_logps), _vector(d_entropy), *scalars,
         )  # fmt: skip
+        run(_row_grads_kernel, functools.partial(_launch, "visit", V, (logits, out)), lambda _: n, arguments, flags)
 
 
 def fused_loss(
@@ -535,15 +542,18 @@ def fused_loss(
         return FusedRows(logps, entropies, losses)
     with _on_device(logits):
         gradient = logits if out is None else out  # its strides are not looked at without a gradient
-        launch = _launch("fused", V, logits, gradient)
-        arguments, flags = _transform_arguments(transform)
-        programs = _multiprocessors(logits.device) * launch.programs_per_sm
-        _fused_loss_kernel[(min(n, programs),)](
+        multiprocessors = _multiprocessors(logits.device)
+        scalars, flags = _transform_arguments(transform)
+        arguments = (
             logits, logits.stride(0), logits.stride(1), out, gradient.stride(0), gradient.stride(1), V, T, n,
             *map(_vector, (rows.targets, rows.read, rows.old_logps, rows.ref_logps, rows.sampler_logps, rows.advantages)),
-            *map(_vector, (rows.policy_weight, rows.kl_weight, rows.entropy_weight, rows.nll_weight)), *arguments,
+            *map(_vector, (rows.policy_weight, rows.kl_weight, rows.entropy_weight, rows.nll_weight)), *scalars,
             *token_stage.scalars(objective).values(), logps, entropies, losses,
-            TERMS=compiled_formula(token_stage.token_terms), **formulas, **flags, **launch.flags, **launch.options,
+        )  # fmt: skip
+        run(
+            _fused_loss_kernel, functools.partial(_launch, "fused", V, (logits, gradient)),
+            lambda launch: min(n, multiprocessors * launch.programs_per_sm),
+            arguments, {"TERMS": compiled_formula(token_stage.token_terms), **formulas, **flags},
         )  # fmt: skip
     return FusedRows(logps, entropies, losses)
 
@@ -557,8 +567,10 @@ def scale_(gradient: Tensor, factor: Tensor) -> None:
     assert view.dim() == 3 and view.stride(2) == 1, (gradient.shape, gradient.stride())
     A, T, V = view.shape
     with _on_device(gradient):
-        launch = _launch("visit", 2**31, view)
-        tiles = A * T * triton.cdiv(V, launch.flags["LANES"] * launch.flags["COLS"])
-        _scale_kernel[(min(tiles, SCALE_PROGRAMS),)](
-            view, view.stride(0), view.stride(1), V, T, tiles, factor, **launch.flags, **launch.options
+        run(
+            _scale_kernel,
+            functools.partial(_launch, "visit", 2**31, (view,)),
+            lambda launch: min(A * T * triton.cdiv(V, launch.flags["LANES"] * launch.flags["COLS"]), SCALE_PROGRAMS),
+            (view, view.stride(0), view.stride(1), V, T, A * T, factor),
+            {},
         )

@@ -1,0 +1,135 @@
+"""Launches of Triton kernels: one that does not compile, or asks for more than the GPU has, is tried with smaller tiles.
+
+Only a kernel of which nothing has run is tried again, since its output may lie where its input is. Where a smaller tile
+helps, one warning says so; where none does, `KernelFailure` does. Either is remembered: later calls compile nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from . import warn_once
+
+Tensor = torch.Tensor
+
+#: No tile gets fewer lanes than this in the search for one that fits. Each try compiles once.
+FEWEST_LANES = 128
+
+PACKAGE = __name__.partition(".")[0]
+
+
+class Launch(NamedTuple):
+    """What depends on the data's vocabulary, dtypes and strides, never on the number of rows."""
+
+    flags: dict[str, Any]  # LANES and COLS of the tile, and what else the kernel is compiled for
+    options: dict[str, int]
+    programs_per_sm: int
+
+    @property
+    def tile(self) -> str:
+        return f"{self.flags['LANES']} x {self.flags['COLS']}"
+
+
+class KernelFailure(RuntimeError):
+    """No tile of a kernel runs here. Nothing of it has run. `reason` says in one line which kernel, and why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f'{reason}. Only backend="auto" without strict mode falls back to eager PyTorch; '
+            "`python -m grpo_kernels doctor` says more."
+        )
+        self.reason = reason
+
+
+#: Of kernels that failed: how often to halve the full tile, or the reason why no tile runs.
+_remembered: dict[Hashable, int | str] = {}
+
+
+def run(
+    kernel: Any,
+    tile: Callable[[int], Launch],
+    programs: Callable[[Launch], int],
+    arguments: Sequence[Any],
+    flags: Mapping[str, Any],
+) -> None:
+    """Launch `programs` of the kernel with the first of tile(0), tile(1) .., each half of the one before, that runs.
+
+    Raises KernelFailure where none does. Errors of the device, memory that is full among them, pass through: the kernel
+    may have run in part, or will not run with less either."""
+    halvings = 0
+    if _remembered:  # else no call pays for a key
+        known = _remembered.get(_signature(kernel, tile(0), arguments, flags), 0)
+        if isinstance(known, str):
+            raise KernelFailure(known)
+        halvings = known
+    launch = first = tile(halvings)
+    failure: Exception | None = None
+    while True:
+        try:
+            kernel[(programs(launch),)](*arguments, **flags, **launch.flags, **launch.options)
+            break
+        except Exception as error:
+            if not _before_it_ran(error, kernel, arguments, {**flags, **launch.flags, **launch.options}):
+                raise
+            failure = failure or error
+        halvings += 1
+        smaller = tile(halvings)
+        if smaller.flags["LANES"] < FEWEST_LANES:
+            tried = first.tile if launch == first else f"{first.tile} down to {launch.tile}"
+            reason = f"the Triton kernel {_name(kernel, flags)} does not run with tiles of {tried} logits: {_line(failure)}"
+            _remembered[_signature(kernel, tile(0), arguments, flags)] = reason
+            raise KernelFailure(reason) from failure
+        launch = smaller
+    if failure is not None:
+        _remembered[_signature(kernel, tile(0), arguments, flags)] = halvings
+        warn_once(
+            f"the Triton kernel {_name(kernel, flags)} does not run with a tile of {first.tile} logits: {_line(failure)}. It "
+            f"runs with {launch.tile}, which may be slower. `python -m grpo_kernels doctor` says more."
+        )
+
+
+def _before_it_ran(error: Exception, kernel: Any, arguments: Sequence[Any], compiled_for: Mapping[str, Any]) -> bool:
+    """Whether the kernel was refused by the compiler, or by Triton before the launch."""
+    if isinstance(error, triton.TritonError):  # OutOfResources, PTXASError, CompilationError
+        return not isinstance(error, triton.InterpreterError)  # the interpreter compiles nothing: it was running
+    if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)) or "Triton Error [" in str(error):
+        return "too many resources requested for launch" in str(error)  # the one of the driver's that says so
+    # Compiler passes fail with the same RuntimeError as launches. Compiled alone, only the former fail again.
+    try:
+        kernel.warmup(*arguments, grid=(1,), **compiled_for)
+    except Exception:
+        return True
+    return False
+
+
+def _signature(kernel: Any, full: Launch, arguments: Sequence[Any], flags: Mapping[str, Any]) -> Hashable:
+    """What Triton compiles a kernel for."""
+
+    def kind(x: Any) -> Any:
+        return (x.dtype, x.device) if isinstance(x, Tensor) else len(x) if isinstance(x, tuple) else type(x)
+
+    return kernel, tuple(map(kind, arguments)), frozenset({**flags, **full.flags, **full.options}.items())
+
+
+def _name(kernel: Any, flags: Mapping[str, Any]) -> str:
+    """The kernel, and those of the formulas compiled into it that are not this package's."""
+    name = kernel.__name__.removeprefix("_").removesuffix("_kernel")
+    functions = [x.fn for x in flags.values() if isinstance(x, triton.KernelInterface)]
+    theirs = [f"{f.__module__}.{f.__qualname__}" for f in functions if f.__module__.partition(".")[0] != PACKAGE]
+    return f"{name} with {', '.join(theirs)}" if theirs else name
+
+
+def _line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    while isinstance(error.__cause__, triton.CompilationError):  # each function that calls the culprit wraps its error
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    text = " ".join([lines[0], *(line for line in lines[1:] if line.startswith("ptxas"))][:2])
+    if isinstance(error, triton.CompilationError) and error.error_message:  # which come behind the place and its source
+        definition = (error.src or "unknown source").strip().splitlines()[0]
+        text = f"{error.error_message.strip().splitlines()[0]} ({lines[0].rstrip(':')} of `{definition}`)"
+    return f"{type(error).__name__}: {text.rstrip('.')}"

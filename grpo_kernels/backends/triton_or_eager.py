@@ -1,0 +1,58 @@
+"""The Triton backend as backend="auto" has it: a call whose kernel cannot run goes to eager PyTorch, with a warning.
+
+That a kernel cannot run is known before any of it has: the logits are still what they were, also where the gradient goes
+into their memory. Values are the same to rounding; statistics of one may go into the gradient of the other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..objective import Objective
+from ..token_stage import TokenRows
+from . import FusedRows, RowStats, RowTransform, eager, triton, two_visits, warn_once
+from .triton_launch import KernelFailure
+
+Tensor = torch.Tensor
+
+WRITES_BEHIND_READS = triton.WRITES_BEHIND_READS  # which eager can do without
+
+
+def _or_else(ours: Callable[..., Any], plain: Callable[..., Any], *arguments: Any, **rows: Any) -> Any:
+    try:
+        return ours(*arguments, **rows)
+    except KernelFailure as failure:
+        _warn("eager PyTorch, which is slow", failure.reason)
+    return plain(*arguments, **rows)
+
+
+def row_stats(*arguments: Any, **rows: Any) -> RowStats:
+    return _or_else(triton.row_stats, eager.row_stats, *arguments, **rows)
+
+
+def row_grads(*arguments: Any, **rows: Any) -> None:
+    _or_else(triton.row_grads, eager.row_grads, *arguments, **rows)
+
+
+def scale_(gradient: Tensor, factor: Tensor) -> None:
+    _or_else(triton.scale_, eager.scale_, gradient, factor)
+
+
+def fused_loss(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None) -> FusedRows:
+    """Where the kernel with the formulas in it cannot run, kernels without them may: formulas are then torch's affair."""
+    try:
+        return triton.fused_loss(logits, rows, objective, transform, out)
+    except KernelFailure as failure:
+        reason = failure.reason
+    except ValueError as refusal:  # of a formula that Triton has no words for
+        reason = str(refusal).rstrip(".")
+    _warn("a second visit of the logits, with the formulas in PyTorch, which is slower", reason)
+    return two_visits(sys.modules[__name__], logits, rows, objective, transform, out, max(1, rows.targets.numel()))
+
+
+def _warn(instead: str, reason: str) -> None:
+    warn_once(f"grpo_kernels falls back to {instead}: {reason}. `python -m grpo_kernels doctor` says more.")

@@ -1,0 +1,75 @@
+"""Vocabulary-parallel heads and logits equal whole ones, on 1, 2 and 4 ranks and by merging parts in one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from cases import build, same_bits
+from processes import checks_of, run_checks
+
+from grpo_kernels import Objective, backends, grpo_loss
+from grpo_kernels.backends import RowTransform
+from grpo_kernels.distributed import VocabShard, merge
+
+MODULE = "vocab_parallel_checks"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory):
+    @cache
+    def of(ranks: int) -> dict[str, str]:
+        return run_checks(MODULE, ranks, tmp_path_factory.mktemp(f"ranks{ranks}"))
+
+    return of
+
+
+@pytest.mark.parametrize("check", checks_of(MODULE))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_on_ranks(results, ranks: int, check: str) -> None:
+    assert results(ranks)[check] == "ok", results(ranks)[check]
+
+
+@pytest.mark.parametrize("cuts", [(0, 61), (0, 20, 61), (0, 0, 1, 60, 61), tuple(range(62))])
+def test_parts_merge_to_the_whole(cuts: tuple[int, ...], backend: str) -> None:
+    module = backends.load(backend)
+    case = build(vocab=61)
+    logits, targets = case.logits.reshape(1, -1, 61).clone(), case.targets.reshape(-1)
+    logits[0, 5, :30] = -torch.inf
+    read = case.mask.reshape(-1)  # type: ignore[union-attr]
+    transform = RowTransform(1.0, 0.0, 0.7)
+    parts = []
+    for lo, hi in pairwise(cuts):
+        if lo == hi:
+            part = torch.tensor([-torch.inf, 0.0, torch.nan, 0.0])[:, None].expand(4, targets.numel())
+        else:
+            stats = module.row_stats(logits[..., lo:hi], targets - lo, read, transform, True)
+            part = torch.stack([stats.max, stats.sum, stats.target, stats.weighted])
+        parts.append(part)
+    found = merge(torch.stack(parts), read)
+    logp = (logits[0].double() * 0.7).log_softmax(-1)
+    expected = logp.gather(1, targets[:, None])[:, 0][read]
+    plogp = torch.where(logp == -torch.inf, 0.0, logp.exp() * logp)
+    torch.testing.assert_close(found.logps[read].double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.entropy[read].double(), -plogp.sum(-1)[read], rtol=1e-6, atol=1e-6)
+    assert not found.logps[~read].any() and not found.entropy[~read].any()
+
+
+def test_no_part_has_the_target() -> None:
+    partials = torch.tensor([[[0.0], [1.0], [torch.nan]], [[1.0], [2.0], [torch.nan]]])
+    assert merge(partials, None).logps.isnan().all()
+
+
+def test_without_a_group_one_rank_has_it_all(backend: str) -> None:
+    case, objective = build(), Objective(beta=0.1)
+    results = []
+    for shard in (None, VocabShard(0, case.logits.shape[-1])):
+        leaf = case.logits.clone().requires_grad_()
+        out = grpo_loss(leaf, case.batch(), objective, shard=shard, backend=backend)
+        out.loss.backward()
+        results.append((out.loss.detach(), out.logps, leaf.grad))
+    if backend != "triton":  # its fused kernel is another one
+        assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
