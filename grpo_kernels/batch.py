@@ -240,7 +240,7 @@ class TokenBatch:
                 f"groups has shape {list(self.groups.shape)} and dtype {self.groups.dtype}: pass one integer id per sequence, "
                 f"[{self.sequences}] (packed targets want cu_seqlens beside it)."
             )
-        if targets.is_cuda:
+        if targets.is_cuda and not torch.compiler.is_compiling():
             self._counts()  # starts the copy to the host: it has arrived by the time that a loss asks
 
     @classmethod

@@ -99,11 +99,6 @@ class VocabShard:
             require(isinstance(vocab, int) and 1 <= vocab <= whole, "vocab", vocab, f"the ranks hold {whole} rows in all.")
         return cls(start, whole if vocab is None else vocab, group, reduce_hidden)
 
-    @property
-    def usual_width(self) -> int:
-        """What a rank has if all have the same: the ranks must choose equal chunks of rows, whatever each has."""
-        return -(-self.vocab // _ranks(self.group))
-
     def local(self, name: str, x: Tensor, dim: int) -> Tensor:
         """The local tensor of a DTensor that is cut along `dim`; a plain tensor as it is."""
         placements = getattr(x, "placements", None)

@@ -126,9 +126,10 @@ class Engine:
         self.head, self.backend, self.wanted = head, backend, wanted
         self.products = products_for(head.weight.detach(), None if head.bias is None else head.bias.detach(), head.dtype)
         self.hidden = head.hidden.detach()
-        width = head.weight.shape[0] if head.shard is None else head.shard.usual_width
-        rows = CHUNK_BYTES.get(self.hidden.device.type, CHUNK_BYTES["cuda"]) // (4 * width)
-        self.chunk_rows = max(64, rows // 64 * 64)  # by vocabulary and device, never by the number of rows
+        # By the whole vocabulary and the device, never by the number of rows or what this rank has of the vocabulary: ranks
+        # that share it must cut alike, and what a chunk's sum of d_weight costs, as a share, depends on its rows alone.
+        rows = CHUNK_BYTES.get(self.hidden.device.type, CHUNK_BYTES["cuda"]) // (4 * head.vocab)
+        self.chunk_rows = max(64, rows // 64 * 64)
         # fp32 where a bias sums the gradient up too, and where the row kernel could not narrow it in place.
         self.exact = wanted[2] or not backend.WRITES_BEHIND_READS
         self.d_hidden: Tensor | None = None

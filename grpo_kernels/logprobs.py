@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import backends
+from . import backends, library
 from .backends import Backend, RowStats, RowTransform
 from .batch import LogitTransform, as_mask, as_transform, check_targets, flat, logit_rows
 from .distributed import VocabShard, check_shard, on_shard
@@ -47,6 +47,8 @@ def token_logprobs(
     vocabulary gives NaN, see GRPO_KERNELS_CHECK in `python -m grpo_kernels doctor`.
     """
     mask = _check_targets(targets, mask, entropy)
+    if library.is_traced():
+        return library.token_logprobs(logits, targets, mask, transform, entropy, shard, backend, strict)
     shape, device = targets.shape, targets.device
     check_shard(shard)
     rows = logit_rows(logits if shard is None else shard.local("logits", logits, -1), shape, device, inplace, shard is None)
@@ -89,6 +91,8 @@ def linear_logprobs(
     Raises ValueError naming the argument that is wrong.
     """
     mask = _check_targets(targets, mask, entropy)
+    if library.is_traced():
+        return library.linear_logprobs(hidden, weight, bias, targets, mask, transform, entropy, shard, backend, strict)
     shape, device = targets.shape, targets.device
     head = check_head(hidden, weight, bias, shape, device, shard)
     check_targets(targets, mask, head.vocab)
@@ -144,7 +148,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logps, H
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @library.first_derivative_only
     def backward(ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None = None) -> tuple[Tensor | None, ...]:
         if d_logps is None and d_entropy is None:
             return (None,) * 7
@@ -155,7 +159,7 @@ class _TokenLogprobs(torch.autograd.Function):
         out = logits.detach() if ctx.inplace else torch.empty_like(logits)
         ctx.backend.row_grads(
             logits, targets, RowStats(top, total, None, chosen), H,
-            _upstream(d_logps, read), None if d_entropy is None else _upstream(d_entropy, read), ctx.transform, out,
+            upstream(d_logps, read), None if d_entropy is None else upstream(d_entropy, read), ctx.transform, out,
         )  # fmt: skip
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)
@@ -188,7 +192,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return logps, H
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @library.first_derivative_only
     def backward(ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None = None) -> tuple[Tensor | None, ...]:
         if d_logps is None and d_entropy is None:
             return (None,) * 9
@@ -196,10 +200,10 @@ class _LinearLogprobs(torch.autograd.Function):
         if d_logps is None:
             assert d_entropy is not None
             d_logps = torch.zeros_like(d_entropy)
-        d_logps = _upstream(d_logps, None)
+        d_logps = upstream(d_logps, None)
         wanted = d_logps[index] != 0
         if d_entropy is not None:
-            d_entropy = _upstream(d_entropy, None)
+            d_entropy = upstream(d_entropy, None)
             wanted |= d_entropy[index] != 0
         engine = Engine(Head(hidden, weight, bias, ctx.dtype, ctx.shard), ctx.backend, ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
@@ -209,7 +213,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return *(None if g is None else g.to(x.dtype) for g, x in zip(engine.gradients(), of, strict=True)), *(None,) * 6
 
 
-def _upstream(gradient: Tensor, read: Tensor | None) -> Tensor:
+def upstream(gradient: Tensor, read: Tensor | None) -> Tensor:
     """An upstream gradient as contiguous fp32 [n], 0 where the row was not read (even if NaN arrives there)."""
     gradient = gradient.to(torch.float32)
     return (gradient if read is None else torch.where(read, gradient, 0.0)).contiguous()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from . import backends
+from . import backends, library
 from .backends import Backend, FusedRows, RowTransform
 from .batch import LogitTransform, TokenBatch, as_transform, check_targets, logit_rows, per_token
 from .checks import require
 from .distributed import VocabShard, check_shard, on_shard
-from .linear import Engine, Head, check_head, split_rows
+from .linear import Engine, Gradients, Head, check_head, split_rows
 from .objective import Denominators, Objective
 from .ops import bounded_exp
 from .token_stage import TokenRows, kl_of_rows
@@ -30,7 +31,6 @@ class LossOutput:
     logps     fp32, the shape of targets, detached; 0 where masked.
     entropy   likewise, in nats.
     metrics   computed on first use, see below.
-    rows      the batch's flat rows as the loss weighed them, for statistics of one's own.
     """
 
     loss: Tensor
@@ -38,8 +38,13 @@ class LossOutput:
     entropy: Tensor
     _objective: Objective = field(repr=False)
     _batch: TokenBatch = field(repr=False)
-    rows: TokenRows = field(repr=False)
+    _rows: TokenRows | Callable[[], TokenRows] = field(repr=False)
     _log_ratio: Tensor | None = field(default=None, repr=False)  # fp32 [n] at the objective's level, where a loss made it
+
+    @cached_property
+    def rows(self) -> TokenRows:
+        """The batch's flat rows as the loss weighed them, for statistics of one's own."""
+        return self._rows() if callable(self._rows) else self._rows
 
     @cached_property
     def metrics(self) -> dict[str, Tensor]:
@@ -141,6 +146,8 @@ def grpo_loss(
     retain_graph=True it works). Raises ValueError naming the argument that is wrong, before any work.
     """
     _check_specs(batch, objective)
+    if library.is_traced():
+        return library.grpo_loss(logits, batch, objective, transform, normalizer, skip_inactive, shard, backend, strict)
     shape, device = batch.targets.shape, batch.targets.device
     check_shard(shard)
     own = logits if shard is None else shard.local("logits", logits, -1)
@@ -197,6 +204,10 @@ def linear_grpo_loss(
     As in `grpo_loss` the gradients are handed over once. Raises ValueError naming the argument that is wrong.
     """
     _check_specs(batch, objective)
+    if library.is_traced():
+        return library.linear_grpo_loss(
+            hidden, weight, bias, batch, objective, reference, transform, normalizer, skip_inactive, shard, backend, strict
+        )
     shape, device = batch.targets.shape, batch.targets.device
     head = check_head(hidden, weight, bias, shape, device, shard)
     check_targets(batch.targets, batch.mask, head.vocab)
@@ -317,6 +328,39 @@ HANDED_OVER = (
 )
 
 
+def loss_from_logits(call: _Call, logits: Tensor, out: Tensor | None) -> FusedRows:
+    """Losses of the rows of logits [A, T, V], their gradient written into `out` if that is there."""
+    if call.objective.one_pass:
+        return call.backend.fused_loss(logits, call.rows, call.objective, call.transform, out)
+    stats = call.backend.row_stats(logits, call.rows.targets, call.rows.read, call.transform, True)
+    logps, H = stats.logps, stats.entropy
+    losses, d_logps, d_entropy = call.token_stage(logps, H)
+    if out is not None:
+        call.backend.row_grads(logits, call.rows.targets, stats, H, d_logps, d_entropy, call.transform, out)
+    return FusedRows(logps, H, losses)
+
+
+def loss_from_hidden(call: _Call, head: Head, wanted: tuple[bool, bool, bool]) -> tuple[FusedRows, Gradients | None]:
+    """Losses of the rows of a head, and the gradients of (hidden, weight, bias) that are wanted."""
+    rows, objective, transform = call.rows, call.objective, call.transform
+    engine, any_wanted, device = Engine(head, call.backend, wanted), any(wanted), head.hidden.device
+    with torch.autocast(device.type, enabled=False):
+        active, passive = split_rows(call.batch, rows, objective)
+        if objective.one_pass:
+            n = rows.targets.numel()
+            result = FusedRows(*(torch.zeros(n, device=device, dtype=torch.float32) for _ in FusedRows._fields))
+            engine.fused(active, rows, objective, transform, result, any_wanted)
+            engine.fused(passive, rows, objective, transform, result, False)
+        else:
+            stats = engine.forward(torch.cat([active, passive]), rows.targets, transform, True)
+            logps, H = stats.logps, stats.entropy
+            losses, d_logps, d_entropy = call.token_stage(logps, H)
+            result = FusedRows(logps, H, losses)
+            if any_wanted:
+                engine.backward(active, rows.targets, stats, H, d_logps, d_entropy, transform)
+        return result, engine.gradients() if any_wanted else None
+
+
 class _GrpoLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -326,18 +370,15 @@ class _GrpoLoss(torch.autograd.Function):
         out = None
         if wanted and not deferred:
             out = logits.detach() if call.inplace else torch.empty_like(logits)
-        if call.objective.one_pass and not deferred:
-            fused = call.backend.fused_loss(logits, call.rows, call.objective, call.transform, out)
-        else:
+        if deferred:
             stats = call.backend.row_stats(logits, call.rows.targets, call.rows.read, call.transform, True)
             logps, H = stats.logps, stats.entropy
             losses, d_logps, d_entropy = call.token_stage(logps, H)
             fused = FusedRows(logps, H, losses)
-            if out is not None:
-                call.backend.row_grads(logits, call.rows.targets, stats, H, d_logps, d_entropy, call.transform, out)
-            elif deferred:
-                ctx.save_for_backward(logits)
-                ctx.slopes = (stats, H, d_logps, d_entropy)
+            ctx.save_for_backward(logits)
+            ctx.slopes = (stats, H, d_logps, d_entropy)
+        else:
+            fused = loss_from_logits(call, logits, out)
         if out is not None and call.inplace:
             torch.autograd.graph.increment_version(logits)
         ctx.call, ctx.gradient, ctx.deferred = call, out, deferred
@@ -347,7 +388,7 @@ class _GrpoLoss(torch.autograd.Function):
         return total(fused.losses), fused.logps, fused.entropy
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @library.first_derivative_only
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, None]:
         if d_loss is None:
             return None, None
@@ -380,32 +421,15 @@ class _LinearGrpoLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, call: _Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, objective, transform = call.rows, call.objective, call.transform
         needed = ctx.needs_input_grad[:3] if call.gradients else (False, False, False)
-        engine, wanted = Engine(head, call.backend, needed), any(needed)
-        with torch.autocast(hidden.device.type, enabled=False):
-            active, passive = split_rows(call.batch, rows, objective)
-            if objective.one_pass:
-                result = FusedRows(
-                    *(torch.zeros(rows.targets.numel(), device=hidden.device, dtype=torch.float32) for _ in FusedRows._fields)
-                )
-                engine.fused(active, rows, objective, transform, result, wanted)
-                engine.fused(passive, rows, objective, transform, result, False)
-            else:
-                stats = engine.forward(torch.cat([active, passive]), rows.targets, transform, True)
-                logps, H = stats.logps, stats.entropy
-                losses, d_logps, d_entropy = call.token_stage(logps, H)
-                result = FusedRows(logps, H, losses)
-                if wanted:
-                    engine.backward(active, rows.targets, stats, H, d_logps, d_entropy, transform)
+        result, ctx.gradients = loss_from_hidden(call, head, needed)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(result.logps, result.entropy)
-        ctx.gradients = engine.gradients() if wanted else None
         ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in (hidden, weight, bias)], call.backend
         return total(result.losses), result.logps, result.entropy
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @library.first_derivative_only
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if d_loss is None:
             return (None,) * 5
@@ -434,6 +458,6 @@ class _ObjectiveLoss(torch.autograd.Function):
         return total(losses)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @library.first_derivative_only
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         return *(None if slope is None else slope * d_loss for slope in ctx.saved_tensors), *(None,) * 4

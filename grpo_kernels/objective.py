@@ -6,6 +6,7 @@ Everything but the surrogate, the filters and the KL estimator is a weight per t
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +25,17 @@ Tensor = torch.Tensor
 F = TypeVar("F", bound=Filter)
 
 AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-mean", "token-sum", "constant")
+
+
+_NOTED: OrderedDict[str, Objective] = OrderedDict()
+
+
+def objective_of(handle: str) -> Objective:
+    """The objective that was noted under this handle in this process."""
+    if handle not in _NOTED:
+        raise RuntimeError(f"no objective is known as {handle}: operators of torch.library find those made in their own process.")
+    _NOTED.move_to_end(handle)
+    return _NOTED[handle]
 
 
 class Denominators(NamedTuple):
@@ -78,6 +90,7 @@ class Objective:
     kl_aggregate: str | None = None
     entropy_aggregate: str | None = None
     count_empty: bool = True
+    handle: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.surrogate, Surrogate):
@@ -112,6 +125,7 @@ class Objective:
                 f"{type(self.surrogate).__name__} may use logp beside the ratio, whose slope a clamp would cut: leave it None."
             )
             require(not pulls, "log_ratio_bounds", self.log_ratio_bounds, remedy)
+        self._note()
 
     def _check_filters(self) -> None:
         remedy = "pass a tuple of filters, for example (TrustRegion('tv'),), see grpo_kernels.filters."
@@ -125,6 +139,14 @@ class Objective:
         require(
             not trust, "level", self.level, 'a TrustRegion compares probabilities of single tokens: it needs level="token".'
         )
+
+    def _note(self) -> None:
+        """Under `handle`, a text that equal objectives share, library.py finds this one again."""
+        text = repr(self)
+        object.__setattr__(self, "handle", text)
+        _NOTED[text] = self
+        if len(_NOTED) > 10_000:  # of a schedule; those in use are found again and again, and stay
+            _NOTED.popitem(last=False)
 
     @classmethod
     def preset(cls, name: str, *, numerics: str | None = None, **changes: Any) -> Objective:
