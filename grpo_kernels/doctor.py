@@ -1,101 +1,286 @@
-"""python -m grpo_kernels doctor: which backend runs here and why, checked against float64."""
+"""python -m grpo_kernels doctor [--json] [--quick]: what runs here and why, whether it is right, what it gains, what to mend.
+
+Exit code: 0 all is well; 1 something is to be mended (`problems`); 2 wrong arguments. `advice` (slow settings, untested
+versions) does not change it. --quick leaves the step out. --json prints one object instead of the report:
+
+    healthy        bool, exit code 0
+    problems       [{problem, remedy}]: kernels are missing or wrong
+    advice         [{problem, remedy}]: they run and are right, but something is in their way
+    versions       {grpo_kernels, torch, cuda, hip, triton, python, os, libc, numpy, transformers, trl, ...: text or null}
+    package        {path, kind: "checkout" | "editable install" | "install", shadows, source}
+    native         {path, reason (why it is missing), compiler, isa (in use), isas, files}: the compiled module
+    cpu            {model, processors, affinity, cgroup_processors, usable_processors, torch_threads, interop_threads, load,
+                   openmp, memory_available (bytes)}
+    gpu            {available, reason (why not), other (an accelerator without kernels), driver,
+                   devices: [{name, capability, multiprocessors, memory, free}]}
+    distributed    {available, backends}
+    device         "cpu" or "cuda": where the tests below ran
+    auto           the backend that backend="auto" takes there
+    backends       {eager, cpu, triton: {available, reason, passed, value_error, gradient_error: {dtype}, seconds, warnings,
+                   checks: [{case, level, dtype, vocab, errors, failure}]}}; of one that is not available the first two
+    step           [{level, rows, hidden, vocab, dtype, reason, timings: [{name, ms, extra_mb, runs}]}], or null
+    environment    variables that matter here and are set
+    settings       {variable: meaning}
+
+Errors are absolute for values (loss, log-probs, entropy), relative to the largest entry for gradients. An error that is not
+a number is the text "nan".
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
+import math
 import os
-import platform
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from . import __version__, backends
-from .batch import TokenBatch
-from .losses import grpo_loss
-from .objective import Objective
-from .surrogates import Clip
+from .diagnosis import Finding, environment, first_line, machine, native
+from .diagnosis.self_test import Report, self_test
+from .diagnosis.step import Step, measure
 
-SETTINGS = {
-    "GRPO_KERNELS_STRICT": "1: a fallback to eager raises instead of warning",
-    "GRPO_KERNELS_CHECK": "1: ids, temperatures and offsets are checked on a GPU too, which waits for it at each call",
-    "TRITON_INTERPRET": '1: backend="triton" runs CPU tensors in Triton\'s interpreter (slow, for tests)',
-}
+NATIVE = {"cpu": "cpu", "cuda": "triton"}
 
-
-def self_test(backend: str, device: torch.device) -> float:
-    """Largest gradient error of a small clipped objective against float64, relative to the largest entry."""
-    g = torch.Generator().manual_seed(0)
-    logits, old, advantages = (
-        3 * torch.randn(17, 1003, generator=g),
-        torch.randn(2, 17, generator=g),
-        torch.randn(17, generator=g),
-    )
-    targets = torch.randint(0, 1003, (17,), generator=g)
-
-    exact = logits.double().requires_grad_()
-    logps = exact.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    old, ref = logps.detach().float() + 0.3 * old
-    ratio, d = torch.exp(logps - old), ref - logps
-    loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages) + 0.1 * (torch.exp(d) - d - 1)
-    (expected,) = torch.autograd.grad(loss.mean(), exact)
-
-    x = logits.to(device).requires_grad_()
-    tensors = [t.to(device) for t in (targets, advantages, old, ref)]
-    batch = TokenBatch(tensors[0], tensors[1], old_logps=tensors[2], ref_logps=tensors[3])
-    out = grpo_loss(x, batch, Objective(surrogate=Clip(0.2, 0.28), beta=0.1), backend=backend)
-    (gradient,) = torch.autograd.grad(out.loss, x)
-    return float((gradient.double().cpu() - expected).abs().max() / expected.abs().max())
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+#: Part of an exception's message -> what to do about it.
+REMEDIES = (
+    (
+        "C compiler",
+        "install a C compiler (Debian, Ubuntu: apt-get install gcc) or set CC: Triton compiles its launcher with it",
+    ),
+    ("Python.h", "install Python's headers (Debian, Ubuntu: apt-get install python3-dev): Triton's launcher needs them"),
+    ("No module named", "pip install what is missing"),
+    ("Permission denied", "set TRITON_CACHE_DIR to a folder that can be written"),
+    ("No space left", "free some disk space, or set TRITON_CACHE_DIR to another disk"),
+    ("out of memory", "free some GPU memory: nvidia-smi shows who holds it"),
+    ("out of resource", "report this GPU with the output of `python -m grpo_kernels doctor --json`"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; 0 if every available backend passes its self-test and this machine's device has its own."""
-    parser = argparse.ArgumentParser(prog="python -m grpo_kernels doctor", description=main.__doc__)
-    parser.parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
-    print(
-        f"grpo_kernels {__version__}, torch {torch.__version__}, triton {_version('triton')}, Python {platform.python_version()}"
+    """Say what runs on this machine and why, test it against float64, time a step against eager PyTorch."""
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_kernels doctor",
+        description=main.__doc__,
+        allow_abbrev=False,
+        epilog="exit code: 0 all is well, 1 something is to be mended, 2 wrong arguments",
     )
-    print(f"device: {device.type} ({where}), {torch.get_num_threads()} CPU threads\n")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; see grpo_kernels/doctor.py for its keys")
+    parser.add_argument("--quick", action="store_true", help="leave out the step and its timing")
+    arguments = parser.parse_args(argv)
+    report = examine(step=not arguments.quick, say=(lambda text: None) if arguments.json else print)
+    if arguments.json:
+        print(json.dumps(_finite(report), indent=1))
+    return 0 if report["healthy"] else 1
 
-    healthy = True
+
+def examine(step: bool = True, say: Any = print) -> dict[str, Any]:
+    """The report as --json has it; `say` gets each section of the text as soon as it is known."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    report, findings = facts(device)
+    say(_text_of_facts(report))
+
+    tested: dict[str, Any] = {}
+    report["backends"] = tested
     for name in backends.BACKENDS:
-        reason = backends.unavailable(name)
-        target = device if name != "cpu" else torch.device("cpu")
-        if reason is None and name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            reason = "no GPU"
-        if reason is not None:
-            print(f"{name:8} not available: {reason}")
-            continue
-        error = self_test(name, target)
-        passed = error < 1e-5
-        healthy &= passed
-        print(f"{name:8} {'ok' if passed else 'WRONG'}: gradient error {error:.1e} against float64{_detail(name)}")
+        reason = unavailable(name, device)
+        if reason is None:
+            result = self_test(name, torch.device("cpu") if name == "cpu" else device)
+            tested[name] = _described(result)
+            findings += result_findings(name, result)
+        else:
+            tested[name] = {"available": False, "reason": reason}
+            # Why the compiled module is missing, `facts` knows better.
+            if name == NATIVE[device.type] and (name != "cpu" or report["native"]["path"] is not None):
+                problem = f"the kernels for {device.type} tensors do not run: {reason}"
+                findings.append(Finding(problem, remedy_for(reason), True))
+        say(_text_of_backend(name, tested[name]))
+    auto = report["auto"] = NATIVE[device.type] if tested[NATIVE[device.type]]["available"] else "eager"
+    say(f'  backend="auto" takes {auto} for {device.type} tensors.\n')
 
-    native = {"cpu": "cpu", "cuda": "triton"}[device.type]
-    reason = backends.unavailable(native)
-    if reason is None:
-        print(f'\nbackend="auto" uses {native} for {device.type} tensors.')
+    report["step"] = None
+    if step and tested[auto]["passed"]:  # who is wrong gets no time
+        report["step"] = []
+        for level in ("logits", "hidden"):
+            try:
+                timed = measure(level, auto, device)
+            except Exception as error:  # most likely memory; the findings so far must not be lost
+                findings.append(Finding(f"a step from {level} failed: {first_line(error)}", remedy_for(str(error)), True))
+                continue
+            report["step"].append(asdict(timed))
+            findings += step_findings(timed)
+            say(_text_of_step(timed))
+
+    found = {
+        kind: [{"problem": f.problem, "remedy": f.remedy} for f in findings if f.grave == grave]
+        for kind, grave in (("problems", True), ("advice", False))
+    }
+    report = {"healthy": not found["problems"], **found, **report}
+    say(_text_of_findings(report))
+    return report
+
+
+def facts(device: torch.device) -> tuple[dict[str, Any], list[Finding]]:
+    """What there is, and what is wrong with it, before anything runs."""
+    versions = {"grpo_kernels": __version__, **environment.versions()}
+    package, (module, loaded) = native.package(), native.module()
+    cpu, gpu = machine.cpu(), machine.gpus()
+    report = {
+        "versions": versions,
+        "package": package,
+        "native": module,
+        "cpu": cpu,
+        "gpu": gpu,
+        "distributed": machine.distributed(),
+        "device": device.type,
+        "environment": environment.variables(),
+        "settings": environment.SETTINGS,
+    }
+    try:
+        torch_requires = importlib.metadata.requires("torch") or []
+    except importlib.metadata.PackageNotFoundError:
+        torch_requires = []
+    archs = torch.cuda.get_arch_list() if gpu["available"] else []
+    findings = [
+        *environment.version_findings(versions, torch_requires),
+        *machine.gpu_findings(gpu, machine.device_present(), archs),
+        *native.module_findings(module, loaded, package, machine.processor()[1], needed=device.type == "cpu"),
+        *machine.thread_findings(cpu, os.environ),
+        *environment.setting_findings(os.environ),
+    ]
+    return report, findings
+
+
+def unavailable(name: str, device: torch.device) -> str | None:
+    """Why a backend cannot be tested here; None if it can."""
+    reason = backends.unavailable(name)
+    if reason is None and name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "no GPU"
+    return reason
+
+
+def result_findings(name: str, result: Report) -> list[Finding]:
+    findings = []
+    if result.failures:
+        first = result.failures[0]
+        assert first.failure is not None
+        where = f"{first.case}, from {first.level}, {first.dtype}, vocabulary {first.vocab}: {first.failure}"
+        problem = f'backend "{name}" fails {len(result.failures)} of {len(result.checks)} checks against float64 ({where})'
+        findings.append(Finding(problem, remedy_for(first.failure), True))
+    return findings + [Finding(text, "see the warning; the results were right", False) for text in result.warnings]
+
+
+def remedy_for(message: str) -> str:
+    """What to do about a failure."""
+    known = next((remedy for part, remedy in REMEDIES if part.lower() in message.lower()), None)
+    other = (
+        'train with another backend (backend="eager" is always there), install the package again, and if that does not help '
+    )
+    return known or other + "report it with the output of `python -m grpo_kernels doctor --json`"
+
+
+def step_findings(step: Step) -> list[Finding]:
+    if len(step.timings) < 2 or step.timings[1].ms <= step.timings[0].ms:
+        return []
+    eager, ours = step.timings[:2]
+    problem = f"{ours.name} took {ours.ms:.0f} ms where {eager.name} took {eager.ms:.0f} ms"
+    return [Finding(problem, "run again on an idle machine; if it stays so, look at the threads above", False)]
+
+
+# ---- the report as text
+
+
+def _text_of_facts(report: dict[str, Any]) -> str:
+    versions, package, module, cpu, gpu = (report[key] for key in ("versions", "package", "native", "cpu", "gpu"))
+    core = ("torch", "triton", "python", "os", "libc")
+    present = [f"{name} {versions[name]}" for name in environment.OPTIONAL if versions[name]]
+    absent = [name for name in environment.OPTIONAL if not versions[name]]
+    build = next((f" ({kind} {versions[kind]})" for kind in ("cuda", "hip") if versions[kind]), "")
+    lines = [
+        f"grpo_kernels {versions['grpo_kernels']} ({package['kind']}, {package['path']})",
+        "  " + ", ".join(f"{name} {versions[name] or 'not installed'}{build * (name == 'torch')}" for name in core),
+        "  " + ", ".join(present) + f"; not installed: {', '.join(absent) or 'nothing'}",
+    ]
+    if module["path"]:
+        lines.append(
+            f"compiled module: {module['isa']} in use (it has {', '.join(module['isas'])}), built by {module['compiler']}"
+        )
+        lines.append(f"  {module['path']}")
     else:
-        healthy = False
-        print(f'\nbackend="auto" falls back to eager, with a warning: {reason}')
-    print("\nsettings (environment):")
-    for name, meaning in SETTINGS.items():
-        print(f"  {name}={os.environ.get(name, '')!s:3} {meaning}")
-    return 0 if healthy else 1
+        lines.append(f"compiled module: missing ({module['reason']})")
+    memory = f", {cpu['memory_available'] / 1e9:.1f} GB free" if cpu["memory_available"] else ""
+    lines.append(
+        f"CPU: {cpu['model']}, {cpu['torch_threads']} torch threads on {cpu['usable_processors']:g} of {cpu['processors']} "
+        f"processors, load {cpu['load']}{memory}"
+    )
+    for d in gpu["devices"]:
+        sizes = f"{d['free'] / 1e9:.1f} of {d['memory'] / 1e9:.1f} GB free"
+        lines.append(
+            f"GPU: {d['name']}, {d['capability']}, {d['multiprocessors']} multiprocessors, {sizes}, driver {gpu['driver']}"
+        )
+    if not gpu["available"]:
+        lines.append(f"GPU: none ({gpu['reason']})")
+    lines.append(f"torch.distributed: {', '.join(report['distributed']['backends']) or 'not available'}")
+    return "\n".join([*lines, "", "backends, value and gradient against float64:"])
 
 
-def _detail(name: str) -> str:
-    if name != "cpu":
-        return ""
-    from . import _cpu
+def _described(result: Report) -> dict[str, Any]:
+    return {
+        "available": True,
+        "reason": None,
+        "passed": not result.failures,
+        "value_error": result.worst("value"),
+        "gradient_error": {dtype: result.worst("gradient", dtype) for dtype in dict.fromkeys(c.dtype for c in result.checks)},
+        "seconds": round(result.seconds, 2),
+        "warnings": result.warnings,
+        "checks": [asdict(check) for check in result.checks],
+    }
 
-    return f" ({_cpu.isa()}, {_cpu.compiler()})"
+
+def _text_of_backend(name: str, found: dict[str, Any]) -> str:
+    if not found["available"]:
+        return f"  {name:8} not available: {found['reason']}"
+    gradients = ", ".join(f"{error:.0e} ({dtype})" for dtype, error in found["gradient_error"].items())
+    checks = f"{len(found['checks'])} checks, {found['seconds']:.1f} s"
+    verdict = "ok" if found["passed"] else "WRONG"
+    lines = [f"  {name:8} {verdict}: worst error {found['value_error']:.0e} of values, {gradients} of gradients; {checks}"]
+    for c in found["checks"]:
+        if c["failure"]:
+            lines.append(f"    {c['case']}, from {c['level']}, {c['dtype']}, vocabulary {c['vocab']}: {c['failure']}")
+    return "\n".join(lines)
+
+
+def _text_of_step(step: Step) -> str:
+    shape = " x ".join(f"{n:,}" for n in (step.rows, step.hidden, step.vocab) if n)
+    if step.reason is not None:
+        return f"a step from {step.level} was not timed: {step.reason}"
+    lines = [f"a step from {step.level}, {shape}, {step.dtype} (loss and gradient, median of {step.timings[0].runs}):"]
+    for t in step.timings:
+        gain = "" if t is step.timings[0] else f"  {step.timings[0].ms / t.ms:.1f} times as fast"
+        memory = "memory unknown" if t.extra_mb is None else f"{t.extra_mb:7,.0f} MB extra"
+        lines.append(f"  {t.name:20} {t.ms:9,.1f} ms  {memory}{gain}")
+    return "\n".join([*lines, ""])
+
+
+def _text_of_findings(report: dict[str, Any]) -> str:
+    lines = ["settings (environment):"]
+    for name, meaning in report["settings"].items():
+        lines.append(f"  {name}={report['environment'].get(name, '')}  {meaning}")
+    lines += [f"  {name}={value}" for name, value in report["environment"].items() if name not in report["settings"]]
+    for kind in ("advice", "problems"):
+        if report[kind]:
+            lines += ["", f"{kind}:", *(f"  {f['problem']}\n    -> {f['remedy']}" for f in report[kind])]
+    return "\n".join([*lines, "", "all is well" if report["healthy"] else "something is to be mended: see problems"])
+
+
+def _finite(x: Any) -> Any:
+    """JSON has no NaN and no infinity: they become text."""
+    if isinstance(x, dict):
+        return {key: _finite(value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [_finite(value) for value in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -28,6 +28,23 @@ class HeadLoss(NamedTuple):
     logps: Tensor
     entropy: Tensor
     metrics: dict[str, Tensor] | None
+
+
+class _AsGiven:
+    """An argument of the head that its hooks shall not look into: FSDP's mixed precision casts the floats of all arguments, in
+    dataclasses too, and 16 bits of an old log-prob are a ratio that is wrong by percents."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @classmethod
+    def wrap(cls, x: Any) -> Any:
+        floats = isinstance(x, Tensor) and x.is_floating_point()
+        return cls(x) if floats or isinstance(x, TokenBatch | Objective | tuple) else x
+
+    @classmethod
+    def unwrap(cls, x: Any) -> Any:
+        return x.value if isinstance(x, cls) else x
 
 
 class FusedLMHead(nn.Linear):
@@ -62,6 +79,16 @@ class FusedLMHead(nn.Linear):
         for name, value in vars(head).items():  # what libraries noted on it
             self.__dict__.setdefault(name, value)
 
+    def __call__(self, hidden: Tensor, *arguments: Any, **options: Any) -> Any:
+        kept = {name: _AsGiven.wrap(x) for name, x in options.items()}
+        out = super().__call__(hidden, *map(_AsGiven.wrap, arguments), **kept)
+        if isinstance(out, HeadLogprobs) and out.logps.dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"the head's log-probs were cast to {out.logps.dtype} on their way out: give the group of the head FSDP2's "
+                "MixedPrecisionPolicy with output_dtype=None (accelerate sets one), for 16 bits make wrong ratios."
+            )
+        return out
+
     def forward(  # type: ignore[override]
         self,
         hidden: Tensor,
@@ -79,6 +106,8 @@ class FusedLMHead(nn.Linear):
         metrics      True: those of `LossOutput` are in the result of a loss.
         options      of `linear_logprobs` (mask, entropy, backend, ...) or `linear_grpo_loss` (normalizer, reference, ...), but
                      not what the head has itself: weight, bias and transform are a ValueError."""
+        targets, objective, temperature = map(_AsGiven.unwrap, (targets, objective, temperature))
+        options = {name: _AsGiven.unwrap(x) for name, x in options.items()}
         for name in ("weight", "bias", "transform"):
             if name in options:
                 raise ValueError(
@@ -104,8 +133,23 @@ class FusedLMHead(nn.Linear):
             # A view would lose FSDP2's hook to an in-place operation of the caller, and FSDP2 warns of it.
             return HeadLogprobs(logps.clone(), None if entropy is None else entropy.clone())
         assert objective is not None
+        self._check_not_cast(targets, options.get("normalizer"))
         out = linear_grpo_loss(hidden, self.weight, targets, objective, bias=self.bias, **options)
         return HeadLoss(out.loss, out.logps, out.entropy, out.metrics if metrics else None)
+
+    def _check_not_cast(self, batch: TokenBatch, normalizer: Any) -> None:
+        """Raise ValueError where FSDP has cast what the forward of the model was given, on its way to the head."""
+        if not getattr(self, "_is_fsdp_managed_module", False):
+            return
+        given = [(f.name, getattr(batch, f.name)) for f in fields(batch)]
+        given += [("normalizer", x) for x in (normalizer if isinstance(normalizer, tuple) else (normalizer,))]
+        for name, x in given:
+            if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16):
+                raise ValueError(
+                    f"{name} is {x.dtype}: FSDP's mixed precision casts the arguments of a wrapped model's forward, and log-probs "
+                    "of 16 bits make wrong ratios. Give the root MixedPrecisionPolicy(..., cast_forward_inputs=False), for "
+                    "token ids need no cast, and pass float32."
+                )
 
     def plain(self) -> nn.Linear:
         """An nn.Linear of the same parameters."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import backends, doctor
+from grpo_kernels import backends
 
 #: Makes `import NAME` fail as if it were not installed.
 WITHOUT = """
@@ -24,13 +27,14 @@ sys.meta_path.insert(0, Missing())
 """
 
 
-def run(code: str, missing: tuple[str, ...] = (), **environment: str) -> str:
-    source = Path(grpo_kernels.__file__).parent.parent
+def run(code: str, missing: tuple[str, ...] = (), source: Path | None = None, **environment: str) -> str:
+    """What it prints, with the package from the folder `source` and no other; None: the one that this process has."""
+    alone = [] if source is None else ["-S"]  # an editable install would come first
+    source = source or Path(grpo_kernels.__file__).parent.parent
     env = {k: v for k, v in os.environ.items() if not k.startswith("GRPO_KERNELS_")} | environment
     env["PYTHONPATH"] = os.pathsep.join([str(source), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT.format(missing=missing) + code], env=env, capture_output=True, text=True
-    )
+    command = [sys.executable, *alone, "-c", WITHOUT.format(missing=missing) + code]
+    done = subprocess.run(command, env=env, cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -86,27 +90,67 @@ def test_a_backend_asked_for_by_name_never_falls_back() -> None:
     assert out.count("cannot run: ") == 2 and "doctor" in out
 
 
-def test_doctor_reports_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    status = doctor.main([])
-    out = capsys.readouterr().out
-    assert all(f"\n{name} " in out for name in backends.BACKENDS)
-    assert "eager    ok: gradient error" in out
-    assert ("falls back" in out) == (status == 1)
+# ---- archives
+
+ROOT = Path(__file__).parent.parent
 
 
-def test_doctor_sees_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    eager = backends.load("eager")
-    right = eager.row_grads
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("build")
+    if not (ROOT / "CMakeLists.txt").exists():
+        pytest.skip("not a checkout")
+    folder = tmp_path_factory.mktemp("sdist")
+    command = [sys.executable, "-m", "build", "--sdist", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
 
-    def wrong(*args: object, **kwargs: object) -> None:
-        right(*args, **kwargs)
-        args[7].mul_(1.01)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(eager, "row_grads", wrong)
-    assert doctor.main([]) == 1
-    assert "eager    WRONG" in capsys.readouterr().out
+def wheel_of(sdist: Path, folder: Path, **environment: str) -> Path:
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(sdist)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
-def test_doctor_says_why_the_native_backend_is_missing() -> None:
-    out = run("from grpo_kernels import doctor\nprint('status', doctor.main([]))", missing=("triton", "grpo_kernels._cpu"))
-    assert "cpu      not available: " in out and "triton   not available: " in out and "status 1" in out
+@pytest.mark.slow
+def test_archives_hold_what_they_should(sdist: Path, tmp_path: Path) -> None:
+    name = f"grpo_kernels-{grpo_kernels.__version__}"
+    with tarfile.open(sdist) as archive:
+        sources = {path.removeprefix(f"{name}/") for path in archive.getnames()}
+    assert {"CMakeLists.txt", "LICENSE", "README.md", "csrc/module.cpp", "tests/conftest.py"} <= sources
+    assert not [path for path in sources if path.startswith(("build", ".")) and path != ".gitignore"]
+    assert not [path for path in sources if path.endswith(".so")]
+
+    wheel = zipfile.ZipFile(wheel_of(sdist, tmp_path))
+    names = set(wheel.namelist())
+    package = {path for path in names if path.startswith("grpo_kernels/")}
+    assert {path.split("/")[0] for path in names - package} == {f"{name}.dist-info"}
+    assert f"{name}.dist-info/licenses/LICENSE" in names
+    assert {f"grpo_kernels/{path}" for path in ("py.typed", "_cpu.pyi", "integrations/README.md")} <= package
+    assert {path for path in package if path.endswith(".py")} == {
+        path for path in sources if path.startswith("grpo_kernels/") and path.endswith(".py")
+    }
+    assert len([path for path in package if path.startswith("grpo_kernels/_cpu.") and path.endswith((".so", ".pyd"))]) == 1
+    metadata = wheel.read(f"{name}.dist-info/METADATA").decode()
+    required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
+    assert [line.split()[1].split(">")[0] for line in required] == ["torch", "triton"]
+
+
+@pytest.mark.slow
+def test_without_a_compiler_it_installs_and_doctor_says_what_is_missing(sdist: Path, tmp_path: Path) -> None:
+    nothing = tmp_path / "bin"
+    nothing.mkdir()
+    assert not any(shutil.which(tool, path=str(nothing)) for tool in ("cc", "c++", "g++", "clang++", "cmake", "ninja"))
+    # CMake looks into /usr/bin whatever PATH says, unless it is told which compiler to take.
+    wheel = wheel_of(sdist, tmp_path / "wheel", PATH=str(nothing), CC=str(nothing / "cc"), CXX=str(nothing / "c++"))
+    assert wheel.name.endswith("-py3-none-any.whl")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    assert not [*site.rglob("*.so")]
+    out = run(f"import grpo_kernels\nassert grpo_kernels.__file__.startswith({str(site)!r})\n{LOSS}", source=site)
+    assert out.count("falls back to eager") == 1 and "doctor" in out
+    out = run("from grpo_kernels import doctor\nprint('status', doctor.main([]))", source=site)
+    assert "cpu      not available: " in out and "C++17 compiler" in out and "status 1" in out

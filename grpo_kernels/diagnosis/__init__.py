@@ -1,0 +1,25 @@
+"""The parts of `python -m grpo_kernels doctor`, one question per file; `grpo_kernels/doctor.py` puts them together."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Finding(NamedTuple):
+    """What is not as it should be, and what to do about it."""
+
+    problem: str
+    remedy: str
+    grave: bool  # True: kernels are missing or wrong. False: they run and are right, but may be slow or rounded.
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an exception and the first line of its message that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The two leading numbers of a version."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])

@@ -1,0 +1,254 @@
+"""A backend against float64: formulas written out here in plain PyTorch and differentiated by autograd, none of them ours.
+
+Shape suffixes: B sequences, T tokens each, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from ..surrogates import Cispo, Clip
+from . import first_line
+
+Tensor = torch.Tensor
+
+BETA, ENTROPY_COEF, TEMPERATURE, CAP, MAX_TOKENS = 0.04, 0.02, 0.7, 1.2, 50
+
+#: Largest errors that rounding explains: of loss, log-probs and entropy in absolute terms, of gradients relative to the
+#: largest entry (of a row of d_logits and d_hidden: a lost row must not hide behind larger ones). Values are fp32 whatever
+#: the dtype of the logits; gradients are rounded to it, those from hidden states more than once.
+VALUE_LIMIT = 5e-5
+GRADIENT_LIMIT = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
+
+
+@dataclass
+class Inputs:
+    """Tokens that any of the objectives below can be computed on. What is masked is NaN."""
+
+    hidden: Tensor  # [B, T, H]
+    weight: Tensor  # [V, H]
+    targets: Tensor  # [B, T]
+    mask: Tensor  # [B, T] bool
+    advantages: Tensor  # [B], one of them 0
+    old_logps: Tensor  # [B, T]
+    ref_logps: Tensor  # [B, T]
+    upstream: Tensor  # [2, B, T]: a gradient for log-probs and one for entropies
+
+    @property
+    def batch(self) -> TokenBatch:
+        return TokenBatch(
+            self.targets, self.advantages, mask=self.mask, old_logps=self.old_logps, ref_logps=self.ref_logps
+        )  # fmt: skip
+
+
+def make_inputs(B: int, T: int, V: int, H: int, dtype: torch.dtype) -> Inputs:
+    g = torch.Generator().manual_seed(V)
+    hidden = torch.randn(B, T, H, generator=g).to(dtype)
+    weight = (3 / H**0.5 * torch.randn(V, H, generator=g)).to(dtype)
+    targets = torch.randint(0, V, (B, T), generator=g)
+    mask = torch.rand(B, T, generator=g) < 0.75
+    mask[:, 0] = True
+    advantages = torch.randn(B, generator=g)
+    advantages[-1] = 0.0
+    logits = hidden.double() @ weight.double().t()
+    logps = (logits / TEMPERATURE).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    old, ref = (torch.where(mask, logps + 0.3 * torch.randn(B, T, generator=g), torch.nan).float() for _ in range(2))
+    hidden[~mask] = torch.nan
+    return Inputs(hidden, weight, targets, mask, advantages, old, ref, torch.randn(2, B, T, generator=g))
+
+
+# ---- objectives: (log-probs, entropies, inputs) -> loss, in float64, masked tokens being 0 in both; and what we call them
+
+Formula = Callable[[Tensor, Tensor, Inputs], Tensor]
+
+
+def _clipped(ratio: Tensor, advantages: Tensor) -> Tensor:
+    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+
+
+def _log_ratio(logps: Tensor, x: Inputs) -> Tensor:
+    return torch.where(x.mask, logps - x.old_logps.double(), 0.0)
+
+
+def clip_kl_entropy(logps: Tensor, entropy: Tensor, x: Inputs) -> Tensor:
+    """Clipped ratios of tokens, KL to the reference (k3), entropy bonus; a mean over tokens."""
+    d = torch.where(x.mask, x.ref_logps.double() - logps, 0.0)
+    policy = _clipped(_log_ratio(logps, x).exp(), x.advantages.double()[:, None])
+    terms = policy + BETA * (d.exp() - d - 1) - ENTROPY_COEF * entropy
+    return torch.where(x.mask, terms, 0.0).sum() / x.mask.sum()
+
+
+def sequence_ratio(logps: Tensor, entropy: Tensor, x: Inputs) -> Tensor:
+    """GSPO: one clipped ratio per sequence, its mean log-ratio exponentiated; a mean over sequences."""
+    mean = _log_ratio(logps, x).sum(1) / x.mask.sum(1)
+    return _clipped(mean.exp(), x.advantages.double()).mean()
+
+
+def capped_weight(logps: Tensor, entropy: Tensor, x: Inputs) -> Tensor:
+    """CISPO: the capped ratio is a constant weight of the log-prob; a sum over B * MAX_TOKENS."""
+    weight = _log_ratio(logps, x).exp().clamp(max=CAP).detach() * x.advantages.double()[:, None]
+    return -torch.where(x.mask, weight * logps, 0.0).sum() / (x.mask.shape[0] * MAX_TOKENS)
+
+
+def log_probs(logps: Tensor, entropy: Tensor, x: Inputs) -> Tensor:
+    """Layer 1: any gradient that a trainer's own loss might send back."""
+    return (x.upstream.double() * torch.stack([logps, entropy])).sum()
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    formula: Formula
+    objective: Objective | None  # None: token_logprobs and linear_logprobs
+
+
+_CLIP = Clip(eps_low=0.2, eps_high=0.28)
+CASES = (
+    Case("clip + KL + entropy bonus", clip_kl_entropy, Objective(_CLIP, beta=BETA, entropy_coef=ENTROPY_COEF)),
+    Case("sequence ratio", sequence_ratio, Objective(_CLIP, level="sequence", aggregate="seq-mean-token-mean")),
+    Case("capped weight", capped_weight, Objective(Cispo(cap=CAP), aggregate="constant", max_tokens=MAX_TOKENS)),
+    Case("log-probs and entropy", log_probs, None),
+)
+#: (B, T, V, H) and how many of the cases: an odd vocabulary, and one of a real size (rows of many tiles).
+SHAPES = (((3, 4, 1003, 64), 4), ((2, 2, 128_257, 8), 1))
+LEVELS = ("logits", "hidden")
+
+
+@dataclass
+class Check:
+    """One case at one level in one dtype. `errors` are {loss, logps, entropy, d_...}; `failure` is None if all is well."""
+
+    case: str
+    level: str
+    dtype: str
+    vocab: int
+    errors: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
+
+
+@dataclass
+class Report:
+    """What the self-test of one backend found."""
+
+    checks: list[Check]
+    seconds: float
+    warnings: list[str]
+
+    @property
+    def failures(self) -> list[Check]:
+        return [c for c in self.checks if c.failure is not None]
+
+    def worst(self, kind: str, dtype: str | None = None) -> float:
+        """The largest error of "value" or "gradient"; NaN if there is one."""
+        found = [
+            error
+            for check in self.checks
+            if dtype in (None, check.dtype)
+            for name, error in check.errors.items()
+            if name.startswith("d_") == (kind == "gradient")
+        ]
+        return max(found, key=lambda e: (e != e, e), default=0.0)
+
+
+def self_test(backend: str, device: torch.device) -> Report:
+    """All checks of one backend with data on `device`. Never raises: an exception is that check's failure."""
+    begin, checks = time.perf_counter(), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for case, level, inputs, wanted in _tests():
+            dtype = inputs.weight.dtype
+            check = Check(case.name, level, str(dtype).removeprefix("torch."), inputs.weight.shape[0])
+            checks.append(check)
+            try:
+                check.errors = errors(results(case, level, inputs, backend, device), wanted)
+            except Exception as error:  # a kernel that does not compile must not cost the rest of the report
+                check.failure = first_line(error)
+                continue
+            check.failure = beyond_limits(check.errors, dtype)
+    ours = [str(w.message) for w in caught if "grpo_kernels" in str(w.message) or "grpo_kernels" in w.filename]
+    return Report(checks, time.perf_counter() - begin, sorted(set(ours)))
+
+
+@functools.cache
+def _tests() -> list[tuple[Case, str, Inputs, dict[str, Tensor]]]:
+    """(case, level, inputs, what is expected in float64): the same for every backend."""
+    found = []
+    for shape, count in SHAPES:
+        for dtype in GRADIENT_LIMIT:
+            inputs = make_inputs(*shape, dtype)
+            found += [(case, level, inputs, expected(case, level, inputs)) for case in CASES[:count] for level in LEVELS]
+    return found
+
+
+def leaves_of(level: str, x: Inputs) -> dict[str, Tensor]:
+    """What gradients are asked for, in the dtype of the inputs. The logits are computed in float64 and rounded."""
+    if level == "hidden":
+        return {"hidden": x.hidden, "weight": x.weight}
+    return {"logits": (x.hidden.double() @ x.weight.double().t()).to(x.hidden.dtype)}
+
+
+def expected(case: Case, level: str, x: Inputs) -> dict[str, Tensor]:
+    """{"loss", "logps", "entropy", "d_...": ...} in float64."""
+    leaves = {name: leaf.double().requires_grad_() for name, leaf in leaves_of(level, x).items()}
+    # Of trained tokens only: no NaN comes near the gradients.
+    logits = leaves["hidden"][x.mask] @ leaves["weight"].t() if level == "hidden" else leaves["logits"][x.mask]
+    log_p = (logits / TEMPERATURE).log_softmax(-1)
+    nothing = torch.zeros(x.mask.shape, dtype=torch.float64)
+    logps = nothing.masked_scatter(x.mask, log_p.gather(-1, x.targets[x.mask][:, None])[:, 0])
+    entropy = nothing.masked_scatter(x.mask, -(log_p.exp() * log_p).sum(-1))
+    loss = case.formula(logps, entropy, x)
+    return _collect(loss, logps, entropy, leaves)
+
+
+def results(case: Case, level: str, x: Inputs, backend: str, device: torch.device) -> dict[str, Tensor]:
+    """The same of a backend. strict: no fallback may pass for it."""
+    leaves = {name: leaf.to(device).requires_grad_() for name, leaf in leaves_of(level, x).items()}
+    x = Inputs(**{name: tensor.to(device) for name, tensor in vars(x).items()})
+    options: dict[str, Any] = {"transform": LogitTransform(TEMPERATURE), "backend": backend, "strict": True}
+    if case.objective is not None:
+        loss_of: Callable[..., LossOutput] = grpo_loss if level == "logits" else linear_grpo_loss
+        out = loss_of(*leaves.values(), x.batch, case.objective, **options)
+        return _collect(out.loss, out.logps, out.entropy, leaves)
+    log_probs_of: Callable[..., tuple[Tensor, Tensor | None]] = token_logprobs if level == "logits" else linear_logprobs
+    logps, entropy = log_probs_of(*leaves.values(), x.targets, mask=x.mask, entropy=True, **options)
+    assert entropy is not None
+    return _collect((x.upstream * torch.stack([logps, entropy])).sum(), logps, entropy, leaves)
+
+
+def _collect(loss: Tensor, logps: Tensor, entropy: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    found = {"loss": loss, "logps": logps, "entropy": entropy} | {f"d_{k}": g for k, g in zip(leaves, gradients, strict=True)}
+    return {name: tensor.detach().double().cpu() for name, tensor in found.items()}
+
+
+def errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    return {name: _error(name, found[name], wanted[name]) for name in wanted}
+
+
+def _error(name: str, found: Tensor, wanted: Tensor) -> float:
+    off = (found - wanted).abs()
+    if not name.startswith("d_"):
+        return float(off.max())
+    largest = wanted.abs().max()
+    if name == "d_weight":
+        return float(off.max() / largest)
+    # Rows that are 0 or nearly so are held against the largest.
+    rows = wanted.abs().amax(-1)
+    return float((off.amax(-1) / torch.where(rows > 1e-2 * largest, rows, largest)).max())
+
+
+def beyond_limits(found: dict[str, float], dtype: torch.dtype) -> str | None:
+    """Which error is larger than rounding explains, in words."""
+    for name, error in found.items():
+        limit = GRADIENT_LIMIT[dtype] if name.startswith("d_") else VALUE_LIMIT
+        if not error <= limit:  # NaN as well
+            return f"{name} is off by {error:.1e}, more than {limit:.0e}"
+    return None

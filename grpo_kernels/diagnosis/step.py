@@ -1,0 +1,224 @@
+"""One training step's loss and gradient at a model's size, beside the same in eager PyTorch: time and extra memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from .. import Objective, TokenBatch, grpo_loss, linear_grpo_loss
+from ..backends import cpu_products
+from .machine import memory_available
+
+Tensor = torch.Tensor
+
+#: (vocabulary, hidden size) of a model for each device, and where there is little memory.
+SIZES = {"cpu": (151_936, 896), "cuda": (151_936, 4096)}
+SMALL_VOCAB = 32_000
+MOST_ROWS = {"cpu": 256, "cuda": 8192}
+PROBE_ROWS = 64
+EAGER_SECONDS = 0.6  # that many rows are taken for which eager PyTorch needs about this long
+#: Bytes per logit and per element of the head at the peak of eager PyTorch or of ours: copies in bf16 and fp32, gradients.
+LOGIT_BYTES, HEAD_BYTES = 20, 12
+SECONDS = 2.5  # for the rounds of one level
+LEAST, MOST = 3, 9  # rounds
+UNKNOWN_MEMORY = 2 << 30  # where the system does not say what is free
+
+
+@dataclass
+class Timing:
+    """Medians of one contender."""
+
+    name: str
+    ms: float
+    extra_mb: float | None  # None: this system does not tell
+    runs: int
+
+
+@dataclass
+class Step:
+    """The contenders at one level, eager PyTorch first; `reason` says why there are none."""
+
+    level: str
+    rows: int
+    hidden: int | None
+    vocab: int
+    dtype: str
+    timings: list[Timing] = field(default_factory=list)
+    reason: str | None = None
+
+
+@dataclass
+class Contender:
+    name: str
+    run: Callable[[], object]
+    restore: Callable[[], object] = lambda: None  # inputs that a run overwrites, untimed
+
+
+def measure(level: str, backend: str, device: torch.device) -> Step:
+    """Eager PyTorch and `backend` at level "logits" or "hidden"."""
+    found = _shape(level, device)
+    if found.reason is not None:
+        return found
+    head = _head(found, device) if level == "hidden" else None
+    probe = contenders(replace(found, rows=PROBE_ROWS), backend, device, head)[0]
+    timed(probe, device)
+    affordable = int(EAGER_SECONDS / timed(probe, device) * 1e3 * PROBE_ROWS)
+    found.rows = max(PROBE_ROWS, min(found.rows, affordable)) // 32 * 32
+    del probe
+    chosen = contenders(found, backend, device, head)
+    times = interleaved(chosen, device)
+    found.timings = [
+        Timing(c.name, statistics.median(times[c.name]), extra_memory(c, device), len(times[c.name])) for c in chosen
+    ]
+    return found
+
+
+def _shape(level: str, device: torch.device) -> Step:
+    """What memory allows, without timings."""
+    free = memory_free(device)
+    vocab, width = SIZES[device.type]
+    if free < 3 * HEAD_BYTES * vocab * width:
+        vocab, width = SMALL_VOCAB, min(width, 1024)
+    # fp32 on a CPU: where products of bf16 are slow, and for logits because trainers make them so there.
+    fp32 = device.type == "cpu" and (level == "logits" or cpu_products.available() is not None)
+    head = HEAD_BYTES * vocab * width if level == "hidden" else 0
+    rows = min(MOST_ROWS[device.type], int((free / 2 - head) / (LOGIT_BYTES * vocab)))
+    step = Step(level, rows, width if level == "hidden" else None, vocab, "float32" if fp32 else "bfloat16")
+    if rows < PROBE_ROWS:
+        step.reason = f"only {free / 1e9:.1f} GB of memory are free"
+    return step
+
+
+def _head(step: Step, device: torch.device) -> Tensor:
+    """[V, H]. The same few rows again and again: random numbers for all take longer than what is measured."""
+    assert step.hidden is not None
+    few = 2 / step.hidden**0.5 * torch.randn(1013, step.hidden, generator=torch.Generator().manual_seed(1))
+    few = few.to(device, getattr(torch, step.dtype))
+    return few[torch.arange(step.vocab, device=device) % len(few)].requires_grad_()
+
+
+def contenders(step: Step, backend: str, device: torch.device, head: Tensor | None) -> list[Contender]:
+    """Eager PyTorch first. All compute the clipped loss of fresh log-probs, and the gradients of logits or of hidden states
+    and head."""
+    g = torch.Generator().manual_seed(2)
+    dtype, rows, vocab = getattr(torch, step.dtype), step.rows, step.vocab
+    targets = torch.randint(0, vocab, (rows,), generator=g).to(device)
+    advantages = torch.randn(rows, generator=g).to(device)
+    objective = Objective.preset("dapo")
+
+    def eager(logits: Tensor, leaves: list[Tensor]) -> object:
+        logps = torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0]
+        ratio = torch.exp(logps - old_logps)
+        loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages).mean()
+        return torch.autograd.grad(loss, leaves)
+
+    def batch() -> TokenBatch:
+        return TokenBatch(targets, advantages, old_logps=old_logps)
+
+    def old_logps_of(logits: Tensor) -> Tensor:
+        logps = logits.detach().float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        return logps + 0.3 * torch.randn(rows, generator=g).to(device)
+
+    if head is not None:
+        hidden = torch.randn(rows, head.shape[1], generator=g).to(device, dtype).requires_grad_()
+        leaves = [hidden, head]
+        old_logps = old_logps_of(hidden @ head.t())
+
+        def linear() -> object:
+            loss = linear_grpo_loss(hidden, head, batch(), objective, backend=backend, strict=True).loss
+            return torch.autograd.grad(loss, leaves)
+
+        return [Contender("eager PyTorch", lambda: eager(hidden @ head.t(), leaves)), Contender("linear_grpo_loss", linear)]
+
+    few = (2 * torch.randn(rows, 1013, generator=g)).to(device, dtype)
+    logits = few.repeat(1, -(-vocab // 1013))[:, :vocab].contiguous().requires_grad_()
+    overwritten = logits.detach().clone().requires_grad_()
+    old_logps = old_logps_of(logits)
+
+    def fused(x: Tensor, inplace: bool) -> object:
+        loss = grpo_loss(x, batch(), objective, inplace=inplace, backend=backend, strict=True).loss
+        return torch.autograd.grad(loss, [x])
+
+    return [
+        Contender("eager PyTorch", lambda: eager(logits, [logits])),
+        Contender("grpo_loss", lambda: fused(logits, False)),
+        Contender("grpo_loss, in place", lambda: fused(overwritten, True), lambda: overwritten.detach().copy_(logits)),
+    ]
+
+
+def interleaved(chosen: list[Contender], device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds of each; a machine that slows down slows down for all of them."""
+    times: dict[str, list[float]] = {c.name: [] for c in chosen}
+    for contender in chosen:
+        timed(contender, device)  # compiles kernels, and takes memory that later runs find
+    begin = time.perf_counter()
+    for done in range(MOST):
+        if time.perf_counter() - begin > (SECONDS if done >= LEAST else 4 * SECONDS):  # the latter on a machine that is busy
+            break
+        for contender in chosen:
+            times[contender.name].append(timed(contender, device))
+    return times
+
+
+def timed(contender: Contender, device: torch.device) -> float:
+    """Milliseconds of one run."""
+    contender.restore()
+    _wait(device)
+    begin = time.perf_counter()
+    result = contender.run()
+    _wait(device)
+    ms = 1e3 * (time.perf_counter() - begin)
+    del result
+    return ms
+
+
+def extra_memory(contender: Contender, device: torch.device) -> float | None:
+    """MB that a run needs beyond its inputs, at its peak; None where the system does not tell. It has run before: on a CPU
+    its code would count."""
+    contender.restore()
+    gc.collect()
+    if device.type == "cuda":
+        _wait(device)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        contender.run()
+        _wait(device)
+        return (torch.cuda.max_memory_allocated() - before) / 1e6
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc: nobody is to find memory that another contender left
+        libc.malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before = _resident("VmRSS")
+        contender.run()
+        return max(0, _resident("VmHWM") - before) / 1e6
+    except (OSError, ValueError):  # not Linux, or a sandbox
+        return None
+
+
+def _resident(key: str) -> int:
+    found = re.search(rf"^{key}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if found is None:
+        raise ValueError(key)
+    return int(found[1]) * 1024
+
+
+def memory_free(device: torch.device) -> int:
+    """Bytes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    known = memory_available()
+    return UNKNOWN_MEMORY if known is None else known
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
