@@ -6,8 +6,8 @@ teacher's mistakes. GRPO then trains it on nothing but its own answers: reward 1
 A sum or difference of the evaluation, say 12+3, occurs nowhere in training, neither as 3+12 nor in a story, so what is
 measured is not memory. It ends with the loss step at a real vocabulary, fused against plain PyTorch.
 
-Measured on two cores, in 180 to 217 s without the comparison: seed 0 from 50.0 % to 90.8 %, seed 1 from 46.0 % to 89.4 %,
-seed 2 from 40.8 % to 86.4 %.
+Measured on two cores, in 180 to 217 s without the comparison: seed 0 from 50.0 % to 91.0 %, seed 1 from 46.0 % to 88.6 %,
+seed 2 from 40.8 % to 87.4 %.
 """
 
 from __future__ import annotations

@@ -3,8 +3,14 @@
     python -m grpo_kernels train --model Qwen/Qwen3-0.6B --dataset openai/gsm8k --dataset-config main --rewards number
 
 Each step: take prompts, sample G completions of each, score them, turn rewards into group-normalised advantages, and
-make `num_updates` optimizer steps on the objective. Its simplifications: one process and one device, no tools or turns,
-and the model that samples is the model that trains, so log-probs at sampling need no correction.
+make `num_updates` optimizer steps on the objective. Its simplifications: no tools or turns, and the model that samples is
+the model that trains, so log-probs at sampling need no correction.
+
+    torchrun --nproc-per-node 8 -m grpo_kernels train --parallel fsdp2 ...
+
+On several processes each takes some of the prompts, with all completions of each. The steps are those of one process, to
+rounding; only what looks at a whole batch of its own choice stays with its process: the selections of Clip-Cov and KL-Cov,
+and reward functions, which are called with the completions of one process.
 """
 
 from __future__ import annotations
@@ -13,44 +19,57 @@ import copy
 import dataclasses
 import math
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .batch import LogitTransform, TokenBatch
 from .distributed import global_normalizer
 from .entropy import AdaptiveEntropyCoef
+from .filters import EntropyQuantile
 from .logprobs import linear_logprobs, token_logprobs
-from .losses import LossOutput, grpo_loss, linear_grpo_loss
-from .objective import Denominators
+from .losses import grpo_loss, linear_grpo_loss
+from .objective import Denominators, Objective
 from .training import checkpoints, require
 from .training.config import TrainConfig, parse_args
 from .training.data import Row, encode, load_rows, prompts_of_step
 from .training.head import check_head, completion_hidden, head_parameters, logit_transform
 from .training.loading import check_liger, load_policy, pick_device, prepare_policy
-from .training.report import MetricsLog, plot
-from .training.rewards import RewardFunction, RewardModel, Scores, resolve, score
+from .training.parallel import ParallelModel, same_on_all_ranks
+from .training.ranks import Ranks
+from .training.report import MetricsLog, combine, numbers, plot
+from .training.rewards import RewardFunction, RewardModel, Rewards, Scores, call, resolve, score
 from .training.sampling import Completions, autocast, completion_logits, end_ids, sample
+from .training.stopping import stop_after_step
 
 __all__ = ["TrainConfig", "Trainer", "main"]
 
 Tensor = torch.Tensor
 
 #: What may differ between a run and its continuation without changing the steps.
-FREE_TO_CHANGE = {"steps", "out", "resume", "progress", "checkpoint_steps", "keep_checkpoints", "eval_steps", "eval_prompts"}
+FREE_TO_CHANGE = {
+    "steps", "out", "resume", "progress", "checkpoint_steps", "keep_checkpoints", "eval_steps", "eval_prompts", "parallel"
+}  # fmt: skip
+
+
+class LossParts(NamedTuple):
+    """Of `LossOutput`, the tensors: wrappers of a model look for them in what a forward returns."""
+
+    loss: Tensor
+    logps: Tensor
+    metrics: dict[str, Tensor]
 
 
 class Trainer:
     """A run. `model`, `tokenizer`, `rows` (training rows, held-out rows) and `rewards` replace what the config names;
     a row is a dict with "prompt" and the columns that the reward functions take.
 
-    What can be wrong with the output folder, the device or the options is found here, before anything slow."""
+    Of several processes (see `training.ranks`) each makes a Trainer with the same arguments, and calls the same methods; rank
+    0 alone writes. What can be wrong with the output folder, the device or the options is found here, before anything slow."""
 
     def __init__(
         self,
@@ -62,8 +81,14 @@ class Trainer:
         rewards: list[RewardFunction] | None = None,
     ) -> None:
         self.config, self.objective, self.out = config, config.objective, Path(config.out)
-        prepare_output(self.out, config.resume)
         self.device = pick_device(config.device)
+        self.ranks = Ranks(self.device)
+        self.ranks.on_main(lambda: checkpoints.prepare_output(self.out, config.resume))
+        if config.prompts_per_step < self.ranks.world:
+            raise ValueError(
+                f"prompts_per_step={config.prompts_per_step}: the {self.ranks.world} processes of this run take a prompt each at "
+                "least, with all its completions; raise it, or start fewer."
+            )
         self.dtype = getattr(torch, config.dtype)
         if config.liger:
             check_liger(self.device)
@@ -76,7 +101,6 @@ class Trainer:
         if model is None:
             model, tokenizer = load_policy(config, self.device)
         self.tokenizer = tokenizer
-        self.model = prepare_policy(model, config, self.device).train()
         if config.reward_model is not None:
             self.rewards.append(RewardModel(config.reward_model, self.device))
         self.reward_weights = config.reward_weights or [1.0] * len(self.rewards)
@@ -85,23 +109,32 @@ class Trainer:
         self.eval_rows = (
             encode(eval_rows[: config.eval_prompts], tokenizer, config.max_prompt_tokens)[0] if config.eval_steps else []
         )
-        if skipped:
+        if skipped and self.ranks.main:
             print(f"left out {skipped} of {len(train_rows)} prompts: longer than max_prompt_tokens={config.max_prompt_tokens}")
-        self.ends = end_ids(self.model, tokenizer)
-        self.reference = copy.deepcopy(self.model).eval().requires_grad_(False) if self.objective.beta else None
+        self.ends = end_ids(model, tokenizer)
+        model = prepare_policy(model, config).train()
+        if self.ranks.world == 1 or config.parallel != "fsdp2":  # which moves a layer at a time, and keeps a shard of it
+            model.to(self.device)
+        same_on_all_ranks(model, self.ranks)
+        self.reference: ParallelModel | None = None
+        if self.objective.beta:
+            self.reference = ParallelModel(copy.deepcopy(model), self.ranks, config.parallel, frozen=True)
+        self.model, self.policy = model, ParallelModel(model, self.ranks, config.parallel)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay
         )
+        if self.ranks.world > 1:
+            self.objective = of_all_ranks(self.objective)
         self.entropy_coef: AdaptiveEntropyCoef | None = None
         if config.entropy_target:
             self.entropy_coef = AdaptiveEntropyCoef(target=config.entropy_target, initial=config.entropy_coef)
         self.step = 0  # steps done
-        self.rng = checkpoints.rng_state()
+        self.rng = checkpoints.rng_state(self.device)
         self.mid_update = False
         self.backend = "eager" if config.loss == "eager" else config.backend
         self.transform = LogitTransform(config.temperature)
         if config.loss == "linear":
-            check_head(self.model)
+            self.policy.without_gradients(check_head)
             self.transform = logit_transform(self.model.config, config.temperature)
         # A model that softcaps its logits needs their values in its own backward.
         self.inplace = config.loss == "logits" and getattr(self.model.config, "final_logit_softcapping", None) is None
@@ -110,40 +143,48 @@ class Trainer:
 
     def train(self) -> bool:
         """Run up to `config.steps`. True when done; False when stopped by SIGINT or SIGTERM, with everything saved."""
-        config = self.config
+        config, main = self.config, self.ranks.main
         if config.resume:
             self.restore()
-        log = MetricsLog(self.out / "metrics.jsonl", resume_at=self.step)
-        bar = require("tqdm").tqdm(total=config.steps, initial=self.step, disable=not config.progress, desc="grpo")
+        log = MetricsLog(self.out / "metrics.jsonl", resume_at=self.step) if main else None
+        bar = require("tqdm").tqdm(total=config.steps, initial=self.step, disable=not (config.progress and main), desc="grpo")
         try:
-            with stop_after_step() as stop:
+            with stop_after_step() as signals:
+                stop = False
                 while self.step < config.steps and not stop:
                     line: dict[str, Any] = {"step": self.step}
                     if config.eval_steps and self.step % config.eval_steps == 0:
                         line["accuracy"] = self.evaluate()
                     line |= self.train_step()
-                    log.write(line)
+                    if log is not None:
+                        log.write(line)
                     bar.update()
                     bar.set_postfix({k: f"{line[k]:.3g}" for k in ("reward", "kl", "entropy") if k in line})
                     if self.step == config.steps and config.eval_steps:
-                        log.write({"step": self.step, "accuracy": self.evaluate()})
+                        accuracy = self.evaluate()
+                        if log is not None:
+                            log.write({"step": self.step, "accuracy": accuracy})
+                    stop = self.ranks.any(bool(signals))
                     due = config.checkpoint_steps > 0 and self.step % config.checkpoint_steps == 0
                     if due or stop or self.step == config.steps:
                         self.save()
-        except BaseException:
-            # Between updates the parameters are those of the last whole step, and worth keeping.
-            if self.step and not self.mid_update:
+        except BaseException as error:
+            # Between updates the parameters are those of the last whole step, and worth keeping; of several processes all
+            # have to come here to save.
+            together = self.ranks.world == 1 or error is self.ranks.shared_error
+            if self.step and not self.mid_update and together:
                 self.save()
             raise
         finally:
-            log.close()
             bar.close()
-            plot(self.out / "metrics.jsonl", self.out / "curves.png")
+            if log is not None:
+                log.close()
+                plot(self.out / "metrics.jsonl", self.out / "curves.png")
         if self.step < config.steps:
-            print(f"stopped after step {self.step} of {config.steps}; continue with resume", file=sys.stderr)
+            if main:
+                print(f"stopped after step {self.step} of {config.steps}; continue with resume", file=sys.stderr)
             return False
-        self.model.save_pretrained(self.out / "model")
-        self.tokenizer.save_pretrained(self.out / "model")
+        self.save_model(self.out / "model")
         return True
 
     def train_step(self) -> dict[str, float]:
@@ -155,24 +196,23 @@ class Trainer:
         completions = self.sample(rows, config.group_size, config.temperature, config.top_p, config.top_k, generator)
         sampled = time.perf_counter()
         scores = self.score(rows, completions, config.group_size)
-        metrics = self.update(completions, scores.advantages.to(self.device))
+        metrics = self.update(completions, self.own(scores.advantages, completions))
         self.step += 1
         if self.reference is not None and config.ref_refresh_steps and self.step % config.ref_refresh_steps == 0:
-            self.reference.load_state_dict(self.model.state_dict())
-        self.rng = checkpoints.rng_state()
+            self.reference.model.load_state_dict(self.model.state_dict())  # in shards of the same cut
+        self.rng = checkpoints.rng_state(self.device)
 
-        grouped = scores.totals.view(-1, config.group_size)
-        lengths = completions.mask.sum(1).float()
+        grouped, lengths = scores.totals.view(-1, config.group_size), scores.lengths
         done = time.perf_counter()
         return {
             "reward": scores.totals.mean().item(),
             "reward_std": scores.totals.std(unbiased=False).item(),
             "zero_variance_groups": (grouped.amax(1) == grouped.amin(1)).float().mean().item(),
-            "completion_length": lengths.mean().item(),
+            "completion_length": sum(lengths) / len(lengths),
             **metrics,
             "seconds": done - started,
             "sampling_seconds": sampled - started,
-            "tokens_per_second": lengths.sum().item() / (done - started),
+            "tokens_per_second": sum(lengths) / (done - started),
         }
 
     # ---- its parts
@@ -186,112 +226,153 @@ class Trainer:
         top_k: int = 0,
         generator: torch.Generator | None = None,
     ) -> Completions:
+        """Completions of this rank's share of the rows. The generator, the same on all ranks, draws for all rows, so that what
+        is sampled does not depend on how many processes sample."""
+        share, total = self.ranks.share(len(rows)), len(rows) * group_size
+        prompts = [row["prompt_ids"] for row in rows[share]]
+        first, count = share.start * group_size, len(prompts) * group_size
+
+        def uniform() -> Tensor:
+            draws = torch.rand(total, dtype=torch.float64, device=self.device, generator=generator)
+            return draws[first : first + count] if prompts else draws[:group_size]
+
+        sharded = self.policy.layout == "fsdp2"
         with autocast(self.device, self.dtype):
-            return sample(
-                self.model, [row["prompt_ids"] for row in rows],
-                group_size=group_size, max_new_tokens=self.config.max_new_tokens, ends=self.ends,
-                temperature=temperature, top_p=top_p, top_k=top_k, generator=generator,
+            found = self.policy.without_gradients(
+                partial(
+                    sample, group_size=group_size, max_new_tokens=self.config.max_new_tokens, ends=self.ends,
+                    temperature=temperature, top_p=top_p, top_k=top_k, uniform=uniform,
+                    wanted=self.ranks.any if sharded else bool,
+                ),
+                prompts or [rows[0]["prompt_ids"]],
             )  # fmt: skip
+        return found[:count]
 
     def score(self, rows: list[Row], completions: Completions, group_size: int) -> Scores:
-        repeated = [row for row in rows for _ in range(group_size)]
+        """The scores of the completions of all rows, those of other ranks too."""
+        repeated = [row for row in rows[self.ranks.share(len(rows))] for _ in range(group_size)]
         tokens = completions.tokens
-        return score(
-            self.rewards,
-            self.reward_weights,
-            prompts=[row["prompt"] for row in repeated],
-            completions=self.tokenizer.batch_decode(tokens, skip_special_tokens=True),
-            tokens=tokens,
-            columns={name: [row[name] for row in repeated] for name in rows[0] if name not in ("prompt", "prompt_ids")},
-            group_size=group_size,
-            width=completions.targets.shape[1],
-            options=self.config.advantage_options,
-        )
+
+        def own() -> tuple[list[Rewards], list[int]]:
+            rewards = call(
+                self.rewards,
+                prompts=[row["prompt"] for row in repeated],
+                completions=self.tokenizer.batch_decode(tokens, skip_special_tokens=True),
+                tokens=tokens,
+                columns={name: [row[name] for row in repeated] for name in rows[0] if name not in ("prompt", "prompt_ids")},
+            )
+            return rewards, list(map(len, tokens))
+
+        found = self.ranks.together(own)
+        lengths = [n for _, part in found for n in part]
+        functions = zip(*(rewards for rewards, _ in found), strict=True)
+        whole = [Rewards(parts[0].name, [v for part in parts for v in part.values]) for parts in functions]
+        options = self.config.advantage_options
+        return score(whole, self.reward_weights, lengths=lengths, group_size=group_size, options=options)
+
+    def own(self, advantages: Tensor, completions: Completions) -> Tensor:
+        """This rank's rows of the advantages of all, as wide as its completions."""
+        rows, prompts = self.config.group_size, self.ranks.share(self.config.prompts_per_step)
+        part = advantages[prompts.start * rows : prompts.stop * rows]
+        return (part if part.dim() == 1 else part[:, : completions.targets.shape[1]]).to(self.device)
 
     def update(self, completions: Completions, advantages: Tensor) -> dict[str, float]:
         """`num_updates` optimizer steps on one batch. The first is on-policy, and its log-probs are the old ones of the
-        others: they were computed before any step, by the same code."""
-        config = self.config
+        others: they were computed before any step, by the same code. Of several ranks each brings its part of the batch."""
+        config, world = self.config, self.ranks.world
         # One denominator for the whole batch, however it is cut and whatever is left out.
         whole = TokenBatch(completions.targets, advantages, mask=completions.mask)
-        total = len(completions.ids)
+        total, nothing = len(completions.ids), (blank(completions[:1]), 0 * advantages[:1])
         if config.drop_zero_variance:
             wanted = (advantages.reshape(total, -1) != 0).any(1)
-            wanted[0] |= ~wanted.any()  # an update of nothing is still one: the optimizer's averages decay
+            if not self.ranks.any(bool(wanted.any())):
+                wanted[0] = self.ranks.main  # an update of nothing is still one: the optimizer's averages decay
             completions, advantages = completions[wanted], advantages[wanted]
         count = len(completions.ids)
-        size = config.micro_batch or count
-        pieces = [slice(at, min(at + size, count)) for at in range(0, count, size)]
-        ref_logps = None if self.reference is None else torch.cat([self.reference_logps(completions[p]) for p in pieces])
-        old_logps: Tensor | None = None
+        counts, totals = zip(*self.ranks.gather((count, total)), strict=True)
+        size = config.micro_batch or max(counts)
+        parts = [(completions[at : at + size], advantages[at : at + size]) for at in range(0, count, size)]
+        # Every rank makes as many passes as the one with the most completions: without any, over masked tokens.
+        parts += [nothing] * (-(-max(counts) // size) - len(parts))
+        ref_logps = [None if self.reference is None else self.reference_logps(part) for part, _ in parts]
+        old_logps: list[Tensor | None] = [None] * len(parts)
         metrics: dict[str, float] = {}
         self.mid_update = True
         for k in range(config.num_updates):
-            logps, parts = [], []
+            outs: list[LossParts] = []
             if self.entropy_coef is not None:
                 self.objective = dataclasses.replace(self.objective, entropy_coef=self.entropy_coef.coef)
-            normalizer = global_normalizer(self.objective, whole)
-            for piece in pieces:
-                part = completions[piece]
+            normalizer = shared(global_normalizer(self.objective, whole), world)
+            for i, (part, advantage) in enumerate(parts):
                 batch = TokenBatch(
-                    part.targets,
-                    advantages[piece],
-                    mask=part.mask,
-                    old_logps=None if old_logps is None else old_logps[piece],
-                    ref_logps=None if ref_logps is None else ref_logps[piece],
-                )
-                out = self.loss(part, batch, normalizer)
-                out.loss.backward()
-                logps.append(out.logps)
-                parts.append(out.metrics | {"loss": out.loss.detach()})
-            old_logps = torch.cat(logps) if old_logps is None else old_logps
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
+                    part.targets, advantage, mask=part.mask, old_logps=old_logps[i], ref_logps=ref_logps[i]
+                )  # fmt: skip
+                with self.policy.reduction(i == len(parts) - 1):
+                    out: LossParts = self.policy(self.loss, part, batch, normalizer)
+                    out.loss.backward()
+                outs.append(LossParts(out.loss.detach(), out.logps, out.metrics))
+            if k == 0:
+                old_logps = [out.logps for out in outs]
+            norm = self.policy.clip_gradients(config.max_grad_norm)
             lr = config.lr_at(self.step * config.num_updates + k)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             if finite := math.isfinite(norm):  # else the step is left out: one bad batch must not end in NaN parameters
                 self.optimizer.step()
             self.optimizer.zero_grad()
-            metrics = combine(parts) | {"grad_norm": norm.item(), "lr": lr, "skipped": float(not finite)}
+            lines = numbers([out.metrics | {"loss": out.loss / world} for out in outs])
+            metrics = combine([line for part in self.ranks.gather(lines) for line in part]) | {
+                "grad_norm": norm.item(),
+                "lr": lr,
+                "skipped": float(not finite),
+            }
+            if world > 1 and self.objective.filter(EntropyQuantile):
+                del metrics["kept"]  # which leaves out a quantile over ranks
             if self.entropy_coef is not None:
                 metrics["entropy_coef"] = self.entropy_coef.coef
                 self.entropy_coef.update(metrics["entropy"])
         self.mid_update = False
-        return metrics | {"dropped": 1 - count / total}
+        return metrics | {"dropped": 1 - sum(counts) / sum(totals)}
 
-    def loss(self, completions: Completions, batch: TokenBatch, normalizer: Tensor | Denominators) -> LossOutput:
+    def loss(self, model: Any, completions: Completions, batch: TokenBatch, normalizer: Tensor | Denominators) -> LossParts:
         """The objective of one micro-batch: from hidden states, so that logits never exist, or from the model's logits."""
         with autocast(self.device, self.dtype):
             if self.config.loss == "linear":
-                weight, bias = head_parameters(self.model)
-                return linear_grpo_loss(
-                    completion_hidden(self.model, completions), weight, batch, self.objective,
+                hidden, (weight, bias) = completion_hidden(model, completions), head_parameters(model)
+                out = linear_grpo_loss(
+                    hidden, weight, batch, self.objective,
                     bias=bias, transform=self.transform, normalizer=normalizer, backend=self.backend,
                 )  # fmt: skip
-            logits = completion_logits(self.model, completions)
-        return grpo_loss(
+                return LossParts(out.loss, out.logps, out.metrics)
+            logits = completion_logits(model, completions)
+        out = grpo_loss(
             logits, batch, self.objective,
             transform=self.transform, normalizer=normalizer, inplace=self.inplace, backend=self.backend,
         )  # fmt: skip
+        return LossParts(out.loss, out.logps, out.metrics)
 
-    @torch.no_grad()
     def reference_logps(self, completions: Completions) -> Tensor:
-        model, targets, mask = self.reference, completions.targets, completions.mask
-        options: dict[str, Any] = {"mask": mask, "transform": self.transform, "backend": self.backend}
-        with autocast(self.device, self.dtype):
-            if self.config.loss == "linear":
-                weight, bias = head_parameters(model)
-                return linear_logprobs(completion_hidden(model, completions), weight, targets, bias=bias, **options)[0]
-            logits = completion_logits(model, completions)
-        return token_logprobs(logits, targets, **options)[0]
+        assert self.reference is not None
+        targets = completions.targets
+        options: dict[str, Any] = {"mask": completions.mask, "transform": self.transform, "backend": self.backend}
+
+        def logps(model: Any) -> Tensor:
+            with autocast(self.device, self.dtype):
+                if self.config.loss == "linear":
+                    hidden, (weight, bias) = completion_hidden(model, completions), head_parameters(model)
+                    return linear_logprobs(hidden, weight, targets, bias=bias, **options)[0]
+                logits = completion_logits(model, completions)
+            return token_logprobs(logits, targets, **options)[0]
+
+        return self.reference.without_gradients(logps)
 
     def evaluate(self) -> float:
         """Share of held-out prompts solved: the first reward function gives at least 1."""
         size = self.config.prompts_per_step * self.config.group_size
-        generator = torch.Generator(self.device).manual_seed(self.config.seed)
         solved = 0
         for at in range(0, len(self.eval_rows), size):
             rows = self.eval_rows[at : at + size]
+            generator = torch.Generator(self.device).manual_seed(self.config.seed + at)
             completions = self.sample(rows, 1, self.config.eval_temperature, generator=generator)
             solved += int((self.score(rows, completions, 1).first >= 1).sum())
         return solved / len(self.eval_rows)
@@ -299,19 +380,55 @@ class Trainer:
     # ---- saving
 
     def save(self) -> None:
+        """A checkpoint that runs of any number of processes and either layout continue from."""
         state = {
             "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "reference": None if self.reference is None else self.reference.state_dict(),
+            "model": self.policy.state(),
+            "optimizer": self.policy.optimizer_state(self.optimizer),
+            "reference": None if self.reference is None else self.reference.state(),
             "entropy_coef": None if self.entropy_coef is None else self.entropy_coef.state_dict(),
-            "rng": self.rng,
+            "rng": self.ranks.gather(self.rng),
             "config": dataclasses.asdict(self.config),
         }
-        checkpoints.save(self.out / "checkpoints", self.step, state, self.config.keep_checkpoints)
+        self.ranks.on_main(lambda: checkpoints.save(self.out / "checkpoints", self.step, state, self.config.keep_checkpoints))
+
+    def save_model(self, folder: Path) -> None:
+        state = self.policy.state() if self.policy.layout == "fsdp2" else None
+
+        def write() -> None:
+            self.model.save_pretrained(folder, state_dict=state)
+            self.tokenizer.save_pretrained(folder)
+
+        self.ranks.on_main(write)
 
     def restore(self) -> None:
         """Continue from the newest intact checkpoint: model, optimizer, reference, random states and place in the data."""
+        state: dict[str, Any] = {}  # whole on rank 0, which alone reads
+        own = ("model", "optimizer", "reference")
+
+        def read() -> dict[str, Any]:
+            if self.ranks.main:
+                state.update(self.read_checkpoint())
+            return {name: value for name, value in state.items() if name not in own} | {
+                "reference": state.get("reference") is not None
+            }
+
+        small = self.ranks.together(read)[0]
+        if "step" not in small:
+            return
+        self.policy.load_state(state.get("model", {}))
+        self.policy.load_optimizer_state(self.optimizer, state.get("optimizer", {}))
+        if self.reference is not None and small["reference"]:
+            self.reference.load_state(state.get("reference", {}))
+        if self.entropy_coef is not None and small.get("entropy_coef") is not None:
+            self.entropy_coef.load_state_dict(small["entropy_coef"])
+        self.step = small["step"]
+        if self.ranks.rank < len(small["rng"]):  # a rank that the run did not have keeps its own
+            self.rng = small["rng"][self.ranks.rank]
+            checkpoints.set_rng_state(self.rng, self.device)
+
+    def read_checkpoint(self) -> dict[str, Any]:
+        """{} where there is none."""
         state, problems = checkpoints.load_newest(self.out / "checkpoints")
         for problem in problems:
             print(f"checkpoint passed over: {problem}", file=sys.stderr)
@@ -320,74 +437,38 @@ class Trainer:
                 raise ValueError(
                     f"out={str(self.out)!r} holds damaged checkpoints only: mend or remove them, or choose another folder."
                 )
-            return
+            return {}
         now = dataclasses.asdict(self.config)
         free = FREE_TO_CHANGE if self.config.lr_schedule == "constant" else FREE_TO_CHANGE - {"steps"}
         changed = [k for k in now if k not in free and state["config"].get(k) != now[k]]
         if changed:
             print(f"resuming with other values of {', '.join(changed)}: not the run that was interrupted", file=sys.stderr)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.reference is not None and state["reference"] is not None:
-            self.reference.load_state_dict(state["reference"])
-        if self.entropy_coef is not None and state.get("entropy_coef") is not None:
-            self.entropy_coef.load_state_dict(state["entropy_coef"])
-        self.step, self.rng = state["step"], state["rng"]
-        checkpoints.set_rng_state(state["rng"])
+        return state
+
+    def close(self) -> None:
+        """Leave the process group that the run made, if it did; all ranks together, after the last call of the others."""
+        self.ranks.close()
 
 
-def combine(parts: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Metrics of micro-batches as those of the batch: the loss adds up, extremes stay extremes, means weigh by tokens."""
-    parts = [p for p in parts if p["tokens"] > 0] or parts[:1]  # the extremes of nothing are not the batch's
-    tokens = torch.stack([p["tokens"] for p in parts])
-    metrics = {}
-    for name in parts[0]:
-        values = torch.stack([p[name] for p in parts])
-        if name in ("loss", "tokens"):
-            value = values.sum()
-        elif name.endswith("_max") or name.endswith("_min"):
-            value = values.max() if name.endswith("_max") else values.min()
-        else:
-            value = (values * tokens).sum() / tokens.sum().clamp(min=1)
-        metrics[name] = value.item()
-    return metrics
+def blank(completions: Completions) -> Completions:
+    """The same without completion tokens."""
+    attention = completions.attention.clone()
+    attention[:, completions.prompt_width :] = False
+    return Completions(completions.ids, attention, completions.prompt_width)
 
 
-def prepare_output(out: Path, resume: bool) -> None:
-    """Make the folder, and find out now rather than at the first checkpoint that it cannot be written."""
-    try:
-        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
-        probe = out / "checkpoints" / ".probe"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"out={str(out)!r} cannot be written ({error}): choose another folder.") from error
-    if not resume and (checkpoints.listed(out / "checkpoints") or (out / "metrics.jsonl").exists()):
-        raise ValueError(f"out={str(out)!r} holds a run: continue it with resume, or choose another folder.")
+def of_all_ranks(objective: Objective) -> Objective:
+    """The quantile of entropy over the tokens of all ranks, as that of one process is over its whole batch."""
+    quantile = objective.filter(EntropyQuantile)
+    if quantile is None:
+        return objective
+    whole = dataclasses.replace(quantile, process_group=torch.distributed.group.WORLD)
+    return dataclasses.replace(objective, filters=tuple(whole if f is quantile else f for f in objective.filters))
 
 
-@contextmanager
-def stop_after_step() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, so that the step at hand ends whole; a second signal acts at once."""
-    received: list[int] = []
-    before: dict[signal.Signals, Any] = {}
-
-    def note(number: int, frame: Any) -> None:
-        received.append(number)
-        print("stopping after this step; once more to stop now", file=sys.stderr)
-        for known, handler in before.items():
-            signal.signal(known, handler)
-
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, note)
-    except ValueError:  # not the main thread, where Python allows no handlers
-        before.clear()
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def shared(normalizer: Tensor | Denominators, world: int) -> Tensor | Denominators:
+    """The denominator of each rank's loss: gradients are averaged over the ranks where they should be added."""
+    return Denominators(*(x / world for x in normalizer)) if isinstance(normalizer, Denominators) else normalizer / world
 
 
 def main(argv: list[str]) -> int:
@@ -400,4 +481,5 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     trainer.train()
+    trainer.close()
     return 0

@@ -26,7 +26,7 @@ from grpo_kernels.trainer import TrainConfig, Trainer
 from grpo_kernels.training import checkpoints
 from grpo_kernels.training.data import load_rows, prompts_of_step
 from grpo_kernels.training.report import read_metrics
-from grpo_kernels.training.rewards import number, resolve, score
+from grpo_kernels.training.rewards import call, number, resolve, score
 from grpo_kernels.training.sampling import Completions, choose, completion_logits, end_ids, sample
 
 TIMES = {"seconds", "sampling_seconds", "tokens_per_second"}
@@ -155,10 +155,12 @@ def test_several_end_tokens(tok: Any) -> None:
 
 def test_top_k_top_p_and_temperature() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(4000, 4)
-    generator = torch.Generator().manual_seed(0)
+
+    def draws() -> torch.Tensor:
+        return torch.rand(4000, dtype=torch.float64)
 
     def shares(temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> torch.Tensor:
-        return torch.bincount(choose(logits, temperature, top_p, top_k, generator), minlength=4) / 4000
+        return torch.bincount(choose(logits, temperature, top_p, top_k, draws), minlength=4) / 4000
 
     tolerance = dict(atol=0.03, rtol=0.0)
     torch.testing.assert_close(shares(), torch.tensor([0.5, 0.3, 0.15, 0.05]), **tolerance)
@@ -166,8 +168,19 @@ def test_top_k_top_p_and_temperature() -> None:
     torch.testing.assert_close(shares(top_p=0.79), torch.tensor([0.625, 0.375, 0.0, 0.0]), **tolerance)
     squared = torch.tensor([0.25, 0.09, 0.0225, 0.0025])
     torch.testing.assert_close(shares(temperature=0.5), squared / squared.sum(), **tolerance)
-    assert choose(logits, 1.0, 1e-6, 0, generator).eq(0).all()
-    assert choose(logits, 0.0, 1.0, 0, None).eq(0).all()
+    assert choose(logits, 1.0, 1e-6, 0, draws).eq(0).all()
+    assert choose(logits, 0.0, 1.0, 0, draws).eq(0).all()
+
+
+def test_a_number_chooses_its_token_and_never_one_that_cannot_come() -> None:
+    """The cumulative probabilities are 0, 1/4, 1/4, 3/4, 1, 1: the first, third and last token have none."""
+    logits = torch.tensor([[0.0, 1.0, 0.0, 2.0, 1.0, 0.0]]).log().expand(6, 6)
+    last = 1 - 2**-53
+    at = torch.tensor([0.0, 0.25, 0.2499999, 0.75, 0.7499999, last], dtype=torch.float64)
+    assert choose(logits, 1.0, 1.0, 0, lambda: at).tolist() == [1, 3, 1, 4, 3, 4]
+    many = torch.rand(1, 5000).log_softmax(-1).expand(2, -1).masked_fill(torch.arange(5000) > 4990, -torch.inf)
+    assert (choose(many, 1.0, 1.0, 0, lambda: at[[0, 5]]) <= 4990).all()
+    assert choose(many, 1.0, 1.0, 0, lambda: torch.ones(2)).tolist() == 2 * [int(many[0].argmax())]
 
 
 # ---- the update
@@ -274,13 +287,13 @@ def test_old_log_probs_are_those_before_the_first_update(tok: Any, tmp_path: Pat
 
 def test_reference_is_kept_refreshed_and_pulled_to(tok: Any, tmp_path: Path) -> None:
     t = trainer(tok, tmp_path, beta=0.5, ref_refresh_steps=2, lr=1e-2, steps=3)
-    start = {k: v.clone() for k, v in t.reference.state_dict().items()}
+    start = {k: v.clone() for k, v in t.reference.model.state_dict().items()}
     first = t.train_step()
     assert first["kl"] == pytest.approx(0.0, abs=1e-6)
-    assert all(torch.equal(v, start[k]) for k, v in t.reference.state_dict().items())
+    assert all(torch.equal(v, start[k]) for k, v in t.reference.model.state_dict().items())
     second = t.train_step()
     assert second["kl"] > 1e-5
-    assert all(torch.equal(v, t.model.state_dict()[k]) for k, v in t.reference.state_dict().items())
+    assert all(torch.equal(v, t.model.state_dict()[k]) for k, v in t.reference.model.state_dict().items())
     assert t.train_step()["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
@@ -315,10 +328,9 @@ def test_thirty_steps_raise_the_reward(tok: Any, tmp_path: Path) -> None:
 
 def scores(functions: list[Any], *, group_size: int = 2, tokens: Any = None, weights: Any = None, **columns: Any) -> Any:
     tokens = tokens or [[1, 2, 3], [1, 2], [4, 5], [6]]
-    return score(
-        functions, weights or [1.0] * len(functions), prompts=["p"] * 4, completions=["a", "b", "c", "d"], tokens=tokens,
-        columns=columns, group_size=group_size, width=3, options={"scale": "group"},
-    )  # fmt: skip
+    rewards = call(functions, prompts=["p"] * 4, completions=["a", "b", "c", "d"], tokens=tokens, columns=columns)
+    lengths = list(map(len, tokens))
+    return score(rewards, weights or [1.0] * len(functions), lengths=lengths, group_size=group_size, options={"scale": "group"})
 
 
 def test_outcome_rewards_add_with_their_weights() -> None:
@@ -353,7 +365,9 @@ def test_process_and_outcome_rewards_train_together(tok: Any, tmp_path: Path) ->
     [
         ([1.0, 2.0], "returned 2 values for 4 completions"),
         ([[1.0], [1.0, 2.0], [1.0, None], [3.0]], "1 entries for completion 0 of 3 tokens"),
+        ([[1.0, None, 2.0], 1.0, [1.0, None], [3.0]], "returned a float for completion 1 of 2 tokens"),
         ([1.0, float("nan"), 0.0, 0.0], r"rewards\[1\]=nan"),
+        ([1.0, 0.0, None, 0.0], "returned None for completion 2: return a number"),
     ],
 )
 def test_wrong_rewards_raise(values: Any, message: str) -> None:
@@ -640,6 +654,7 @@ def test_a_run_from_the_command_line(tok: Any, tmp_path: Path) -> None:
         ({"prompt_template": "x"}, "prompt_template='x'"),
         ({"keep_checkpoints": 1}, "keep_checkpoints=1: keep at least 2"),
         ({"lr_schedule": "step"}, "lr_schedule='step'"),
+        ({"parallel": "fsdp"}, "parallel='fsdp': it must be one of ddp, fsdp2"),
     ],
 )
 def test_bad_values_name_the_field_and_the_remedy(changes: dict[str, Any], message: str) -> None:

@@ -17,6 +17,19 @@ from typing import Any
 import torch
 
 
+def prepare_output(out: Path, resume: bool) -> None:
+    """Make the folder, and find out now rather than at the first checkpoint that it cannot be written."""
+    try:
+        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+        probe = out / "checkpoints" / ".probe"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"out={str(out)!r} cannot be written ({error}): choose another folder.") from error
+    if not resume and (listed(out / "checkpoints") or (out / "metrics.jsonl").exists()):
+        raise ValueError(f"out={str(out)!r} holds a run: continue it with resume, or choose another folder.")
+
+
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     """Write the checkpoint of a step and drop all but the newest `keep`."""
     final, draft = folder / f"step-{step:08d}", folder / f"draft-{step:08d}"
@@ -73,17 +86,18 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def rng_state() -> dict[str, Any]:
-    """Global generators, which dropout and reward functions may use; sampling and the data order have their own."""
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Global generators of this process, which dropout and reward functions may use; sampling and the data order have their
+    own."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -15,6 +15,7 @@ from ..advantages import SCALES, group_advantages
 from ..filters import EntropyQuantile
 from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
+from .parallel import LAYOUTS
 
 BASELINES = ("mean", "leave-one-out", "none")  # those that need nothing but rewards
 #: a2po regresses on the reference's log-probs and values of its own, and distillation on a teacher: other inputs than here.
@@ -78,10 +79,12 @@ class TrainConfig:
     ref_refresh_steps: int = _field(0, "copy the policy into the reference every so many steps (iterative GRPO); 0 = never")
 
     steps: int = _field(200, "training steps: one batch of completions each")
-    prompts_per_step: int = _field(16, "prompts in a batch")
+    prompts_per_step: int = _field(16, "prompts in a batch, over all processes")
     group_size: int = _field(8, "completions per prompt, G")
     num_updates: int = _field(1, "optimizer steps on each batch; the ratio is to the policy before the first")
-    micro_batch: int = _field(0, "completions per forward and backward pass; 0 = the whole batch. Does not change the gradient")
+    micro_batch: int = _field(
+        0, "completions per forward and backward pass of a process; 0 = all of its batch. Does not change the gradient"
+    )
     max_prompt_tokens: int = _field(1024, "longer prompts are left out, with a count")
     max_new_tokens: int = _field(256, "completion budget in tokens")
     temperature: float = _field(1.0, "sampling temperature; the loss uses the same")
@@ -115,9 +118,12 @@ class TrainConfig:
         "auto", "auto, sdpa, eager, flash_attention_2, ...; auto: flash-attn where installed, else sdpa"
     )
     liger: bool = _field(False, "replace the model's norms, rotary embedding and MLP by liger-kernel's (GPU)")
+    parallel: str = _field(
+        "ddp", "model on several processes: ddp, a copy on each; fsdp2, parameters, gradients and optimizer in shards"
+    )
     gradient_checkpointing: bool = _field(False, "recompute activations in the backward pass")
     dtype: str = _field("float32", f"arithmetic of the model: {', '.join(DTYPES)}; parameters stay float32 (autocast)")
-    device: str = _field("auto", "auto, cpu, cuda, cuda:1, ...")
+    device: str = _field("auto", "auto, cpu, cuda, cuda:1, ...; of several processes each takes its own")
     seed: int = _field(0, "seed of the data order and of sampling")
     progress: bool = _field(True, "show a progress bar")
 
@@ -146,6 +152,7 @@ class TrainConfig:
             ("lr_schedule", SCHEDULES),
             ("loss", LOSSES),
             ("dtype", DTYPES),
+            ("parallel", LAYOUTS),
         ):
             check(name, getattr(self, name) in choices, f"it must be one of {', '.join(c for c in choices if c)}.")
         check("prompt_template", "{prompt}" in self.prompt_template, "it must contain {prompt}.")

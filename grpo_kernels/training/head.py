@@ -14,6 +14,8 @@ Tensor = torch.Tensor
 #: Configuration entries that models multiply their logits by, and divide them by.
 MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVISORS = ("logits_scaling",)
+#: Models that multiply by what others divide by.
+MULTIPLY_BY_DIVISORS = ("hyperclovax",)
 
 
 def logit_transform(config: Any, temperature: float) -> LogitTransform:
@@ -22,7 +24,8 @@ def logit_transform(config: Any, temperature: float) -> LogitTransform:
     for name in MULTIPLIERS:
         scale *= getattr(config, name, None) or 1.0
     for name in DIVISORS:
-        scale /= getattr(config, name, None) or 1.0
+        factor = getattr(config, name, None) or 1.0
+        scale *= factor if getattr(config, "model_type", None) in MULTIPLY_BY_DIVISORS else 1.0 / factor
     return LogitTransform(temperature, softcap=getattr(config, "final_logit_softcapping", None), scale=scale)
 
 

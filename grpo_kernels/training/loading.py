@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any
 
 import torch
@@ -12,11 +13,19 @@ from .config import TrainConfig
 
 
 def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    """The device of this process; of several on a machine, each has its own."""
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
         raise ValueError(f"device={name!r}: torch sees no CUDA device here; use device='cpu' or 'auto'.")
+    if device.index is None:
+        # A launcher may show each process all devices of the machine, or its own alone.
+        local = os.environ.get("LOCAL_RANK")
+        index = torch.cuda.current_device() if local is None else int(local) % torch.cuda.device_count()
+        return torch.device("cuda", index)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(f"device={name!r}: of several processes each has a device of its own; use device='cuda' or 'auto'.")
     return device
 
 
@@ -52,7 +61,7 @@ def load_policy(config: TrainConfig, device: torch.device) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def prepare_policy(model: Any, config: TrainConfig, device: torch.device) -> Any:
+def prepare_policy(model: Any, config: TrainConfig) -> Any:
     if config.liger:
         from transformers.integrations.liger import apply_liger_kernel
 
@@ -61,4 +70,4 @@ def prepare_policy(model: Any, config: TrainConfig, device: torch.device) -> Any
     if config.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5
         (enable or model.gradient_checkpointing_enable)()
-    return model.to(device)
+    return model

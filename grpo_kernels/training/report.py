@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import require
+
+Tensor = torch.Tensor
 
 #: (title, field of a metrics line); panels whose field never appears are left out.
 PANELS = (
@@ -16,6 +21,33 @@ PANELS = (
     ("KL to the reference", "kl"),
     ("entropy (nats per token)", "entropy"),
 )
+
+
+def numbers(lines: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    """The metrics of micro-batches as numbers: the host waits once."""
+    table = torch.stack([torch.stack(list(line.values())) for line in lines]).tolist()
+    return [dict(zip(line, values, strict=True)) for line, values in zip(lines, table, strict=True)]
+
+
+def combine(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of micro-batches as those of the batch: the loss adds up, extremes stay extremes, means weigh by tokens."""
+    loss = math.fsum(p["loss"] for p in parts)
+    parts = [p for p in parts if p["tokens"] > 0] or parts[:1]  # the extremes of nothing are not the batch's
+    tokens = math.fsum(p["tokens"] for p in parts)
+    metrics = {"loss": loss, "tokens": tokens}
+    for name in parts[0]:
+        if name in metrics:
+            continue
+        values = [p[name] for p in parts]
+        if name.endswith("_max") or name.endswith("_min"):
+            metrics[name] = max(values) if name.endswith("_max") else min(values)
+        else:
+            metrics[name] = math.fsum(v * p["tokens"] for v, p in zip(values, parts, strict=True)) / max(tokens, 1.0)
+    # (sum of ratios)^2 / (tokens * sum of their squares), of which each part has its own.
+    sums = [p["ratio_mean"] * p["tokens"] for p in parts]
+    squares = math.fsum(s * s / max(p["tokens"] * p["ess"], 1e-30) for s, p in zip(sums, parts, strict=True))
+    metrics["ess"] = math.fsum(sums) ** 2 / max(tokens * squares, 1e-30)
+    return metrics
 
 
 class MetricsLog:

@@ -103,43 +103,69 @@ class RewardModel:
 
 
 @dataclass(frozen=True)
+class Rewards:
+    """What one reward function returned for some completions."""
+
+    name: str
+    values: list[Any]
+
+
+def call(
+    functions: list[RewardFunction],
+    *,
+    prompts: list[str],
+    completions: list[str],
+    tokens: list[list[int]],
+    columns: dict[str, list[Any]],
+) -> list[Rewards]:
+    """The functions' rewards, as many as there are completions; without completions nothing is called."""
+    found = []
+    for function in functions:
+        name = getattr(function, "__name__", type(function).__name__)
+        values = list(function(prompts, completions, completion_ids=tokens, **columns)) if completions else []
+        if len(values) != len(completions):
+            raise ValueError(
+                f"reward {name} returned {len(values)} values for {len(completions)} completions: return one for each."
+            )
+        for i, (value, ids) in enumerate(zip(values, tokens, strict=True)):
+            if value is None:
+                raise ValueError(
+                    f"reward {name} returned None for completion {i}: return a number, or a list with process rewards."
+                )
+            if isinstance(value, (list, tuple)) and len(value) != len(ids):
+                raise ValueError(
+                    f"process reward {name} returned {len(value)} entries for completion {i} of {len(ids)} tokens: one entry per token."
+                )
+        found.append(Rewards(name, values))
+    return found
+
+
+@dataclass(frozen=True)
 class Scores:
+    lengths: list[int]  # [B]: tokens
     totals: Tensor  # [B]: the weighted sum of all rewards; of process rewards, the sum over steps
     first: Tensor  # [B]: the first function's reward, which decides whether a prompt counts as solved
     advantages: Tensor  # [B], or [B, T] with process rewards
 
 
 def score(
-    functions: list[RewardFunction],
-    weights: list[float],
-    *,
-    prompts: list[str],
-    completions: list[str],
-    tokens: list[list[int]],
-    columns: dict[str, list[Any]],
-    group_size: int,
-    width: int,
-    options: dict[str, Any],
+    rewards: list[Rewards], weights: list[float], *, lengths: list[int], group_size: int, options: dict[str, Any]
 ) -> Scores:
-    """Call the reward functions and turn what they return into advantages. `options` are those of `group_advantages`.
+    """Turn the rewards of a whole batch into advantages. `lengths`: tokens of each completion, T is the largest. `options` are
+    those of `group_advantages`.
 
     Outcome rewards are added with their weights and normalised within each group. Process rewards follow DeepSeekMath
     (arXiv 2402.03300, section 4.1.3): all step rewards of a group are normalised together, and the advantage of a token
     is the sum of the normalised rewards of the steps that end at it or later; times the weight, it is added to the
     outcome's advantage."""
-    outcome = torch.zeros(len(completions), dtype=torch.float64)
-    process = torch.zeros(len(completions), width)
+    outcome = torch.zeros(len(lengths), dtype=torch.float64)
+    process = torch.zeros(len(lengths), max(lengths))
     totals, first, per_token = torch.zeros_like(outcome), None, False
-    for function, weight in zip(functions, weights, strict=True):
-        name = getattr(function, "__name__", type(function).__name__)
-        values = function(prompts, completions, completion_ids=tokens, **columns)
-        if len(values) != len(completions):
-            raise ValueError(
-                f"reward {name} returned {len(values)} values for {len(completions)} completions: return one for each."
-            )
+    for reward, weight in zip(rewards, weights, strict=True):
+        values = reward.values
         if any(isinstance(v, (list, tuple)) for v in values):
             per_token = True
-            steps = step_rewards(values, tokens, name, width)
+            steps = step_rewards(reward, lengths)
             process += weight * process_advantages(steps, group_size=group_size, **options)
             values = [math.fsum(r for r in v if r is not None) for v in values]
         else:
@@ -149,19 +175,19 @@ def score(
         first = numbers if first is None else first
     assert first is not None
     advantages = group_advantages(outcome, group_size=group_size, **options)
-    return Scores(totals, first, advantages[:, None] + process if per_token else advantages)
+    return Scores(lengths, totals, first, advantages[:, None] + process if per_token else advantages)
 
 
-def step_rewards(values: list[Any], tokens: list[list[int]], name: str, width: int) -> Tensor:
+def step_rewards(reward: Rewards, lengths: list[int]) -> Tensor:
     """Process rewards as fp64 [B, T], NaN where no step ends."""
-    found = torch.full((len(tokens), width), math.nan, dtype=torch.float64)
-    for i, (steps, ids) in enumerate(zip(values, tokens, strict=True)):
-        if not isinstance(steps, (list, tuple)) or len(steps) != len(ids):
-            got = f"{len(steps)} entries" if isinstance(steps, (list, tuple)) else f"a {type(steps).__name__}"
+    found = torch.full((len(lengths), max(lengths)), math.nan, dtype=torch.float64)
+    for i, steps in enumerate(reward.values):
+        if not isinstance(steps, (list, tuple)):
             raise ValueError(
-                f"process reward {name} returned {got} for completion {i} of {len(ids)} tokens: one entry per token."
+                f"process reward {reward.name} returned a {type(steps).__name__} for completion {i} of {lengths[i]} tokens: "
+                "one entry per token."
             )
-        for t, reward in enumerate(steps):
-            if reward is not None:
-                found[i, t] = reward
+        for t, step in enumerate(steps):
+            if step is not None:
+                found[i, t] = step
     return found

@@ -5,8 +5,10 @@ Shape suffixes: B completions, P prompt width, T completion width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,9 +97,14 @@ def sample(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
-    generator: torch.Generator | None = None,
+    uniform: Callable[[], Tensor] | None = None,
+    wanted: Callable[[bool], bool] = bool,
 ) -> Completions:
     """`group_size` completions of each prompt, those of one prompt side by side. temperature 0 is greedy.
+
+    uniform   called once per token of a completion: B numbers in [0, 1) that choose it. None: torch's own generator.
+    wanted    called after each token with whether a completion goes on: whether to make another forward. Ranks that have
+              to make the same number of forwards ask each other here.
 
     Each prompt runs through the model once; its cache is then repeated for the group."""
     device = next(model.parameters()).device
@@ -115,12 +122,14 @@ def sample(
     prompt_width, lengths = ids.shape[1], attention.long().sum(1, keepdim=True)
     end_tensor = torch.tensor(ends, device=device)
     alive = torch.ones(len(ids), 1, dtype=torch.bool, device=device)
+    if uniform is None:
+        uniform = partial(torch.rand, len(ids), dtype=torch.float64, device=device)
     for t in range(max_new_tokens):
-        token = choose(logits, temperature, top_p, top_k, generator)[:, None]
+        token = choose(logits, temperature, top_p, top_k, uniform)[:, None]
         ids = torch.cat([ids, token.masked_fill(~alive, ends[0])], 1)
         attention = torch.cat([attention, alive], 1)
         alive = alive & ~torch.isin(token, end_tensor)
-        if t + 1 == max_new_tokens or not alive.any():
+        if t + 1 == max_new_tokens or not wanted(bool(alive.any())):
             break
         logits = model(
             input_ids=ids[:, -1:],
@@ -133,8 +142,8 @@ def sample(
     return Completions(ids, attention, prompt_width)
 
 
-def choose(logits: Tensor, temperature: float, top_p: float, top_k: int, generator: torch.Generator | None) -> Tensor:
-    """One id per row of logits [B, V]."""
+def choose(logits: Tensor, temperature: float, top_p: float, top_k: int, uniform: Callable[[], Tensor]) -> Tensor:
+    """One id per row of logits [B, V]: where the cumulative probability passes the row's number of `uniform`."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.float() / temperature
@@ -146,4 +155,8 @@ def choose(logits: Tensor, temperature: float, top_p: float, top_k: int, generat
         # A token stays while the mass before it is below top_p, so at least one does.
         beyond = ordered.cumsum(-1) - ordered >= top_p
         probs = probs.scatter(-1, order, ordered.masked_fill(beyond, 0.0))
-    return torch.multinomial(probs, 1, generator=generator)[:, 0]
+    below = probs.cumsum(-1, dtype=torch.float64)
+    at = uniform()[:, None].to(torch.float64) * below[:, -1:]
+    token = torch.searchsorted(below, at, right=True).clamp(max=probs.shape[-1] - 1)
+    # At the very end of the range rounding can point at a token that cannot come.
+    return torch.where(probs.gather(-1, token) > 0, token, probs.argmax(-1, keepdim=True))[:, 0]

@@ -1,0 +1,83 @@
+"""What the processes of a run agree on. torchrun, `accelerate launch`, srun and Ray Train all say in the environment who is who."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process among those of the run; one process alone is a world of 1, where nothing here communicates.
+
+    Where WORLD_SIZE is above 1 and no process group exists, one is made: NCCL on CUDA devices, gloo on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.made = device, False
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            # Objects travel over gloo, so that they need not wait for the device.
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+            self.made = True
+        joined = dist.is_initialized()
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+        self.main = self.rank == 0
+        #: The exception that `together` raised, which all ranks have then raised.
+        self.shared_error: BaseException | None = None
+
+    def share(self, count: int) -> slice:
+        """This rank's part of `count` things: consecutive, the parts in the order of the ranks, at most one longer."""
+        size, longer = divmod(count, self.world)
+        first = self.rank * size + min(self.rank, longer)
+        return slice(first, first + size + (self.rank < longer))
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, on every rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        if self.world == 1:
+            return flag
+        found = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return bool(found)
+
+    def together(self, function: Callable[[], T]) -> list[T]:
+        """What the function returns on each rank. Where it raises, all ranks raise: nobody waits for one that is gone."""
+        if self.world == 1:
+            return [function()]
+        result, error, message = None, None, None
+        try:
+            result = function()
+        except Exception as caught:
+            # What the arguments or the machine are to blame for; the exception itself may not be fit to be sent.
+            error = caught
+            message = (isinstance(caught, (ValueError, OSError)), f"{type(caught).__name__}: {caught}")
+        outcomes = self.gather((result, message))
+        failed = [(rank, *told) for rank, (_, told) in enumerate(outcomes) if told is not None]
+        if not failed:
+            return [outcome for outcome, _ in outcomes]  # type: ignore[misc]
+        rank, blame, text = failed[0]
+        self.shared_error = error or (ValueError if blame else RuntimeError)(f"process {rank} of the run failed: {text}")
+        raise self.shared_error
+
+    def on_main(self, function: Callable[[], Any]) -> None:
+        """Run it on rank 0, while the others wait for it, and fail if it fails."""
+        self.together(lambda: function() if self.main else None)
+
+    def close(self) -> None:
+        """Leave the group if it was made here; all ranks have to."""
+        if self.made and dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+            self.made = False
