@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import os
 import statistics
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -64,10 +65,12 @@ class Rows:
             return found
 
         with (
+            warnings.catch_warnings(),
             mock.patch.dict(backend.LAUNCH, {self.kind: (self.threads, self.accesses)}),
             mock.patch.object(backend, "_options", fewer_registers),
             mock.patch.object(backend, "_multiprocessors", lambda device: self.programs * multiprocessors(device)),
         ):
+            warnings.simplefilter("error", RuntimeWarning)  # of a smaller tile: then this one has failed
             yield
 
 
