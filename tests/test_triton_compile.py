@@ -123,3 +123,28 @@ def test_each_formula_has_its_own_kernel(tmp_path: Path) -> None:
         assert len(set(binaries[:5])) == 5 and len(set(binaries[6:])) == 3
         backend.fused_loss(logits, token_rows(2, Objective()), Objective(Clip(0.1, 0.4, 3.0)), PLAIN, logits)
         assert launches[-1][1] is launches[0][1]
+
+
+ANNOTATED = """
+import torch
+from torch import Tensor
+from grpo_kernels.surrogates import ops
+
+
+def scaled(x: Tensor, by: float) -> "torch.Tensor":
+    return x * by
+
+
+def bent(logp: Tensor, old_logp: Tensor, advantage: torch.Tensor, params: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    x = scaled(logp - old_logp, 0.5)
+    return -advantage * logp + x * x, -advantage + x
+"""
+
+
+def test_annotations_are_not_compiled(tmp_path: Path) -> None:
+    """Names that only annotations use are none of a kernel's."""
+    objective = Objective(Custom(imported(tmp_path / "annotated.py", ANNOTATED)))
+    with compiling("sm_90") as launches:
+        logits = torch.zeros(1, 2, 64)
+        backend.fused_loss(logits, token_rows(2, objective), objective, PLAIN, logits)
+        assert len(launches) == 1 and launches[0][1].asm["cubin"]

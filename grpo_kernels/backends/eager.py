@@ -63,6 +63,11 @@ def _safe(targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     return torch.where(valid, targets, 0)[:, None], valid
 
 
+def _row_sums(x: Tensor) -> Tensor:
+    """[r, V] -> [r]. A CPU cuts the sum of one long row up among its threads, that of a row among others it does not."""
+    return x.sum(1) if x.shape[0] > 1 else x.expand(2, -1).sum(1)[:1]
+
+
 def row_stats(
     logits: Tensor,
     targets: Tensor,
@@ -79,9 +84,9 @@ def row_stats(
         chosen[r] = torch.where(valid, z.gather(1, ids)[:, 0], torch.nan)
         top[r] = z.amax(1)
         z.sub_(top[r, None]).exp_()
-        total[r] = z.sum(1)
+        total[r] = _row_sums(z)
         if entropy:
-            weighted[r] = z.xlogy_(z).sum(1)  # e^(z - max) (z - max), and 0 where e^(z - max) is 0
+            weighted[r] = _row_sums(z.xlogy_(z))  # e^(z - max) (z - max), and 0 where e^(z - max) is 0
     if read is not None:
         chosen, top, weighted = (torch.where(read, x, 0.0) for x in (chosen, top, weighted))
         total = torch.where(read, total, 1.0)

@@ -95,4 +95,12 @@ def compiled_formula(function: Callable[..., Any]) -> Any:
             raise ValueError(f"{name} refers to {used_name}, a {type(value).__name__}: {remedy}")
     clone = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     clone.__module__, clone.__qualname__ = function.__module__, function.__qualname__
-    return triton.jit(clone)
+    compiled = triton.jit(clone)
+    if isinstance(compiled, triton.runtime.JITFunction):  # not the interpreter's, which runs the function itself
+        # Triton evaluates annotations, whose names (torch, Any) a kernel does not know.
+        arguments = definition.args
+        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+            argument.annotation = None
+        definition.returns = None
+        compiled._unsafe_update_src(ast.unparse(definition))
+    return compiled

@@ -67,7 +67,7 @@ def run(
             raise KernelFailure(known)
         halvings = known
     launch = first = tile(halvings)
-    failure: Exception | None = None
+    said = ""  # by the first failure; the exception itself would keep the arguments alive
     while True:
         try:
             kernel[(programs(launch),)](*arguments, **flags, **launch.flags, **launch.options)
@@ -75,19 +75,19 @@ def run(
         except Exception as error:
             if not _before_it_ran(error, kernel, arguments, {**flags, **launch.flags, **launch.options}):
                 raise
-            failure = failure or error
-        halvings += 1
-        smaller = tile(halvings)
-        if smaller.flags["LANES"] < FEWEST_LANES:
-            tried = first.tile if launch == first else f"{first.tile} down to {launch.tile}"
-            reason = f"the Triton kernel {_name(kernel, flags)} does not run with tiles of {tried} logits: {_line(failure)}"
-            _remembered[_signature(kernel, tile(0), arguments, flags)] = reason
-            raise KernelFailure(reason) from failure
-        launch = smaller
-    if failure is not None:
+            said = said or _line(error)
+            halvings += 1
+            smaller = tile(halvings)
+            if smaller.flags["LANES"] < FEWEST_LANES:
+                tried = first.tile if launch == first else f"{first.tile} down to {launch.tile}"
+                reason = f"the Triton kernel {_name(kernel, flags)} does not run with tiles of {tried} logits: {said}"
+                _remembered[_signature(kernel, tile(0), arguments, flags)] = reason
+                raise KernelFailure(reason) from error
+            launch = smaller
+    if said:
         _remembered[_signature(kernel, tile(0), arguments, flags)] = halvings
         warn_once(
-            f"the Triton kernel {_name(kernel, flags)} does not run with a tile of {first.tile} logits: {_line(failure)}. It "
+            f"the Triton kernel {_name(kernel, flags)} does not run with a tile of {first.tile} logits: {said}. It "
             f"runs with {launch.tile}, which may be slower. `python -m grpo_kernels doctor` says more."
         )
 
