@@ -177,7 +177,7 @@ def pass_at_k_advantages(
 def greedy_baseline_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     """reward - reward of the same prompt's greedy completion: fp32 [B] (ReMax, arXiv 2310.10505).
 
-    Both [B], finite; for G completions a prompt pass `greedy.repeat_interleave(G)`. With per-token rewards the same
+    rewards and greedy_rewards [B], finite; for G completions a prompt pass `greedy.repeat_interleave(G)`. With per-token rewards the same
     baseline is taken from `discounted_returns`. Raises ValueError for other shapes and values."""
     r, _ = _rewards(rewards)
     greedy, _ = _rewards(greedy_rewards, name="greedy_rewards")
@@ -189,8 +189,8 @@ def greedy_baseline_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tenso
 def gpg_scale(rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None) -> Tensor:
     """GPG's factor, a 0-d fp32 tensor: B / max(number of samples that count, 1) (arXiv 2504.02546).
 
-    Without groups those with a reward other than 0 count (verl). With them, those of groups whose rewards differ: the
-    samples that have a gradient. verl's GPG is gpg_scale(r) * group_advantages(r, ..., scale="none", singleton="raw")."""
+    Without group_size and groups (as `zero_variance` takes them) those with a reward other than 0 count (verl). With one,
+    those of groups whose rewards differ: the samples that have a gradient. verl's GPG is gpg_scale(r) * group_advantages(r, ..., scale="none", singleton="raw")."""
     if group_size is None and groups is None:
         r, _ = _rewards(rewards)
         counts = r != 0

@@ -82,12 +82,13 @@ class VocabShard:
             if _ranks(group) > 1:
                 size = torch.tensor([width], device=weight.device)
                 sizes = torch.empty(_ranks(group), dtype=size.dtype, device=size.device)
-                dist.all_gather_into_tensor(sizes, size, group=group)
+                _all_gather(sizes, size, group)
                 widths = sizes.tolist()
             ends = list(accumulate(widths, initial=0))
             start, whole = ends[_rank(group)], ends[-1]
         else:
             mesh, whole = weight.device_mesh, weight.shape[dim]  # type: ignore[attr-defined]
+            refuse_managed("weight", weight)
             if not _cut_along(weight, dim) or group is not None:
                 raise ValueError(
                     f"weight is a DTensor with placements {placements}: it must be cut by Shard({dim}) over a mesh of one "
@@ -104,6 +105,7 @@ class VocabShard:
         placements = getattr(x, "placements", None)
         if placements is None:
             return x
+        refuse_managed(name, x)
         if not _cut_along(x, dim):
             raise ValueError(
                 f"{name} is a DTensor with placements {placements}: with shard= it must be cut by Shard({dim}) over a mesh of one "
@@ -150,7 +152,7 @@ class VocabParallel:
         everyone = partials[None]
         if ranks > 1:
             everyone = torch.empty(ranks, *partials.shape, dtype=torch.float32, device=logits.device)
-            dist.all_gather_into_tensor(everyone, partials[None], group=self.shard.group)
+            _all_gather(everyone, partials[None], self.shard.group)
         return merge(everyone, read)
 
     def row_grads(
@@ -212,9 +214,43 @@ def merge(partials: Tensor, read: Tensor | None) -> RowStats:
     return RowStats(top, total, weighted, target)
 
 
+def is_managed(x: Any) -> bool:
+    """Whether FSDP2 or replicate() holds this DTensor as a parameter of its own. Its placements do not tell: a shard of FSDP
+    looks like one of tensor parallelism, but its ranks have other rows, and its gradient is reduced by hooks only."""
+    try:
+        from torch.distributed._composable_state import _module_state_mapping
+
+        states = {state for state in (ref() for ref in _module_state_mapping.values()) if state is not None}
+        for state in states:
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            for group in filter(None, groups):
+                if any(x is p.sharded_param or _same_storage(x, p.sharded_param) for p in group.fsdp_params):
+                    return True
+    except (ImportError, AttributeError):  # private to torch: where it has changed, nothing is known
+        pass
+    return False
+
+
+def refuse_managed(name: str, x: Any) -> None:
+    if is_managed(x):
+        raise ValueError(
+            f"{name} is a parameter of FSDP or replicate() outside its module's forward, where it is not gathered and no hook "
+            "reduces its gradient: call FusedLMHead, or do this in the forward of the module that owns the parameter."
+        )
+
+
+def _same_storage(a: Any, b: Any) -> bool:
+    a, b = a._local_tensor, b._local_tensor
+    return a.numel() > 0 and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 def _cut_along(x: Any, dim: int) -> bool:
     """Whether a DTensor's ranks have consecutive parts of it along `dim`, and nothing else."""
     return len(x.placements) == 1 and x.placements[0].is_shard() and x.placements[0].dim % x.dim() == dim % x.dim()
+
+
+def _all_gather(out: Tensor, x: Tensor, group: Any) -> None:
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(out, x, group=group)  # its name since torch 2.13
 
 
 def _ranks(group: Any) -> int:

@@ -112,7 +112,7 @@ class AdaptiveEntropyCoef:
         return {"coef": self._coef, "entropy": self._entropy}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from a `state_dict`. Raises ValueError if it is something else."""
+        """Continue from `state`, which `state_dict` returned. Raises ValueError if it is something else."""
         require(set(state) == {"coef", "entropy"}, "state", state, "pass what state_dict() returned: coef and entropy.")
         require_number(
             "coef", state["coef"], f"the coefficient is in the range [{self.low!r}, {self.high!r}].", self.low, self.high

@@ -3,6 +3,9 @@
 What is known before the policy is evaluated (mismatch to the sampler, say) is a weight of the batch instead: see
 corrections.py. A filtered token has loss 0 and slope 0 in the policy term; the KL keeps it, and so do denominators (but for the mean of
 an entropy bonus with entropy_aggregate="token-mean", which is over what `EntropyQuantile` keeps).
+
+A trust region is (logp, anchor_logp, advantage, params) -> keep, with params = (low, high); p and q are the probabilities
+under the policy and under the anchor, A is the advantage.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-# ---- trust regions: (logp, anchor_logp, advantage, params) -> keep. p, q: probabilities under the policy and the anchor
+# ---- trust regions
 
 
 def trust_tv(logp, anchor_logp, advantage, params):
@@ -67,7 +70,8 @@ class Filter:
     filters_entropy: bool = False
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
-        """bool [n], from detached fp32 [n]."""
+        """bool [n], from logps and entropy, detached fp32 [n], the flat rows, and the batch that they come from,
+        which one of `one_pass` has no need of."""
         raise NotImplementedError
 
 
@@ -95,6 +99,7 @@ class TrustRegion(Filter):
 
     @property
     def params(self) -> tuple[float, float]:
+        """(low, high)."""
         return (float(self.low), float(self.high))
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:

@@ -1,6 +1,7 @@
 """KL to the reference: estimators, each one plain function, and `Kl`, which says what becomes of them.
 
-With d = ref_logp - logp, and d loss / d logp called the slope. Which gradient an estimator has in expectation, on samples
+An estimator is (logp, old_logp, ref_logp) -> (value, slope) of a token, fp32, with d = ref_logp - logp and d value / d logp
+called the slope; the probability at the start of the update, old_logp, only `distillation` looks at. Which gradient an estimator has in expectation, on samples
 of the policy: k1 as a loss none at all (use it in rewards, or weighted), k2 that of KL(policy || reference), k3 that of
 KL(reference || policy); weighted by the ratio or the score, k1 and k3 have that of KL(policy || reference).
 """
@@ -60,15 +61,18 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {"k1": k1, "k2": k2, "k3": k3, "abs"
 
 
 def k1_score(logp, old_logp, ref_logp):
+    """Value and slope of `k1`, added."""
     return 1.0 - (ref_logp - logp)
 
 
 def k2_score(logp, old_logp, ref_logp):
+    """Value and slope of `k2`, added."""
     d = ref_logp - logp
     return 0.5 * d * d - d
 
 
 def k3_score(logp, old_logp, ref_logp):
+    """Value and slope of `k3`, added."""
     return -(ref_logp - logp)
 
 
@@ -78,7 +82,9 @@ WEIGHTINGS = ("none", "ratio", "detached-ratio", "score")
 
 
 def kl_terms(logp, old_logp, ref_logp, log_ratio, clamps, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH):
-    """(value, slope with the ratio held still, slope through the log-ratio, their sum), as `Kl` describes."""
+    """(value, slope with the ratio held still, slope through the log-ratio, their sum), as `Kl` describes.
+
+    log_ratio  that of the weighting. clamps  `Kl.clamps`. ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH  `Kl.formula`."""
     # A token that one of the two forbids is still an ordinary number away from the other.
     logp = ops.maximum(logp, -1e4)
     ref_logp = ops.maximum(ref_logp, -1e4)
@@ -152,6 +158,7 @@ class Kl:
 
     @property
     def function(self) -> Callable[..., Any]:
+        """The estimator itself."""
         return self.estimator if callable(self.estimator) else ESTIMATORS[self.estimator]
 
     @property

@@ -14,7 +14,7 @@ import torch
 
 from .backends import Backend, FusedRows, RowStats, RowTransform
 from .batch import TokenBatch
-from .distributed import VocabShard, check_shard
+from .distributed import VocabShard, check_shard, refuse_managed
 from .objective import Objective
 from .products import products_for
 from .token_stage import TokenRows
@@ -95,6 +95,7 @@ def _local(name: str, x: Tensor) -> Tensor:
     placements = getattr(x, "placements", None)
     if placements is None:
         return x
+    refuse_managed(name, x)
     if not all(p.is_replicate() for p in placements):
         remedy = "pass the rows of this rank as a plain tensor, hidden.to_local()."
         if name != "hidden":

@@ -205,6 +205,11 @@ class _LinearLogprobs(torch.autograd.Function):
         if d_entropy is not None:
             d_entropy = upstream(d_entropy, None)
             wanted |= d_entropy[index] != 0
+        if ctx.shard is None and (weight.numel() == 0 or weight.untyped_storage().nbytes() == 0):
+            raise RuntimeError(
+                "weight is gone before the backward, which computes the logits again: keep it gathered until after it (ZeRO-3: "
+                "deepspeed.zero.GatheredParameters around both; FSDP: reshard_after_forward=False), or use linear_grpo_loss."
+            )
         engine = Engine(Head(hidden, weight, bias, ctx.dtype, ctx.shard), ctx.backend, ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
             stats = RowStats(top, total, None, chosen)

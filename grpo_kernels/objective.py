@@ -33,7 +33,9 @@ _NOTED: OrderedDict[str, Objective] = OrderedDict()
 def objective_of(handle: str) -> Objective:
     """The objective that was noted under this handle in this process."""
     if handle not in _NOTED:
-        raise RuntimeError(f"no objective is known as {handle}: operators of torch.library find those made in their own process.")
+        raise RuntimeError(
+            f"no objective is known as {handle}: operators of torch.library find those made in their own process."
+        )
     _NOTED.move_to_end(handle)
     return _NOTED[handle]
 
@@ -44,6 +46,10 @@ class Denominators(NamedTuple):
     policy: float | Tensor
     kl: float | Tensor
     entropy: float | Tensor
+
+    def __truediv__(self, ranks: float) -> Denominators:
+        """Each over the number of ranks, where gradients are averaged instead of summed."""
+        return Denominators(*(x / ranks for x in self))
 
 
 @dataclass(frozen=True)

@@ -157,5 +157,6 @@ class HalfProducts(Products):
 def _times_transposed(a: Tensor, b: Tensor) -> Tensor:
     """fp32 a @ b.T. On a CPU through oneDNN: on AMD it is twice as fast as MKL, which torch.mm goes to."""
     if a.device.type == "cpu" and a.numel() and b.numel() and torch.backends.mkldnn.is_available():
-        return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+        two = a if a.shape[0] > 1 else a.expand(2, -1)  # one row would go to a kernel of its own, which rounds otherwise
+        return torch.ops.mkldnn._linear_pointwise(two, b, None, "none", [], "")[: a.shape[0]]
     return a @ b.t()

@@ -3,8 +3,9 @@
 Notation: logp, old_logp are log-probs of the chosen token under the policy and under the policy at the start of the
 update; x = logp - old_logp, r = exp(x); A the advantage; sg stops the gradient; "slope" = d loss / d logp.
 
-Every function is written in `ops` (see there), so the fused Triton kernel runs the same source. To write your own, see
-`Custom`.
+Every function is (logp, old_logp, advantage, params) -> (loss, slope) of a token, fp32; params are the numbers of its
+class, in the order of the fields. It is written in `ops` (see there), so the fused Triton kernel runs the same source. To
+write your own, see `Custom`.
 """
 
 from __future__ import annotations
@@ -143,11 +144,12 @@ class Surrogate:
         return (0.0, math.inf)
 
     def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
-        """What a token's log-ratio [n] counts in its sequence's mean or sum, and the derivative of that."""
+        """What a token's log-ratio x [n] counts in its sequence's mean or sum, and the derivative of that; advantages [n]."""
         return x, 1.0
 
     def select(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
-        """fp32 [n] of 0 and 1, for a surrogate that `selects`."""
+        """fp32 [n] of 0 and 1, for a surrogate that `selects`, from logps, old_logps and advantages, fp32 [n], and trained,
+        bool [n]."""
         raise NotImplementedError
 
     def __call__(self, logp: Tensor, old_logp: Tensor, advantage: Tensor, *selected: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,7 +246,8 @@ class Vespo(Surrogate):
     """VESPO: loss = -phi A logp, phi = sg(exp(lambda + k log w - lambda w)) with w the ratio of the whole sequence.
 
     log w is the sum of log-ratios, each within +-20, and of the logs of the batch's weights, which enter here instead of
-    multiplying the term; log w itself is kept in [log 1e-8, 20]. (k, lambda) by the sign of A. Source: arXiv 2602.10693."""
+    multiplying the term; log w itself is kept in [log 1e-8, 20]. (k, lambda) is (k_pos, lambda_pos) for A >= 0, else
+    (k_neg, lambda_neg). Source: arXiv 2602.10693."""
 
     k_pos: float = 2.0
     lambda_pos: float = 3.0
@@ -320,7 +323,8 @@ class A2po(Surrogate):
 
 
 def covariance(logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
-    """(A - mean A) (logp - mean logp) of every trained token of the batch, fp64 [n]; 0 elsewhere. arXiv 2505.22617 eq. 9."""
+    """(A - mean A) (logp - mean logp) of every trained token of the batch, fp64 [n]; 0 elsewhere. arXiv 2505.22617 eq. 9.
+    logps and advantages fp32 [n], trained bool [n]."""
     count = trained.sum().clamp(min=1)
     centred = []
     for values in (logps, advantages):
@@ -406,9 +410,11 @@ class Custom(Surrogate):
         objective = Objective(surrogate=Custom(squared, (0.1,)))
 
     `function` takes and returns scalars as far as it can tell: arithmetic, comparisons and the names of `ops`, no
-    Python branches on values. `check_surrogate` compares the slope with autograd. It must be defined in a file
-    (Triton compiles its source) and must not close over local variables. At sequence levels, unless detached_ratio, logp is
-    the log-ratio of the sequence and old_logp 0: a formula for those uses their difference only.
+    Python branches on values; `parameters` is what it receives as its last argument. `check_surrogate` compares the slope
+    with autograd. For the fused kernel it is defined in a file (Triton compiles its source) and closes over no local variables:
+    others cost a second visit of the logits, with a warning, and a ValueError under strict or backend="triton". At sequence
+    levels, unless detached_ratio, logp is the log-ratio of the sequence and old_logp 0: a formula for those uses their
+    difference only.
     """
 
     function: Callable[..., Any]
@@ -423,7 +429,8 @@ class Custom(Surrogate):
 
 def check_surrogate(surrogate: Surrogate, *, points: int = 4096, tolerance: float = 1e-6, seed: int = 0) -> None:
     """Compare a surrogate's slope with autograd's derivative of its loss, in fp64, at random log-probs, ratios within
-    e^-3 and e^3, and advantages of both signs; and its claim to be 0 at advantage 0, if it makes it.
+    e^-3 and e^3, and advantages of both signs; and its claim to be 0 at advantage 0, if it makes it. `points` of them are
+    drawn with `seed`; an error above `tolerance` times (1 + the derivative) is refused.
 
     Meant for surrogates of your own. Where the loss has a detached factor (`detached_ratio=True`: the ratio is a
     constant weight) old_logp moves along with logp, so that the ratio stands still. Raises ValueError naming the worst

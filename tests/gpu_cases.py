@@ -7,6 +7,7 @@ on a GPU is not spent on typos. Run by benchmarks/gpu_kit.py."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from cases import OBJECTIVES, Case, around, assert_no_worse, build, run, same_bi
 from linear_cases import build_linear, in_chunks, run_linear
 
 from grpo_kernels import LossOutput, Objective, TokenBatch, grpo_loss, token_logprobs
+from grpo_kernels.distributed import VocabShard
 from grpo_kernels.products import HalfProducts, Products, TensorCoreProducts
 
 Tensor = torch.Tensor
@@ -265,3 +267,45 @@ def test_runs_are_bitwise_repeatable(name: str, backend: str) -> None:
     linear = build_linear(DTYPES[-1], vocab=VOCABULARIES[0], width=WIDTH)
     first, second = (run_linear(linear, make(), backend) for _ in range(2))
     assert same_bits(first[0].loss, second[0].loss) and all(same_bits(first[1][k], second[1][k]) for k in first[1])
+
+
+# ---- what else runs the same kernels
+
+
+@pytest.mark.parametrize("name", ["dapo, k3", "gspo"])
+def test_compiled(name: str, backend: str) -> None:
+    """The operators in a graph of torch.compile, their backward included."""
+    case, objective = build(vocab=VOCABULARIES[0]), OBJECTIVES[name][0]()
+
+    def loss(logits: Tensor, batch: TokenBatch) -> Tensor:
+        return 0.5 * grpo_loss(2.0 * logits, batch, objective, backend=backend).loss
+
+    results = []
+    for run_it in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        leaf, batch = case.logits.clone().requires_grad_(), case.batch()
+        with contextlib.ExitStack() as stack:
+            if torch.overrides._get_current_function_mode() is not None:  # of the plugin: no part of what is compiled
+                stack.enter_context(torch.overrides._pop_mode_temporarily())
+            value = run_it(leaf, batch)
+            (gradient,) = torch.autograd.grad(value, leaf)
+        results.append((value.detach(), gradient))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-9)
+
+
+def test_one_rank_of_a_group(backend: str) -> None:
+    """A shard that is the whole vocabulary, and sequences that one rank shares with nobody, over NCCL on a GPU."""
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl" if ON_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        case, objective = build(vocab=VOCABULARIES[1]), Objective.preset("gspo", beta=0.1)
+        shard = VocabShard.of(case.logits, vocab=VOCABULARIES[1], dim=-1)
+        results = []
+        for batch, options in ((case.batch(), {}), (case.batch(context_group=dist.group.WORLD), {"shard": shard})):
+            leaf = case.logits.clone().requires_grad_()
+            out = grpo_loss(leaf, batch, objective, backend=backend, **options)
+            (gradient,) = torch.autograd.grad(out.loss, leaf)
+            results.append((out.loss.detach(), gradient))
+        torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-9)
+    finally:
+        dist.destroy_process_group()

@@ -13,7 +13,17 @@ import torch.distributed as dist
 from cases import OBJECTIVES, Case, assert_no_worse, build, same_bits
 from linear_cases import LinearCase, assert_gradients_no_worse, assert_near, build_linear
 
-from grpo_kernels import LossOutput, Objective, TokenBatch, grpo_loss, linear, linear_grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels import (
+    LossOutput,
+    Objective,
+    TokenBatch,
+    distributed,
+    grpo_loss,
+    linear,
+    linear_grpo_loss,
+    linear_logprobs,
+    token_logprobs,
+)
 from grpo_kernels.distributed import VocabShard
 
 Tensor = torch.Tensor
@@ -249,19 +259,27 @@ def check_dtensor_head(rank: int, ranks: int) -> None:
 def counted() -> Iterator[dict[str, list[int]]]:
     """Bytes of each collective, by name; any other than these two fails."""
     sizes: dict[str, list[int]] = {"all_gather": [], "all_reduce": []}
-    gather, reduce = dist.all_gather_into_tensor, dist.all_reduce
+    gather, reduce = distributed._all_gather, dist.all_reduce
 
-    def all_gather(out: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def all_gather(out: Tensor, x: Tensor, group: Any) -> None:
         sizes["all_gather"].append(x.numel() * x.element_size())
-        return gather(out, x, *args, **kwargs)
+        dist_gather.stop()
+        gather(out, x, group)
+        dist_gather.start()
 
     def all_reduce(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         sizes["all_reduce"].append(x.numel() * x.element_size())
         return reduce(x, *args, **kwargs)
 
-    others = ("all_gather", "broadcast", "barrier", "reduce_scatter_tensor", "all_to_all_single", "all_gather_object")
-    refuse = {name: mock.Mock(side_effect=AssertionError(f"a collective of its own: {name}")) for name in others}
-    with mock.patch.multiple(dist, all_gather_into_tensor=all_gather, all_reduce=all_reduce, **refuse):
+    others = ["all_gather", "broadcast", "barrier", "reduce_scatter_tensor", "all_to_all_single", "all_gather_object"]
+    gathers = [name for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)]
+    refuse = {name: mock.Mock(side_effect=AssertionError(f"a collective of its own: {name}")) for name in others + gathers}
+    dist_gather = mock.patch.multiple(dist, **{name: refuse.pop(name) for name in gathers})
+    with (
+        dist_gather,
+        mock.patch.multiple(dist, all_reduce=all_reduce, **refuse),
+        mock.patch.object(distributed, "_all_gather", all_gather),
+    ):
         yield sizes
 
 
@@ -417,3 +435,33 @@ def check_bad_input(rank: int, ranks: int) -> None:
         assert f"the ranks hold {sum(widths)} rows in all" in str(error)
     else:
         raise AssertionError("more ids than rows")
+
+
+def check_managed_parameters(rank: int, ranks: int) -> None:
+    """What FSDP2 or replicate() holds is no shard of a vocabulary, and no weight of one's own, however it looks."""
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    hidden, targets = torch.randn(3, 8), torch.tensor([0, 1, 2])
+    sharded = torch.nn.Sequential(torch.nn.Linear(8, V))
+    fully_shard(sharded, mesh=mesh)
+    weight = sharded[0].weight
+    calls = [
+        lambda: VocabShard.of(weight),
+        lambda: VocabShard.of(weight.detach()),
+        lambda: linear_logprobs(hidden, weight, targets, shard=VocabShard(0, V)),
+        lambda: linear_logprobs(hidden, weight, targets),
+    ]
+    replicated = torch.nn.Sequential(torch.nn.Linear(8, V))
+    replicate(replicated)
+    if hasattr(replicated[0].weight, "placements"):
+        calls.append(lambda: linear_logprobs(hidden, replicated[0].weight, targets))
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            assert "call FusedLMHead" in str(error), error
+        else:
+            raise AssertionError("a parameter that hooks manage was taken")
