@@ -275,11 +275,14 @@ def global_normalizer(
             linear_grpo_loss(..., batch, objective, normalizer=normalizer).loss.backward()
 
     The gradients of micro-batches then add up to that of the whole batch, fully masked ones included; over ranks they have
-    to be summed. DDP and FSDP average instead: pass normalizer / world size. An objective whose KL or bonus has an
-    aggregation of its own gets a Denominators of three. What looks at the whole batch stays with its piece of it: the
-    selections of ClipCov and KlCov, and EntropyQuantile.
+    to be summed. DDP and FSDP average instead: pass normalizer / (number of ranks that they average over). An objective whose
+    KL or bonus has an aggregation of its own gets a Denominators of three. What looks at the whole batch stays with its piece
+    of it: the selections of ClipCov and KlCov, and EntropyQuantile.
 
     Sequences and groups stay whole: a micro-batch holds all tokens of a sequence, and for "group-mean" all of a group.
+
+    process_group   the ranks that have rows of their own. Those that share the vocabulary of the same rows (`VocabShard`) count
+             once: pass the data-parallel group. Those that share sequences (`TokenBatch.context_group`) are all of it.
     reduce   False: this rank alone; True: torch.distributed must be initialised. One all-reduce, no host sync.
     """
     require(isinstance(objective, Objective), "objective", type(objective).__name__, "pass an Objective.")

@@ -302,7 +302,8 @@ class Trainer:
             outs: list[LossParts] = []
             if self.entropy_coef is not None:
                 self.objective = dataclasses.replace(self.objective, entropy_coef=self.entropy_coef.coef)
-            normalizer = shared(global_normalizer(self.objective, whole), world)
+            # Over the world: gradients are averaged over the ranks where they should be added.
+            normalizer = global_normalizer(self.objective, whole) / world
             for i, (part, advantage) in enumerate(parts):
                 batch = TokenBatch(
                     part.targets, advantage, mask=part.mask, old_logps=old_logps[i], ref_logps=ref_logps[i]
@@ -464,11 +465,6 @@ def of_all_ranks(objective: Objective) -> Objective:
         return objective
     whole = dataclasses.replace(quantile, process_group=torch.distributed.group.WORLD)
     return dataclasses.replace(objective, filters=tuple(whole if f is quantile else f for f in objective.filters))
-
-
-def shared(normalizer: Tensor | Denominators, world: int) -> Tensor | Denominators:
-    """The denominator of each rank's loss: gradients are averaged over the ranks where they should be added."""
-    return Denominators(*(x / world for x in normalizer)) if isinstance(normalizer, Denominators) else normalizer / world
 
 
 def main(argv: list[str]) -> int:

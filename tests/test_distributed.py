@@ -63,6 +63,7 @@ def test_a_denominator_of_each_term_only_where_they_differ() -> None:
     assert float(global_normalizer(Objective(), batch)) == trained
     own = Objective(aggregate="token-sum", beta=0.1, kl_aggregate="seq-mean-token-mean", entropy_aggregate="token-mean")
     assert [float(x) for x in global_normalizer(own, [batch, batch])] == [1.0, 16.0, 2 * trained]
+    assert [float(x) for x in global_normalizer(own, [batch, batch]) / 4] == [0.25, 4.0, trained / 2]
     assert isinstance(global_normalizer(replace(own, beta=0.0), batch), Tensor)  # nobody looks at the KL's
 
 

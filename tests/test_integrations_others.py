@@ -1072,17 +1072,17 @@ def test_unknown_versions_are_refused(name: str, monkeypatch: pytest.MonkeyPatch
             BINDERS[name](any_version=True)
 
 
-def test_several_ranks_are_left_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+def test_what_is_left_to_the_trainer_is_counted_or_an_error() -> None:
     calls: list[Any] = []
     stand_in("slime.utils.ppo_utils", calculate_log_probs_and_entropy=lambda *args, **_: calls.append(args))
     home = sys.modules["slime.utils.ppo_utils"]
+    logits, tokens = torch.randn(3, V, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
     with slime.bind() as slots:
-        home.calculate_log_probs_and_entropy(torch.randn(3, V), torch.zeros(3, dtype=torch.int64), object())
-    assert len(calls) == 1 and slots.counts == {"slime: the vocabulary is spread over several ranks": 1}
-    with slime.bind(strict=True), pytest.raises(RuntimeError, match=r"strict=True.*several ranks"):
-        home.calculate_log_probs_and_entropy(torch.randn(3, V), torch.zeros(3, dtype=torch.int64), object())
+        home.calculate_log_probs_and_entropy(logits, tokens, None)
+    assert len(calls) == 1 and slots.counts == {"slime: dtype torch.float64": 1}
+    with slime.bind(strict=True), pytest.raises(RuntimeError, match=r"strict=True.*dtype torch\.float64"):
+        home.calculate_log_probs_and_entropy(logits, tokens, None)
+    assert len(calls) == 1
 
 
 def test_nothing_stays_bound_after_an_error() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..distributed import VocabShard
 from ..logprobs import token_logprobs
 
 Tensor = torch.Tensor
@@ -40,10 +41,15 @@ def check_version(package: str, tested: tuple[str, ...], any_version: bool = Fal
     )
 
 
-def single_rank(group: Any) -> None:
-    """Raise NotCovered where the vocabulary is spread over the ranks of `group`."""
-    if group is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size(group) > 1:
-        raise NotCovered("the vocabulary is spread over several ranks")
+def even_shard(width: int, group: Any, *, reduce_hidden: bool = True) -> VocabShard | None:
+    """This rank's part of a vocabulary of which each rank of `group` has `width` ids, as Megatron cuts it; None where one rank
+    has it all. Rows that pad it are ids like the others, as they are to the trainers."""
+    if group is None or not torch.distributed.is_initialized():
+        return None
+    ranks = torch.distributed.get_world_size(group)
+    if ranks == 1:
+        return None
+    return VocabShard(torch.distributed.get_rank(group) * width, ranks * width, group, reduce_hidden)
 
 
 def plain(*tensors: torch.Tensor) -> None:

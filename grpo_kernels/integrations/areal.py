@@ -6,9 +6,11 @@
 `bind` replaces `gather_logprobs` and `gather_logprobs_entropy` of areal.utils.functional, in every module of AReaL that
 imported them (the FSDP, Megatron and Archon engines). AReaL keeps a softmax of all logits in fp32 for its backward; ours
 keeps three numbers a row. The loss (`ppo_actor_loss_fn`, on [T]), its statistics and weights stay AReaL's.
-More than one tensor-parallel rank is left to AReaL.
 
-Tested with AReaL 1.0.4 on a CPU: its two functions, from their file alone. Its engines were not run.
+Logits of several tensor-parallel ranks are parts of one width, as AReaL itself takes them to be: one exchange of 12 or 16
+bytes a row and rank, where AReaL reduces three or four times a chunk.
+
+Tested with AReaL 1.0.4 on a CPU: its two functions, from their file alone, on one rank and on two. Its engines were not run.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 
 from ..batch import LogitTransform
 from ..logprobs import token_logprobs
-from ._slots import Slots, check_version, plain, single_rank
+from ._slots import Slots, check_version, even_shard, plain
 
 Tensor = torch.Tensor
 
@@ -30,7 +32,7 @@ def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
     """Put our two functions in the place of AReaL's; the result undoes it, by `undo()` or as a context manager.
 
     strict   True: a call that has to be left to AReaL raises RuntimeError instead.
-    Raises RuntimeError for a version that is not known, and where it is bound already."""
+    Raises RuntimeError for a version that is not known, unless any_version, and where it is bound already."""
     check_version("areal", TESTED, any_version)
     slots = Slots("areal", strict)
     slots.bind("areal.utils.functional.vocab_parallel", "gather_logprobs", gather_logprobs)
@@ -41,18 +43,19 @@ def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
 def gather_logprobs(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
 ) -> Tensor:
-    """Log-probs of labels, fp32 in their shape; logits [..., V]. chunk_size is not needed."""
-    single_rank(tp_group)
+    """Log-probs of labels, fp32 in their shape; logits [..., V], divided by temperature. With a tp_group of several ranks
+    logits are [..., V / ranks], this rank's part; chunk_size is not needed."""
     plain(logits)
-    return token_logprobs(logits, labels, transform=LogitTransform(temperature=temperature))[0]
+    transform, shard = LogitTransform(temperature=temperature), even_shard(logits.shape[-1], tp_group)
+    return token_logprobs(logits, labels, transform=transform, shard=shard)[0]
 
 
 def gather_logprobs_entropy(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
 ) -> tuple[Tensor, Tensor]:
-    """Likewise, with the entropy in nats; both differentiable."""
-    single_rank(tp_group)
+    """(log-probs of labels, entropy in nats) with the arguments of `gather_logprobs`; both differentiable."""
     plain(logits)
-    logps, entropy = token_logprobs(logits, labels, transform=LogitTransform(temperature=temperature), entropy=True)
+    transform, shard = LogitTransform(temperature=temperature), even_shard(logits.shape[-1], tp_group)
+    logps, entropy = token_logprobs(logits, labels, transform=transform, entropy=True, shard=shard)
     assert entropy is not None
     return logps, entropy

@@ -73,8 +73,14 @@ def liger_objective(
 ) -> Objective:
     """Liger's options as an Objective, for the functions of grpo_kernels itself. Raises ValueError naming what is wrong.
 
-    As in Liger, epsilon_high is CISPO's cap, an absolute ratio, and delta means nothing to CISPO, SAPO and VESPO. VESPO's
-    (k, lambda) for A >= 0 come first."""
+    loss_type    "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo": surrogate and denominator.
+    importance_sampling_level   "token", or "sequence" for the losses that clip.
+    beta         weight of the KL, by k3; use_bias_correction_kl: times the ratio.
+    epsilon_low, epsilon_high, delta   clip widths and two-sided bound, as in `Clip`. As in Liger, epsilon_high is CISPO's cap,
+                 an absolute ratio, and delta means nothing to CISPO, SAPO and VESPO.
+    sapo_temperatures   (for A > 0, for the others).
+    vespo        (k, lambda) for A >= 0, then for the others.
+    max_completion_length   tokens, which dr_grpo divides by; nothing to the others."""
     require(loss_type in AGGREGATES, "loss_type", loss_type, f"it must be one of {', '.join(AGGREGATES)}.")
     levels = ("token",) if loss_type in UNCLIPPED else ("token", "sequence")
     remedy = f"with loss_type={loss_type!r} it must be {' or '.join(levels)}."
@@ -111,8 +117,9 @@ def liger_objective(
 class LigerFusedLinearGRPOLoss(torch.nn.Module):
     """`linear_grpo_loss` as Liger's module of this name: hidden states and head in, `(loss, metrics)` out.
 
-    The options are Liger's, read on every call; see `liger_objective`. use_ref_model=False leaves the KL out, which is then
-    0 in the metrics, with a warning if beta is not 0."""
+    The options are Liger's, read on every call; see `liger_objective`, where sapo_temperature_pos and sapo_temperature_neg are
+    sapo_temperatures, and vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg are vespo. `temperature` divides the
+    logits. use_ref_model=False leaves the KL out, which is then 0 in the metrics, with a warning if beta is not 0."""
 
     def __init__(
         self,
@@ -265,7 +272,10 @@ def triton_grpo_loss(
     inplace  True: the backward writes the gradient over the logits, as in Liger. False: into memory of its own; a reduced
              loss makes it in the forward, in one visit of the logits less. "forward", which Liger lacks: both, so the logits
              are gone once the loss is there.
-    max_completion_length   None: L. Everything else is as in `liger_objective`. Raises ValueError naming what is wrong."""
+    max_completion_length   None: L.
+    num_items_in_batch   tokens of all micro-batches and ranks, as in `LigerFusedLinearGRPOLoss`.
+    eps_low and eps_high are the epsilon_low and epsilon_high of `liger_objective`, `temperature` divides the logits, and
+    everything else is as in `LigerFusedLinearGRPOLoss`. Raises ValueError naming what is wrong."""
     for name, value in (("logits", logits), ("completion_ids", completion_ids), ("advantages", advantages)):
         require(isinstance(value, Tensor), name, value, "pass a tensor.")
     if not isinstance(inplace, bool):
@@ -319,7 +329,7 @@ def fused_selective_log_softmax(
     logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
 ) -> Tensor:
     """Log-probs [B, L] fp32 of the last L of `input_ids`, from logits [B, L + 1, V] whose last position is not looked at;
-    0 where `mask`, of which the last L count too, is 0. No gradient."""
+    0 where `mask`, of which the last L count too, is 0. `temperature` divides the logits. No gradient."""
     L = logits.shape[1] - 1
     ids = input_ids[:, input_ids.shape[1] - L :]
     read = None if mask is None else mask[:, mask.shape[1] - L :] != 0

@@ -9,8 +9,11 @@ The object says `input_type = LossInputType.LOGIT`, so NeMo-RL hands it the logi
 divided by the temperature already. Denominators are its global counts, `data` its columns; old log-probs are
 `prev_logprobs`, the reference's `reference_policy_logprobs`, the sampler's `generation_logprobs`.
 
+Logits may be cut over tensor-parallel ranks: a DTensor with Shard(-1) says so itself; on Megatron, whose group NeMo-RL does
+not hand to a loss of logits, pass megatron=True.
+
 Not covered: sequence packing (NeMo-RL packs log-probs only), context parallelism, top-k and top-p filtering of the
-training log-probs, and vocabulary-sharded logits (a DTensor is refused). Metrics that are not there: gen_kl_error,
+training log-probs. Metrics that are not there: gen_kl_error,
 policy_kl_error, js_divergence_error and those of a filter. A token that the sampler did not score has weight 1 here, 0 there.
 
 Written from the code of August 2026 (7ea279a). Its package on PyPI is empty and it wants Python 3.13, so it was not run: the
@@ -25,10 +28,12 @@ import torch
 
 from ..batch import TokenBatch
 from ..corrections import importance_weights
+from ..distributed import VocabShard
 from ..losses import grpo_loss
 from ..objective import Objective
 from ..ops import bounded_exp
 from ..token_stage import kl_of_rows
+from ._slots import even_shard
 
 Tensor = torch.Tensor
 
@@ -40,23 +45,39 @@ class PolicyLoss:
     importance   options of `corrections.importance_weights` between prev_logprobs and generation_logprobs, for example
                  {"mode": "truncate", "high": 2.0}; None: no correction.
     inplace      True: the gradient overwrites the logits.
+    megatron     True: logits are Megatron's, [B, S, V / ranks], cut over its tensor-parallel group, for which the worker's
+                 megatron.core is asked on every call. Without it, plain logits are whole rows.
     """
 
-    def __init__(self, objective: Objective, *, importance: dict[str, Any] | None = None, inplace: bool = False) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        *,
+        importance: dict[str, Any] | None = None,
+        inplace: bool = False,
+        megatron: bool = False,
+    ) -> None:
         if objective.aggregate not in ("token-mean", "seq-mean-token-mean"):
             raise ValueError(f"aggregate={objective.aggregate!r}: it must be token-mean or seq-mean-token-mean.")
         from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
 
-        self.objective, self.importance, self.inplace = objective, importance, inplace
+        self.objective, self.importance, self.inplace, self.megatron = objective, importance, inplace, megatron
         tokens = objective.aggregate == "token-mean"
         self.loss_type = LossType.TOKEN_LEVEL if tokens else LossType.SEQUENCE_LEVEL
         self.input_type = LossInputType.LOGIT
 
     def __call__(
-        self, logits: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor, **_: Any
+        self,
+        logits: Tensor,
+        data: Any,
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        *,
+        vocab_parallel_group: Any = None,
+        **_: Any,
     ) -> tuple[Tensor, dict[str, float]]:
-        if hasattr(logits, "placements"):
-            raise ValueError("logits is a DTensor: this loss reads whole rows, on one tensor-parallel rank.")
+        """vocab_parallel_group: what a prepare_fn of yours hands on, in the place of megatron=True."""
+        shard = self._shard(logits, vocab_parallel_group)
 
         def column(name: str) -> Tensor:
             # The last position is a masked one. A view of the logits without it would cost a second copy of the gradient.
@@ -72,8 +93,23 @@ class PolicyLoss:
             batch = TokenBatch(batch.targets, batch.advantages, **fields)
         tokens, sequences = (x.to(torch.float32) for x in (global_valid_toks, global_valid_seqs))
         D = tokens if self.objective.aggregate == "token-mean" else sequences
-        out = grpo_loss(logits, batch, self.objective, normalizer=D, inplace=self.inplace)
+        out = grpo_loss(logits, batch, self.objective, normalizer=D, inplace=self.inplace, shard=shard)
         return out.loss, self._metrics(out, batch, data["sample_mask"], tokens)
+
+    def _shard(self, logits: Tensor, group: Any) -> VocabShard | None:
+        placements = getattr(logits, "placements", None)
+        if placements is not None:
+            if len(placements) != 1 or not placements[0].is_shard() or placements[0].dim % logits.dim() != logits.dim() - 1:
+                raise ValueError(
+                    f"logits is a DTensor with placements {placements}: it must be cut by Shard(-1), over a tensor-parallel "
+                    "mesh of one dimension."
+                )
+            return VocabShard.of(logits, dim=-1)
+        if group is None and self.megatron:
+            from megatron.core import parallel_state
+
+            group = parallel_state.get_tensor_model_parallel_group()
+        return even_shard(logits.shape[-1], group)
 
     def _metrics(self, out: Any, batch: TokenBatch, sample_mask: Tensor, tokens: Tensor) -> dict[str, float]:
         """Sums over the micro-batch by global counts, in one trip to the host."""

@@ -42,7 +42,16 @@ FIELDS = (
 class PolicyLoss(torch.nn.Module):
     """`openrlhf.models.loss.PolicyLoss`: the same arguments, defaults and results, (loss, clip_ratio, ppo_kl, vllm_kl).
 
-    Value, gradient and metrics are OpenRLHF's, but for a batch without tokens, which is 0 here and 0/0 there."""
+    Value, gradient and metrics are OpenRLHF's, but for a batch without tokens, which is 0 here and 0/0 there.
+
+    clip_eps_low, clip_eps_high, dual_clip   as in `Clip`, whose delta is dual_clip; None: without.
+    policy_loss_type   "ppo", or "gspo": one ratio a sequence. token_level_loss   True: mean over tokens, False: over sequences
+                       of their means; "gspo" has the second whatever is said.
+    enable_vllm_is_correction   True: weights against the sampler's log-probs, within vllm_is_truncated_threshold (low, high):
+                       vllm_is_correction_type "tis" clamps them, "icepop" drops tokens outside, "seq-mask-tis" sequences.
+                       With "gspo" the ratio is to the sampler instead.
+
+    Raises ValueError naming the option that is wrong."""
 
     def __init__(
         self,
@@ -78,7 +87,7 @@ class PolicyLoss(torch.nn.Module):
 
     @classmethod
     def like(cls, theirs: Any) -> PolicyLoss:
-        """With the constants of an `openrlhf.models.loss.PolicyLoss`."""
+        """With the constants of theirs, an `openrlhf.models.loss.PolicyLoss`."""
         return cls(**{name: getattr(theirs, name) for name in FIELDS})
 
     def forward(
@@ -92,6 +101,11 @@ class PolicyLoss(torch.nn.Module):
         batch_num_tokens: float | None = None,
         global_batch_size: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """(loss, clip_ratio, ppo_kl, vllm_kl), 0-d; the last is None without a correction, and for "gspo".
+
+        log_probs, old_log_probs, advantages, action_mask, rollout_log_probs   [B, T]; no mask: every token counts.
+        batch_num_tokens, global_batch_size   the denominators of a mean over tokens, over sequences, of all ranks together;
+                                              None: this batch's own. dp_size   the number of those ranks."""
         mask = torch.ones_like(log_probs, dtype=torch.bool) if action_mask is None else action_mask != 0
         corrected = self.enable_vllm_is_correction
         gspo = self.policy_loss_type == "gspo"
@@ -138,7 +152,7 @@ def bind(*, entropy_temperature: float = 1.0, strict: bool = False, any_version:
     actor that imported them; the result undoes it, by `undo()` or as a context manager.
 
     strict   True: a call that has to be left to OpenRLHF raises RuntimeError instead.
-    Raises RuntimeError for a version that is not known, and where it is bound already."""
+    Raises RuntimeError for a version that is not known, unless any_version, and where it is bound already."""
     check_version("openrlhf", TESTED, any_version)
     slots = Slots("openrlhf", strict)
     slots.bind("openrlhf.models.utils", "log_probs_from_logits", log_probs_from_logits)
@@ -148,7 +162,7 @@ def bind(*, entropy_temperature: float = 1.0, strict: bool = False, any_version:
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probs of labels, fp32 in their shape; logits [..., V] keep their values."""
+    """Log-probs of labels at temperature, fp32 in their shape; logits [..., V] keep their values."""
     plain(logits)
     return token_logprobs(logits, labels, transform=LogitTransform(temperature=temperature))[0]
 

@@ -38,7 +38,10 @@ TESTED = ("0.8.0",)
 
 def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
     """Put our function in the place of `_SequenceChunkedLogProbEntropyFn`; the result undoes it, by `undo()` or as a context
-    manager. Raises RuntimeError for a version that is not known, and where it is bound already."""
+    manager.
+
+    strict   True: a call that has to be left to prime-rl raises RuntimeError instead.
+    Raises RuntimeError for a version that is not known, unless any_version, and where it is bound already."""
     check_version("prime-rl", TESTED, any_version)
     slots = Slots("prime_rl", strict)
     home = "prime_rl.trainer.models.layers.lm_head"

@@ -10,10 +10,11 @@ advantage (Clip-Cov, KL-Cov, DRO, A2PO, distillation) are refused for that reaso
 (`off_policy_correction`) is called for the weights and masks that it makes. KL and entropy terms stay SkyRL's.
 
 `bind` replaces `logprobs_from_logits` and `chunked_entropy_from_logits` (FSDP), and with megatron=True the head's
-dispatcher `_fused_lm_head_logprob_apply`, for one tensor-parallel rank.
+dispatcher `_fused_lm_head_logprob_apply`, over any number of tensor-parallel ranks. As in SkyRL, the gradient of the hidden
+states is then a rank's own share: the gather of sequence parallelism in front of the head sums them up.
 
-Tested with SkyRL 0.3.0 on a CPU: its losses and functions of logits, from their files alone. Its workers and Megatron were
-not run: there the tests call a stand-in with its signature.
+Tested with SkyRL 0.3.0 on a CPU: its losses, its functions of logits and its dispatcher (on one rank and on two), from their
+files alone. Its workers and Megatron were not run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..objective import Objective
 from ..ops import bounded_exp
 from ..presets import NUMERICS, PRESETS
 from ..surrogates import A2po, Cispo, ClipCov, Dro, KlCov
-from ._slots import Slots, check_version, logprobs_from_logits, plain, single_rank
+from ._slots import Slots, check_version, even_shard, logprobs_from_logits, plain
 
 Tensor = torch.Tensor
 
@@ -39,7 +40,8 @@ NOT_LINEAR = (ClipCov, KlCov, Dro, A2po)
 
 
 def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
-    """Put our presets into SkyRL's registry, and return their names there."""
+    """Put our presets into SkyRL's registry, and return their names there: `prefix` and the preset's. Raises RuntimeError for
+    a version that is not known, unless any_version."""
     check_version("skyrl", TESTED, any_version)
     from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss
 
@@ -106,8 +108,9 @@ def bind(*, megatron: bool = False, strict: bool = False, any_version: bool = Fa
     """Put our functions in the place of SkyRL's; the result undoes it, by `undo()` or as a context manager. Bind before
     `HFModelWrapper` is made: it keeps the function of the entropy that it found then.
 
-    strict   True: a call that has to be left to SkyRL raises RuntimeError instead.
-    Raises RuntimeError for a version that is not known, and where it is bound already."""
+    megatron   True: the fused head of SkyRL's Megatron worker too.
+    strict     True: a call that has to be left to SkyRL raises RuntimeError instead.
+    Raises RuntimeError for a version that is not known, unless any_version, and where it is bound already."""
     check_version("skyrl", TESTED, any_version)
     slots = Slots("skyrl", strict)
     home = "skyrl.backends.skyrl_train"
@@ -121,7 +124,8 @@ def bind(*, megatron: bool = False, strict: bool = False, any_version: bool = Fa
 def chunked_entropy_from_logits(
     logits: Tensor, requires_grad: bool = False, attention_mask: Tensor | None = None, chunk_size: int = 1024
 ) -> Tensor:
-    """Entropy in nats, fp32 [B, S], of logits [B, S, V]; 0 where attention_mask is. chunk_size is not needed."""
+    """Entropy in nats, fp32 [B, S], of logits [B, S, V]; 0 where attention_mask is. Without a gradient unless requires_grad;
+    chunk_size is not needed."""
     plain(logits)
     anything = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     mask = None if attention_mask is None else attention_mask != 0
@@ -141,8 +145,13 @@ def fused_lm_head_logprobs(
     tp_group: Any,
     inference_only: bool,
 ) -> Tensor:
-    """Log-probs fp32 [B, S] of targets; hidden [B, S, H], weight [V, H], already divided by the temperature."""
-    single_rank(tp_group)
+    """Log-probs fp32 [B, S] of target [B, S]; hidden [B, S, H], weight [V, H], already divided by the temperature. No gradient
+    if inference_only.
+
+    With a tp_group of several ranks weight is [V / ranks, H], this rank's part, and the gradient of hidden its share: SkyRL's
+    layers in front sum it up. vocab_start_index and vocab_end_index are the bounds of that part, which weight and tp_group
+    tell too. backend and chunk_size choose among SkyRL's own ways, and nothing here."""
     plain(hidden, weight)
+    shard = even_shard(weight.shape[0], tp_group, reduce_hidden=False)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        return linear_logprobs(hidden, weight, target - vocab_start_index)[0]
+        return linear_logprobs(hidden, weight, target, shard=shard)[0]

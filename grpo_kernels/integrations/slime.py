@@ -7,8 +7,8 @@
 
     --loss-type custom_loss --custom-loss-function-path my_loss.loss
 
-`bind` replaces `calculate_log_probs_and_entropy` ([T, V] fp32 logits on one tensor-parallel rank; several are left to
-slime), top-p replay included. It needs no custom loss.
+`bind` replaces `calculate_log_probs_and_entropy` (fp32 logits [T, V / tensor-parallel ranks]), top-p replay included. It
+needs no custom loss.
 
 `policy_loss` calls slime's own `get_log_probs_and_entropy`, which knows about context parallelism and unpacking, and runs
 the token stage on what that returns. The weight of a token is the derivative of slime's `sum_of_sample_mean` with respect
@@ -35,7 +35,7 @@ from ..objective import Objective
 from ..ops import bounded_exp
 from ..surrogates import Cispo, Clip
 from ..token_stage import kl_of_rows
-from ._slots import Slots, check_version, plain, single_rank
+from ._slots import Slots, check_version, even_shard, plain
 
 Tensor = torch.Tensor
 
@@ -46,7 +46,10 @@ REFUSED = ("use_tis", "get_mismatch_metrics", "use_opsm", "use_score_centering",
 
 def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
     """Put our function in the place of `slime.utils.ppo_utils.calculate_log_probs_and_entropy`; the result undoes it, by
-    `undo()` or as a context manager. Raises RuntimeError for a version that is not known, and where it is bound already."""
+    `undo()` or as a context manager.
+
+    strict   True: a call that has to be left to slime raises RuntimeError instead.
+    Raises RuntimeError for a version that is not known, unless any_version, and where it is bound already."""
     check_version("slime", TESTED, any_version)
     slots = Slots("slime", strict)
     slots.bind("slime.utils.ppo_utils", "calculate_log_probs_and_entropy", calculate_log_probs_and_entropy)
@@ -62,18 +65,22 @@ def calculate_log_probs_and_entropy(
     log_prob_keep_mask: Tensor | None = None,
     with_entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-probs [T, 1], entropy [T] or None), fp32; logits [T, V], tokens [T]. chunk_size is not needed.
+    """(log-probs [T, 1], entropy [T] or None), fp32; logits [T, V], tokens [T]. With a tp_group of several ranks logits and
+    log_prob_keep_mask are [T, V / ranks], this rank's parts; chunk_size is not needed.
 
+    with_entropy, with_entropy_grad   the entropy is wanted, and with a gradient.
     log_prob_keep_mask   bool [T, V]: the softmax of the log-prob, not of the entropy, is over these tokens and the target."""
-    single_rank(tp_group)
     plain(logits)
+    width = logits.shape[-1]
+    shard = even_shard(width, tp_group)
     entropy = (True if with_entropy_grad else "detached") if with_entropy else False
     if log_prob_keep_mask is None:
-        logps, H = token_logprobs(logits, tokens, entropy=entropy)
+        logps, H = token_logprobs(logits, tokens, entropy=entropy, shard=shard)
         return logps[:, None], H
-    keep = log_prob_keep_mask.scatter(1, tokens[:, None], True)
-    logps, _ = token_logprobs(logits.masked_fill(~keep, -math.inf), tokens)
-    return logps[:, None], token_logprobs(logits, tokens, entropy=entropy)[1] if with_entropy else None
+    ids = torch.arange(width, device=tokens.device) + (0 if shard is None else shard.start)
+    dropped = (ids != tokens[:, None]).logical_and_(~log_prob_keep_mask)
+    logps, _ = token_logprobs(logits.masked_fill(dropped, -math.inf), tokens, shard=shard)
+    return logps[:, None], token_logprobs(logits, tokens, entropy=entropy, shard=shard)[1] if with_entropy else None
 
 
 def objective_of(args: Any) -> Objective:

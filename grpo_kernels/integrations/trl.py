@@ -456,7 +456,7 @@ def _trainer_class() -> type:
     from trl import GRPOTrainer
 
     class FusedGRPOTrainer(GRPOTrainer):
-        """trl.GRPOTrainer, patched as `patch` does it; `strict`, `skip_inactive` and `any_version` go there."""
+        """trl.GRPOTrainer, patched as `patch` does it; `strict`, `skip_inactive` and `any_version` go there, args and kwargs to TRL."""
 
         def __init__(
             self, *args: Any, strict: bool = False, skip_inactive: bool = False, any_version: bool = False, **kwargs: Any

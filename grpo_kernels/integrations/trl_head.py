@@ -34,7 +34,7 @@ SLOT = "_ChunkedLogProbFunction"
 
 
 def check_version(any_version: bool = False) -> None:
-    """Raise RuntimeError for a TRL that these adapters were not tested with, unless told to go on."""
+    """Raise RuntimeError for a TRL that these adapters were not tested with, unless any_version."""
     import trl
 
     known = tuple(int(part) if part.isdecimal() else -1 for part in trl.__version__.split(".")[:2])
@@ -50,7 +50,7 @@ def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> LmHeadS
     """Put `linear_logprobs` into TRL's slot; the result undoes it, by `undo()` or as a context manager.
 
     strict   True: a call that has to be left to TRL's own function raises RuntimeError instead.
-    Raises RuntimeError for a version of TRL that is not known, and where the slot is taken already."""
+    Raises RuntimeError for a version of TRL that is not known, unless any_version, and where the slot is taken already."""
     check_version(any_version)
     from trl.trainer import utils
 
@@ -65,7 +65,8 @@ def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> LmHeadS
 
 
 class LmHeadSlot:
-    """Takes the place of TRL's autograd function: `apply` has its arguments and its five results.
+    """Takes the place of `theirs`, TRL's autograd function: `apply` has its arguments and its five results. `strict` as in
+    `fused_lm_head`.
 
     counts   Counter of calls: "fused", or "TRL: " and the reason why TRL's own function was called.
     """
@@ -87,7 +88,11 @@ class LmHeadSlot:
         outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
     ) -> tuple[Tensor | None, ...]:
         """(log-probs, entropy or None, None, None, None), fp32 [N], of hidden [N, H], weight [V, H], bias [V] and targets
-        [N]. A row whose target is -100 gives 0."""
+        [N]. A row whose target is -100 gives 0.
+
+        temperature, final_logit_softcapping, logit_scale   as in `LogitTransform`.
+        outputs      what TRL wants beside the log-probs: "entropy"; anything else is left to TRL.
+        chunk_size   not needed."""
         reason = self._reason(hidden, weight, logit_scale, outputs)
         if reason is not None:
             self.counts[f"TRL: {reason}"] += 1

@@ -33,8 +33,11 @@ TESTED = ("2026.8.13",)
 
 def bind(trainer: type, *, strict: bool = False, any_version: bool = False) -> Slots:
     """Put our function into the module of `trainer`, the class that Unsloth made; the result undoes it, by `undo()` or as a
-    context manager. Raises RuntimeError for a version that is not known, and where it is bound already; AttributeError where
-    the module has no such name."""
+    context manager.
+
+    strict   True: a call that has to be left to Unsloth raises RuntimeError instead.
+    Raises RuntimeError for a version that is not known, unless any_version, and where it is bound already; AttributeError
+    where the module has no such name."""
     check_version("unsloth_zoo", TESTED, any_version)
     slots = Slots(trainer.__module__.split(".")[0], strict)
     slots.bind(trainer.__module__, "chunked_hidden_states_selective_log_softmax", selective_log_softmax)
@@ -53,8 +56,10 @@ def selective_log_softmax(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """Log-probs fp32 [B, T] of index; hidden_states [B, T, H], lm_head [V, H]. 0 switches a scale or the softcap off; the
-    number of chunks is ours."""
+    """Log-probs fp32 [B, T] of index; hidden_states [B, T, H], lm_head [V, H].
+
+    logit_scale_multiply, logit_scale_divide, logit_softcapping   of the logits, in this order, before temperature; 0: without.
+    The number of chunks is ours."""
     plain(hidden_states, lm_head)
     scale = (logit_scale_multiply or 1.0) / (logit_scale_divide or 1.0)
     transform = LogitTransform(temperature=temperature, softcap=logit_softcapping or None, scale=scale)

@@ -21,7 +21,11 @@ The token stage runs as one autograd function: the gradient is known in the forw
 forward of impl_backend=triton calls (logits never exist); and, where the logits do, `logprobs_from_logits` and
 `entropy_from_logits`. Everything else stays verl's: rolled labels, unpadding, entropy and KL terms, aggregation of those.
 
-Not covered, and left to verl: heads spread over several tensor-parallel ranks, and `entropy_from_logits_with_chunking`.
+The fused forward of the Megatron engine calls `linear_cross_entropy` with a tensor-parallel group: several ranks are covered.
+As in verl, the gradient of the hidden states is then a rank's own share, which the gather of sequence parallelism sums up.
+
+Not covered, and left to verl: Megatron's logits without the fused forward (`verl.utils.megatron.tensor_parallel`), and
+`entropy_from_logits_with_chunking`.
 "bypass_mode" is not registered: verl sets it itself when a rollout correction bypasses the old log-probs.
 
 Tested with verl 0.9.1 on a CPU: the losses through its `ppo_loss`, the heads through its fused forward on a tiny Qwen2.
@@ -44,7 +48,7 @@ from ..losses import LossOutput, objective_loss
 from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
 from ..surrogates import Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, PolicyGradient, Sapo
-from ._slots import NotCovered, Slots, at_least_one, check_version, logprobs_from_logits, plain, single_rank
+from ._slots import NotCovered, Slots, at_least_one, check_version, even_shard, logprobs_from_logits, plain
 
 Tensor = torch.Tensor
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
@@ -145,7 +149,7 @@ def policy_loss(objective: str | Objective) -> PolicyLoss:
 
 
 def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> Objective:
-    """The objective of verl's loss `name` (LOSSES) under its actor's `config`. Raises ValueError for what ours cannot do."""
+    """The objective of verl's loss `name` (LOSSES) under its actor's `config`, aggregated by loss_agg_mode. Raises ValueError for what ours cannot do."""
     if config is None:
         raise ValueError("config is None: verl's losses read clip_ratio and more from the actor's config.")
     if loss_agg_mode not in AGGREGATES:
@@ -266,7 +270,7 @@ def bind(*, hidden: bool = True, logits: bool = True, strict: bool = False, any_
     logits   `logprobs_from_logits` and `entropy_from_logits` of verl.utils.torch_functional and of the engines that imported
              them. Bind before the engine is built: it keeps the function of the entropy that it found then.
     strict   True: a call that has to be left to verl raises RuntimeError instead.
-    Raises RuntimeError for a version of verl that is not known, and where it is bound already."""
+    Raises RuntimeError for a version of verl that is not known, unless any_version, and where it is bound already."""
     check_version("verl", TESTED, any_version)
     slots = Slots("verl", strict)
     if hidden:
@@ -285,14 +289,17 @@ def linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropy) of labels, fp32 in their shape; hidden [..., H] in as many rows, weight [V, H]."""
+    """(log-probs, entropy) of labels, fp32 in their shape, at temperature; hidden [..., H] in as many rows, weight [V, H].
+
+    With a dist_process_group of several ranks weight is [V / ranks, H], this rank's part, and the gradient of hidden its
+    share: verl's layers in front sum it up. A reduction other than "none" is left to verl."""
     if reduction != "none":
         raise NotCovered(f"reduction={reduction!r}")
-    single_rank(dist_process_group)
     plain(hidden, weight)
+    shard = even_shard(weight.shape[0], dist_process_group, reduce_hidden=False)
     transform = LogitTransform(temperature=temperature)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    logps, entropy = linear_logprobs(rows, weight, labels.reshape(-1), transform=transform, entropy=True)
+    logps, entropy = linear_logprobs(rows, weight, labels.reshape(-1), transform=transform, entropy=True, shard=shard)
     assert entropy is not None
     return logps.view(labels.shape), entropy.view(labels.shape)
 
