@@ -121,7 +121,8 @@ class LogitTransform:
         require(self.scale != 0, "scale", self.scale, "it multiplies the logits and must be finite and not 0.")
 
     def for_rows(self, shape: torch.Size, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> RowTransform:
-        """The transform of flat rows; a temperature tensor becomes one inverse per row, checked where mask is set."""
+        """The transform of the flat rows of targets of `shape` (packed: cut by `cu_seqlens`) on `device`; a temperature
+        tensor becomes one inverse per row, checked where mask is set."""
         t = self.temperature
         inverse: float | Tensor
         if isinstance(t, Tensor):
@@ -255,8 +256,8 @@ class TokenBatch:
     ) -> TokenBatch:
         """A batch whose advantages are the group-normalised `rewards` [B]; see `group_advantages`.
 
-        `options` are those of group_advantages (scale, eps, baseline, ...) and the fields of TokenBatch (mask, old_logps,
-        ...). Raises ValueError as both do."""
+        group_size or groups says which completions answer one prompt. `options` are those of group_advantages (scale, eps,
+        baseline, ...) and the fields of TokenBatch (mask, old_logps, ...). Raises ValueError as both do."""
         own = {f.name for f in fields(cls)} & options.keys()
         chosen = {name: value for name, value in options.items() if name not in own}
         advantages = group_advantages(rewards, group_size=group_size, groups=groups, **chosen).to(targets.device)
@@ -278,6 +279,7 @@ class TokenBatch:
 
     @property
     def rows(self) -> int:
+        """Number of tokens N, masked ones included."""
         return self.targets.numel()
 
     @property
@@ -288,7 +290,7 @@ class TokenBatch:
         return self.targets.shape[0] if self.targets.dim() == 2 else None
 
     def flat(self, name: str) -> Tensor | None:
-        """A float field as fp32 [N], one value per token, 0 where the mask is False; None if it was not given."""
+        """The float field `name` as fp32 [N], one value per token, 0 where the mask is False; None if it was not given."""
         value = getattr(self, name)
         if value is None:
             return None
@@ -296,7 +298,7 @@ class TokenBatch:
         return value if self.mask is None else torch.where(self.mask.reshape(-1), value, 0.0)
 
     def marked(self, kind: str) -> Tensor | None:
-        """bool [N], None standing for all rows. "trained": the mask. "contributing": trained, with a nonzero advantage and
+        """bool [N] of a kind, None standing for all rows. "trained": the mask. "contributing": trained, with a nonzero advantage and
         weight. "sequences": trained, in a sequence that holds a contributing token."""
         mask = None if self.mask is None else flat(self.mask)
         if kind == "trained":
@@ -314,7 +316,7 @@ class TokenBatch:
         return whole if mask is None else whole & mask
 
     def count(self, kind: str) -> int:
-        """Number of rows `marked`, on the host. On a GPU it was sent there when the batch was made."""
+        """Number of rows `marked` of a kind, on the host. On a GPU it was sent there when the batch was made."""
         return self._counts().on_host()[KINDS.index(kind)]
 
     def _counts(self) -> _Counts:
@@ -345,7 +347,7 @@ class TokenBatch:
         return self.over_context(torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True))
 
     def over_context(self, values: Tensor, how: str = "SUM") -> Tensor:
-        """`values` of this rank's tokens, in place as those of all ranks that share the sequences."""
+        """`values` of this rank's tokens, in place as those of all ranks that share the sequences. `how`: SUM, MAX or MIN."""
         if self.context_group is not None:
             dist.all_reduce(values, op=getattr(dist.ReduceOp, how), group=self.context_group)
         return values
@@ -374,7 +376,7 @@ class TokenBatch:
         return (self.groups[:, None] == self.groups).to(torch.float64)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Give each token its sequence's value: [B] -> [N]."""
+        """Give each token its sequence's value: `values` [B] -> [N]."""
         if self.cu_seqlens is not None:
             return values[sequence_ids(self.cu_seqlens, self.rows)]
         return values[:, None].expand(self.targets.shape).reshape(-1)

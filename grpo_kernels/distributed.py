@@ -18,6 +18,7 @@ from .token_stage import TokenRows
 
 Tensor = torch.Tensor
 
+__all__ = ["VocabShard", "global_normalizer"]
 
 # ---- vocabulary-parallel heads
 
@@ -101,7 +102,7 @@ class VocabShard:
         return cls(start, whole if vocab is None else vocab, group, reduce_hidden)
 
     def local(self, name: str, x: Tensor, dim: int) -> Tensor:
-        """The local tensor of a DTensor that is cut along `dim`; a plain tensor as it is."""
+        """The local tensor of x, a DTensor that is cut along `dim`; a plain tensor as it is. `name`: what an error calls it."""
         placements = getattr(x, "placements", None)
         if placements is None:
             return x
@@ -114,7 +115,7 @@ class VocabShard:
         return x.to_local()  # type: ignore[attr-defined]
 
     def sum_hidden(self, d_hidden: Tensor) -> Tensor:
-        """The gradient of the hidden states over all ranks, in place, if that is ours to do."""
+        """d_hidden, the gradient of the hidden states [N, H], over all ranks, in place, if that is ours to do."""
         if self.reduce_hidden and _ranks(self.group) > 1:
             dist.all_reduce(d_hidden, group=self.group)
         return d_hidden

@@ -22,7 +22,10 @@ class HeadLogprobs(NamedTuple):
 
 
 class HeadLoss(NamedTuple):
-    """Of `LossOutput`, the tensors: wrappers look for them in what a forward returns, and know tuples."""
+    """Of `LossOutput`, the tensors: wrappers look for them in what a forward returns, and know tuples.
+
+    loss, logps, entropy   as there.
+    metrics                if they were asked for, else None."""
 
     loss: Tensor
     logps: Tensor

@@ -22,6 +22,8 @@ from .token_stage import TokenRows, kl_of_rows
 
 Tensor = torch.Tensor
 
+__all__ = ["LossOutput", "grpo_loss", "linear_grpo_loss", "objective_loss"]
+
 
 @dataclass(eq=False)
 class LossOutput:

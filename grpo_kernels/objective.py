@@ -41,7 +41,9 @@ def objective_of(handle: str) -> Objective:
 
 
 class Denominators(NamedTuple):
-    """What each term is divided by: `normalizer=` where the KL or the bonus has an aggregation of its own."""
+    """What each term is divided by: `normalizer=` where the KL or the bonus has an aggregation of its own.
+
+    policy, kl, entropy   the denominator of that term, a number or a 0-d tensor."""
 
     policy: float | Tensor
     kl: float | Tensor
@@ -169,6 +171,7 @@ class Objective:
 
     @property
     def kl_spec(self) -> Kl:
+        """`kl` as a Kl."""
         return as_kl(self.kl)
 
     @property
@@ -358,5 +361,5 @@ class Objective:
 
     def log_ratio(self, logps: Tensor, rows: TokenRows, batch: TokenBatch) -> Tensor:
         """logp - old_logp at this objective's level, fp32 [n]: per token, or the mean or sum over the sequence's trained
-        tokens."""
+        tokens. `logps` fp32 [n] of `rows`, the flat rows of `batch`."""
         return token_stage.log_ratio(self, logps, rows, batch)
