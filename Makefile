@@ -1,10 +1,11 @@
 # Two commands: `make demo` trains a small policy on arithmetic, `make test` runs the tests. Both set everything up.
 # `make bench` measures us beside the peers: what the committed result files lack or what has changed since.
+# `make docs` writes the API reference to build/docs; `make matrix` tests the wheel with the oldest and the newest torch.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test bench clean
+.PHONY: demo test bench docs matrix clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m examples.arithmetic
@@ -17,6 +18,12 @@ bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.plots
 	$(BIN)/python -m benchmarks.tables --write
+
+docs: $(VENV)/ready
+	$(BIN)/python tests/reference.py build/docs
+
+matrix: $(VENV)/ready
+	$(BIN)/python tests/matrix.py
 
 # torch goes first: constraints.txt names the build that everything else is tested with.
 $(VENV)/ready: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)

@@ -235,8 +235,8 @@ def is_managed(x: Any) -> bool:
 def refuse_managed(name: str, x: Any) -> None:
     if is_managed(x):
         raise ValueError(
-            f"{name} is a parameter of FSDP or replicate() outside its module's forward, where it is not gathered and no hook "
-            "reduces its gradient: call FusedLMHead, or do this in the forward of the module that owns the parameter."
+            f"{name} is a DTensor, a parameter of FSDP or replicate() outside its module's forward, where it is not gathered and no "
+            "hook reduces its gradient: call FusedLMHead, or do this in the forward of the module that owns the parameter."
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from processes import finish, start
 
-from docs.reference import MODULES, markdown, members, public
+from reference import MODULES, markdown, members, public
 
 
 def documentation(holder: Any, module: ModuleType) -> str:
@@ -85,7 +85,7 @@ def test_pdoc_makes_every_page_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     finish(
         start(
-            "import sys; from pathlib import Path; from docs import reference; reference.build(Path(sys.argv[1]))",
+            "import sys; from pathlib import Path; import reference; reference.build(Path(sys.argv[1]))",
             str(tmp_path),
         )
     )

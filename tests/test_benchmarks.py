@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("transformers")  # of the step
+pytest.importorskip("triton")
+
 from benchmarks import __main__ as command
 from benchmarks import harness, results, side_by_side, suites
 from benchmarks import measure as measuring

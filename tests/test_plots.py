@@ -9,10 +9,13 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-import matplotlib
-import matplotlib.image
 import pytest
 import sample_results
+
+pytest.importorskip("matplotlib")
+
+import matplotlib
+import matplotlib.image
 from matplotlib.backend_bases import RendererBase
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text

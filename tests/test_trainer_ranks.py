@@ -412,6 +412,7 @@ exit $status
 }
 
 
+@pytest.mark.slow
 def test_the_batch_script_of_slurm(command: Any, tmp_path: Path) -> None:
     """With stand-ins for Slurm's commands: a job that is told of its end saves and goes back into the queue, and then goes on."""
     script = ROOT / "examples" / "train.slurm"

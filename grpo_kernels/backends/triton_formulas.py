@@ -103,4 +103,6 @@ def compiled_formula(function: Callable[..., Any]) -> Any:
             argument.annotation = None
         definition.returns = None
         compiled._unsafe_update_src(ast.unparse(definition))
+        # Triton 3.5 knows a compiled kernel by the names of its formulas, which two may share.
+        clone.__qualname__ += f"_{compiled.cache_key[:16]}"
     return compiled
