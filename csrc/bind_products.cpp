@@ -1,10 +1,11 @@
 // The binding of the products: addresses as integers, sizes and strides in elements, threads shared out.
-// backends/cpu_products.py checks the tensors.
+// backends/cpu_products.py checks the tensors; here, what cannot be right whatever they are.
 #include <nanobind/nanobind.h>
 
 #include <cmath>
 #include <memory>
 
+#include "arguments.h"
 #include "parallel.h"
 #include "products.h"
 
@@ -52,6 +53,21 @@ int64_t range_size(int64_t n, int threads) {
     return ceil_div(n, int64_t(threads) * 8 * UNIT) * UNIT;
 }
 
+void check_product(int64_t rows, int64_t width, int64_t vocab, int threads) {
+    require(products, "avx512bf16", 0, "this processor lacks it; see has_products().");
+    check_threads(threads);
+    check_size("rows", rows, 0);
+    check_size("width", width, 0);
+    check_size("vocab", vocab, 0);
+}
+
+void check_matrix(const char* name, uintptr_t address, int element, int64_t rows, int64_t columns, int64_t stride) {
+    if (rows == 0 || columns == 0) return;
+    require(columns <= LARGEST / rows, name, rows, "so many rows would not fit into any address space.");
+    check_address(name, address, element);
+    check_stride("stride", stride, rows);
+}
+
 // Panels are aligned like cache lines: a register never straddles two.
 struct Packed {
     std::unique_ptr<char[]> memory;
@@ -61,6 +77,12 @@ struct Packed {
 
 void logits_product(uintptr_t hidden, int64_t hidden_stride, uintptr_t weight, int64_t weight_stride, uintptr_t bias,
                     uintptr_t out, int64_t out_stride, int64_t rows, int64_t width, int64_t vocab, int threads) {
+    check_product(rows, width, vocab, threads);
+    check_matrix("hidden", hidden, 2, rows, width, hidden_stride);
+    check_matrix("weight", weight, 2, vocab, width, weight_stride);
+    check_address("bias", bias, 4, true);
+    check_matrix("out", out, 4, rows, vocab, out_stride);
+    if (rows == 0 || vocab == 0) return;
     const Packed packed(products->hidden_pack_bytes(rows, width));
     const LogitsProduct job{{at<uint16_t>(hidden), hidden_stride},
                             {at<uint16_t>(weight), weight_stride},
@@ -85,7 +107,8 @@ struct Grid {
 Grid grid_for(int64_t rows, int64_t width, int threads) {
     Grid best{1, 1};
     double least = INFINITY;
-    for (int64_t row_parts = 1; row_parts <= threads; row_parts++) {
+    const int64_t most = ceil_div(rows, 6) < threads ? ceil_div(rows, 6) : threads;
+    for (int64_t row_parts = 1; row_parts <= most; row_parts++) {
         const int64_t column_parts = threads / row_parts;
         const double largest_rows = double(ceil_div(ceil_div(rows, 6), row_parts) * 6);
         const double largest_columns = double(ceil_div(ceil_div(width, PANEL_COLUMNS), column_parts) * PANEL_COLUMNS);
@@ -98,6 +121,11 @@ Grid grid_for(int64_t rows, int64_t width, int threads) {
 
 void d_hidden(uintptr_t gradient, bool is_bf16, int64_t gradient_stride, uintptr_t weight, int64_t weight_stride, uintptr_t out,
               int64_t out_stride, int64_t rows, int64_t width, int64_t vocab, int threads) {
+    check_product(rows, width, vocab, threads);
+    check_matrix("gradient", gradient, is_bf16 ? 2 : 4, rows, vocab, gradient_stride);
+    check_matrix("weight", weight, 2, vocab, width, weight_stride);
+    check_matrix("out", out, 4, rows, width, out_stride);
+    if (rows == 0 || width == 0) return;
     const HiddenGradProduct job{{at<char>(gradient), is_bf16, gradient_stride},
                                 {at<uint16_t>(weight), weight_stride},
                                 {at<float>(out), out_stride},
@@ -116,6 +144,11 @@ void d_hidden(uintptr_t gradient, bool is_bf16, int64_t gradient_stride, uintptr
 
 void add_d_weight(uintptr_t gradient, bool is_bf16, int64_t gradient_stride, uintptr_t hidden, int64_t hidden_stride,
                   uintptr_t sum, int64_t sum_stride, bool first, int64_t rows, int64_t width, int64_t vocab, int threads) {
+    check_product(rows, width, vocab, threads);
+    check_matrix("gradient", gradient, is_bf16 ? 2 : 4, rows, vocab, gradient_stride);
+    check_matrix("hidden", hidden, 2, rows, width, hidden_stride);
+    check_matrix("sum", sum, 4, vocab, width, sum_stride);
+    if (vocab == 0 || width == 0) return;
     const Packed packed(products->hidden_panel_bytes(rows, width));
     const WeightGradProduct job{{at<char>(gradient), is_bf16, gradient_stride},
                                 {at<uint16_t>(hidden), hidden_stride},

@@ -1,5 +1,5 @@
 // The Python binding: addresses as integers, sizes and strides in elements. backends/cpu.py knows the tensors and checks
-// them; nothing here does.
+// them; here a call is only refused if its arguments cannot be right whatever the tensors are.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "kernels.h"
 #include "parallel.h"
 
@@ -48,6 +49,19 @@ template <class Job> int64_t rows_at_once(const Job& job) {
 
 template <class T> T* at(uintptr_t address) { return reinterpret_cast<T*>(address); }
 
+void check_rows(const char* name, const Rows& rows, int64_t vocab, int64_t first, int64_t count) {
+    const int element = element_size("dtype", rows.dtype);
+    check_size("vocab", vocab, 1);
+    check_size("first", first, 0);
+    check_size("count", count, 0);
+    if (count == 0) return;
+    check_size("inner_count", rows.inner_count, 1);
+    check_address(name, reinterpret_cast<uintptr_t>(rows.base), element);
+    const int64_t end = first + count, inner = rows.inner_count;
+    check_stride("outer_stride", rows.outer_stride, (end - 1) / inner + 1);
+    check_stride("inner_stride", rows.inner_stride, end < inner ? end : inner);
+}
+
 void row_stats(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_stride, int64_t inner_stride, int64_t vocab,
                int64_t first, int64_t count, uintptr_t targets, uintptr_t read, float scale, float softcap, float inv_temperature,
                uintptr_t inv_temperatures, uintptr_t max, uintptr_t sum, uintptr_t weighted, uintptr_t target, int threads) {
@@ -61,6 +75,16 @@ void row_stats(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_s
                        at<float>(sum),
                        at<float>(weighted),
                        at<float>(target)};
+    check_threads(threads);
+    check_rows("logits", job.logits, vocab, first, count);
+    if (count > 0) {
+        check_address("targets", targets, 8);
+        check_address("inv_temperatures", inv_temperatures, 4, true);
+        check_address("max", max, 4);
+        check_address("sum", sum, 4);
+        check_address("weighted", weighted, 4, true);
+        check_address("target", target, 4);
+    }
     nb::gil_scoped_release release;
     parallel_for(
         count, rows_at_once(job), threads,
@@ -86,6 +110,19 @@ void row_grads(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_s
                        at<float>(entropy),
                        at<float>(d_logps),
                        at<float>(d_entropy)};
+    check_threads(threads);
+    check_rows("logits", job.logits, vocab, first, count);
+    check_rows("out", job.out, vocab, first, count);
+    if (count > 0) {
+        check_address("targets", targets, 8);
+        check_address("inv_temperatures", inv_temperatures, 4, true);
+        check_address("max", max, 4);
+        check_address("sum", sum, 4);
+        check_address("target", target, 4);
+        check_address("d_logps", d_logps, 4);
+        check_address("d_entropy", d_entropy, 4, true);
+        check_address("entropy", entropy, 4, !d_entropy);
+    }
     nb::gil_scoped_release release;
     parallel_for(
         count, rows_at_once(job), threads,
@@ -97,6 +134,9 @@ void row_grads(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_s
 
 void scale(uintptr_t data, int dtype, int64_t count, float factor, int threads) {
     const ScaleJob job{at<char>(data), dtype, count, factor};
+    check_threads(threads);
+    check_size("count", count, 0);
+    check_address("data", data, element_size("dtype", dtype), count == 0);
     nb::gil_scoped_release release;
     parallel_for(
         count, 65536, threads,

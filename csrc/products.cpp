@@ -109,9 +109,11 @@ void tile(const uint32_t* left, int64_t left_stride, const uint32_t* panel, int6
         UNROLL for (int r = 0; r < ROWS; r++) {
             UNROLL for (int c = 0; c < VECTORS; c++) {
                 const __mmask16 keep = first16(to.columns - c * LANES);
-                const float* start = to.start + r * to.start_stride + c * LANES;
                 __m512 value = sum[r][c];
-                if (to.start) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(keep, start));
+                if (to.start) {
+                    const float* start = to.start + r * to.start_stride + c * LANES;
+                    value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(keep, start));
+                }
                 _mm512_mask_storeu_ps(to.out + r * to.stride + c * LANES, keep, value);
             }
         }

@@ -146,6 +146,7 @@ inline void store(fp16* p, F a) {
 constexpr int W = 4;
 typedef float F __attribute__((vector_size(16)));
 typedef int32_t I __attribute__((vector_size(16)));
+typedef uint32_t U __attribute__((vector_size(16)));  // wraps around, which I may not
 using Keep = I;
 
 inline F all(float x) { return F{x, x, x, x}; }
@@ -168,7 +169,7 @@ inline F near_floor(F t) {  // right for |t| < 2^22, or one less where t is an i
     return ((t - 0.5f) + magic) - magic;
 }
 inline F fraction(F t) { return t - near_floor(t); }
-inline F times_pow2_floor(F a, F t) { return (F)((I)a + (__builtin_convertvector(near_floor(t), I) << 23)); }
+inline F times_pow2_floor(F a, F t) { return (F)((U)a + ((U)__builtin_convertvector(near_floor(t), I) << 23)); }
 
 inline float widen(fp16 h) {
     const uint32_t sign = uint32_t(h.bits & 0x8000) << 16, rest = h.bits & 0x7fff;
@@ -214,13 +215,12 @@ inline F load(const float* p) {
     return a;
 }
 inline F load(const bf16* p) {
-    const I wide = {p[0].bits, p[1].bits, p[2].bits, p[3].bits};
+    const U wide = {p[0].bits, p[1].bits, p[2].bits, p[3].bits};
     return (F)(wide << 16);
 }
 inline F load(const fp16* p) { return F{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])}; }
 inline void store(float* p, F a) { memcpy(p, &a, sizeof a); }
 inline void store(bf16* p, F a) {
-    typedef uint32_t U __attribute__((vector_size(16)));
     const U u = (U)a;
     const U high = (u + 0x7fff + (u >> 16 & 1)) >> 16;
     for (int k = 0; k < W; k++) p[k].bits = uint16_t(high[k]);

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from processes import finish, start
-
 from reference import MODULES, markdown, members, public
 
 

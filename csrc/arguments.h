@@ -1,0 +1,40 @@
+// What a call's arguments say about themselves, without the tensors: what cannot be right raises ValueError in Python
+// instead of ending the process. Whether memory is as large as they say is up to the caller.
+#pragma once
+#include <stdint.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace grpo {
+
+// More elements than an address space holds. Sizes, and offsets made of them, stay far within 64 bits below it.
+constexpr int64_t LARGEST = int64_t(1) << 47;
+
+inline void require(bool ok, const char* name, int64_t value, const char* remedy) {
+    if (!ok) throw std::invalid_argument(std::string(name) + "=" + std::to_string(value) + ": " + remedy);
+}
+
+inline void check_size(const char* name, int64_t value, int64_t least) {
+    require(value >= least && value <= LARGEST, name, value, least ? "a size of at least 1 is needed." : "a size is 0 or more.");
+}
+
+inline void check_threads(int threads) { require(threads >= 1, "threads", threads, "at least one has to do the work."); }
+
+inline int element_size(const char* name, int dtype) {
+    require(dtype >= 0 && dtype <= 2, name, dtype, "it is 0 for fp32, 1 for bf16, 2 for fp16.");
+    return dtype == 0 ? 4 : 2;
+}
+
+inline void check_address(const char* name, uintptr_t address, int element, bool may_be_null = false) {
+    require(address || may_be_null, name, int64_t(address), "an address is needed.");
+    require(address % uintptr_t(element) == 0, name, int64_t(address), "the address must be a multiple of the element size.");
+}
+
+// The steps from the first of `count` places to the last.
+inline void check_stride(const char* name, int64_t stride, int64_t count) {
+    const bool fits = count < 2 || (stride <= LARGEST / (count - 1) && stride >= -LARGEST / (count - 1));
+    require(fits, name, stride, "the last row would lie outside any address space.");
+}
+
+}  // namespace grpo
