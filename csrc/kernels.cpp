@@ -130,8 +130,8 @@ template <class T, Mode MODE, bool WEIGHTED> void stats_of_row(const StatsJob& j
         total.weighted += block.sums.weighted;
     }
     job.max[i] = max;
-    job.sum[i] = max == -INFINITY ? NAN : float(total.sum);
-    if (WEIGHTED) job.weighted[i] = max == -INFINITY ? NAN : float(total.weighted);
+    job.sum[i] = float(total.sum);
+    if (WEIGHTED) job.weighted[i] = float(total.weighted);
     job.target[i] = target >= 0 && target < vocab ? lane0(transformed<MODE>(t, load_some(x + target, 1))) : NAN;
 }
 

@@ -174,7 +174,8 @@ class TokenBatch:
     With a context_group, the tokens' losses of all ranks add up to those of the whole sequences, and so do gradients. What
     needs a sequence costs an all-reduce of B numbers: its length and whether it holds a contributing token (once a batch), and
     at a sequence level the ratio and its slope (once a loss); the default normalizer costs one of a number. Making the batch,
-    a loss on it and `distributed.global_normalizer` are calls that all ranks of the group make. Metrics and log-probs are of
+    a loss on it and `distributed.global_normalizer` are calls that all ranks of the group make, and who writes into the mask or
+    the advantages of a batch does so on all of them. Metrics and log-probs are of
     the rank's own rows, and looking at them is no such call. What looks at the whole batch (ClipCov, KlCov, and EntropyQuantile
     without a process_group) sees the rank's own rows too.
 
@@ -226,12 +227,10 @@ class TokenBatch:
         for name in ("advantages", "weights", "nll_weights"):
             self.flat(name)
         if self.context_group is not None:
-            require(
-                dist.is_available() and dist.is_initialized(),
-                "context_group",
-                self.context_group,
-                "call init_process_group first.",
-            )
+            ready = dist.is_available() and dist.is_initialized()
+            require(ready, "context_group", self.context_group, "call init_process_group first.")
+            remedy = "this rank is not in it: pass the group that it shares sequences with."
+            require(dist.get_rank(self.context_group) >= 0, "context_group", self.context_group, remedy)
             if self.sequences is None:
                 raise ValueError(
                     "context_group is given, but packed targets without cu_seqlens have no sequences: pass cu_seqlens."
@@ -241,7 +240,7 @@ class TokenBatch:
                 f"groups has shape {list(self.groups.shape)} and dtype {self.groups.dtype}: pass one integer id per sequence, "
                 f"[{self.sequences}] (packed targets want cu_seqlens beside it)."
             )
-        if targets.is_cuda and not torch.compiler.is_compiling():
+        if targets.is_cuda and not (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()):
             self._counts()  # starts the copy to the host: it has arrived by the time that a loss asks
 
     @classmethod
@@ -324,6 +323,8 @@ class TokenBatch:
 
     def _once(self, name: str, make: Callable[[], T], *sources: Tensor | None) -> T:
         """What `make` makes: made once, and again if a tensor that it comes from was written since."""
+        if torch.compiler.is_compiling():
+            return make()
         versions = [x._version for x in sources if x is not None and not x.is_inference()]
         known = self.__dict__.get(f"_known_{name}")
         if known is None or known[0] != versions:
@@ -413,6 +414,8 @@ def shift_targets(
             raise ValueError("cu_seqlens and segment_ids are both given: pass one of them.")
         check_offsets("ids", ids, cu_seqlens)
         segment_ids = sequence_ids(cu_seqlens, ids.numel())
+    elif segment_ids is not None and not isinstance(segment_ids, Tensor):
+        raise ValueError(f"segment_ids is a {type(segment_ids).__name__}: pass an integer tensor of the shape of ids.")
     elif segment_ids is not None and (segment_ids.shape != ids.shape or segment_ids.is_floating_point()):
         raise ValueError(
             f"segment_ids has dtype {segment_ids.dtype} and shape {list(segment_ids.shape)}: pass integers of the shape of ids, "
@@ -474,7 +477,8 @@ def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace:
             "it must have unit stride in the vocabulary and no expanded dimension. Pass logits.contiguous() or inplace=False."
         )
     if logits.stride(-1) != 1 and logits.shape[-1] != 1:
-        logits = logits.contiguous()
+        # contiguous() leaves what has no elements as it is.
+        logits = logits.contiguous() if logits.numel() else torch.empty_like(logits, memory_format=torch.contiguous_format)
     if logits.dim() <= 3:
         return logits if logits.dim() == 3 else logits.reshape(1, shape.numel(), logits.shape[-1])
     rows = logits.flatten(0, -3)

@@ -61,6 +61,9 @@ class VocabShard:
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
             require(whole, name, value, f"it is a whole number of ids, at least {least}.")
         require(isinstance(self.reduce_hidden, bool), "reduce_hidden", self.reduce_hidden, "pass True or False.")
+        require(
+            _rank(self.group) >= 0, "group", self.group, "this rank is not in it: pass the group that it shares the head with."
+        )
 
     @classmethod
     def of(
@@ -197,17 +200,17 @@ def on_shard(backend: Backend, shard: VocabShard | None) -> Backend:
 
 def merge(partials: Tensor, read: Tensor | None) -> RowStats:
     """Softmax partials of parts of a row [parts, 3 or 4, n] (max, sum, target, and weighted where there is a fourth), as
-    those of the whole row. A part of only -inf, or of no column, adds nothing; the target is that of the part that has it."""
+    those of the whole row. A part of only -inf, or of no column, adds nothing; the target is that of the part that has it, NaN
+    where none or (parts that overlap) several do."""
     tops, sums, chosen = partials[:, 0], partials[:, 1], partials[:, 2]
     top = tops.amax(0)
-    shift = tops - top
-    share = torch.where(tops == -torch.inf, 0.0, shift.exp())
-    total = torch.where(share == 0, 0.0, share * sums).sum(0)
-    weighted = None
-    if partials.shape[1] == 4:
-        weighted = torch.where(share == 0, 0.0, share * (partials[:, 3] + sums * shift)).sum(0)
+    empty = tops == -torch.inf
+    shift = torch.where(empty, 0.0, tops - top)
+    share = torch.where(empty, 0.0, shift.exp())
+    total = (share * sums).sum(0)  # a NaN in any part stays one
+    weighted = (share * (partials[:, 3] + sums * shift)).sum(0) if partials.shape[1] == 4 else None
     here = ~chosen.isnan()
-    target = torch.where(here.any(0), torch.where(here, chosen, 0.0).sum(0), torch.nan)
+    target = torch.where(here.sum(0) == 1, torch.where(here, chosen, 0.0).sum(0), torch.nan)
     if read is not None:
         target, top = torch.where(read, target, 0.0), torch.where(read, top, 0.0)
         total = torch.where(read, total, 1.0)

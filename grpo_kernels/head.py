@@ -233,7 +233,7 @@ def _check_plain(head: Any) -> None:
     if hasattr(head.weight, "placements"):
         _refuse(
             head, "whose weight is a DTensor",
-            "install before fully_shard or a tensor-parallel plan (vocabulary shards are not supported).",
+            "install before fully_shard. A head that a tensor-parallel plan has cut: linear_grpo_loss(..., shard=VocabShard.of(weight)).",
         )  # fmt: skip
     if head.weight.dim() != 2 or "weight" not in head._parameters:  # FSDP1 leaves a view of its own
         _refuse(head, f"whose weight has shape {list(head.weight.shape)}", "install before ZeRO-3 or FSDP shards it.")

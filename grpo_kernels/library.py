@@ -73,7 +73,10 @@ class Operator:
 
     def __init__(self, function: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> None:
         name = function.__name__.removeprefix("_")
-        self.op = torch.library.custom_op(f"grpo_kernels::{name}", function, mutates_args=(), schema=schema)
+        # From hidden states the host waits for row counts, which a CUDA graph cannot hold.
+        unsafe = getattr(torch.Tag, "cudagraph_unsafe", None) if name.startswith("linear") else None
+        options: dict[str, Any] = {"tags": (unsafe,)} if unsafe is not None else {}
+        self.op = torch.library.custom_op(f"grpo_kernels::{name}", function, mutates_args=(), schema=schema, **options)
         self.op.register_fake(fake)
 
         def no_formula(ctx: Any, *_: Any) -> None:
@@ -197,7 +200,8 @@ def _linear_logprobs(
     check_targets(targets, mask, head.vocab)
     transform, module = _transform_of(rest, targets.shape, mask, None, targets.device)
     index = torch.arange(targets.numel(), device=targets.device) if mask is None else flat(mask).nonzero()[:, 0]
-    stats = Engine(head, module).forward(index, flat(targets).to(torch.int64), transform, entropy != "none")
+    with torch.autocast(targets.device.type, enabled=False):
+        stats = Engine(head, module).forward(index, flat(targets).to(torch.int64), transform, entropy != "none")
     return _results(stats, targets, entropy)
 
 
@@ -223,9 +227,9 @@ def _linear_logprobs_backward(
     slopes = d_logps != 0 if d_entropy is None else (d_logps != 0) | (d_entropy != 0)
     engine = Engine(head, module, wanted)
     stats = backends.RowStats(flat(top), flat(total), None, flat(chosen))
-    engine.backward(
-        slopes.nonzero()[:, 0], flat(targets).to(torch.int64), stats, _present(flat(H)), d_logps, d_entropy, transform
-    )
+    index = slopes.nonzero()[:, 0]
+    with torch.autocast(device.type, enabled=False):
+        engine.backward(index, flat(targets).to(torch.int64), stats, _present(flat(H)), d_logps, d_entropy, transform)
     of = (hidden, weight, bias)
     return tuple(
         _absent(hidden) if g is None or x is None else g.to(x.dtype).view(x.shape)
@@ -383,25 +387,29 @@ def _transform_arguments(transform: LogitTransform | None, backend: str, strict:
     return (*((t, 1.0) if isinstance(t, Tensor) else (None, t)), softcap, given.scale, backend, strict)
 
 
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+@torch.compiler.disable
+def _outside(function: str, *arguments: Any, **options: Any) -> Any:
+    """A public function in eager code, at a break of the graph; fullgraph=True names this."""
+    from . import logprobs, losses
+
+    return getattr(logprobs if function.endswith("logprobs") else losses, function)(*arguments, **options)
 
 
-def _refuse_groups(shard: VocabShard | None, context_group: Any = None) -> None:
+def _over_ranks(shard: VocabShard | None, context_group: Any = None) -> bool:
+    """Whether the call has to leave the graph, since operators know no process groups. torch.func has no way out."""
     for name, value in (("shard", shard), ("context_group", context_group)):
-        if value is not None:
-            raise ValueError(
-                f"{name} is given inside torch.compile or torch.func, where operators know no process groups: call the function "
-                "in code under torch.compiler.disable."
-            )
+        if value is not None and not torch.compiler.is_compiling():
+            raise ValueError(f"{name} is given under torch.func, whose operators know no process groups: use torch.autograd.")
+    return shard is not None or context_group is not None
 
 
 def token_logprobs(
     logits: Tensor, targets: Tensor, mask: Tensor | None, transform: LogitTransform | None, entropy: bool | str,
     shard: VocabShard | None, backend: str, strict: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    _refuse_groups(shard)
+    if _over_ranks(shard):
+        options: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "shard": shard}
+        return _outside("token_logprobs", logits, targets, backend=backend, strict=strict, **options)
     kind = "none" if not entropy else "gradient" if entropy is True else "value"
     found = _token_logprobs(logits, targets, mask, kind, *_transform_arguments(transform, backend, strict))
     return found[0], found[1] if entropy else None
@@ -411,10 +419,14 @@ def linear_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, mask: Tensor | None, transform: LogitTransform | None,
     entropy: bool | str, shard: VocabShard | None, backend: str, strict: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    _refuse_groups(shard)
+    if _over_ranks(shard):
+        options: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "entropy": entropy, "shard": shard}
+        return _outside("linear_logprobs", hidden, weight, targets, backend=backend, strict=strict, **options)
+    from .linear import compute_dtype
+
     kind = "none" if not entropy else "gradient" if entropy is True else "value"
     found = _linear_logprobs(
-        hidden, weight, bias, _compute_dtype(hidden), targets, mask, kind, *_transform_arguments(transform, backend, strict)
+        hidden, weight, bias, compute_dtype(hidden), targets, mask, kind, *_transform_arguments(transform, backend, strict)
     )
     return found[0], found[1] if entropy else None
 
@@ -446,7 +458,9 @@ def grpo_loss(
     logits: Tensor, batch: TokenBatch, objective: Objective, transform: LogitTransform | None, normalizer: Any,
     skip_inactive: bool, shard: VocabShard | None, backend: str, strict: bool,
 ) -> LossOutput:  # fmt: skip
-    _refuse_groups(shard, batch.context_group)
+    if _over_ranks(shard, batch.context_group):
+        options: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "skip_inactive": skip_inactive}
+        return _outside("grpo_loss", logits, batch, objective, shard=shard, backend=backend, strict=strict, **options)
     found = _grpo_loss(
         logits, torch.is_grad_enabled() and logits.requires_grad,
         *_batch_arguments(batch, objective, normalizer, skip_inactive), *_transform_arguments(transform, backend, strict),
@@ -459,7 +473,12 @@ def linear_grpo_loss(
     reference: tuple[Tensor, ...] | None, transform: LogitTransform | None, normalizer: Any, skip_inactive: bool,
     shard: VocabShard | None, backend: str, strict: bool,
 ) -> LossOutput:  # fmt: skip
-    _refuse_groups(shard, batch.context_group)
+    if _over_ranks(shard, batch.context_group):
+        options: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "skip_inactive": skip_inactive}
+        options |= {"bias": bias, "reference": reference, "shard": shard, "backend": backend, "strict": strict}
+        return _outside("linear_grpo_loss", hidden, weight, batch, objective, **options)
+    from .linear import compute_dtype
+
     if reference is not None:
         with torch.no_grad():
             ref_bias = reference[2] if len(reference) == 3 else None
@@ -469,7 +488,7 @@ def linear_grpo_loss(
         batch = batch.with_ref_logps(ref_logps)
     wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     found = _linear_grpo_loss(
-        hidden, weight, bias, _compute_dtype(hidden), *wanted,
+        hidden, weight, bias, compute_dtype(hidden), *wanted,
         *_batch_arguments(batch, objective, normalizer, skip_inactive), *_transform_arguments(transform, backend, strict),
     )  # fmt: skip
     return _output(found, batch, objective, normalizer, skip_inactive)

@@ -60,7 +60,7 @@ def check_head(
             raise ValueError(f"{name} is {got}: pass a float32, bfloat16 or float16 tensor.")
         if x.device != device:
             raise ValueError(f"{name} is on {x.device}, but targets is on {device}: move one of them.")
-    hidden = _local("hidden", hidden)
+    hidden = _local("hidden", hidden, partial=shard is not None and not shard.reduce_hidden)
     if shard is None:
         weight, bias = _local("weight", weight), None if bias is None else _local("bias", bias)
     else:
@@ -85,13 +85,17 @@ def check_head(
         )
     if bias is not None and bias.shape != (vocab,):
         raise ValueError(f"bias has shape {list(bias.shape)}, but weight has {list(weight.shape)}: it must be [{vocab}].")
-    kind = device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    return Head(hidden.reshape(-1, width), weight, bias, dtype, shard)
+    return Head(hidden.reshape(-1, width), weight, bias, compute_dtype(hidden), shard)
 
 
-def _local(name: str, x: Tensor) -> Tensor:
-    """The local tensor of a replicated DTensor; a plain tensor as it is."""
+def compute_dtype(hidden: Tensor) -> torch.dtype:
+    """What products run in: the autocast dtype if autocast is on, else that of the hidden states."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _local(name: str, x: Tensor, partial: bool = False) -> Tensor:
+    """The local tensor of a replicated DTensor; a plain tensor as it is. `partial`: its gradient is this rank's share."""
     placements = getattr(x, "placements", None)
     if placements is None:
         return x
@@ -105,7 +109,9 @@ def _local(name: str, x: Tensor) -> Tensor:
                 "shard=VocabShard.of(weight)."
             )
         raise ValueError(f"{name} is a DTensor with placements {placements}, not replicated: {remedy}")
-    return x.to_local()  # type: ignore[attr-defined]
+    from torch.distributed.tensor import Partial
+
+    return x.to_local(grad_placements=[Partial()] * len(placements) if partial else None)  # type: ignore[attr-defined]
 
 
 def split_rows(batch: TokenBatch, rows: TokenRows, objective: Objective) -> tuple[Tensor, Tensor]:

@@ -205,7 +205,8 @@ class _LinearLogprobs(torch.autograd.Function):
         if d_entropy is not None:
             d_entropy = upstream(d_entropy, None)
             wanted |= d_entropy[index] != 0
-        if ctx.shard is None and (weight.numel() == 0 or weight.untyped_storage().nbytes() == 0):
+        emptied = ctx.shard is None if weight.numel() == 0 else weight.untyped_storage().nbytes() == 0
+        if emptied:
             raise RuntimeError(
                 "weight is gone before the backward, which computes the logits again: keep it gathered until after it (ZeRO-3: "
                 "deepspeed.zero.GatheredParameters around both; FSDP: reshard_after_forward=False), or use linear_grpo_loss."

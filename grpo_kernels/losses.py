@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -42,16 +41,20 @@ class LossOutput:
     _batch: TokenBatch = field(repr=False)
     _rows: TokenRows | Callable[[], TokenRows] = field(repr=False)
     _log_ratio: Tensor | None = field(default=None, repr=False)  # fp32 [n] at the objective's level, where a loss made it
+    _metrics: dict[str, Tensor] | None = field(default=None, repr=False)
 
-    @cached_property
+    @property
     def rows(self) -> TokenRows:
         """The batch's flat rows as the loss weighed them, for statistics of one's own."""
-        return self._rows() if callable(self._rows) else self._rows
+        if callable(self._rows):
+            self._rows = self._rows()
+        return self._rows
 
-    @cached_property
+    @property
     def metrics(self) -> dict[str, Tensor]:
-        """0-d fp32 tensors on the device of the data (reading one waits for it, making them does not). Means are over
-        the trained tokens of this batch; with skip_inactive=True, over those that were read.
+        """0-d fp32 tensors on the device of the data (reading one waits for it, making them does not), computed on first use,
+        from the batch's tensors as they are then. Means are over the trained tokens of this batch; with skip_inactive=True,
+        over those that were read.
 
         tokens           trained tokens
         ratio_mean, ratio_min, ratio_max     of the ratio at the objective's level (1 when on-policy), bounded at e^60
@@ -63,6 +66,11 @@ class LossOutput:
         kl               mean of the KL estimator, weighted as it is in the loss (only with beta != 0)
         kept             share of tokens that all filters of this process keep (only with filters)
         """
+        if self._metrics is None:
+            self._metrics = self._measured()
+        return self._metrics
+
+    def _measured(self) -> dict[str, Tensor]:
         rows, logps = self.rows, self.logps.reshape(-1)
         everywhere = torch.ones_like(logps, dtype=torch.bool)
         trained = everywhere if rows.trained is None else rows.trained

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -28,6 +28,11 @@ AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-
 
 
 _NOTED: OrderedDict[str, Objective] = OrderedDict()
+
+
+def is_own_dataclass(kind: type) -> bool:
+    """Whether the class itself is a dataclass, not only one that it inherits from."""
+    return "__dataclass_fields__" in vars(kind)
 
 
 def objective_of(handle: str) -> Objective:
@@ -151,10 +156,18 @@ class Objective:
     def _note(self) -> None:
         """Under `handle`, a text that equal objectives share, library.py finds this one again."""
         text = repr(self)
+        parts = (self.surrogate, self.kl, *self.filters)
+        if any(is_dataclass(part) and not is_own_dataclass(type(part)) for part in parts):
+            text += f" {id(self):x}"  # a subclass may hold more than the text that it inherits tells
         object.__setattr__(self, "handle", text)
         _NOTED[text] = self
-        if len(_NOTED) > 10_000:  # of a schedule; those in use are found again and again, and stay
+        if len(_NOTED) > 1000:  # of a schedule; those in use are found again and again, and stay
             _NOTED.popitem(last=False)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickled, maybe in another process."""
+        self.__dict__.update(state)
+        self._note()
 
     @classmethod
     def preset(cls, name: str, *, numerics: str | None = None, **changes: Any) -> Objective:

@@ -422,9 +422,12 @@ class Custom(Surrogate):
     detached_ratio: bool = False
     zero_at_zero_advantage: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parameters", tuple(float(p) for p in self.parameters))
+
     @property
     def params(self) -> tuple[float, ...]:
-        return tuple(float(p) for p in self.parameters)
+        return self.parameters
 
 
 def check_surrogate(surrogate: Surrogate, *, points: int = 4096, tolerance: float = 1e-6, seed: int = 0) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from .batch import TokenBatch
 from .filters import TRUST_REGIONS, EntropyFloor, TrustRegion
@@ -181,9 +182,12 @@ def _filtered(
         if f.filters_entropy and entropy_weight is not None:
             narrowed = torch.where(keep, entropy_weight, 0.0)
             if objective.entropy_aggregate == "token-mean" and not f.one_pass:
-                # The mean is over the tokens that are left, if there are any.
-                left = narrowed.sum()
-                narrowed = narrowed * torch.where(left == 0, 0.0, entropy_weight.sum() / left)
+                # The mean is over the tokens that are left, if there are any, on all ranks that the filter looks at.
+                sums = torch.stack([x.sum(dtype=torch.float64) for x in (narrowed, entropy_weight)])
+                group = getattr(f, "process_group", None)
+                if group is not None:
+                    dist.all_reduce(sums, group=group)
+                narrowed = narrowed * torch.where(sums[0] == 0, 0.0, sums[1] / sums[0]).to(torch.float32)
             entropy_weight = narrowed
     return policy_weight, entropy_weight
 

@@ -128,6 +128,7 @@ class Trainer:
         self.entropy_coef: AdaptiveEntropyCoef | None = None
         if config.entropy_target:
             self.entropy_coef = AdaptiveEntropyCoef(target=config.entropy_target, initial=config.entropy_coef)
+        self.ranks.on_main(self.check_space)
         self.step = 0  # steps done
         self.rng = checkpoints.rng_state(self.device)
         self.mid_update = False
@@ -146,7 +147,7 @@ class Trainer:
         config, main = self.config, self.ranks.main
         if config.resume:
             self.restore()
-        log = MetricsLog(self.out / "metrics.jsonl", resume_at=self.step) if main else None
+        log = MetricsLog(self.out / "metrics.jsonl", resume_at=self.step + (self.step >= config.steps)) if main else None
         bar = require("tqdm").tqdm(total=config.steps, initial=self.step, disable=not (config.progress and main), desc="grpo")
         try:
             with stop_after_step() as signals:
@@ -156,14 +157,11 @@ class Trainer:
                     if config.eval_steps and self.step % config.eval_steps == 0:
                         line["accuracy"] = self.evaluate()
                     line |= self.train_step()
-                    if log is not None:
-                        log.write(line)
+                    self.write(log, line)
                     bar.update()
                     bar.set_postfix({k: f"{line[k]:.3g}" for k in ("reward", "kl", "entropy") if k in line})
                     if self.step == config.steps and config.eval_steps:
-                        accuracy = self.evaluate()
-                        if log is not None:
-                            log.write({"step": self.step, "accuracy": accuracy})
+                        self.write(log, {"step": self.step, "accuracy": self.evaluate()})
                     stop = self.ranks.any(bool(signals))
                     due = config.checkpoint_steps > 0 and self.step % config.checkpoint_steps == 0
                     if due or stop or self.step == config.steps:
@@ -186,6 +184,10 @@ class Trainer:
             return False
         self.save_model(self.out / "model")
         return True
+
+    def write(self, log: MetricsLog | None, line: dict[str, Any]) -> None:
+        """A line of metrics, on rank 0, which alone has the file."""
+        self.ranks.on_main(lambda: log.write(line))  # type: ignore[union-attr]
 
     def train_step(self) -> dict[str, float]:
         """One batch: sample, score, update. Returns its metrics."""
@@ -236,13 +238,12 @@ class Trainer:
             draws = torch.rand(total, dtype=torch.float64, device=self.device, generator=generator)
             return draws[first : first + count] if prompts else draws[:group_size]
 
-        sharded = self.policy.layout == "fsdp2"
-        with autocast(self.device, self.dtype):
+        with autocast(self.device, self.dtype, cache=not self.policy.sharded):
             found = self.policy.without_gradients(
                 partial(
                     sample, group_size=group_size, max_new_tokens=self.config.max_new_tokens, ends=self.ends,
                     temperature=temperature, top_p=top_p, top_k=top_k, uniform=uniform,
-                    wanted=self.ranks.any if sharded else bool,
+                    wanted=self.ranks.any if self.policy.sharded else bool,
                 ),
                 prompts or [rows[0]["prompt_ids"]],
             )  # fmt: skip
@@ -257,7 +258,7 @@ class Trainer:
             rewards = call(
                 self.rewards,
                 prompts=[row["prompt"] for row in repeated],
-                completions=self.tokenizer.batch_decode(tokens, skip_special_tokens=True),
+                completions=[self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens],
                 tokens=tokens,
                 columns={name: [row[name] for row in repeated] for name in rows[0] if name not in ("prompt", "prompt_ids")},
             )
@@ -337,7 +338,7 @@ class Trainer:
 
     def loss(self, model: Any, completions: Completions, batch: TokenBatch, normalizer: Tensor | Denominators) -> LossParts:
         """The objective of one micro-batch: from hidden states, so that logits never exist, or from the model's logits."""
-        with autocast(self.device, self.dtype):
+        with autocast(self.device, self.dtype, cache=not self.policy.sharded):
             if self.config.loss == "linear":
                 hidden, (weight, bias) = completion_hidden(model, completions), head_parameters(model)
                 out = linear_grpo_loss(
@@ -358,7 +359,7 @@ class Trainer:
         options: dict[str, Any] = {"mask": completions.mask, "transform": self.transform, "backend": self.backend}
 
         def logps(model: Any) -> Tensor:
-            with autocast(self.device, self.dtype):
+            with autocast(self.device, self.dtype, cache=not self.policy.sharded):
                 if self.config.loss == "linear":
                     hidden, (weight, bias) = completion_hidden(model, completions), head_parameters(model)
                     return linear_logprobs(hidden, weight, targets, bias=bias, **options)[0]
@@ -393,8 +394,16 @@ class Trainer:
         }
         self.ranks.on_main(lambda: checkpoints.save(self.out / "checkpoints", self.step, state, self.config.keep_checkpoints))
 
+    def check_space(self) -> None:
+        """Room for one checkpoint more than are kept (a new one is whole before an old one goes) and for the model."""
+        model = sum(p.numel() * p.element_size() for p in self.model.parameters())  # of shards: the whole
+        trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        each = model * (1 + (self.reference is not None)) + 2 * trained
+        there = len(checkpoints.listed(self.out / "checkpoints"))
+        checkpoints.check_space(self.out, model + each * max(self.config.keep_checkpoints + 1 - there, 1))
+
     def save_model(self, folder: Path) -> None:
-        state = self.policy.state() if self.policy.layout == "fsdp2" else None
+        state = self.policy.state() if self.policy.sharded else None
 
         def write() -> None:
             self.model.save_pretrained(folder, state_dict=state)

@@ -15,7 +15,7 @@ from vocab_parallel_checks import counted
 
 from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss
 from grpo_kernels.corrections import importance_weights, off_policy_sequence_mask, rejection_mask
-from grpo_kernels.distributed import global_normalizer
+from grpo_kernels.distributed import VocabShard, global_normalizer
 from grpo_kernels.filters import EntropyQuantile
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.objective import AGGREGATES
@@ -284,10 +284,43 @@ def check_data_parallel_shards(rank: int, ranks: int) -> None:
 
 def check_quantile_over_ranks(rank: int, ranks: int) -> None:
     """The one filter that looks at the whole batch has a group of its own."""
-    case, spec = pack(build()), Spec(entropy_share=0.6)
-    objective = Objective(filters=(EntropyQuantile(0.6, process_group=dist.group.WORLD),))
-    (_, d_exact), (_, d_naive) = case.expected(spec), case.naive(spec)
-    for kind, mine in parts(rank, ranks, case):
-        leaf, batch = part(case, mine)
-        grpo_loss(leaf, batch, objective).loss.backward()
-        assert_no_worse(together(leaf.grad, mine, case.logits.shape), d_naive, d_exact, kind)
+    case = pack(build())
+    quantile = (EntropyQuantile(0.6, process_group=dist.group.WORLD),)
+    for options in ({}, {"entropy_coef": 0.2}, {"entropy_coef": 0.2, "entropy_aggregate": "token-mean"}):
+        objective, spec = Objective(filters=quantile, **options), Spec(entropy_share=0.6, **options)
+        (_, d_exact), (_, d_naive) = case.expected(spec), case.naive(spec)
+        for kind, mine in parts(rank, ranks, case):
+            leaf, batch = part(case, mine)
+            grpo_loss(leaf, batch, objective).loss.backward()
+            found = together(leaf.grad, mine, case.logits.shape)
+            assert_no_worse(found, d_naive, d_exact, f"{kind}, {options}")
+
+
+def check_tensor_and_context_parallel(rank: int, ranks: int) -> None:
+    """Half of the ranks share a vocabulary, the others the sequences."""
+    if ranks != 4:
+        return
+    tensor_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    context_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    tp, cp = tensor_groups[rank // 2], context_groups[rank % 2]
+    case = pack(build())
+    widths = [44, 17]
+    for name in ("gspo", "grpo, k3 and entropy", "vespo"):
+        make, spec = OBJECTIVES[name]
+        (exact, d_exact), (naive, d_naive) = case.expected(spec), case.naive(spec)
+        mine = owners(case, 2)["zigzag"] == rank // 2
+        whole, batch = part(case, mine, context_group=cp)
+        leaf = whole.detach().split(widths, -1)[rank % 2].clone().requires_grad_()
+        out = grpo_loss(leaf, batch, make(), shard=VocabShard.of(leaf, tp, dim=-1))
+        out.loss.backward()
+        loss = out.loss.detach().clone()
+        dist.all_reduce(loss, group=cp)
+        assert_no_worse(loss[None], naive.loss[None], exact.loss[None], f"loss of {name}", tiny=2e-5)
+        found = torch.zeros_like(case.logits)
+        columns = slice(0, 44) if rank % 2 == 0 else slice(44, 61)
+        place = torch.zeros(mine.sum(), 61)
+        assert leaf.grad is not None
+        place[:, columns] = leaf.grad
+        found[mine] = place
+        dist.all_reduce(found)
+        assert_no_worse(found, d_naive, d_exact, f"gradient of {name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,10 +13,20 @@ from cases import OBJECTIVES, build, pack
 from linear_cases import build_linear
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels import (
+    LogitTransform,
+    Objective,
+    TokenBatch,
+    grpo_loss,
+    library,
+    linear_grpo_loss,
+    linear_logprobs,
+    token_logprobs,
+)
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.head import FusedLMHead
 from grpo_kernels.objective import Denominators, objective_of
+from grpo_kernels.surrogates import Clip, Custom
 
 Tensor = torch.Tensor
 OPS = torch.ops.grpo_kernels
@@ -332,14 +343,84 @@ def test_a_second_derivative_raises(transform: str) -> None:
                 gradient.square().sum().backward()
 
 
-def test_groups_are_refused_in_a_graph() -> None:
+def test_a_group_breaks_the_graph_and_torch_func_has_none() -> None:
     case, objective = build(), Objective()
 
     def loss(logits: Tensor) -> Tensor:
         return grpo_loss(logits, case.batch(), objective, shard=VocabShard(0, 61)).loss
 
-    with pytest.raises(Exception, match="shard is given inside torch"):
+    with pytest.raises(ValueError, match=r"shard is given under torch\.func"):
         torch.func.grad(loss)(case.logits)
+    leaf = case.logits.clone().requires_grad_()
+    value = torch.compile(loss, backend="aot_eager")(leaf)
+    value.backward()
+    expected = case.logits.clone().requires_grad_()
+    loss(expected).backward()
+    close(leaf.grad, expected.grad)
+    with pytest.raises(Exception, match="disable"):
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(case.logits)
+
+
+def test_operators_take_every_field_of_a_batch() -> None:
+    assert {f.name for f in dataclasses.fields(TokenBatch)} - set(library.FIELDS) == {"context_group"}
+
+
+def test_metrics_in_the_graph() -> None:
+    case, objective = build(), Objective.preset("gspo", beta=0.1)
+
+    def metrics(logits: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
+        return grpo_loss(logits, batch, objective).metrics
+
+    found = torch.compile(metrics, fullgraph=True, backend="aot_eager")(case.logits, case.batch())
+    expected = metrics(case.logits, case.batch())
+    assert found.keys() == expected.keys()
+    for name in found:
+        close(found[name], expected[name])
+
+
+def test_autocast_does_not_reach_into_an_operator() -> None:
+    case = build_linear(torch.float16)
+    results = []
+    for way in ("autograd", "func"):
+        with torch.autocast("cpu", torch.float16):
+
+            def value(weight: Tensor) -> Tensor:
+                return linear_logprobs(case.hidden, weight, case.tokens.targets, mask=case.tokens.mask)[0].sum()
+
+            if way == "func":
+                results.append(torch.func.grad(value)(case.weight))
+            else:
+                leaf = case.weight.clone().requires_grad_()
+                results.append(torch.autograd.grad(value(leaf), leaf)[0])
+    assert torch.equal(*results)
+
+
+class Scaled(Clip):
+    """A subclass that is no dataclass of its own: its text does not tell all."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        object.__setattr__(self, "scale", scale)
+
+
+def test_handles_tell_objectives_apart() -> None:
+    near = [Objective(Custom(CUSTOM, (torch.tensor(x),))) for x in (0.12345, 0.12349)]  # type: ignore[arg-type]
+    assert near[0].handle != near[1].handle
+    first, second = Objective(Scaled(1.0)), Objective(Scaled(2.0))
+    assert first.handle != second.handle and objective_of(first.handle) is first
+    again = pickle.loads(pickle.dumps(Objective.preset("sapo", beta=0.017)))
+    library_forgets(again.handle)
+    assert objective_of(pickle.loads(pickle.dumps(again)).handle) == again
+
+
+def CUSTOM(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
+    return -advantage * logp, -advantage
+
+
+def library_forgets(handle: str) -> None:
+    from grpo_kernels import objective
+
+    objective._NOTED.pop(handle)
 
 
 def test_objectives_are_found_by_their_text() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import signal
 from dataclasses import fields
 from pathlib import Path
@@ -607,6 +608,28 @@ def test_unwritable_output_is_reported_before_anything_is_loaded(tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"out=.*cannot be written"):
         Trainer(config(tmp_path / "file" / "run", model="no/such-model", dataset="no/such-data"))
+
+
+def test_a_full_disk_is_reported_before_training(tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000))
+    with pytest.raises(ValueError, match=r"out=.* has 0 MB free, and the run writes up to \d+ MB: make room"):
+        trainer(tok, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("there", "step", "left"), [((50, 100), 75, [50, 75]), ((50, 100, 150), 60, [50, 60]), ((1, 2), 3, [2, 3])]
+)
+def test_what_a_checkpoint_replaces(there: tuple[int, ...], step: int, left: list[int], tmp_path: Path) -> None:
+    """Older ones beyond `keep`; newer ones, which a run that writes this one has found damaged; drafts of failed writes."""
+    for at in there:
+        checkpoints.save(tmp_path, at, {"step": at}, keep=9)
+        if at > step:
+            os.truncate(tmp_path / f"step-{at:08d}" / "state.pt", 10)
+    (tmp_path / "draft-00000007").mkdir()
+    checkpoints.save(tmp_path, step, {"step": step}, keep=2)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"step-{at:08d}" for at in left]
+    assert checkpoints.load_newest(tmp_path)[0] == {"step": step}
 
 
 # ---- the command line

@@ -60,7 +60,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], list[Any]]] = {
         {"steps": 4, "advantage_scale": "batch", "entropy_target": 50.0, "gradient_checkpointing": True, "loss": "logits"},
         {"tie_word_embeddings": True}, [evens, steps],
     ),
-    "quantile": ({"steps": 3, "entropy_share": 0.3, "eval_steps": 2, "eval_temperature": 1.0}, {}, [evens]),
+    "quantile": ({"steps": 3, "entropy_share": 0.3, "eval_steps": 2, "eval_prompts": 1, "eval_temperature": 1.0}, {}, [evens]),
 }  # fmt: skip
 
 

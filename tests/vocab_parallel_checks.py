@@ -338,6 +338,42 @@ def check_hidden_left_to_others(rank: int, ranks: int) -> None:
             assert not partial["hidden"].any()
 
 
+def check_hidden_as_a_dtensor(rank: int, ranks: int) -> None:
+    """Replicated; where the layer in front sums its gradient up, that gradient is a partial one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    case, objective = build_linear(vocab=V), Objective(beta=0.1)
+    expected = case.expected(oracle.Spec(beta=0.1))[1]["hidden"]
+    for _, widths, shard in shards(rank, ranks):
+        for reduce_hidden in (True, False):
+            own = VocabShard(shard.start, shard.vocab, reduce_hidden=reduce_hidden)
+            hidden = distribute_tensor(case.hidden.clone(), mesh, [Replicate()]).requires_grad_()
+            weight, bias = (cut(x, widths, rank, 0) for x in (case.weight, case.bias))  # type: ignore[arg-type]
+            linear_grpo_loss(hidden, weight, case.tokens.batch(), objective, bias=bias, shard=own).loss.backward()
+            assert_near(hidden.grad.full_tensor(), expected, 1e-5, f"reduce_hidden={reduce_hidden}")
+
+
+def check_misuse_shows(rank: int, ranks: int) -> None:
+    """NaN on one rank, or parts that overlap, are no finite log-prob on any."""
+    case = build(vocab=V)
+    rows = case.targets.numel()
+    for _, widths, shard in shards(rank, ranks):
+        for broken, columns in ((0, slice(None)), (0, slice(1, 2)), (ranks - 1, slice(None))):
+            if widths[broken] <= 1 or sum(widths[:broken]) >= V:
+                continue
+            for backend in BACKENDS:
+                part = cut(case.logits.reshape(rows, V), widths, rank, -1)
+                if rank == broken:
+                    part[:, columns] = torch.nan
+                logps, H = token_logprobs(part, case.targets.reshape(-1), entropy=True, shard=shard, backend=backend)
+                assert logps.isnan().all() and H is not None and H.isnan().all()
+    if ranks > 1:
+        logps, _ = token_logprobs(case.logits, case.targets, shard=VocabShard(0, V))
+        assert logps.isnan().all()
+
+
 def check_nothing_to_do(rank: int, ranks: int) -> None:
     """No rows, or none that is trained: exact zeros, and nobody waits."""
     case, objective = build_linear(vocab=V), Objective(beta=0.1)

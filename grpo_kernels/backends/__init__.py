@@ -47,7 +47,8 @@ class RowStats(NamedTuple):
     """Mergeable partials of a row's softmax over transformed logits z, each fp32 [n].
 
     A row that is not read holds (0, 1, 0, 0), so that its log-prob and entropy are exactly 0.
-    A row of only -inf holds max = -inf; its log-prob and entropy are NaN, as torch's log_softmax has it."""
+    A row of only -inf holds (-inf, 0, 0); its log-prob and entropy are NaN, as torch's log_softmax has it. A NaN among the
+    logits is a NaN in sum, whatever max is."""
 
     max: Tensor  # max_j z_j
     sum: Tensor  # sum_j exp(z_j - max)

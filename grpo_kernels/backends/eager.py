@@ -83,7 +83,7 @@ def row_stats(
         ids, valid = _safe(targets[r], logits.shape[-1])
         chosen[r] = torch.where(valid, z.gather(1, ids)[:, 0], torch.nan)
         top[r] = z.amax(1)
-        z.sub_(top[r, None]).exp_()
+        z.sub_(top[r, None].masked_fill(top[r, None] == -torch.inf, 0.0)).exp_()
         total[r] = _row_sums(z)
         if entropy:
             weighted[r] = _row_sums(z.xlogy_(z))  # e^(z - max) (z - max), and 0 where e^(z - max) is 0

@@ -30,12 +30,23 @@ def prepare_output(out: Path, resume: bool) -> None:
         raise ValueError(f"out={str(out)!r} holds a run: continue it with resume, or choose another folder.")
 
 
+def check_space(out: Path, needed: int) -> None:
+    """Raise ValueError unless `needed` bytes are free where the run writes."""
+    free = shutil.disk_usage(out).free
+    if free < needed:
+        raise ValueError(
+            f"out={str(out)!r} has {free / 1e6:.0f} MB free, and the run writes up to {needed / 1e6:.0f} MB: "
+            "make room, lower keep_checkpoints, or choose another folder."
+        )
+
+
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     """Write the checkpoint of a step and drop all but the newest `keep`."""
     final, draft = folder / f"step-{step:08d}", folder / f"draft-{step:08d}"
     if _intact(final):  # the same step is the same state
         return final
-    shutil.rmtree(draft, ignore_errors=True)
+    for left in folder.glob("draft-*"):  # of a write that failed
+        shutil.rmtree(left)
     draft.mkdir(parents=True)
     with open(draft / "state.pt", "wb") as file:
         torch.save(state, file)
@@ -47,8 +58,10 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
         os.fsync(file.fileno())
     shutil.rmtree(final, ignore_errors=True)
     draft.rename(final)
-    for old in listed(folder)[:-keep]:
-        shutil.rmtree(old)
+    # Newer ones than this were passed over by the run that writes it: they are damaged.
+    until = [path for path in listed(folder) if path.name <= final.name]
+    for path in set(listed(folder)) - set(until[-keep:]):
+        shutil.rmtree(path)
     return final
 
 

@@ -43,8 +43,8 @@ class ParallelModel:
         if frozen:
             model.eval().requires_grad_(False)
         if self.layout == "ddp" and not frozen:
-            self.inside = nn.parallel.DistributedDataParallel(self.inside)
-        elif self.layout == "fsdp2":
+            self.inside = nn.parallel.DistributedDataParallel(self.inside, broadcast_buffers=False)
+        elif self.sharded:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
@@ -57,6 +57,11 @@ class ParallelModel:
             # Embedding, norm and head are the root's: plain tensors in its forward, also where they are tied.
             fully_shard(self.inside, mesh=mesh)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether a forward gathers parameters from other ranks."""
+        return self.layout == "fsdp2"
+
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """function(model, *arguments), whose backward reduces gradients to their mean over the ranks. It returns a tuple,
         named tuple or dict of tensors: what wrappers find tensors in."""
@@ -65,7 +70,7 @@ class ParallelModel:
     @torch.no_grad()
     def without_gradients(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """function(model, *arguments), which may return anything."""
-        if self.layout != "fsdp2":
+        if not self.sharded:
             return function(self.model, *arguments)
         try:
             return self.inside(function, *arguments)
@@ -73,12 +78,9 @@ class ParallelModel:
             self.inside.reshard()  # which a forward leaves to the backward
 
     def reduction(self, wanted: bool) -> AbstractContextManager:
-        """Around forward and backward: False leaves gradients as sums of this rank, to be reduced by a later backward."""
-        if self.layout == "ddp":
-            return nullcontext() if wanted else self.inside.no_sync()
-        if self.layout == "fsdp2":
-            self.inside.set_requires_gradient_sync(wanted)
-        return nullcontext()
+        """Around forward and backward: False leaves gradients as sums of this rank, to be reduced by a later backward. Sharded
+        gradients are reduced every time: unreduced ones would be whole on each rank."""
+        return nullcontext() if wanted or self.layout != "ddp" else self.inside.no_sync()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale gradients to a norm of at most `max_norm`. Returns the norm before, of the whole model."""
@@ -98,12 +100,12 @@ class ParallelModel:
         return checkpoint.get_optimizer_state_dict(self.model, optimizer, options=self._options())
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        checkpoint.set_optimizer_state_dict(self.model, optimizer, state, options=self._options(loading=True))
+        checkpoint.set_optimizer_state_dict(self.model, optimizer, state, options=self._options(loading=True, optimizer=True))
 
-    def _options(self, loading: bool = False) -> checkpoint.StateDictOptions:
+    def _options(self, loading: bool = False, optimizer: bool = False) -> checkpoint.StateDictOptions:
         several = self.ranks.world > 1
         return checkpoint.StateDictOptions(
-            full_state_dict=True, cpu_offload=not loading, broadcast_from_rank0=loading and several
+            full_state_dict=True, cpu_offload=not loading, broadcast_from_rank0=loading and several, strict=not optimizer
         )
 
 

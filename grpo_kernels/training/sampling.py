@@ -46,8 +46,9 @@ class Completions:
         return Completions(self.ids[rows], self.attention[rows], self.prompt_width)
 
 
-def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+def autocast(device: torch.device, dtype: torch.dtype, cache: bool = True) -> AbstractContextManager:
+    """cache: keep the weights' copies in `dtype` until it ends; of gathered shards they would become the whole model."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=cache)
 
 
 def completion_logits(model: Any, completions: Completions) -> Tensor:
