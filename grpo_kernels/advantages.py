@@ -290,12 +290,17 @@ def _std_of_others(
 ) -> tuple[Tensor, Tensor]:
     """[B] std of the group's scored rewards without one's own, and where those are equal, exactly (or fewer than 2).
 
-    Leaving out r takes n/(n-1) (r - mean)^2 from the sum of squares. What rounding leaves of equal ones is not 0, hence the
-    second result."""
+    Leaving out r takes n/(n-1) (r - mean)^2 from the sum of squares, of which little may be left where r is the furthest from
+    the mean: the sum of that one's others is made anew. What rounding leaves of equal ones is not 0, hence the second result."""
     highest = within.max_of_others(torch.where(scored, r, -math.inf))
     lowest = -within.max_of_others(torch.where(scored, -r, -math.inf))
     own = centred * centred * size / (size - 1.0).clamp(min=1.0)
     squares = (within.sum(centred * centred) - own).clamp(min=0.0)
+    furthest = centred.abs() == within.max(centred.abs())
+    furthest &= within.sum(furthest.double()) == 1
+    rest = torch.where(scored & ~furthest, r, 0.0)
+    around = torch.where(scored & ~furthest, r - within.sum(rest) / (size - 1.0).clamp(min=1.0), 0.0)
+    squares = torch.where(furthest, within.sum(around * around), squares)
     return (squares / (size - 1.0 - int(unbiased)).clamp(min=1.0)).sqrt(), highest <= lowest
 
 
