@@ -26,6 +26,9 @@ def main(rows: int = 256, vocab: int = 151936, rounds: int = 5) -> None:
         slow = found["eager PyTorch"]["ms"]
         for name, label in NAMES.items():
             r = found[name]
+            if r["status"] != "ok":
+                print(f"{label:18}{table['dtype']:>10}  {r['status']}: {r['reason']}")
+                continue
             print(
                 f"{label:18}{table['dtype']:>10}{r['ms']:9.1f}{slow / r['ms']:9.1f}x{r['extra_mb']:10.1f}{r['errors']['d_logits']:16.1e}"
             )

@@ -1,12 +1,13 @@
 """grpo_kernels: the GRPO loss at the speed of the hardware, in any trainer."""
 
 from .advantages import group_advantages
-from .batch import LogitTransform, TokenBatch
+from .batch import TokenBatch
 from .logprobs import linear_logprobs, token_logprobs
 from .losses import LossOutput, grpo_loss, linear_grpo_loss
 from .objective import Objective
+from .transform import LogitTransform
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "LogitTransform",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -98,43 +99,7 @@ def group_advantages(
         return torch.zeros(0, dtype=dtype, device=r.device)
     within = Groups(ids)
 
-    def normalised(r: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
-        """Advantages [B], and where they are 0 by rule."""
-        size = within.sum(scored.double())
-        mean = within.sum(r) / size.clamp(min=1.0)
-        lowest, highest = within.extremes(r, scored)
-        zero = ~scored if baseline == "none" else ~scored | (highest == lowest)
-        centred = torch.where(zero, 0.0, r - mean)
-        if baseline == "none":
-            advantages = r
-        elif baseline == "leave-one-out":
-            advantages = centred * size / (size - 1.0).clamp(min=1.0)
-        elif tokens is not None:
-            counted = torch.where(scored, tokens, 0.0)
-            total = within.sum(counted)
-            zero = zero | (total == 0)
-            advantages = centred - within.sum(counted * centred) / total
-        else:
-            advantages = centred
-        if scale == "group":
-            squares = within.sum(centred * centred)
-            divided = advantages / ((squares / (size - int(unbiased)).clamp(min=1.0)).sqrt() + eps)
-        elif scale == "mean":
-            zero = zero | (mean <= 0)
-            divided = advantages / (mean + eps)
-        elif scale == "others":
-            std, equal = _std_of_others(within, r, scored, centred, size, unbiased)
-            divided = torch.where(equal, advantages, advantages / (std + eps))
-        else:
-            divided = advantages
-        if singleton == "raw":
-            alone = scored & (size == 1)
-            zero = zero & ~alone
-            divided = torch.where(alone, r if scale in ("none", "batch") else r / (1.0 + eps), divided)
-        if scale == "batch":
-            divided = divided / (_mean_and_std(r, scored, unbiased)[1] + eps)
-        return torch.where(zero, 0.0, divided), zero
-
+    normalised = _Normalisation(within, tokens, baseline, scale, eps, unbiased, singleton)
     if r.dim() == 1:
         return normalised(r, scored)[0].to(dtype)
     if combine == "sum":
@@ -143,6 +108,63 @@ def group_advantages(
     total = _weighted_sum(parts, factors)
     mean, std = _mean_and_std(total, scored.any(1), unbiased)
     return torch.where(torch.stack(zeros).all(0), 0.0, (total - mean) / (std + eps)).to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _Normalisation:
+    """What `group_advantages` does to the rewards [B] of one function; its fields are arguments of that."""
+
+    within: Groups
+    tokens: Tensor | None
+    baseline: str
+    scale: str
+    eps: float
+    unbiased: bool
+    singleton: str
+
+    def __call__(self, r: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
+        """Advantages [B], and where they are 0 by rule."""
+        within, scale = self.within, self.scale
+        size = within.sum(scored.double())
+        mean = within.sum(r) / size.clamp(min=1.0)
+        lowest, highest = within.extremes(r, scored)
+        zero = ~scored if self.baseline == "none" else ~scored | (highest == lowest)
+        centred = torch.where(zero, 0.0, r - mean)
+        advantages, untold = self._above_baseline(r, scored, centred, size)
+        zero = zero | untold | (mean <= 0) if scale == "mean" else zero | untold
+        divided = self._divided(advantages, r, scored, centred, size, mean)
+        if self.singleton == "raw":
+            alone = scored & (size == 1)
+            zero = zero & ~alone
+            divided = torch.where(alone, r if scale in ("none", "batch") else r / (1.0 + self.eps), divided)
+        if scale == "batch":
+            divided = divided / (_mean_and_std(r, scored, self.unbiased)[1] + self.eps)
+        return torch.where(zero, 0.0, divided), zero
+
+    def _above_baseline(self, r: Tensor, scored: Tensor, centred: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+        """Rewards less the baseline [B], and where there is none."""
+        nowhere = torch.zeros_like(scored)
+        if self.baseline == "none":
+            return r, nowhere
+        if self.baseline == "leave-one-out":
+            return centred * size / (size - 1.0).clamp(min=1.0), nowhere
+        if self.tokens is None:
+            return centred, nowhere
+        counted = torch.where(scored, self.tokens, 0.0)
+        total = self.within.sum(counted)
+        return centred - self.within.sum(counted * centred) / total, total == 0
+
+    def _divided(self, advantages: Tensor, r: Tensor, scored: Tensor, centred: Tensor, size: Tensor, mean: Tensor) -> Tensor:
+        """By what the group says of their spread."""
+        if self.scale == "group":
+            squares = self.within.sum(centred * centred)
+            return advantages / ((squares / (size - int(self.unbiased)).clamp(min=1.0)).sqrt() + self.eps)
+        if self.scale == "mean":
+            return advantages / (mean + self.eps)
+        if self.scale == "others":
+            std, equal = _std_of_others(self.within, r, scored, centred, size, self.unbiased)
+            return torch.where(equal, advantages, advantages / (std + self.eps))
+        return advantages
 
 
 def pass_at_k_advantages(

@@ -46,8 +46,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .batch import as_mask, sequence_ids
 from .checks import LARGEST, SMALLEST, require, require_number
+from .layout import as_mask, sequence_ids
 
 if TYPE_CHECKING:
     from .batch import TokenBatch

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 
-from .batch import LogitTransform, TokenBatch, as_transform
+from .batch import TokenBatch
 from .logprobs import linear_logprobs
 from .losses import linear_grpo_loss
 from .objective import Objective
+from .transform import LogitTransform, as_transform
 
 Tensor = torch.Tensor
 

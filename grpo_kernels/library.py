@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import backends
-from .batch import LogitTransform, TokenBatch, as_transform, check_targets, flat, logit_rows
+from .batch import TokenBatch
+from .layout import check_targets, flat, logit_rows
 from .objective import Denominators, Objective, objective_of
+from .transform import LogitTransform, as_transform
 
 if TYPE_CHECKING:
     from .distributed import VocabShard
     from .linear import Head
-    from .losses import LossOutput, _Call
+    from .losses import LossCall, LossOutput
 
 Tensor = torch.Tensor
 Many = tuple[Tensor, ...]
@@ -275,8 +277,8 @@ for _op, _operands in ((_token_logprobs, 1), (_linear_logprobs, 4)):
 # ---- layer 2
 
 
-def _call_of(fields: tuple[Any, ...], transform: tuple[Any, ...], vocab: int) -> _Call:
-    from .losses import _Call
+def _call_of(fields: tuple[Any, ...], transform: tuple[Any, ...], vocab: int) -> LossCall:
+    from .losses import LossCall
 
     batch = TokenBatch(**dict(zip(FIELDS, fields, strict=False)))
     *denominators, handle, skip_inactive = fields[len(FIELDS) :]
@@ -285,10 +287,10 @@ def _call_of(fields: tuple[Any, ...], transform: tuple[Any, ...], vocab: int) ->
     normalizer = given if denominators[1] is None else Denominators(*denominators)
     rows = objective.token_rows(batch, normalizer, skip_inactive)
     row_transform, module = _transform_of(transform, batch.targets.shape, batch.mask, batch.cu_seqlens, batch.targets.device)
-    return _Call(batch, objective, rows, row_transform, module)
+    return LossCall(batch, objective, rows, row_transform, module)
 
 
-def _loss_results(call: _Call, rows: backends.FusedRows) -> Many:
+def _loss_results(call: LossCall, rows: backends.FusedRows) -> Many:
     from .losses import total
 
     shape = call.batch.targets.shape
@@ -387,12 +389,16 @@ def _transform_arguments(transform: LogitTransform | None, backend: str, strict:
     return (*((t, 1.0) if isinstance(t, Tensor) else (None, t)), softcap, given.scale, backend, strict)
 
 
-@torch.compiler.disable
 def _outside(function: str, *arguments: Any, **options: Any) -> Any:
     """A public function in eager code, at a break of the graph; fullgraph=True names this."""
     from . import logprobs, losses
 
-    return getattr(logprobs if function.endswith("logprobs") else losses, function)(*arguments, **options)
+    eager = getattr(logprobs if function.endswith("logprobs") else losses, function)
+    return torch.compiler.disable(eager)(*arguments, **options)
+
+
+# What torch.compiler.disable notes; as a decorator it would import the whole compiler with this package.
+_outside._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _over_ranks(shard: VocabShard | None, context_group: Any = None) -> bool:

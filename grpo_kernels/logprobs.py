@@ -8,9 +8,10 @@ import torch
 
 from . import backends, library
 from .backends import Backend, RowStats, RowTransform
-from .batch import LogitTransform, as_mask, as_transform, check_targets, flat, logit_rows
 from .distributed import VocabShard, check_shard, on_shard
+from .layout import as_mask, check_targets, flat, logit_rows
 from .linear import Engine, Head, check_head
+from .transform import LogitTransform, as_transform
 
 Tensor = torch.Tensor
 

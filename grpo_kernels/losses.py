@@ -11,13 +11,15 @@ import torch
 
 from . import backends, library
 from .backends import Backend, FusedRows, RowTransform
-from .batch import LogitTransform, TokenBatch, as_transform, check_targets, logit_rows, per_token
+from .batch import TokenBatch
 from .checks import require
 from .distributed import VocabShard, check_shard, on_shard
+from .layout import check_targets, logit_rows, per_token
 from .linear import Engine, Gradients, Head, check_head, split_rows
 from .objective import Denominators, Objective
 from .ops import bounded_exp
 from .token_stage import TokenRows, kl_of_rows
+from .transform import LogitTransform, as_transform
 
 Tensor = torch.Tensor
 
@@ -166,7 +168,7 @@ def grpo_loss(
     row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
     rows = objective.token_rows(batch, normalizer, skip_inactive)
     module = on_shard(backends.pick(backend, device, strict), shard)
-    call = _Call(batch, objective, rows, row_transform, module, inplace)
+    call = LossCall(batch, objective, rows, row_transform, module, inplace)
     loss, logps, entropy = _GrpoLoss.apply(flat_logits, call)
     return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, call.log_ratio)
 
@@ -227,7 +229,7 @@ def linear_grpo_loss(
         require(objective.beta != 0, "reference", type(reference).__name__, "with beta=0 nothing looks at it: leave it out.")
         batch = batch.with_ref_logps(_reference_logps(reference, batch, objective, row_transform, module, shard))
     rows = objective.token_rows(batch, normalizer, skip_inactive)
-    call = _Call(batch, objective, rows, row_transform, module)
+    call = LossCall(batch, objective, rows, row_transform, module)
     loss, logps, entropy = _LinearGrpoLoss.apply(head.hidden, head.weight, head.bias, head, call)
     return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, call.log_ratio)
 
@@ -307,7 +309,7 @@ def _check_specs(batch: TokenBatch, objective: Objective) -> None:
 
 
 @dataclass(eq=False)
-class _Call:
+class LossCall:
     """The arguments of one call, as one object through autograd."""
 
     batch: TokenBatch
@@ -338,7 +340,7 @@ HANDED_OVER = (
 )
 
 
-def loss_from_logits(call: _Call, logits: Tensor, out: Tensor | None) -> FusedRows:
+def loss_from_logits(call: LossCall, logits: Tensor, out: Tensor | None) -> FusedRows:
     """Losses of the rows of logits [A, T, V], their gradient written into `out` if that is there."""
     if call.objective.one_pass:
         return call.backend.fused_loss(logits, call.rows, call.objective, call.transform, out)
@@ -350,7 +352,7 @@ def loss_from_logits(call: _Call, logits: Tensor, out: Tensor | None) -> FusedRo
     return FusedRows(logps, H, losses)
 
 
-def loss_from_hidden(call: _Call, head: Head, wanted: tuple[bool, bool, bool]) -> tuple[FusedRows, Gradients | None]:
+def loss_from_hidden(call: LossCall, head: Head, wanted: tuple[bool, bool, bool]) -> tuple[FusedRows, Gradients | None]:
     """Losses of the rows of a head, and the gradients of (hidden, weight, bias) that are wanted."""
     rows, objective, transform = call.rows, call.objective, call.transform
     engine, any_wanted, device = Engine(head, call.backend, wanted), any(wanted), head.hidden.device
@@ -373,7 +375,7 @@ def loss_from_hidden(call: _Call, head: Head, wanted: tuple[bool, bool, bool]) -
 
 class _GrpoLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, call: LossCall) -> tuple[Tensor, Tensor, Tensor]:
         wanted = call.gradients and ctx.needs_input_grad[0]
         # A gradient in fp16 is stored only after the loss scale is in it.
         deferred = wanted and logits.dtype == torch.float16
@@ -402,7 +404,7 @@ class _GrpoLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, None]:
         if d_loss is None:
             return None, None
-        call: _Call = ctx.call
+        call: LossCall = ctx.call
         if ctx.deferred:
             (logits,) = ctx.saved_tensors
             stats, H, d_logps, d_entropy = ctx.slopes
@@ -429,7 +431,7 @@ class _GrpoLoss(torch.autograd.Function):
 class _LinearGrpoLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, call: _Call
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, call: LossCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         needed = ctx.needs_input_grad[:3] if call.gradients else (False, False, False)
         result, ctx.gradients = loss_from_hidden(call, head, needed)

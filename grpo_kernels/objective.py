@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from . import token_stage
-from .batch import TokenBatch, flat
+from .batch import TokenBatch
 from .checks import LARGEST, SMALLEST, require, require_number, values_are_checked
 from .filters import EntropyFloor, EntropyQuantile, Filter, OffPolicySequences, TrustRegion
 from .kl import Kl, as_kl
+from .layout import flat
 from .surrogates import LEVELS, Clip, Custom, Dro, Surrogate
 from .token_stage import TokenRows
 
@@ -30,7 +31,7 @@ AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-
 _NOTED: OrderedDict[str, Objective] = OrderedDict()
 
 
-def is_own_dataclass(kind: type) -> bool:
+def _is_own_dataclass(kind: type) -> bool:
     """Whether the class itself is a dataclass, not only one that it inherits from."""
     return "__dataclass_fields__" in vars(kind)
 
@@ -157,7 +158,7 @@ class Objective:
         """Under `handle`, a text that equal objectives share, library.py finds this one again."""
         text = repr(self)
         parts = (self.surrogate, self.kl, *self.filters)
-        if any(is_dataclass(part) and not is_own_dataclass(type(part)) for part in parts):
+        if any(is_dataclass(part) and not _is_own_dataclass(type(part)) for part in parts):
             text += f" {id(self):x}"  # a subclass may hold more than the text that it inherits tells
         object.__setattr__(self, "handle", text)
         _NOTED[text] = self

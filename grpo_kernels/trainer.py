@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .batch import LogitTransform, TokenBatch
+from .batch import TokenBatch
 from .distributed import global_normalizer
 from .entropy import AdaptiveEntropyCoef
 from .filters import EntropyQuantile
@@ -37,7 +37,7 @@ from .objective import Denominators, Objective
 from .training import checkpoints, require
 from .training.config import TrainConfig, parse_args
 from .training.data import Row, encode, load_rows, prompts_of_step
-from .training.head import check_head, completion_hidden, head_parameters, logit_transform
+from .training.head import check_projection, completion_hidden, head_parameters, logit_transform
 from .training.loading import check_liger, load_policy, pick_device, prepare_policy
 from .training.parallel import ParallelModel, same_on_all_ranks
 from .training.ranks import Ranks
@@ -45,6 +45,7 @@ from .training.report import MetricsLog, combine, numbers, plot
 from .training.rewards import RewardFunction, RewardModel, Rewards, Scores, call, resolve, score
 from .training.sampling import Completions, autocast, completion_logits, end_ids, sample
 from .training.stopping import stop_after_step
+from .transform import LogitTransform
 
 __all__ = ["TrainConfig", "Trainer", "main"]
 
@@ -135,7 +136,7 @@ class Trainer:
         self.backend = "eager" if config.loss == "eager" else config.backend
         self.transform = LogitTransform(config.temperature)
         if config.loss == "linear":
-            self.policy.without_gradients(check_head)
+            self.policy.without_gradients(check_projection)
             self.transform = logit_transform(self.model.config, config.temperature)
         # A model that softcaps its logits needs their values in its own backward.
         self.inplace = config.loss == "logits" and getattr(self.model.config, "final_logit_softcapping", None) is None

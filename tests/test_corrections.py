@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from grpo_kernels import TokenBatch
-from grpo_kernels import batch as batch_module
+from grpo_kernels import TokenBatch, layout
 from grpo_kernels.corrections import (
     correction_metrics,
     importance_weights,
@@ -627,7 +626,7 @@ def test_order_of_sequences(seed: int, order: list[int], name: str) -> None:
 def test_no_look_at_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors have none: whatever would make a host wait for a GPU raises. (Packed rows share the code but for
     segment_reduce, which has no fake.)"""
-    monkeypatch.setattr(batch_module, "values_are_checked", lambda tensor: False)
+    monkeypatch.setattr(layout, "values_are_checked", lambda tensor: False)
     with FakeTensorMode():
         x = torch.zeros(3, 5)
         fields = dict(old_logps=x, sampler_logps=x.clone(), mask=torch.ones(3, 5, dtype=torch.bool))

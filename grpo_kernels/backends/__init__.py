@@ -3,13 +3,14 @@
 A backend is a module with these functions, over logits `[A, T, V]` (any strides in the first two dimensions, unit stride
 in the last; fp32, bf16 or fp16) whose rows are counted in order, n = A * T, and per-row vectors `[n]`:
 
-    row_stats(logits, targets, read, transform, entropy) -> RowStats
-    row_grads(logits, targets, stats, entropy, d_logps, d_entropy, transform, out) -> None
+    row_stats(logits, targets, read, transform, entropy, *, rows) -> RowStats
+    row_grads(logits, targets, stats, entropy, d_logps, d_entropy, transform, out, *, rows) -> None
     fused_loss(logits, rows, objective, transform, out) -> FusedRows
     scale_(gradient, factor) -> None            gradient *= factor (a 0-d tensor), without a pass over it when factor is 1
     WRITES_BEHIND_READS: bool       rows go from their first element to their last, so that a narrower gradient may lie in
                                     the memory of its row's logits, from the same address on
 
+`rows` = (lo, hi) takes those flat rows of the logits alone; the per-row vectors are then [hi - lo]. None: all rows.
 `out` may be the logits themselves, other memory, or that. `two_visits` below is the `fused_loss` of every backend that has no kernel for it.
 """
 

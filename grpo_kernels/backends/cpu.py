@@ -11,7 +11,7 @@ import torch
 from . import RowStats, RowTransform
 
 try:
-    from .. import _cpu
+    import grpo_kernels._cpu as _cpu
 except ImportError as error:
     _cpu = None  # type: ignore[assignment]
     _import_error = str(error)
@@ -46,7 +46,7 @@ def last_level_cache() -> int:
 def available() -> str | None:
     """None if this backend can run, else the reason in words."""
     if _cpu is None:
-        return f"the compiled module grpo_kernels._cpu is missing ({_import_error}): install with a C++17 compiler present"
+        return f"the compiled module is missing ({_import_error}): pip install -e . in a checkout, with a C++17 compiler"
     return None
 
 

@@ -74,6 +74,7 @@ def row_stats(
     read: Tensor | None,
     transform: RowTransform,
     entropy: bool,
+    *,
     rows: tuple[int, int] | None = None,
 ) -> RowStats:
     n = targets.numel()
@@ -102,6 +103,7 @@ def row_grads(
     d_entropy: Tensor | None,
     transform: RowTransform,
     out: Tensor,
+    *,
     rows: tuple[int, int] | None = None,
 ) -> None:
     """d_logits = d_logp (onehot - p) - d_entropy p (log p + H), times dz/dx, written into `out`."""

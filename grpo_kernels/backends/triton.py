@@ -474,6 +474,7 @@ def row_stats(
     read: Tensor | None,
     transform: RowTransform,
     entropy: bool,
+    *,
     rows: tuple[int, int] | None = None,
 ) -> RowStats:
     """Softmax partials of each row of logits [A, T, V]. `rows` = (lo, hi) takes those flat rows; vectors are [hi - lo]."""
@@ -505,6 +506,7 @@ def row_grads(
     d_entropy: Tensor | None,
     transform: RowTransform,
     out: Tensor,
+    *,
     rows: tuple[int, int] | None = None,
 ) -> None:
     """d logits into `out` [A, T, V], which may be the logits. Rows whose slopes are 0 become 0 and are not read."""

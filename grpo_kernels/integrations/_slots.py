@@ -32,7 +32,7 @@ def check_version(package: str, tested: tuple[str, ...], any_version: bool = Fal
     try:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:
-        found = "of a version that its metadata do not tell"
+        found = "not installed here (or has no metadata that tell its version)"
     if found in tested or any_version or os.environ.get(OVERRIDE, "0") == "1":
         return
     raise RuntimeError(

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ..batch import LogitTransform
 from ..logprobs import token_logprobs
+from ..transform import LogitTransform
 from ._slots import Slots, check_version, even_shard, plain
 
 Tensor = torch.Tensor

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..batch import LogitTransform, TokenBatch
+from ..batch import TokenBatch
 from ..checks import require, values_are_checked
 from ..kl import Kl
 from ..logprobs import linear_logprobs, token_logprobs
@@ -36,6 +36,7 @@ from ..objective import Objective
 from ..ops import bounded_exp
 from ..surrogates import Cispo, Clip, Sapo, Surrogate, Vespo
 from ..token_stage import TokenRows, kl_of_rows
+from ..transform import LogitTransform
 
 Tensor = torch.Tensor
 

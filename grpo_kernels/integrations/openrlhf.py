@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 
-from ..batch import LogitTransform, TokenBatch
+from ..batch import TokenBatch
 from ..corrections import importance_weights, rejection_mask
 from ..logprobs import token_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
 from ..surrogates import Clip
+from ..transform import LogitTransform
 from ._slots import Slots, at_least_one, check_version, plain
 
 Tensor = torch.Tensor

@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 
-from ..batch import LogitTransform, TokenBatch
+from ..batch import TokenBatch
 from ..logprobs import linear_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
 from ..ops import bounded_exp
 from ..presets import NUMERICS
+from ..transform import LogitTransform
 from ._slots import Slots, check_version, plain
 
 Tensor = torch.Tensor

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..batch import LogitTransform, TokenBatch
+from ..batch import TokenBatch
 from ..filters import EntropyQuantile, Filter, OffPolicySequences
 from ..head import check_linear
 from ..logprobs import linear_logprobs
@@ -40,6 +40,7 @@ from ..losses import LossOutput, linear_grpo_loss
 from ..objective import Objective
 from ..surrogates import Cispo, Clip, Sapo, Surrogate, Vespo
 from ..token_stage import TokenRows
+from ..transform import LogitTransform
 from ._slots import DTYPES
 from .trl_head import check_version, fused_lm_head, gathered
 

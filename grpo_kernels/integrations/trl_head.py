@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from ..batch import LogitTransform
 from ..logprobs import linear_logprobs
+from ..transform import LogitTransform
 from ._slots import DTYPES, OVERRIDE
 
 Tensor = torch.Tensor

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from ..batch import LogitTransform
 from ..logprobs import linear_logprobs
+from ..transform import LogitTransform
 from ._slots import Slots, check_version, plain
 
 Tensor = torch.Tensor

@@ -41,13 +41,14 @@ from typing import Any
 
 import torch
 
-from ..batch import LogitTransform, TokenBatch
+from ..batch import TokenBatch
 from ..filters import TrustRegion
 from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import LossOutput, objective_loss
 from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
 from ..surrogates import Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, PolicyGradient, Sapo
+from ..transform import LogitTransform
 from ._slots import NotCovered, Slots, at_least_one, check_version, even_shard, logprobs_from_logits, plain
 
 Tensor = torch.Tensor
@@ -141,7 +142,7 @@ def policy_loss(objective: str | Objective) -> PolicyLoss:
             rollout_is_weights = _geometric_mean(rollout_is_weights, mask)
         ids = torch.zeros(mask.shape, dtype=torch.int64, device=mask.device)
         batch = TokenBatch(ids, advantages, mask=mask, old_logps=old_log_prob, weights=rollout_is_weights)
-        out = objective_loss(log_prob, batch, wanted, normalizer=_normalizer(wanted, batch, info))
+        out = objective_loss(log_prob, batch, wanted, normalizer=_normalizer(wanted, info))
         return out.loss, _metrics(name, wanted, out, batch, log_prob)
 
     loss.__name__ = f"fused_{name or 'objective'}"
@@ -186,7 +187,7 @@ def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> O
     return replace(preset, **changes)
 
 
-def _normalizer(objective: Objective, batch: TokenBatch, info: dict[str, Any]) -> float | Tensor | None:
+def _normalizer(objective: Objective, info: dict[str, Any]) -> float | Tensor | None:
     """The denominator of verl's `agg_loss` from its `global_batch_info`; None: that of this micro-batch."""
     ranks = info.get("dp_size") or 1
     if objective.aggregate == "token-sum":

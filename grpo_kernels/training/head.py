@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..batch import LogitTransform
+from ..transform import LogitTransform
 from .sampling import Completions, positions
 
 Tensor = torch.Tensor
@@ -45,7 +45,7 @@ def head_parameters(model: Any) -> tuple[Tensor, Tensor | None]:
 
 
 @torch.no_grad()
-def check_head(model: Any) -> None:
+def check_projection(model: Any) -> None:
     """Raise ValueError unless backbone, head and transform give the logits that the model itself gives."""
     device = next(model.parameters()).device
     training = model.training

@@ -1,0 +1,117 @@
+"""Tensors of a batch in the shapes that they may have, as flat rows; refusals of what has another."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from .checks import values_are_checked
+
+Tensor = torch.Tensor
+
+
+def check_targets(targets: Tensor, mask: Tensor | None, vocab: int) -> None:
+    """Raise ValueError naming the first target outside [0, vocab) at a row that counts."""
+    if not values_are_checked(targets):
+        return
+    bad = (targets < 0) | (targets >= vocab)
+    if mask is not None:
+        bad &= mask
+    if bad.any():
+        at = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"targets{list(at)}={int(targets[at])} is outside the vocabulary [0, {vocab}). "
+            "Mask the position (mask=False) if it is padding; its id may then be anything."
+        )
+
+
+def flat(x: Tensor) -> Tensor:
+    """[N] contiguous, as kernels take it."""
+    return x.reshape(-1).contiguous()
+
+
+def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
+    """A bool mask of `shape`; 0/1 integers, as tokenizers give them, are accepted."""
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"{name} is a {type(mask).__name__}: pass a bool tensor, the shape of targets.")
+    if mask.shape != shape:
+        raise ValueError(f"{name} has shape {list(mask.shape)}, but targets has {list(shape)}: they must be the same.")
+    if mask.is_floating_point() or mask.is_complex():
+        raise ValueError(f"{name} has dtype {mask.dtype}: pass a bool (or 0/1 integer) tensor, for example {name}.bool().")
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
+def check_offsets(name: str, packed: Tensor, cu_seqlens: Tensor) -> None:
+    """Raise ValueError unless cu_seqlens cuts the tokens of `packed` [N] into sequences."""
+    if packed.dim() != 1:
+        raise ValueError(f"cu_seqlens goes with packed tokens [N], but {name} has shape {list(packed.shape)}.")
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens is a {type(cu_seqlens).__name__}: pass int32 [B + 1], starting at 0.")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(
+            f"cu_seqlens has dtype {cu_seqlens.dtype} and shape {list(cu_seqlens.shape)}: pass int32 [B + 1], starting at 0."
+        )
+    if values_are_checked(cu_seqlens):
+        offsets, n = cu_seqlens.tolist(), packed.numel()
+        if offsets[0] != 0 or offsets[-1] != n or any(a > b for a, b in pairwise(offsets)):
+            raise ValueError(f"cu_seqlens={offsets}: it must rise from 0 to the number of rows, {n}.")
+
+
+def sequence_ids(cu_seqlens: Tensor, n: int) -> Tensor:
+    """[n] int64: the sequence that each packed row belongs to. Computed on the device, without a host sync."""
+    rows = torch.arange(n, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].to(torch.int64), rows, right=True)
+
+
+def per_token(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Flat fp32 [N]: `value` given per token (the shape of targets), per sequence ([B] or [B, 1]) or as a 0-d tensor."""
+    value = value.detach().to(torch.float32)
+    if value.shape == shape:
+        return value.reshape(-1)
+    if value.dim() == 0:
+        return value.expand(shape.numel())
+    if cu_seqlens is None:
+        if len(shape) >= 2 and value.shape in (shape[:1], shape[:1] + (1,) * (len(shape) - 1)):
+            return value.reshape(-1, *(1,) * (len(shape) - 1)).expand(shape).reshape(-1)
+        options = f"{list(shape)}" + (f", [{shape[0]}] or [{shape[0]}, 1]" if len(shape) == 2 else "")
+        hint = " (Packed sequences take one per sequence in a TokenBatch with cu_seqlens.)" if len(shape) == 1 else ""
+    else:
+        sequences = cu_seqlens.numel() - 1
+        if value.shape in ((sequences,), (sequences, 1)):
+            return value.reshape(-1)[sequence_ids(cu_seqlens, shape.numel())]
+        options, hint = f"{list(shape)} (per token) or [{sequences}] (per sequence)", ""
+    raise ValueError(f"{name} has shape {list(value.shape)}, but targets of shape {list(shape)} want {options}.{hint}")
+
+
+def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, whole: bool = True) -> Tensor:
+    """Logits as [A, T, V] with unit stride in V, in the order of targets of `shape`; a view wherever there is one. A part of
+    them (`whole` False) may have no column."""
+    if not isinstance(logits, Tensor) or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"logits is {got}: pass a float32, bfloat16 or float16 tensor.")
+    if logits.dim() != len(shape) + 1 or logits.shape[:-1] != shape:
+        raise ValueError(
+            f"logits has shape {list(logits.shape)}, but targets has {list(shape)}: logits must be targets' shape plus the "
+            "vocabulary, row i predicting targets[i] (for a model's output usually logits[:, :-1] against ids[:, 1:])."
+        )
+    if logits.shape[-1] == 0 and whole:
+        raise ValueError(f"logits has shape {list(logits.shape)}: the vocabulary is empty.")
+    if logits.device != device:
+        raise ValueError(f"logits is on {logits.device}, but targets is on {device}: move one of them.")
+    if inplace and (
+        logits.stride(-1) != 1 or any(s == 0 and n > 1 for s, n in zip(logits.stride(), logits.shape, strict=True))
+    ):
+        raise ValueError(
+            f"inplace=True, but logits of shape {list(logits.shape)} has strides {list(logits.stride())}: "
+            "it must have unit stride in the vocabulary and no expanded dimension. Pass logits.contiguous() or inplace=False."
+        )
+    if logits.stride(-1) != 1 and logits.shape[-1] != 1:
+        # contiguous() leaves what has no elements as it is.
+        logits = logits.contiguous() if logits.numel() else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if logits.dim() <= 3:
+        return logits if logits.dim() == 3 else logits.reshape(1, shape.numel(), logits.shape[-1])
+    rows = logits.flatten(0, -3)
+    if inplace and rows.data_ptr() != logits.data_ptr():
+        raise ValueError(f"inplace=True, but logits of shape {list(logits.shape)} has strides that no [.., T, V] view has.")
+    return rows
