@@ -174,7 +174,10 @@ class RowCalls:
             inside = 0 <= target < self.vocab
             at_target = z[target] if inside else np.nan
             size = np.abs(z[np.isfinite(z)]).max(initial=0.0)
-            if np.isnan(z).any() or (z == np.inf).any() or (z == -np.inf).all():
+            if (z == -np.inf).all():
+                assert total[i] == 0, f"{isa}: row {i} is not 0 but {total[i]}"
+                continue
+            if np.isnan(z).any() or (z == np.inf).any():
                 assert np.isnan(total[i]), f"{isa}: row {i} is not NaN but {total[i]}"
                 continue
             assert np.isnan(chosen[i]) if not inside else near(chosen[i], at_target, 4 * EPS * size), (
@@ -239,7 +242,7 @@ class RowCalls:
                 assert (got[i] == 0).all(), f"{what}: row {i} has no slope, and a gradient"
                 continue
             finite = z[z > -np.inf]
-            if np.isnan(total[i]) or not np.isfinite([a, b]).all():
+            if np.isnan(total[i]) or total[i] == 0 or not np.isfinite([a, b]).all():
                 assert np.isnan(got[i]).all(), f"{what}: row {i} is not NaN"
                 continue
             size = np.abs(finite).max()

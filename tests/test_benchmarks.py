@@ -669,3 +669,12 @@ def test_side_by_side_prints_a_line_for_each(capsys: pytest.CaptureFixture[str])
     side_by_side.main(rows=32, vocab=512, rounds=2)
     printed = capsys.readouterr().out
     assert printed.count("fused, in place") == 2 and printed.count("eager PyTorch") == 2 and "1.0x" in printed
+
+
+def test_side_by_side_says_why_there_is_no_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "unavailable", lambda name: None if name == "eager" else "no compiler here")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        side_by_side.main(rows=32, vocab=512, rounds=2)
+    printed = capsys.readouterr().out
+    assert printed.count("no compiler here") == 4 and printed.count("eager PyTorch") == 2, printed
