@@ -1,4 +1,4 @@
-"""What ranks share: a vocabulary cut over them, a denominator for all of them, targets of sequences cut over them."""
+"""What ranks share: a vocabulary that is cut over them, and a denominator for all of them."""
 
 from __future__ import annotations
 

@@ -46,7 +46,6 @@ STATS = "Tensor maxima, Tensor sums, Tensor chosen, Tensor entropies, Tensor d_l
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias, ScalarType dtype"
 WANTED = "bool d_hidden, bool d_weight, bool d_bias"
 
-
 NO_SECOND = "grpo_kernels has no second derivatives: the gradient of these functions cannot be differentiated again."
 
 
@@ -110,10 +109,6 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
 def _absent(like: Tensor) -> Tensor:
     """An operator returns a tensor for everything; this one stands for None."""
     return like.new_empty(0, dtype=torch.float32)
-
-
-def _present(x: Tensor) -> Tensor | None:
-    return None if x.numel() == 0 else x
 
 
 def _vector(like: Tensor) -> Tensor:
@@ -182,7 +177,7 @@ def _token_logprobs_backward(logits: Tensor, targets: Tensor, mask: Tensor | Non
     transform, module = _transform_of(rest[6:], shape, mask, None, device)
     read = None if mask is None else flat(mask)
     module.row_grads(
-        rows, flat(targets).to(torch.int64), backends.RowStats(flat(top), flat(total), None, flat(chosen)), _present(flat(H)),
+        rows, flat(targets).to(torch.int64), backends.RowStats(flat(top), flat(total), None, flat(chosen)), None if d_entropy is None else flat(H),
         upstream(flat(d_logps), read), None if d_entropy is None else upstream(flat(d_entropy), read), transform, out,
     )  # fmt: skip
     return out.view(logits.shape)
@@ -231,7 +226,9 @@ def _linear_logprobs_backward(
     stats = backends.RowStats(flat(top), flat(total), None, flat(chosen))
     index = slopes.nonzero()[:, 0]
     with torch.autocast(device.type, enabled=False):
-        engine.backward(index, flat(targets).to(torch.int64), stats, _present(flat(H)), d_logps, d_entropy, transform)
+        engine.backward(
+            index, flat(targets).to(torch.int64), stats, None if d_entropy is None else flat(H), d_logps, d_entropy, transform
+        )
     of = (hidden, weight, bias)
     return tuple(
         _absent(hidden) if g is None or x is None else g.to(x.dtype).view(x.shape)

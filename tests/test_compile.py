@@ -322,6 +322,27 @@ def test_gradients_by_torch_func() -> None:
     close(logps, leaf.grad)
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0)])
+def test_no_rows(shape: tuple[int, ...]) -> None:
+    targets = torch.zeros(shape, dtype=torch.int64)
+    weight = torch.randn(7, 3)
+
+    def logits_value(x: Tensor) -> Tensor:
+        logps, entropy = token_logprobs(x, targets, entropy=True)
+        return logps.sum() + entropy.sum()  # type: ignore[union-attr]
+
+    def hidden_value(x: Tensor) -> Tensor:
+        logps, entropy = linear_logprobs(x, weight, targets, entropy=True)
+        return logps.sum() + entropy.sum()  # type: ignore[union-attr]
+
+    for value, width in ((logits_value, 7), (hidden_value, 3)):
+        x = torch.zeros(*shape, width)
+        assert torch.func.grad(value)(x).shape == x.shape
+        leaf = x.clone().requires_grad_()
+        torch.compile(value, fullgraph=True, backend="aot_eager")(leaf).backward()
+        assert leaf.grad is not None and leaf.grad.shape == x.shape
+
+
 @pytest.mark.parametrize("transform", ["none", "func", "compile"])
 def test_a_second_derivative_raises(transform: str) -> None:
     case, objective = build(), Objective()
