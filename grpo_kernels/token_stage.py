@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from .batch import TokenBatch
 from .filters import TRUST_REGIONS, EntropyFloor, TrustRegion
@@ -182,11 +181,8 @@ def _filtered(
         if f.filters_entropy and entropy_weight is not None:
             narrowed = torch.where(keep, entropy_weight, 0.0)
             if objective.entropy_aggregate == "token-mean" and not f.one_pass:
-                # The mean is over the tokens that are left, if there are any, on all ranks that the filter looks at.
-                sums = torch.stack([x.sum(dtype=torch.float64) for x in (narrowed, entropy_weight)])
-                group = getattr(f, "process_group", None)
-                if group is not None:
-                    dist.all_reduce(sums, group=group)
+                # The mean is over the tokens that are left, if there are any: of whole sequences, but of this batch only.
+                sums = batch.over_context(torch.stack([x.sum(dtype=torch.float64) for x in (narrowed, entropy_weight)]))
                 narrowed = narrowed * torch.where(sums[0] == 0, 0.0, sums[1] / sums[0]).to(torch.float32)
             entropy_weight = narrowed
     return policy_weight, entropy_weight

@@ -1065,7 +1065,7 @@ def test_unknown_versions_are_refused(name: str, monkeypatch: pytest.MonkeyPatch
             return found
 
         monkeypatch.setattr(metadata, "version", version)
-        with pytest.raises(RuntimeError, match=f"{name} is (0.0.1|of a version.*), but this adapter was tested with"):
+        with pytest.raises(RuntimeError, match=f"{name} is (0.0.1|not installed here.*), but this adapter was tested with"):
             BINDERS[name]()
         # Told to go on, it looks for the trainer's modules.
         with pytest.raises((ImportError, AttributeError)):
