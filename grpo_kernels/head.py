@@ -44,7 +44,7 @@ class _AsGiven:
     @classmethod
     def wrap(cls, x: Any) -> Any:
         floats = isinstance(x, Tensor) and x.is_floating_point()
-        return cls(x) if floats or isinstance(x, TokenBatch | Objective | tuple) else x
+        return cls(x) if floats or isinstance(x, (TokenBatch, Objective, tuple)) else x
 
     @classmethod
     def unwrap(cls, x: Any) -> Any:

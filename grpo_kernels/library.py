@@ -488,7 +488,7 @@ def linear_grpo_loss(
             ref_logps, _ = linear_logprobs(
                 reference[0], reference[1], ref_bias, batch.targets, batch.mask, transform, False, None, backend, strict
             )
-        batch = batch.with_ref_logps(ref_logps)
+        batch = TokenBatch(**{name: getattr(batch, name) for name in FIELDS} | {"ref_logps": ref_logps})
     wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     found = _linear_grpo_loss(
         hidden, weight, bias, compute_dtype(hidden), *wanted,
