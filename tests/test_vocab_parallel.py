@@ -29,6 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize("check", checks_of(MODULE))
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_on_ranks(results, ranks: int, check: str) -> None:
+    pytest.importorskip("numpy", reason="the checks send objects, for which torch.distributed takes NumPy")
     assert results(ranks)[check] == "ok", results(ranks)[check]
 
 
