@@ -34,6 +34,7 @@ REPOSITORY = (
     "test_roofline",
     "test_sanitizers",
     "test_speed",
+    "test_vocab_parallel_benchmark",
 )
 
 
