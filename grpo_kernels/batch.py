@@ -45,9 +45,9 @@ class TokenBatch:
     needs a sequence costs an all-reduce of B numbers: its length and whether it holds a contributing token (once a batch), and
     at a sequence level the ratio and its slope (once a loss); the default normalizer costs one of a number. Making the batch,
     a loss on it and `distributed.global_normalizer` are calls that all ranks of the group make, and who writes into the mask or
-    the advantages of a batch does so on all of them. Metrics and log-probs are of
-    the rank's own rows, and looking at them is no such call. What looks at the whole batch (ClipCov, KlCov, and EntropyQuantile
-    without a process_group) sees the rank's own rows too.
+    the advantages of a batch does so on all of them. Metrics and log-probs are of the rank's own rows, and looking at them is
+    no such call. What looks at the whole batch (ClipCov, KlCov, and EntropyQuantile without a process_group) sees the rank's own
+    rows too.
 
     Packed, [B] and [N] may be equal: a tensor of that length is then read per token, so write [B, 1].
     Gradients never flow into these tensors. Raises ValueError on shapes, dtypes or devices that disagree.

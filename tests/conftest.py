@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Before torch loads OpenMP: threads that spin while another process has the core make small tests six times slower.
@@ -12,6 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
+from processes import run_checks
 
 import grpo_kernels
 
@@ -72,3 +74,23 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.param == "bfloat16 through fp32":
         monkeypatch.setattr(cpu_products, "available", lambda: "switched off")
     return getattr(torch, request.param.split()[0])
+
+
+@pytest.fixture(scope="session")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, str]]:
+    """What the checks of a module came to on so many ranks, which are started once for all of them."""
+    pytest.importorskip("numpy", reason="the checks send objects, for which torch.distributed takes NumPy")
+    return functools.cache(lambda module, ranks: run_checks(module, ranks, tmp_path_factory.mktemp(f"ranks{ranks}")))
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    """A mesh of this one process."""
+    distributed = pytest.importorskip("torch.distributed")
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()

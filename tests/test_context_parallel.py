@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 
 import pytest
 import torch
 from cases import build
-from processes import checks_of, run_checks
+from processes import checks_of
 
 from grpo_kernels import TokenBatch
 from grpo_kernels.batch import shift_targets
@@ -15,20 +15,10 @@ from grpo_kernels.batch import shift_targets
 MODULE = "context_parallel_checks"
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory):
-    @cache
-    def of(ranks: int) -> dict[str, str]:
-        return run_checks(MODULE, ranks, tmp_path_factory.mktemp(f"ranks{ranks}"))
-
-    return of
-
-
 @pytest.mark.parametrize("check", checks_of(MODULE))
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_on_ranks(results, ranks: int, check: str) -> None:
-    pytest.importorskip("numpy", reason="the checks send objects, for which torch.distributed takes NumPy")
-    assert results(ranks)[check] == "ok", results(ranks)[check]
+def test_on_ranks(on_ranks: Callable[..., dict[str, str]], ranks: int, check: str) -> None:
+    assert on_ranks(MODULE, ranks)[check] == "ok", on_ranks(MODULE, ranks)[check]
 
 
 def test_a_context_group_needs_sequences_and_torch_distributed() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -122,19 +122,6 @@ def test_a_wild_id_in_a_masked_row_is_fine() -> None:
 
 
 # ---- DTensors
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Any]:
-    """A mesh of this one process."""
-    distributed = pytest.importorskip("torch.distributed")
-    if not distributed.is_available() or not distributed.is_gloo_available():
-        pytest.skip("this torch has no gloo")
-    from torch.distributed.device_mesh import init_device_mesh
-
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("function", [logps, loss])

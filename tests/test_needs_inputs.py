@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,19 +140,6 @@ def test_replicated_dtensors_in_every_combination(layer: int, mesh: Any, backend
     for distributed in (("hidden",), ("weight",), ("hidden", "weight")):
         found = gradients(distributed)
         assert all(same_bits(found[k], expected[k]) and expected[k].any() for k in expected), distributed
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Any]:
-    """A mesh of this one process."""
-    distributed = pytest.importorskip("torch.distributed")
-    if not distributed.is_available() or not distributed.is_gloo_available():
-        pytest.skip("this torch has no gloo")
-    from torch.distributed.device_mesh import init_device_mesh
-
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("call", [

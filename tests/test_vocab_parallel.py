@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
 from cases import build, same_bits
-from processes import checks_of, run_checks
+from processes import checks_of
 
 from grpo_kernels import Objective, backends, grpo_loss
 from grpo_kernels.backends import RowTransform
@@ -17,20 +17,10 @@ from grpo_kernels.distributed import VocabShard, merge
 MODULE = "vocab_parallel_checks"
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory):
-    @cache
-    def of(ranks: int) -> dict[str, str]:
-        return run_checks(MODULE, ranks, tmp_path_factory.mktemp(f"ranks{ranks}"))
-
-    return of
-
-
 @pytest.mark.parametrize("check", checks_of(MODULE))
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_on_ranks(results, ranks: int, check: str) -> None:
-    pytest.importorskip("numpy", reason="the checks send objects, for which torch.distributed takes NumPy")
-    assert results(ranks)[check] == "ok", results(ranks)[check]
+def test_on_ranks(on_ranks: Callable[..., dict[str, str]], ranks: int, check: str) -> None:
+    assert on_ranks(MODULE, ranks)[check] == "ok", on_ranks(MODULE, ranks)[check]
 
 
 @pytest.mark.parametrize("cuts", [(0, 61), (0, 20, 61), (0, 0, 1, 60, 61), tuple(range(62))])
