@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from typing import Any
 
 # Before torch loads OpenMP: threads that spin while another process has the core make small tests six times slower.
@@ -14,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 from processes import run_checks
+from trainers import ROOTS, VERSIONS
 
 import grpo_kernels
 
@@ -74,6 +76,17 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.param == "bfloat16 through fp32":
         monkeypatch.setattr(cpu_products, "available", lambda: "switched off")
     return getattr(torch, request.param.split()[0])
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trainers' modules that a test puts into sys.modules go away with it; their versions are as the adapters know them."""
+    before = set(sys.modules)
+    monkeypatch.setattr(metadata, "version", lambda name: VERSIONS[name])
+    yield
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ROOTS:
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

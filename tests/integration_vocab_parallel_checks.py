@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_integrations_others import slime_args, stand_in, their_file
+from test_integration_slime import slime_args
+from trainers import stand_in, their_file
 
 from grpo_kernels import Objective
 from grpo_kernels.integrations import areal, nemo_rl, skyrl, slime, verl

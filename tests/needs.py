@@ -208,7 +208,7 @@ NEEDS = [
         "trl#6789 trl#6944 ms-swift#8442 prime-rl#3235 vllm-project/vllm#49577",
         """
         test_needs_inputs::test_log_probs_over_the_kept_set_of_a_sampler test_token_logprobs::test_scattered_minus_infinity
-        test_integrations_others::test_slime_functions_of_logits
+        test_integration_slime::test_slime_functions_of_logits
         """,
     ),
     Need(
@@ -262,8 +262,8 @@ NEEDS = [
         test_integration_trl::test_nothing_is_imported_or_patched test_integration_trl::test_what_is_refused
         test_integration_trl::test_undo test_integration_trl::test_slot_is_taken_once
         test_integration_verl::test_binding_is_refused_and_undone
-        test_integrations_others::test_nothing_stays_bound_after_an_error
-        test_integrations_others::test_the_core_does_not_know_them
+        test_integration_shared::test_nothing_stays_bound_after_an_error
+        test_integration_shared::test_the_core_does_not_know_them
         """,
     ),
     Need(

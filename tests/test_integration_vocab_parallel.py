@@ -1,6 +1,6 @@
 """Adapters of trainers on logits and heads that are cut over two tensor-parallel ranks.
 
-The trainers' own functions run where their packages are on the path, as in test_integrations_others."""
+The trainers' own functions run where their packages are on the path, see trainers.py."""
 
 from __future__ import annotations
 

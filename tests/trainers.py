@@ -1,0 +1,140 @@
+"""What the tests of the adapters share: trainers' modules by stand-in or from one file of theirs, data, comparisons.
+
+pip download --no-deps openrlhf==0.11.0 areal==1.0.4 skyrl==0.3.0 unsloth_zoo==2026.8.13       # unpacked, on PYTHONPATH
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+Tensor = torch.Tensor
+
+B, T, V, H = 5, 7, 23, 16
+MASK = torch.arange(T) < torch.tensor([7, 3, 0, 5, 6])[:, None]
+MASK[0, 2] = False
+
+#: Of each trainer's package, the version that its adapter was tested with.
+VERSIONS = {
+    "openrlhf": "0.11.0", "areal": "1.0.4", "slime": "0.3.1", "prime-rl": "0.8.0", "skyrl": "0.3.0", "unsloth_zoo": "2026.8.13",
+}  # fmt: skip
+ROOTS = ("openrlhf", "areal", "slime", "prime_rl", "nemo_rl", "skyrl", "unsloth_made", "unsloth_zoo", "deepspeed")
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    logps: Tensor
+    old: Tensor
+    sampler: Tensor
+    ref: Tensor
+    advantages: Tensor
+
+
+def drawn() -> Data:
+    g = torch.Generator().manual_seed(5)
+    logps = -0.02 - 4 * torch.rand(B, T, generator=g).square()
+    shift = torch.tensor([0.3, -0.35, 0.1, 0.6, -0.3])[:, None]
+    old = (logps - shift - 0.3 * torch.randn(B, T, generator=g)).clamp(max=-0.01)
+    sampler = (old + 0.3 * torch.randn(B, T, generator=g)).clamp(max=-0.01)
+    advantages = torch.tensor([1.2, 0.8, 0.5, -1.1, -0.7])[:, None] * (1 + 0.2 * torch.randn(B, T, generator=g))
+    return Data(logps, old, sampler, logps + 0.4 * torch.randn(B, T, generator=g), advantages)
+
+
+DATA = drawn()
+
+
+# ---- trainers' modules
+
+
+def stand_in(name: str, **contents: Any) -> ModuleType:
+    """A module of this name in sys.modules, under as many packages as the name has."""
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        path = ".".join(parts[:i])
+        if path not in sys.modules:
+            module = ModuleType(path)
+            module.__spec__ = importlib.machinery.ModuleSpec(path, None, is_package=i < len(parts))
+            module.__path__ = []
+            sys.modules[path] = module
+            if i > 1:
+                setattr(sys.modules[".".join(parts[: i - 1])], parts[i - 1], module)
+    vars(sys.modules[name]).update(contents)
+    return sys.modules[name]
+
+
+def their_file(name: str, monkeypatch: pytest.MonkeyPatch, **stubs: dict[str, Any]) -> ModuleType:
+    """One file of an installed trainer as a module of its name, its packages' __init__ not run; skips where it is not there."""
+    root = name.split(".")[0]
+    spec = importlib.util.find_spec(root) if root not in sys.modules else None
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{root} is not installed")
+    path = Path(spec.submodule_search_locations[0]).joinpath(*name.split(".")[1:]).with_suffix(".py")
+    if not path.exists():
+        pytest.skip(f"this {root} has no {path.name}")
+    for stub, contents in stubs.items():
+        stand_in(stub.replace("__", "."), **contents)
+    module = stand_in(name)
+    module.__file__, module.__package__ = str(path), name.rpartition(".")[0]
+    monkeypatch.setattr(torch, "compile", lambda f=None, **_: f if f is not None else lambda g: g)
+    exec(compile(path.read_text(), str(path), "exec"), vars(module))
+    return module
+
+
+def their_file_beside(name: str, loaded: ModuleType) -> ModuleType:
+    """Another file of the same folder."""
+    module = stand_in(name)
+    path = Path(str(loaded.__file__)).with_name(name.rpartition(".")[2] + ".py")
+    module.__file__, module.__package__ = str(path), name.rpartition(".")[0]
+    exec(compile(path.read_text(), str(path), "exec"), vars(module))
+    return module
+
+
+# ---- transcriptions, float64
+
+
+def mean_of(x: Tensor, mask: Tensor = MASK) -> Tensor:
+    return (x * mask).sum() / mask.sum()
+
+
+def clipped(r: Tensor, A: Tensor, low: float, high: float, c: float | None = None) -> tuple[Tensor, Tensor]:
+    """PPO's clip, with dual clip; and where the bound holds."""
+    bounded = r.clamp(1 - low, 1 + high)
+    loss = torch.maximum(-r * A, -bounded * A)
+    if c is not None:
+        loss = torch.where(A < 0, torch.minimum(loss, -c * A), loss)
+    return loss, -bounded * A > -r * A
+
+
+def log_softmax_of(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+    p = torch.log_softmax(logits.double() / temperature, -1)
+    return p.gather(-1, labels[..., None])[..., 0], -(p.exp() * p).sum(-1)
+
+
+def value_and_gradient(f: Callable[[Tensor], Any], x: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor]:
+    x = x.detach().to(dtype, copy=True).requires_grad_()
+    result = f(x)
+    loss = result if isinstance(result, Tensor) else result[0]
+    return result, torch.autograd.grad(loss, x)[0].double()
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """(loss, ...) and gradient, ours and theirs."""
+    (ours, gradient), (theirs, expected) = got, want
+    ours, theirs = (x if isinstance(x, tuple) else (x,) for x in (ours, theirs))
+    torch.testing.assert_close(ours[0].detach().double(), theirs[0].detach().double(), rtol=1e-5, atol=1e-6)
+    scale = float(expected.abs().max())
+    assert scale > 0
+    torch.testing.assert_close(gradient, expected, rtol=2e-5, atol=2e-6 * scale)
+
+
+def double(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.double() for x in tensors)
