@@ -64,7 +64,7 @@ def test_what_is_left_to_the_trainer_is_counted_or_an_error() -> None:
     with slime.bind() as slots:
         home.calculate_log_probs_and_entropy(logits, tokens, None)
     assert len(calls) == 1 and slots.counts == {"slime: dtype torch.float64": 1}
-    with slime.bind(strict=True), pytest.raises(RuntimeError, match=r"strict=True.*dtype torch\.float64"):
+    with pytest.raises(RuntimeError, match=r"strict=True.*dtype torch\.float64"), slime.bind(strict=True):
         home.calculate_log_probs_and_entropy(logits, tokens, None)
     assert len(calls) == 1
 

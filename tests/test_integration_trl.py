@@ -10,7 +10,9 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -512,7 +514,7 @@ def test_what_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(RuntimeError, match="not TRL's fused LM head"):  # a model that another trainer has patched
         patch(shared)
     fused.undo()
-    monkeypatch.setattr(trl, "__version__", "1.17.0")
+    monkeypatch.setattr(metadata, "version", lambda package: "1.17.0")
     monkeypatch.delenv(OVERRIDE, raising=False)
     for call in (lambda: patch(plain_trainer), fused_lm_head):
         with pytest.raises(RuntimeError, match=r"trl is 1\.17\.0.*tested with 1\.16"):
@@ -574,44 +576,43 @@ def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_slot_is_trls_function(outputs: tuple[str, ...], softcap: float | None, scale: float, with_bias: bool) -> None:
     """Values and gradients; the gradient of what is not looked at does not exist."""
-    slot = trl_head.LmHeadSlot(ChunkedLogProbFunction, strict=True)
     results = []
-    for function in (ChunkedLogProbFunction, slot):
-        hidden, weight, bias, targets = operands()
-        of = [hidden, weight, bias] if with_bias else [hidden, weight]
-        out = function.apply(hidden, weight, bias if with_bias else None, targets, 0.8, 7, softcap, scale, outputs)
-        assert len(out) == 5 and out[2:] == (None, None, None) and (out[1] is not None) == ("entropy" in outputs)
-        upstream = torch.linspace(-1, 1, 9)
-        loss = (out[0] * upstream).sum() + (0 if out[1] is None else (out[1] * upstream.flip(0)).sum())
-        results.append([out[0], *torch.autograd.grad(loss, of)])
+    with fused_lm_head(strict=True) as slot:
+        for function in (ChunkedLogProbFunction, utils._ChunkedLogProbFunction):
+            hidden, weight, bias, targets = operands()
+            of = [hidden, weight, bias] if with_bias else [hidden, weight]
+            out = function.apply(hidden, weight, bias if with_bias else None, targets, 0.8, 7, softcap, scale, outputs)
+            assert len(out) == 5 and out[2:] == (None, None, None) and (out[1] is not None) == ("entropy" in outputs)
+            upstream = torch.linspace(-1, 1, 9)
+            loss = (out[0] * upstream).sum() + (0 if out[1] is None else (out[1] * upstream.flip(0)).sum())
+            results.append([out[0], *torch.autograd.grad(loss, of)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
     assert slot.counts == {"fused": 1}
 
 
 def test_slot_labels_dtypes_and_no_rows() -> None:
-    slot = trl_head.LmHeadSlot(ChunkedLogProbFunction)
+    apply = trl_head.log_probs
     hidden, weight, _, targets = operands()
     targets[3] = -100
-    logps, entropy, *_ = slot.apply(hidden, weight, None, targets, 1.0, 7, outputs=("log_probs", "entropy"))
+    logps, entropy, *_ = apply(hidden, weight, None, targets, 1.0, 7, outputs=("log_probs", "entropy"))
     assert logps[3] == 0 and entropy[3] == 0
     (d_hidden,) = torch.autograd.grad(logps.sum() + entropy.sum(), hidden)
     assert not d_hidden[3].any() and d_hidden[2].any()
 
     with torch.autocast("cpu", torch.bfloat16):  # fp32 master weights
-        logps = slot.apply(hidden, weight, None, targets.clamp(min=0), 1.0, 7, outputs=("log_probs",))[0]
+        logps = apply(hidden, weight, None, targets.clamp(min=0), 1.0, 7, outputs=("log_probs",))[0]
         d_weight = torch.autograd.grad(logps.sum(), weight)[0]
-    exact = slot.apply(hidden, weight, None, targets.clamp(min=0), 1.0, 7, outputs=("log_probs",))[0]
+    exact = apply(hidden, weight, None, targets.clamp(min=0), 1.0, 7, outputs=("log_probs",))[0]
     assert logps.dtype == d_weight.dtype == torch.float32 and not torch.equal(logps, exact)
     torch.testing.assert_close(logps, exact, rtol=0, atol=0.1)
 
-    none = slot.apply(hidden[:0], weight, None, targets[:0], 1.0, 7, outputs=("log_probs",))[0]
+    none = apply(hidden[:0], weight, None, targets[:0], 1.0, 7, outputs=("log_probs",))[0]
     assert none.shape == (0,) and not torch.autograd.grad(none.sum(), weight)[0].any()
 
 
 def test_slot_hands_over_what_it_does_not_make() -> None:
     hidden, weight, bias, targets = operands()
-    slot, strict = trl_head.LmHeadSlot(ChunkedLogProbFunction), trl_head.LmHeadSlot(ChunkedLogProbFunction, strict=True)
     every = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     wide = [x.detach().double() for x in (hidden, weight, bias)]
     sharded = weight.detach().clone()
@@ -622,13 +623,14 @@ def test_slot_hands_over_what_it_does_not_make() -> None:
         ((hidden, weight, bias, targets, 0.8, 7, None, 0.0, ("entropy",)), "logit_scale is 0"),
         ((hidden, sharded, bias, targets, 0.8, 7, None, 1.0, ("entropy",)), "ZeRO-3"),
     ):
-        slot.counts.clear()
-        got, want = slot.apply(*arguments), ChunkedLogProbFunction.apply(*arguments)
+        with fused_lm_head() as slot:
+            got = utils._ChunkedLogProbFunction.apply(*arguments)
+        want = ChunkedLogProbFunction.apply(*arguments)
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True))
         ((name, count),) = slot.counts.items()
         assert name.startswith("TRL: ") and reason in name and count == 1
-        with pytest.raises(RuntimeError, match="left to TRL"):
-            strict.apply(*arguments)
+        with pytest.raises(RuntimeError, match=r"strict=True, but log_probs is left to TRL"), fused_lm_head(strict=True):
+            utils._ChunkedLogProbFunction.apply(*arguments)
 
 
 def test_slot_in_a_run(path: str, tmp_path: Path) -> None:
@@ -643,6 +645,33 @@ def test_slot_in_a_run(path: str, tmp_path: Path) -> None:
         assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
 
 
+def test_slot_projects_no_padding_on_a_cpu(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There TRL hands prompts and padding over as well, where a Triton device gets the completions' rows only."""
+    rows, project = [], trl_head.linear_logprobs
+
+    def counting(hidden: Tensor, *args: Any, **keywords: Any) -> Any:
+        rows.append(hidden.shape[0])
+        return project(hidden, *args, **keywords)
+
+    monkeypatch.setattr(trl_head, "linear_logprobs", counting)
+    model = trl_cases.make_trainer(path, tmp_path).model
+    ids = torch.tensor([[0, 3, 4, 5, 6], [2, 3, 9, 5, 0]])
+    labels = torch.tensor([[-100, -100, 4, 5, 6], [-100, -100, 9, -100, -100]])
+    calls = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels, "fused_lm_head": True}
+    found = []
+    for context in (nullcontext, fused_lm_head):
+        with context() as slot:
+            out = model(**calls)
+        out.log_probs.sum().backward()
+        found.append([out.log_probs.detach(), out.entropy.detach(), *(p.grad for p in model.parameters())])
+        model.zero_grad()
+    assert rows == [4] and slot.counts == {"fused": 1}
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
+    rows.clear()
+    assert torch.equal(model(**calls).log_probs, found[0][0]) and not rows  # TRL's own again, row by row as before
+
+
 def test_slot_is_taken_once() -> None:
     slot = fused_lm_head()
     with pytest.raises(RuntimeError, match="ours already"):
@@ -652,17 +681,54 @@ def test_slot_is_taken_once() -> None:
     with fused_lm_head() as slot:
         slot.undo()
     assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        with pytest.raises(RuntimeError, match="not ours any more"), fused_lm_head():
-            monkeypatch.setattr(utils, "_ChunkedLogProbFunction", copy)
-        monkeypatch.setattr(utils, "_ChunkedLogProbFunction", ChunkedLogProbFunction)
-        with pytest.raises(ZeroDivisionError), fused_lm_head():  # the body's error, not that of undo()
-            monkeypatch.setattr(utils, "_ChunkedLogProbFunction", copy)
-            1 / 0  # noqa: B018
-        monkeypatch.setattr(utils, "_ChunkedLogProbFunction", ChunkedLogProbFunction)
-        monkeypatch.setattr(utils, "_ChunkedLogProbFunction", copy)
+    slot = fused_lm_head()
+    ours = utils._ChunkedLogProbFunction
+    for error, shown in ((None, pytest.raises(RuntimeError, match="not ours any more")), (ZeroDivisionError(), pytest.warns())):
+        utils._ChunkedLogProbFunction = copy
+        with shown:  # the body's error comes first
+            slot.__exit__(error and type(error), error, None)
         with pytest.raises(RuntimeError, match="another package has taken the slot"):
             fused_lm_head()
+    utils._ChunkedLogProbFunction = ours
+    slot.undo()
+    assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+
+
+def test_a_strict_run_without_a_fused_call_is_an_error() -> None:
+    """As with a TRL whose trainers imported the function under a name of their own before it was replaced."""
+    with pytest.raises(RuntimeError, match=r"no call was fused in this block: TRL did not call trl\.trainer\.utils\._Chunked"):
+        with fused_lm_head(strict=True):
+            pass
+    with pytest.raises(ZeroDivisionError), fused_lm_head(strict=True):  # the body's error, not this one
+        1 / 0  # noqa: B018
+    with fused_lm_head():
+        pass
+    assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+
+
+def test_a_trl_without_the_fused_lm_head_names_the_obstacle(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL 1.14, with any_version=True: its function knows no `outputs`, and its models have no fused head in their forward."""
+    plain_trainer = trl_cases.make_trainer(path, tmp_path)
+
+    class Older(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx, last_hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0
+        ):  # type: ignore[no-untyped-def]
+            raise NotImplementedError
+
+    monkeypatch.setattr(trl, "__version__", "1.14.2")
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Older)
+    with pytest.raises(
+        RuntimeError, match=r"trl is 1\.14\.2.*takes \(last_hidden.*logit_scale\), but ours.*outputs.*TRL 1\.16"
+    ):
+        fused_lm_head(any_version=True)
+    assert utils._ChunkedLogProbFunction is Older
+    monkeypatch.delattr(utils, "add_fused_lm_head")
+    for make in (lambda: patch(plain_trainer, any_version=True), lambda: FusedGRPOTrainer(any_version=True)):
+        with pytest.raises(RuntimeError, match=r"trl is 1\.14\.2.*no fused LM head in the forward of its models.*TRL 1\.16"):
+            make()
+    assert "fused_loss" not in vars(plain_trainer)
 
 
 def test_nothing_is_imported_or_patched() -> None:

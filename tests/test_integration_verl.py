@@ -351,7 +351,7 @@ def test_what_is_left_to_verl() -> None:
     with ours.bind() as slots:
         got = verl_functional.logprobs_from_logits(logits, labels)
         assert got.dtype == torch.float64 and slots.counts == {"verl: dtype torch.float64": 1}
-    with ours.bind(hidden=False, strict=True), pytest.raises(RuntimeError, match=r"strict=True.*dtype torch\.float64"):
+    with pytest.raises(RuntimeError, match=r"strict=True.*dtype torch\.float64"), ours.bind(hidden=False, strict=True):
         verl_functional.logprobs_from_logits(logits, labels)
     with pytest.raises(ValueError, match="reduction='sum'"):
         ours.linear_cross_entropy(torch.randn(4, 8), torch.randn(31, 8), labels, 1.0, "sum")

@@ -73,10 +73,7 @@ def tested_trainers() -> dict[str, tuple[str, ...]]:
     for path in sorted((Path(__file__).parents[1] / "integrations").glob("*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "TESTED":
-                tested = ast.literal_eval(node.value)
-                if isinstance(tested[0], int):  # (major, minor)
-                    tested = (".".join(map(str, tested)),)
-                found[packages.get(path.stem, path.stem.replace("_", "-"))] = tested
+                found[packages.get(path.stem, path.stem.replace("_", "-"))] = ast.literal_eval(node.value)
     return found
 
 

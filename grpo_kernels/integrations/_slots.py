@@ -28,12 +28,15 @@ class NotCovered(ValueError):
 
 
 def check_version(package: str, tested: tuple[str, ...], any_version: bool = False) -> None:
-    """Raise RuntimeError for a version of a trainer that its adapter was not tested with, unless told to go on."""
+    """Raise RuntimeError for a version of a trainer that its adapter was not tested with, unless told to go on.
+
+    tested   whole versions, or their beginnings: "1.16" stands for 1.16.0, 1.16.1 and so on."""
     try:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:
         found = "not installed here (or has no metadata that tell its version)"
-    if found in tested or any_version or os.environ.get(OVERRIDE, "0") == "1":
+    known = any(found == version or found.startswith(version + ".") for version in tested)
+    if known or any_version or os.environ.get(OVERRIDE, "0") == "1":
         return
     raise RuntimeError(
         f"{package} is {found}, but this adapter was tested with {', '.join(tested)}: install that one, or pass "
@@ -80,13 +83,16 @@ class Slots:
     """What is bound in one trainer. `undo()`, or leaving a `with` block, gives everything back.
 
     counts   Counter of calls: "fused", or the trainer's name and why its own function was called.
-    strict   True: a call that is left to the trainer raises RuntimeError instead.
+    strict   True: a call that is left to the trainer raises RuntimeError instead, and so does the end of a `with` block in
+             which none of our functions was called.
+    trainer  the name in counts and errors; None: that of the package.
     """
 
-    def __init__(self, package: str, strict: bool = False) -> None:
-        self.package, self.strict = package, strict
+    def __init__(self, package: str, strict: bool = False, trainer: str | None = None) -> None:
+        self.package, self.strict, self.trainer = package, strict, trainer or package
         self.counts: Counter[str] = Counter()
         self._bound: list[tuple[Any, str, Any, Any]] = []
+        self._slots: list[str] = []
 
     def bind(self, home: str, name: str, ours: Callable[..., Any], *, attribute: str | None = None) -> None:
         """Put `ours` in the place of `home`.`name`, there and in every module of the package that imported it, under any
@@ -103,11 +109,17 @@ class Slots:
                 type(name, (), {attribute: staticmethod(call), "grpo_kernels": True, "theirs": theirs}) if attribute else call
             )
             for module, key in list(self._names_of(theirs)):
-                setattr(module, key, value)
-                self._bound.append((module, key, value, theirs))
+                self.put(module, key, value)
+            self._slots.append(f"{home}.{name}")
         except BaseException:
             self.undo()
             raise
+
+    def put(self, module: Any, key: str, value: Any) -> None:
+        """`module.key` is `value` until `undo()`: in this module only, and its calls are not counted."""
+        theirs = getattr(module, key)
+        setattr(module, key, value)
+        self._bound.append((module, key, value, theirs))
 
     def _counted(self, ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(ours)
@@ -116,8 +128,8 @@ class Slots:
                 result = ours(*args, **kwargs)
             except NotCovered as reason:
                 if self.strict:
-                    raise RuntimeError(f"strict=True, but {ours.__name__} is left to {self.package}: {reason}.") from None
-                self.counts[f"{self.package}: {reason}"] += 1
+                    raise RuntimeError(f"strict=True, but {ours.__name__} is left to {self.trainer}: {reason}.") from None
+                self.counts[f"{self.trainer}: {reason}"] += 1
                 return theirs(*args, **kwargs)
             self.counts["fused"] += 1
             return result
@@ -148,10 +160,15 @@ class Slots:
     def __enter__(self) -> Slots:
         return self
 
-    def __exit__(self, error: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             self.undo()
         except RuntimeError as reason:
-            if error is None:
+            if kind is None:
                 raise
             warnings.warn(str(reason), stacklevel=2)  # what went wrong inside comes first
+        if kind is None and self.strict and not self.counts["fused"]:
+            raise RuntimeError(
+                f"strict=True, but no call was fused in this block: {self.trainer} did not call {' or '.join(self._slots)}. Either "
+                "it did not get as far as the loss, or this version or configuration of it calls something else."
+            )

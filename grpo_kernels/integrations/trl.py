@@ -41,8 +41,8 @@ from ..objective import Objective
 from ..surrogates import Cispo, Clip, Sapo, Surrogate, Vespo
 from ..token_stage import TokenRows
 from ..transform import LogitTransform
-from ._slots import DTYPES
-from .trl_head import check_version, fused_lm_head, gathered
+from ._slots import DTYPES, check_version
+from .trl_head import TESTED, fused_lm_head, gathered
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_lm_head", "patch"]  # noqa: F822
 
@@ -70,7 +70,7 @@ def patch(trainer: Any, *, strict: bool = False, skip_inactive: bool = False, an
     Raises TypeError for an object that is not a GRPOTrainer, RuntimeError for one that is patched already or has another
     loss or forward than TRL's, and ValueError for a head that is not a plain Linear, such as one with a LoRA.
     """
-    check_version(any_version)
+    check_trl(any_version)
     from trl import GRPOTrainer
 
     if not isinstance(trainer, GRPOTrainer):
@@ -83,6 +83,19 @@ def patch(trainer: Any, *, strict: bool = False, skip_inactive: bool = False, an
             "log-probs of any trainer use integrations.trl.fused_lm_head."
         )
     return FusedLoss(trainer, strict, skip_inactive)
+
+
+def check_trl(any_version: bool = False) -> None:
+    """Raise RuntimeError for a TRL that this was not tested with, unless any_version, and for one that it cannot work with."""
+    check_version("trl", TESTED, any_version)
+    import trl
+    from trl.trainer import utils
+
+    if not hasattr(utils, "add_fused_lm_head"):
+        raise RuntimeError(
+            f"trl is {trl.__version__}, which has no fused LM head in the forward of its models (trl.trainer.utils.add_fused_lm_head), "
+            f"so that there is no place for the loss: install TRL {TESTED[0]}."
+        )
 
 
 class FusedLoss:
@@ -462,7 +475,7 @@ def _trainer_class() -> type:
         def __init__(
             self, *args: Any, strict: bool = False, skip_inactive: bool = False, any_version: bool = False, **kwargs: Any
         ) -> None:
-            check_version(any_version)
+            check_trl(any_version)
             super().__init__(*args, **kwargs)
             patch(self, strict=strict, skip_inactive=skip_inactive, any_version=any_version)
 

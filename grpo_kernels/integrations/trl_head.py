@@ -8,142 +8,103 @@
 
 TRL looks its function up in a module global, `trl.trainer.utils._ChunkedLogProbFunction`. There is no slot on an instance,
 so this one is replaced for all trainers of the process, on request only, and put back by `undo()` or at the end of `with`.
-It sits below masks, label shifts, gathers, PEFT, images and mixtures of experts, which stay TRL's. With one exception: of a
-head that FSDP2 shards TRL would keep each rank's own gradient, see `average_gathered`; calls left to TRL get its own.
+It sits below masks, label shifts, gathers, PEFT, images and mixtures of experts, which stay TRL's. With two exceptions. Of a
+head that FSDP2 shards TRL would keep each rank's own gradient, see `average_gathered`; calls left to TRL get its own. And on
+a CPU TRL hands over padding and prompts as well, to keep the shapes of its tiles; while the slot is ours it hands over the
+rows that it wants, as it does on a GPU.
 
 Written for and tested with TRL 1.16.0. For the whole loss in one pass see `integrations.trl`.
 """
 
 from __future__ import annotations
 
-import os
-from collections import Counter
-from typing import Any
+import inspect
+from collections.abc import Callable
 
 import torch
 
 from ..logprobs import linear_logprobs
 from ..transform import LogitTransform
-from ._slots import DTYPES, OVERRIDE
+from ._slots import NotCovered, Slots, check_version, plain
 
 Tensor = torch.Tensor
 
-#: What these adapters were tested with: (major, minor).
-TESTED = (1, 16)
+#: What these adapters were tested with.
+TESTED = ("1.16",)
 SLOT = "_ChunkedLogProbFunction"
+EVERY_OUTPUT = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-def check_version(any_version: bool = False) -> None:
-    """Raise RuntimeError for a TRL that these adapters were not tested with, unless any_version."""
+def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
+    """Put `linear_logprobs` into TRL's slot; the result undoes it, by `undo()` or as a context manager, and its `counts` say
+    which calls were "fused" and which were left to TRL, and why.
+
+    strict   True: a call that has to be left to TRL's own function raises RuntimeError instead, and so does the end of a
+             `with` block in which TRL called ours never.
+    Raises RuntimeError for a version of TRL that is not known, unless any_version, for one whose function has other
+    arguments, and where the slot is taken already."""
+    check_version("trl", TESTED, any_version)
     import trl
-
-    known = tuple(int(part) if part.isdecimal() else -1 for part in trl.__version__.split(".")[:2])
-    if known == TESTED or any_version or os.environ.get(OVERRIDE, "0") == "1":
-        return
-    raise RuntimeError(
-        f"trl is {trl.__version__}, but this adapter was tested with {TESTED[0]}.{TESTED[1]} only: install that one, or pass "
-        f"any_version=True (or set {OVERRIDE}=1) and compare your first steps with and without it."
-    )
-
-
-def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> LmHeadSlot:
-    """Put `linear_logprobs` into TRL's slot; the result undoes it, by `undo()` or as a context manager.
-
-    strict   True: a call that has to be left to TRL's own function raises RuntimeError instead.
-    Raises RuntimeError for a version of TRL that is not known, unless any_version, and where the slot is taken already."""
-    check_version(any_version)
     from trl.trainer import utils
 
     theirs = getattr(utils, SLOT, None)
-    if isinstance(theirs, LmHeadSlot):
+    if getattr(theirs, "grpo_kernels", False):
         raise RuntimeError("the fused LM head of TRL is ours already: call undo() on what fused_lm_head() returned.")
     if not (isinstance(theirs, type) and issubclass(theirs, torch.autograd.Function)):
         raise RuntimeError(f"trl.trainer.utils.{SLOT} is {theirs!r}: another package has taken the slot, or this TRL has none.")
-    slot = LmHeadSlot(theirs, strict)
-    setattr(utils, SLOT, slot)
-    return slot
+    found = list(inspect.signature(theirs.forward).parameters)[1:]
+    wanted = list(inspect.signature(log_probs).parameters)
+    if found[1:] != wanted[1:]:  # the first is called last_hidden or hidden, and passed by position
+        raise RuntimeError(
+            f"trl is {trl.__version__}, whose trl.trainer.utils.{SLOT} takes ({', '.join(found)}), but ours takes "
+            f"({', '.join(wanted)}) and returns as many results as there are in TRL {TESTED[0]}: install that one."
+        )
+    slots = Slots("trl", strict, "TRL")
+    slots.bind(utils.__name__, SLOT, log_probs, attribute="apply")
+    slots.put(utils, "_use_triton", _wanted_rows_only(utils._use_triton))
+    return slots
 
 
-class LmHeadSlot:
-    """Takes the place of `theirs`, TRL's autograd function: `apply` has its arguments and its five results. `strict` as in
-    `fused_lm_head`.
+def _wanted_rows_only(theirs: Callable[[torch.device], bool]) -> Callable[[torch.device], bool]:
+    """TRL's forward asks this whether to hand over the rows with a label only. Its kernels have a name of their own for it."""
+    return lambda device: device.type == "cpu" or theirs(device)
 
-    counts   Counter of calls: "fused", or "TRL: " and the reason why TRL's own function was called.
-    """
 
-    def __init__(self, theirs: Any, strict: bool = False) -> None:
-        self.theirs, self.strict, self.undone = theirs, strict, False
-        self.counts: Counter[str] = Counter()
+def log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: tuple[str, ...] = EVERY_OUTPUT,
+) -> tuple[Tensor | None, ...]:
+    """(log-probs, entropy or None, None, None, None), fp32 [N], of hidden [N, H], weight [V, H], bias [V] and targets [N]: what
+    `apply` of TRL's autograd function gives. A row whose target is -100 gives 0.
 
-    def apply(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        chunk_size: int,
-        final_logit_softcapping: float | None = None,
-        logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
-    ) -> tuple[Tensor | None, ...]:
-        """(log-probs, entropy or None, None, None, None), fp32 [N], of hidden [N, H], weight [V, H], bias [V] and targets
-        [N]. A row whose target is -100 gives 0.
-
-        temperature, final_logit_softcapping, logit_scale   as in `LogitTransform`.
-        outputs      what TRL wants beside the log-probs: "entropy"; anything else is left to TRL.
-        chunk_size   not needed."""
-        reason = self._reason(hidden, weight, logit_scale, outputs)
-        if reason is not None:
-            self.counts[f"TRL: {reason}"] += 1
-            if self.strict:
-                raise RuntimeError(f"strict=True, but this call of the fused LM head is left to TRL: {reason}.")
-            return self.theirs.apply(
-                hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
-            )
-        self.counts["fused"] += 1
-        average_gathered(weight)
-        if bias is not None:
-            average_gathered(bias)
-        logps, entropy = linear_logprobs(
-            hidden, weight, targets.clamp(min=0), bias=bias, entropy="entropy" in outputs,
-            transform=LogitTransform(float(temperature), final_logit_softcapping, float(logit_scale)),
-        )  # fmt: skip
-        counted = targets >= 0
-        logps = torch.where(counted, logps, 0.0)
-        return logps, None if entropy is None else torch.where(counted, entropy, 0.0), None, None, None
-
-    @staticmethod
-    def _reason(hidden: Tensor, weight: Tensor, scale: float, outputs: tuple[str, ...]) -> str | None:
-        others = sorted(set(outputs) - {"log_probs", "entropy"})
-        if others:
-            return f"{', '.join(others)} asked for"
-        if hasattr(weight, "ds_id"):
-            return "a head under DeepSpeed ZeRO-3 is gathered for TRL's own backward only"
-        if hidden.dtype not in DTYPES or weight.dtype not in DTYPES:
-            return f"dtypes {hidden.dtype} and {weight.dtype}"
-        return "logit_scale is 0" if scale == 0 else None
-
-    def undo(self) -> None:
-        """Give the slot back; once it is, nothing more happens. Raises RuntimeError if someone else has it now."""
-        if self.undone:
-            return
-        from trl.trainer import utils
-
-        if getattr(utils, SLOT, None) is not self:
-            raise RuntimeError("the slot of TRL's fused LM head is not ours any more: undo in the reverse order of patching.")
-        setattr(utils, SLOT, self.theirs)
-        self.undone = True
-
-    def __enter__(self) -> LmHeadSlot:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            self.undo()
-        except RuntimeError:
-            if error is None:  # what went wrong in the block says more
-                raise
+    temperature, final_logit_softcapping, logit_scale   as in `LogitTransform`.
+    outputs      what TRL wants beside the log-probs: "entropy"; anything else is left to TRL.
+    chunk_size   not needed."""
+    others = sorted(set(outputs) - {"log_probs", "entropy"})
+    if others:
+        raise NotCovered(f"{', '.join(others)} asked for")
+    if hasattr(weight, "ds_id"):
+        raise NotCovered("a head under DeepSpeed ZeRO-3 is gathered for TRL's own backward only")
+    plain(hidden, weight)
+    if logit_scale == 0:
+        raise NotCovered("logit_scale is 0")
+    average_gathered(weight)
+    if bias is not None:
+        average_gathered(bias)
+    logps, entropy = linear_logprobs(
+        hidden, weight, targets.clamp(min=0), bias=bias, entropy="entropy" in outputs,
+        transform=LogitTransform(float(temperature), final_logit_softcapping, float(logit_scale)),
+    )  # fmt: skip
+    counted = targets >= 0
+    logps = torch.where(counted, logps, 0.0)
+    return logps, None if entropy is None else torch.where(counted, entropy, 0.0), None, None, None
 
 
 def gathered(parameter: Tensor) -> Tensor:
@@ -164,7 +125,7 @@ def average_gathered(whole: Tensor) -> None:
     """`whole` may come from TRL's plain `full_tensor()`, which takes its gradient for the same on all ranks: each would keep
     that of its own data for its own shard. Make it the mean, which is.
 
-    Calls of our own function only: those that `LmHeadSlot` leaves to TRL (counted "TRL: ...") have TRL's gradient, unmended."""
+    Calls of our own function only: those that are left to TRL (counted "TRL: ...") have TRL's gradient, unmended."""
     spec = getattr(whole.grad_fn, "dtensor_spec", None)
     if spec is None or getattr(whole.grad_fn, "grad_placements", None) is not None:
         return
