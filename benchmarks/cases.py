@@ -62,6 +62,18 @@ class Cell:
         return self.rows // self.sequences
 
 
+class Output(torch.autograd.Function):
+    """The same memory, as the output of a computation: a leaf may not be overwritten."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 @dataclass
 class LogitsCase:
     cell: Cell
@@ -73,6 +85,10 @@ class LogitsCase:
     def restore(self) -> None:
         with torch.no_grad():
             self.logits.copy_(self.pristine)
+
+    def output(self) -> Tensor:
+        """The logits for a contender that works in place."""
+        return Output.apply(self.logits)
 
     def gradients(self, loss: Tensor) -> Result:
         return {"loss": loss.detach(), "d_logits": torch.autograd.grad(loss, self.logits)[0]}

@@ -63,7 +63,7 @@ def head(case: HiddenCase, shard: VocabShard | None) -> tuple[torch.Tensor, Resu
 
 def in_place(case: LogitsCase, shard: VocabShard | None) -> tuple[torch.Tensor, Result]:
     batch, wanted = replace(case.batch), objective(case.cell)
-    out = grpo_loss(case.logits, batch, wanted, inplace=True, shard=shard, backend=native(case))
+    out = grpo_loss(case.output(), batch, wanted, inplace=True, shard=shard, backend=native(case))
     return out.logps, case.gradients(out.loss)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,6 @@ from .checks import require
 from .layout import as_mask, check_offsets, flat, per_token, sequence_ids
 
 Tensor = torch.Tensor
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,25 +179,31 @@ class TokenBatch:
         if kind == "contributing" or self.sequences is None:
             return contributing
         sources = (self.mask, self.advantages, self.weights, self.nll_weights)
-        whole = self.spread(self._once("contributing_sequences", lambda: self.sequence_sum(contributing) > 0, *sources))
+        sources = (self.mask, self.advantages, self.weights, self.nll_weights)
+        whole = self.spread(self._exchanged("contributing tokens", self._own_sum(contributing), *sources) > 0)
         return whole if mask is None else whole & mask
 
-    def count(self, kind: str) -> int:
-        """Number of rows `marked` of a kind, on the host. On a GPU it was sent there when the batch was made."""
-        return self._counts().on_host()[KINDS.index(kind)]
+    def count(self, kind: str, marked: Tensor | None = None) -> int:
+        """Number of rows `marked` of a kind (who has asked for them passes them on), on the host: counted on a CPU, and on a GPU
+        sent there when the batch was made.
+
+        There a write that torch does not see (through DLPack or `.data`, or in inference mode) would leave an old number: the
+        device is asked to stop the program then, without being waited for."""
+        marked = self.marked(kind) if marked is None else marked
+        if not self.targets.is_cuda:
+            return self.rows if marked is None else int(marked.sum())
+        count = self._counts().on_host()[KINDS.index(kind)]
+        if marked is not None:
+            torch._assert_async(marked.sum() == count, f"the rows of a TokenBatch that are {kind} {UNSEEN}")
+        return count
 
     def _counts(self) -> _Counts:
-        return self._once("counts", self._count_rows, self.mask, self.advantages, self.weights, self.nll_weights)
-
-    def _once(self, name: str, make: Callable[[], T], *sources: Tensor | None) -> T:
-        """What `make` makes: made once, and again if a tensor that it comes from was written since."""
-        if torch.compiler.is_compiling():
-            return make()
-        versions = [x._version for x in sources if x is not None and not x.is_inference()]
-        known = self.__dict__.get(f"_known_{name}")
+        """Of all kinds, sent to the host; again where a tensor that they come from was written since."""
+        versions = _versions(self.mask, self.advantages, self.weights, self.nll_weights)
+        known = self.__dict__.get("_known_counts")
         if known is None or known[0] != versions:
-            known = versions, make()
-            object.__setattr__(self, f"_known_{name}", known)
+            known = versions, self._count_rows()
+            object.__setattr__(self, "_known_counts", known)
         return known[1]
 
     def _count_rows(self) -> _Counts:
@@ -209,13 +213,33 @@ class TokenBatch:
         ]  # no host sync
         return _Counts(torch.stack(counts))
 
+    def _exchanged(self, name: str, own: Tensor, *sources: Tensor | None) -> Tensor:
+        """`own` [B], sums of this rank's tokens, as those of the whole sequences. Ranks that share sequences exchange them once,
+        and again where `sources`, the tensors that they come from, were written since."""
+        if self.context_group is None or torch.compiler.is_compiling():
+            return self.over_context(own)
+        versions = _versions(*sources)
+        known = self.__dict__.get(f"_known_{name}")
+        if known is None or known[0] != versions:
+            known = versions, own, self.over_context(own.clone())
+            object.__setattr__(self, f"_known_{name}", known)
+        elif own.is_cuda:
+            torch._assert_async((own == known[1]).all(), f"the {name} of a TokenBatch {UNSEEN}")
+        elif not torch.equal(own, known[1]):  # to exchange again is a call of all ranks, and the others may not know
+            raise RuntimeError(f"the {name} of a TokenBatch with a context_group {UNSEEN}")
+        return known[2]
+
     def sequence_sum(self, values: Tensor) -> Tensor:
         """Sum of flat `values` [N] over each sequence: [B], accumulated in fp64 in a fixed order, no atomics."""
+        return self.over_context(self._own_sum(values))
+
+    def _own_sum(self, values: Tensor) -> Tensor:
+        """`sequence_sum` of this rank's tokens alone."""
         values = values.to(torch.float64)
         if self.cu_seqlens is None:
-            return self.over_context(values.view(self.targets.shape).sum(1))
+            return values.view(self.targets.shape).sum(1)
         offsets = self.cu_seqlens.to(torch.int64)
-        return self.over_context(torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True))
+        return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
 
     def over_context(self, values: Tensor, how: str = "SUM") -> Tensor:
         """`values` of this rank's tokens, in place as those of all ranks that share the sequences. `how`: SUM, MAX or MIN."""
@@ -230,13 +254,10 @@ class TokenBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """Trained tokens of each sequence, fp64 [B]; made once."""
-
-        def count() -> Tensor:
-            mask = self.marked("trained")
-            return self.sequence_sum(torch.ones_like(flat(self.targets)) if mask is None else mask)
-
-        return self._once("lengths", count, self.mask)
+        """Trained tokens of each sequence, fp64 [B]."""
+        mask = self.marked("trained")
+        own = self._own_sum(torch.ones_like(flat(self.targets)) if mask is None else mask)
+        return self._exchanged("trained tokens", own, self.mask)
 
     def same_group(self) -> Tensor:
         """fp64 [B, B]: 1 where two sequences answer the same prompt. Of that shape, it needs no trip to the host."""
@@ -302,6 +323,16 @@ def shift_targets(
 
 
 KINDS = ("trained", "contributing", "sequences")
+
+UNSEEN = (
+    "changed, but torch saw no write into its tensors (through NumPy, DLPack or .data, or in inference mode): write with "
+    "torch operations outside of inference mode, or make a new TokenBatch."
+)
+
+
+def _versions(*tensors: Tensor | None) -> list[int]:
+    """Of tensors that have a version, which inference mode makes none with."""
+    return [x._version for x in tensors if x is not None and not x.is_inference()]
 
 
 class _Counts:

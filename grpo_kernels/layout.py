@@ -84,6 +84,13 @@ def per_token(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | 
     raise ValueError(f"{name} has shape {list(value.shape)}, but targets of shape {list(shape)} want {options}.{hint}")
 
 
+def of_a_leaf(logits: Tensor) -> bool:
+    """Whether logits are a tensor that gradients are collected for, or a view of one: written in place, its values and its .grad
+    would share memory. torch refuses in-place operations there, too."""
+    owner = logits if logits._base is None else logits._base
+    return torch.is_grad_enabled() and owner.is_leaf and owner.requires_grad
+
+
 def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, whole: bool = True) -> Tensor:
     """Logits as [A, T, V] with unit stride in V, in the order of targets of `shape`; a view wherever there is one. A part of
     them (`whole` False) may have no column."""
@@ -99,6 +106,11 @@ def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace:
         raise ValueError(f"logits has shape {list(logits.shape)}: the vocabulary is empty.")
     if logits.device != device:
         raise ValueError(f"logits is on {logits.device}, but targets is on {device}: move one of them.")
+    if inplace and of_a_leaf(logits):
+        raise ValueError(
+            f"inplace=True, but logits of shape {list(logits.shape)} is a leaf that requires grad, or a view of one: its values would "
+            "be overwritten. Pass the output of a computation (a model's logits), or inplace=False."
+        )
     if inplace and (
         logits.stride(-1) != 1 or any(s == 0 and n > 1 for s, n in zip(logits.stride(), logits.shape, strict=True))
     ):
@@ -108,7 +120,7 @@ def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace:
         )
     if logits.stride(-1) != 1 and logits.shape[-1] != 1:
         # contiguous() leaves what has no elements as it is.
-        logits = logits.contiguous() if logits.numel() else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        logits = logits.clone(memory_format=torch.contiguous_format)
     if logits.dim() <= 3:
         return logits if logits.dim() == 3 else logits.reshape(1, shape.numel(), logits.shape[-1])
     rows = logits.flatten(0, -3)

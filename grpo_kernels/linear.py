@@ -85,6 +85,7 @@ def check_head(
         )
     if bias is not None and bias.shape != (vocab,):
         raise ValueError(f"bias has shape {list(bias.shape)}, but weight has {list(weight.shape)}: it must be [{vocab}].")
+    bias = None if bias is None else bias.contiguous()  # as kernels take it
     return Head(hidden.reshape(-1, width), weight, bias, compute_dtype(hidden), shard)
 
 
@@ -121,8 +122,8 @@ def split_rows(batch: TokenBatch, rows: TokenRows, objective: Objective) -> tupl
     for value, mask in ((1, rows.read), (0, rows.active)):
         rank = torch.full_like(rank, value) if mask is None else torch.where(mask, value, rank)
     order = torch.argsort(rank, stable=True)
-    active = batch.count(objective.active_rows)
-    read = active if rows.read is rows.active else batch.count("trained")
+    active = batch.count(objective.active_rows, rows.active)
+    read = active if rows.read is rows.active else batch.count("trained", rows.read)
     return order[:active], order[active:read]
 
 

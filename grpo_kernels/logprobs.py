@@ -37,8 +37,9 @@ def token_logprobs(
     mask      bool, the shape of targets: rows where it is False are not read and give exactly 0, in value and gradient,
               whatever they hold. None = all rows count.
     entropy   False: not computed, the second result is None. True: differentiable. "detached": value only.
-    inplace   True: the backward writes the gradient into the logits' memory (their version counter is bumped, so
-              autograd raises if something else still needs their values).
+    inplace   True: destroys the logits in the backward, which writes the gradient into their memory. Autograd raises where
+              something else still needs their values; reading them afterwards gives the gradient, and nothing can notice
+              that. For the output of a model: a leaf that requires grad is refused.
     shard     logits are [.., V / ranks], this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
     backend   "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
 

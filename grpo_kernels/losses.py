@@ -139,9 +139,9 @@ def grpo_loss(
     transform    temperature, softcap and scale; see LogitTransform.
     normalizer   the denominator over all micro-batches and ranks, a number or 0-d tensor; None: that of this batch
                  alone, `objective.normalizer(batch)`, at least 1.
-    inplace      True: the gradient overwrites the logits, no second [.., V] tensor exists. Their version counter is
-                 bumped, so autograd raises where something else still needs their values. For the output of a model, not
-                 for a parameter.
+    inplace      True: destroys the logits. The gradient overwrites them, so that no second [.., V] tensor exists. Autograd raises
+                 where something else still needs their values; reading them afterwards gives the gradient, and nothing can
+                 notice that. For the output of a model: a leaf that requires grad is refused.
     skip_inactive  True: rows that cannot contribute (zero advantage or weight, and neither KL nor entropy bonus, at
                  token level) are not read either; out.logps and out.entropy hold 0 there. Loss and gradient are the same.
     shard        logits are [.., V / ranks], this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.

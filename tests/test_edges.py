@@ -102,6 +102,34 @@ def test_one_row(backend: str, shape: tuple[int, ...], vocab: int) -> None:
         check_rows(*rows, out.logps.view(1), out.entropy.view(1), gradient.view(1, -1))
 
 
+@pytest.mark.parametrize("layer", [1, 2])
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+def test_zero_rows_of_a_strided_vocabulary_stay_in_the_graph(layer: int, shape: tuple[int, ...], backend: str) -> None:
+    """An empty micro-batch gives a differentiable 0: its backward fills .grad, and DDP's ranks do not wait for each other."""
+    leaf, targets = torch.randn(*shape, 14, requires_grad=True), torch.zeros(shape, dtype=torch.int64)
+    logits = leaf[..., ::2]
+    if layer == 1:
+        loss = token_logprobs(logits, targets, backend=backend)[0].sum()
+    else:
+        batch = TokenBatch(targets, torch.ones(shape))
+        loss = grpo_loss(logits, batch, Objective.preset("dapo"), backend=backend).loss
+    loss.backward()
+    assert loss == 0 and leaf.grad is not None and leaf.grad.shape == leaf.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_that_is_a_column_of_a_matrix(dtype: torch.dtype, backend: str) -> None:
+    g = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(n, 8, generator=g).to(dtype) for n in (6, 31))
+    columns = torch.randn(31, 3, generator=g, requires_grad=True)
+    batch = TokenBatch(torch.arange(6), torch.randn(6, generator=g))
+    found = []
+    for bias in (columns[:, 1], columns[:, 1].contiguous()):
+        out = linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), bias=bias, backend=backend)
+        found.append((out.loss, *torch.autograd.grad(out.loss, columns)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and found[0][1][:, 1].any()
+
+
 def many_rows(n: int, backend: str) -> None:
     """Short rows, all in one batch, DAPO's loss with a KL."""
     V = 5

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import DTYPES, LENGTHS, OBJECTIVES, Case, assert_no_worse, build, run, same_bits, snapshot
 
-from grpo_kernels import Objective, TokenBatch, grpo_loss
+from grpo_kernels import Objective, TokenBatch, grpo_loss, token_logprobs
 
 Tensor = torch.Tensor
 BOTH = ("dapo", "grpo, k3 and entropy", "gspo")  # token-level, everything on, sequence-level
@@ -216,17 +216,22 @@ def test_overwritten_logits_cannot_be_trained_on(dtype: torch.dtype, backend: st
             assert leaf.grad is not None and same_bits(leaf.grad, 2 * case.logits)
 
 
-def test_leaf_logits_in_place(backend: str) -> None:
-    """Logits that are a leaf (an experiment, a test) get the same gradient, or a clear refusal."""
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_a_leaf_is_not_overwritten_by_its_gradient(layer: int, view: bool, backend: str) -> None:
+    """A parameter given in place would lose its values, and its .grad would be its own memory. A view of it is no better."""
     case = build()
-    _, expected = run(case, Objective.preset("dapo"), backend)
     leaf = case.logits.clone().requires_grad_()
-    try:
-        grpo_loss(leaf, case.batch(), Objective.preset("dapo"), inplace=True, backend=backend).loss.backward()
-    except (RuntimeError, ValueError) as error:
-        assert "in-place" in str(error) or "inplace" in str(error)
-    else:
-        assert leaf.grad is not None and same_bits(leaf.grad, expected)
+    logits, before = leaf[:] if view else leaf, case.logits.clone()
+    with pytest.raises(ValueError, match=r"inplace=True.*leaf that requires grad"):
+        if layer == 1:
+            token_logprobs(logits, case.targets, mask=case.mask, inplace=True, backend=backend)
+        else:
+            grpo_loss(logits, case.batch(), Objective.preset("dapo"), inplace=True, backend=backend)
+    assert torch.equal(leaf, before)
+    # The output of a computation is what it is for.
+    grpo_loss(leaf * 1.0, case.batch(), Objective.preset("dapo"), inplace=True, backend=backend).loss.backward()
+    assert torch.equal(leaf, before) and leaf.grad is not None and leaf.grad.any()
 
 
 def test_frozen_no_grad_and_inference_mode(backend: str) -> None:

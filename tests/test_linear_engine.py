@@ -444,6 +444,34 @@ def test_strided_inputs(layout: str, layer: int, arithmetic: torch.dtype, backen
     assert base.grad.count_nonzero() == ours[which].count_nonzero()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("how", ["NumPy", "inference mode", "inference tensor", ".data"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_mask_that_was_rewritten_behind_torchs_back(how: str, level: str) -> None:
+    """The next loss of the same TokenBatch is that of the mask as it is now."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(3, 4, 8, generator=g, requires_grad=True), torch.randn(31, 8, generator=g)
+    with torch.inference_mode(how == "inference tensor"):
+        mask = torch.zeros(3, 4, dtype=torch.bool)
+    mask_now = torch.rand(3, 4, generator=g) < 0.7
+    fields = {"targets": torch.randint(31, (3, 4), generator=g), "advantages": torch.randn(3, generator=g)}
+    objective = Objective(level=level, aggregate="seq-mean-token-mean")
+    batch = TokenBatch(**fields, mask=mask)
+    for now in (torch.ones(3, 4, dtype=torch.bool), mask_now):
+        if how == "NumPy":
+            mask.numpy()[:] = now.numpy()
+        elif how == ".data":
+            mask.data.copy_(now)
+        else:
+            with torch.inference_mode():
+                mask.copy_(now)
+        out = linear_grpo_loss(hidden, weight, batch, objective)
+        fresh = linear_grpo_loss(hidden, weight, TokenBatch(**fields, mask=now), objective)
+        assert torch.equal(out.loss, fresh.loss) and torch.equal(out.logps, fresh.logps) and fresh.loss != 0
+        found, expected = (torch.autograd.grad(x.loss, hidden)[0] for x in (out, fresh))
+        assert torch.equal(found, expected) and expected.any()
+        assert batch.lengths.tolist() == now.sum(1).tolist() and batch.count("trained") == now.sum()
+
+
 def test_row_counts_follow_advantages_that_were_written_to() -> None:
     """A trainer may fill the same buffers step after step."""
     g = torch.Generator().manual_seed(0)

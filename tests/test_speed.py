@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
+from benchmarks.cases import Output
 from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss, token_logprobs
 from grpo_kernels.backends import cpu
 
@@ -86,7 +87,7 @@ def test_loss_and_gradient_of_logits_in_place(benchmark: Any, dtype: torch.dtype
     logits = pristine.clone().requires_grad_()
 
     def ours() -> Tensor:
-        return grad(grpo_loss(logits, b, OBJECTIVE, inplace=True, backend="cpu").loss, logits)[0]
+        return grad(grpo_loss(Output.apply(logits), b, OBJECTIVE, inplace=True, backend="cpu").loss, logits)[0]
 
     def eager() -> Tensor:
         return grad(naive_loss(logits, b), logits)[0]

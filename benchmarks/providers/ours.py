@@ -37,7 +37,8 @@ def _fused(case: LogitsCase, backend: str, inplace: bool = False, upstream: floa
 
     def run() -> Result:
         batch = replace(case.batch)
-        loss = grpo_loss(case.logits, batch, wanted, normalizer=normalizer, inplace=inplace, backend=backend).loss
+        logits = case.output() if inplace else case.logits
+        loss = grpo_loss(logits, batch, wanted, normalizer=normalizer, inplace=inplace, backend=backend).loss
         return case.gradients(loss if upstream == 1 else upstream * loss)
 
     return run

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..distributed import VocabShard
+from ..layout import of_a_leaf
 from ..logprobs import token_logprobs
 
 Tensor = torch.Tensor
@@ -75,7 +76,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     inplace_backward   the gradient overwrites the logits, if they are nobody's parameter; autograd raises where something
                        else still needs them."""
     plain(logits)
-    inplace = inplace_backward and logits.requires_grad and not logits.is_leaf and logits.is_contiguous()
+    inplace = inplace_backward and logits.requires_grad and not of_a_leaf(logits) and logits.is_contiguous()
     return token_logprobs(logits, labels, inplace=inplace)[0]
 
 

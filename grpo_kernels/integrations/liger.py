@@ -30,6 +30,7 @@ import torch.distributed as dist
 from ..batch import TokenBatch
 from ..checks import require, values_are_checked
 from ..kl import Kl
+from ..layout import of_a_leaf
 from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import grpo_loss, linear_grpo_loss, total
 from ..objective import Objective
@@ -272,7 +273,7 @@ def triton_grpo_loss(
              False: (loss, KL or None, clipped) of each token, [B, L] fp32, 0 where masked; only the loss is differentiable.
     inplace  True: the backward writes the gradient over the logits, as in Liger. False: into memory of its own; a reduced
              loss makes it in the forward, in one visit of the logits less. "forward", which Liger lacks: both, so the logits
-             are gone once the loss is there.
+             are gone once the loss is there. Logits that are a leaf are never overwritten.
     max_completion_length   None: L.
     num_items_in_batch   tokens of all micro-batches and ranks, as in `LigerFusedLinearGRPOLoss`.
     eps_low and eps_high are the epsilon_low and epsilon_high of `liger_objective`, `temperature` divides the logits, and
@@ -309,6 +310,8 @@ def triton_grpo_loss(
     transform = LogitTransform(temperature=temperature)
     normalizer = _normalizer(loss_type, batch, num_items_in_batch) if reduce else 1.0
     rows = (objective if reduce else replace(objective, aggregate="token-sum")).token_rows(batch, normalizer)
+    if of_a_leaf(logits):
+        inplace = False
     if reduce and inplace is not True:
         out = grpo_loss(logits, batch, objective, transform=transform, normalizer=normalizer, inplace=inplace == "forward")
         loss, logps = out.loss, out.logps.reshape(-1)
