@@ -2,8 +2,10 @@
 // backends/cpu_products.py checks the tensors; here, what cannot be right whatever they are.
 #include <nanobind/nanobind.h>
 
+#include <atomic>
 #include <cmath>
 #include <memory>
+#include <new>
 
 #include "arguments.h"
 #include "parallel.h"
@@ -37,6 +39,15 @@ template <class Body> void each_range(int64_t n, int64_t grain, int threads, con
     parallel_for(
         n, grain, threads,
         [](const void* context, int64_t begin, int64_t end) { (*static_cast<const Body*>(context))(begin, end); }, &body);
+}
+
+// Work that returns false where it gets no memory. No exception may leave a thread, so the call raises when all are done.
+template <class Body> void each_range_with_memory(int64_t n, int64_t grain, int threads, const Body& body) {
+    std::atomic<bool> enough{true};
+    each_range(n, grain, threads, [&](int64_t begin, int64_t end) {
+        if (enough.load(std::memory_order_relaxed) && !body(begin, end)) enough.store(false, std::memory_order_relaxed);
+    });
+    if (!enough) throw std::bad_alloc();  // MemoryError in Python
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -94,8 +105,8 @@ void logits_product(uintptr_t hidden, int64_t hidden_stride, uintptr_t weight, i
                             packed.data()};
     nb::gil_scoped_release release;
     each_range(rows, 16, threads, [&](int64_t begin, int64_t end) { products->pack_hidden(job, begin, end); });
-    each_range(vocab, range_size(vocab, threads), threads,
-               [&](int64_t begin, int64_t end) { products->logits(job, begin, end); });
+    each_range_with_memory(vocab, range_size(vocab, threads), threads,
+                           [&](int64_t begin, int64_t end) { return products->logits(job, begin, end); });
 }
 
 struct Grid {
@@ -134,11 +145,11 @@ void d_hidden(uintptr_t gradient, bool is_bf16, int64_t gradient_stride, uintptr
                                 vocab};
     nb::gil_scoped_release release;
     const Grid grid = grid_for(rows, width, threads);
-    each_range(grid.row_parts * grid.column_parts, 1, threads, [&](int64_t i, int64_t) {
+    each_range_with_memory(grid.row_parts * grid.column_parts, 1, threads, [&](int64_t i, int64_t) {
         const int64_t r = i / grid.column_parts, c = i % grid.column_parts;
-        products->d_hidden(job, part(rows, 6, grid.row_parts, r), part(rows, 6, grid.row_parts, r + 1),
-                           part(width, PANEL_COLUMNS, grid.column_parts, c),
-                           part(width, PANEL_COLUMNS, grid.column_parts, c + 1));
+        return products->d_hidden(job, part(rows, 6, grid.row_parts, r), part(rows, 6, grid.row_parts, r + 1),
+                                  part(width, PANEL_COLUMNS, grid.column_parts, c),
+                                  part(width, PANEL_COLUMNS, grid.column_parts, c + 1));
     });
 }
 
@@ -161,8 +172,8 @@ void add_d_weight(uintptr_t gradient, bool is_bf16, int64_t gradient_stride, uin
     nb::gil_scoped_release release;
     each_range(ceil_div(width, PANEL_COLUMNS), 1, threads,
                [&](int64_t begin, int64_t end) { products->pack_hidden_panels(job, begin, end); });
-    each_range(vocab, range_size(vocab, threads), threads,
-               [&](int64_t begin, int64_t end) { products->add_d_weight(job, begin, end); });
+    each_range_with_memory(vocab, range_size(vocab, threads), threads,
+                           [&](int64_t begin, int64_t end) { return products->add_d_weight(job, begin, end); });
 }
 
 }  // namespace

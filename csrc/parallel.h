@@ -4,7 +4,7 @@
 #include <stdint.h>
 
 #include <atomic>
-#include <system_error>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -65,10 +65,10 @@ inline void parallel_for(int64_t n, int64_t grain, int threads, void (*body)(con
             &loop, unsigned(threads), 0);
     } else {
         std::vector<std::thread> helpers;
-        helpers.reserve(size_t(threads));
         try {
+            helpers.reserve(size_t(threads));
             for (int k = 1; k < threads; k++) helpers.emplace_back([&loop, k, threads] { loop.work(k, threads); });
-        } catch (const std::system_error&) {  // no more threads to be had: those that are there share the work
+        } catch (const std::exception&) {  // no more threads, or no memory for them: those that are there share the work
         }
         loop.work(0, threads);
         for (int k = int(helpers.size()) + 1; k < threads; k++) loop.range(k);

@@ -26,13 +26,12 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline __mmask16 first16(int64_t n) { return n >= 16 ? __mmask16(-1) : n <= 0 ? __mmask16(0) : __mmask16((1u << n) - 1); }
 inline __mmask32 first32(int64_t n) { return n >= 32 ? __mmask32(-1) : n <= 0 ? __mmask32(0) : __mmask32((1u << n) - 1); }
 
-// Memory of one call on one thread.
+// Memory of one call on one thread. `missing` says that there was none: the caller returns false, and its own caller raises.
 struct Scratch {
     uint32_t* data;
+    bool missing;
     explicit Scratch(int64_t elements)
-        : data(static_cast<uint32_t*>(aligned_alloc(64, size_t(ceil_div(elements, LANES)) * 64))) {
-        if (!data && elements) abort();
-    }
+        : data(static_cast<uint32_t*>(aligned_alloc(64, size_t(ceil_div(elements, LANES)) * 64))), missing(!data && elements) {}
     ~Scratch() { free(data); }
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
@@ -273,9 +272,10 @@ void pack_hidden(const LogitsProduct& job, int64_t begin, int64_t end) {
     }
 }
 
-void logits(const LogitsProduct& job, int64_t begin, int64_t end) {
+bool logits(const LogitsProduct& job, int64_t begin, int64_t end) {
     const int64_t blocks = blocks_of(job.width), tiles = job.rows / TILE_ROWS + 1;
     const Scratch panel(BLOCK_PAIRS * PANEL_COLUMNS), partial(blocks > 1 ? job.rows * PANEL_COLUMNS : 0);
+    if (panel.missing || partial.missing) return false;
     float* sums = reinterpret_cast<float*>(partial.data);
     for (int64_t v = begin; v < end; v += PANEL_COLUMNS) {
         const int64_t columns = min(PANEL_COLUMNS, end - v);
@@ -299,6 +299,7 @@ void logits(const LogitsProduct& job, int64_t begin, int64_t end) {
                              ahead, ceil_div(ahead.lines(), tiles));
         }
     }
+    return true;
 }
 
 // Columns of H whose block of the weight is packed at once: with the block's 512 rows 512 KiB, half of an L2 cache.
@@ -306,9 +307,10 @@ constexpr int64_t HIDDEN_GROUP = 512;
 static_assert(HIDDEN_GROUP % PANEL_COLUMNS == 0, "");
 
 template <class T>
-void d_hidden_of(const HiddenGradProduct& job, int64_t begin, int64_t end, int64_t first_column, int64_t last_column) {
+bool d_hidden_of(const HiddenGradProduct& job, int64_t begin, int64_t end, int64_t first_column, int64_t last_column) {
     const int64_t rows = end - begin, panel_stride = BLOCK_PAIRS * PANEL_COLUMNS;
     const Scratch left(rows * BLOCK_STRIDE), panels(HIDDEN_GROUP / PANEL_COLUMNS * panel_stride);
+    if (left.missing || panels.missing) return false;
     const int64_t blocks = blocks_of(job.vocab), tiles = rows / TILE_ROWS + 1;
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t k = b * 2 * BLOCK_PAIRS, inner = block_size(job.vocab, b);
@@ -342,11 +344,12 @@ void d_hidden_of(const HiddenGradProduct& job, int64_t begin, int64_t end, int64
             }
         }
     }
+    return true;
 }
 
-void d_hidden(const HiddenGradProduct& job, int64_t begin, int64_t end, int64_t first_column, int64_t last_column) {
-    job.gradient.is_bf16 ? d_hidden_of<uint16_t>(job, begin, end, first_column, last_column)
-                         : d_hidden_of<float>(job, begin, end, first_column, last_column);
+bool d_hidden(const HiddenGradProduct& job, int64_t begin, int64_t end, int64_t first_column, int64_t last_column) {
+    return job.gradient.is_bf16 ? d_hidden_of<uint16_t>(job, begin, end, first_column, last_column)
+                                : d_hidden_of<float>(job, begin, end, first_column, last_column);
 }
 
 // [panel of H][pair of N][column]
@@ -363,9 +366,10 @@ void pack_hidden_panels(const WeightGradProduct& job, int64_t begin, int64_t end
 // Rows of the weight whose gradient is packed at once: a panel of the hidden states is fetched into L1 once for them.
 constexpr int64_t VOCAB_GROUP = 96;
 
-template <class T> void add_d_weight_of(const WeightGradProduct& job, int64_t begin, int64_t end) {
+template <class T> bool add_d_weight_of(const WeightGradProduct& job, int64_t begin, int64_t end) {
     const int64_t blocks = blocks_of(job.rows), panels = ceil_div(job.width, PANEL_COLUMNS);
     const Scratch left(blocks * VOCAB_GROUP * BLOCK_STRIDE);
+    if (left.missing) return false;
     const bool aligned = reinterpret_cast<uintptr_t>(job.sum.data) % 64 == 0 && job.sum.stride % LANES == 0;
     for (int64_t v = begin; v < end; v += VOCAB_GROUP) {
         const int64_t group = min(VOCAB_GROUP, end - v);
@@ -392,10 +396,11 @@ template <class T> void add_d_weight_of(const WeightGradProduct& job, int64_t be
         }
     }
     _mm_sfence();
+    return true;
 }
 
-void add_d_weight(const WeightGradProduct& job, int64_t begin, int64_t end) {
-    job.gradient.is_bf16 ? add_d_weight_of<uint16_t>(job, begin, end) : add_d_weight_of<float>(job, begin, end);
+bool add_d_weight(const WeightGradProduct& job, int64_t begin, int64_t end) {
+    return job.gradient.is_bf16 ? add_d_weight_of<uint16_t>(job, begin, end) : add_d_weight_of<float>(job, begin, end);
 }
 
 }  // namespace

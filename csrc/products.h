@@ -53,18 +53,19 @@ struct WeightGradProduct {
 };
 
 // The operand that all threads share is packed first, by ranges of rows [N] or of column panels; then each range of the
-// vocabulary, or each rectangle of the output, is one thread's work from beginning to end.
+// vocabulary, or each rectangle of the output, is one thread's work from beginning to end. That work returns false, and has
+// done nothing, where the thread gets no memory to work in.
 struct Products {
     int64_t (*hidden_pack_bytes)(int64_t rows, int64_t width);
     void (*pack_hidden)(const LogitsProduct&, int64_t begin, int64_t end);  // rows of N
-    void (*logits)(const LogitsProduct&, int64_t begin, int64_t end);       // columns of V
+    bool (*logits)(const LogitsProduct&, int64_t begin, int64_t end);       // columns of V
 
     // rows of N, columns of H
-    void (*d_hidden)(const HiddenGradProduct&, int64_t begin, int64_t end, int64_t first_column, int64_t last_column);
+    bool (*d_hidden)(const HiddenGradProduct&, int64_t begin, int64_t end, int64_t first_column, int64_t last_column);
 
     int64_t (*hidden_panel_bytes)(int64_t rows, int64_t width);
     void (*pack_hidden_panels)(const WeightGradProduct&, int64_t begin, int64_t end);  // panels of PANEL_COLUMNS of H
-    void (*add_d_weight)(const WeightGradProduct&, int64_t begin, int64_t end);        // rows of V
+    bool (*add_d_weight)(const WeightGradProduct&, int64_t begin, int64_t end);        // rows of V
 };
 
 constexpr int64_t PANEL_COLUMNS = 64;

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+from processes import finish, start
 
 from grpo_kernels.backends import cpu_products
 
@@ -221,6 +223,54 @@ def test_no_rows() -> None:
     assert logits_of(hidden, weight).shape == (0, 100)
     assert d_hidden_of(gradient, weight).shape == (0, 70)
     assert torch.equal(d_weight_of(gradient, hidden), torch.zeros(100, 70))
+
+
+#: Each product where the address space has room for its operands, and for `room` bytes of the memory that it works in.
+WITHOUT_MEMORY = """
+import resource, sys
+import torch
+from grpo_kernels.backends import cpu_products
+
+def statm():
+    return [int(pages) * resource.getpagesize() for pages in open("/proc/self/statm").read().split()[:2]]
+
+def bf16(*shape):
+    return torch.randn(shape).bfloat16()
+
+threads, n = int(sys.argv[1]), 100_000
+torch.set_num_threads(threads)
+small, tall, wide = torch.zeros(n, 1), torch.zeros(8 * n, 1), torch.zeros(n, 64)
+calls = [  # (product, arguments, result, bytes of an operand that is packed for all threads first)
+    (cpu_products.d_hidden, (torch.randn(n, 2), bf16(2, 1)), small, 0),
+    (cpu_products.logits, (bf16(n, 513), bf16(64, 513), None), wide, 2 * n * 272 * 4),
+    (cpu_products.add_d_weight, (torch.randn(8 * n, 1), bf16(8 * n, 1)), torch.zeros(1, 1), 4 * n * 256),
+]
+for product, arguments, out, packed in calls:
+    options = {"first": True} if product is cpu_products.add_d_weight else {}
+    product(*arguments, out, **options)
+    right = out.clone()
+    for room in (0, packed // 2, packed + (8 << 20)):
+        resource.setrlimit(resource.RLIMIT_AS, (statm()[0] + room, -1))
+        used = []
+        for _ in range(8):
+            try:
+                product(*arguments, out, **options)
+            except MemoryError:
+                used.append(statm())
+                continue
+            raise AssertionError(f"{product.__name__} found memory where there is none")
+        resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+        assert all(last - first < 1 << 20 for first, last in zip(used[1], used[-1])), "memory was not given back"
+    product(*arguments, out.zero_(), **options)
+    assert torch.equal(out, right), product.__name__
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_product_without_memory_raises_memory_error_and_the_process_goes_on(threads: int) -> None:
+    # With a threshold of its own glibc's malloc gives large blocks back at once: none of an earlier call is found again.
+    finish(start(WITHOUT_MEMORY, str(threads), MALLOC_MMAP_THRESHOLD_=str(1 << 17)))
 
 
 def test_wrong_operands_are_refused() -> None:
