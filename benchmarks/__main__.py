@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, require_kernels
 from benchmarks.suites import SUITES, run
 
 
@@ -22,6 +22,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--suite", nargs="+", choices=SUITES, default=list(SUITES), metavar="NAME", help="see --list")
     parser.add_argument("--quick", action="store_true", help="small cells, few runs, no counters")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--without-native", action="store_true", help="measure what runs where our kernels are missing or stale"
+    )
     parser.add_argument("--fresh", action="store_true", help="measure again what is there already")
     parser.add_argument("--out", type=Path, help="folder (default: benchmarks/results, with --quick runs/benchmarks)")
     parser.add_argument("--list", action="store_true", help="print the suites and their cells, and do nothing")
@@ -37,6 +40,8 @@ def main(argv: list[str] | None = None) -> None:
                 notes += [", one sequence"] if cell.sequences == 1 else []
                 print(f"  {shape} {str(cell.dtype).removeprefix('torch.')}{''.join(notes)}")
         return
+    if not args.without_native:
+        require_kernels(args.device)
     out = args.out or (Path("runs/benchmarks") if args.quick else RESULTS)
     paths = run(args.suite, args.device, out, quick=args.quick, fresh=args.fresh)
     print("\nwritten:", *paths)

@@ -10,7 +10,6 @@ import functools
 import gc
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -26,7 +25,9 @@ from typing import Any
 
 import torch
 
+import grpo_kernels.native
 from grpo_kernels import backends
+from grpo_kernels.diagnosis.native import findings
 
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 256 << 20  # beyond every L2
@@ -243,13 +244,21 @@ def machine(device: str) -> dict:
         found |= _nvidia_smi("driver_version")
     else:
         found["name"] = found["cpu"]
-        try:
-            from grpo_kernels import _cpu
-
-            found["instruction set"] = _cpu.isa()
-        except ImportError:
-            pass
+        if reason is None:
+            found["instruction set"] = grpo_kernels.native.load().isa()
     return found
+
+
+def require_kernels(device: str) -> None:
+    """SystemExit with the remedy where the kernels for `device` cannot run, or are not those of this checkout: what would be
+    measured is eager PyTorch, or code that is no longer there."""
+    if device == "cpu":
+        reasons = [f"{f.problem}\n  -> {f.remedy}" for f in findings(needed=True) if f.blocks]
+    else:
+        reason = backends.unavailable(NATIVE[device])
+        reasons = [] if reason is None else [f"the kernels for {device} tensors do not run: {reason}"]
+    if reasons:
+        raise SystemExit("\n".join(["Nothing was measured.", *reasons]))
 
 
 def environment() -> dict[str, str]:
@@ -259,8 +268,12 @@ def environment() -> dict[str, str]:
 
 def library() -> str:
     """A hash of the compiled module: which one ran, if there is one."""
-    found = importlib.util.find_spec("grpo_kernels._cpu")
-    return "none" if found is None or found.origin is None else hashlib.sha256(Path(found.origin).read_bytes()).hexdigest()[:16]
+    try:
+        path = grpo_kernels.native.load().__file__
+    except ImportError:
+        return "none"
+    assert path is not None
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
 def _huge_pages() -> str:

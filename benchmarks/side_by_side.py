@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.cases import Cell
+from benchmarks.harness import require_kernels
 from benchmarks.measure import measure
 
 NAMES = {
@@ -35,4 +36,5 @@ def main(rows: int = 256, vocab: int = 151936, rounds: int = 5) -> None:
 
 
 if __name__ == "__main__":
+    require_kernels("cpu")
     main()

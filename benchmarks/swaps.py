@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from benchmarks import results
-from benchmarks.harness import RESULTS, machine
+from benchmarks.harness import RESULTS, machine, require_kernels
 from benchmarks.tables import replace_block
 
 EXAMPLES = {"TRL": "examples.trl_grpo", "Liger": "examples.liger_swap", "verl": "examples.verl_policy_loss"}
@@ -55,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="keep the figures")
     write = parser.parse_args().write
+    require_kernels("cpu")
     rows = [{"trainer": trainer} | row for trainer, module in EXAMPLES.items() for row in measure(module)]
     record = {
         "command": COMMAND,

@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 
 from benchmarks import results
 from benchmarks.cases import Cell, HiddenCase, LogitsCase, Result, errors, make_case, policy_loss, reference
-from benchmarks.harness import RESULTS, interleaved, machine, peak_memory
+from benchmarks.harness import RESULTS, interleaved, machine, peak_memory, require_kernels
 from benchmarks.measure import outside_gate
 from benchmarks.providers.ours import native, objective
 from benchmarks.roofline import Table, render
@@ -224,6 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="keep the figures")
     write = parser.parse_args().write
+    require_kernels("cpu")
     record = measure(Effort())
     print(block(record))
     if write:

@@ -21,6 +21,10 @@ extern const Kernels kernels_avx512bf16, kernels_avx512, kernels_avx2;
 #endif
 extern const Kernels kernels_baseline;
 
+// grpo_kernels/native.py reads this from the file, before it loads a module that another build has left.
+extern const char built_from[];
+const char built_from[] = "grpo_kernels built from sha256:" GRPO_SOURCES;
+
 void bind_products(nb::module_& m);  // bind_products.cpp
 
 namespace {
@@ -170,6 +174,7 @@ NB_MODULE(_cpu, m) {
     m.def("row_grads", &row_grads);
     m.def("scale", &scale);
     bind_products(m);
+    m.attr("built_from") = built_from;
     m.def("compiler", [] { return std::string(GRPO_COMPILER); });
     m.def("isa", [] { return std::string(kernels->name); }, "The instruction set in use.");
     m.def("isas", &isas, "Those this processor can run, best first.");

@@ -25,6 +25,9 @@ def add_d_weight(
     gradient: int, is_bf16: bool, gradient_stride: int, hidden: int, hidden_stride: int, sum: int, sum_stride: int,
     first: bool, rows: int, width: int, vocab: int, threads: int, /,
 ) -> None: ...  # fmt: skip
+
+built_from: str
+
 def compiler() -> str: ...
 def isa() -> str: ...
 def isas() -> list[str]: ...

@@ -1,7 +1,10 @@
-"""python -m grpo_kernels doctor [--json] [--quick]: what runs here and why, whether it is right, what it gains, what to mend.
+"""python -m grpo_kernels doctor [--json] [--quick] [--without-native]: what runs here and why, whether it is right, what it
+gains, what to mend.
 
 Exit code: 0 all is well; 1 something is to be mended (`problems`); 2 wrong arguments. `advice` (slow settings, untested
-versions) does not change it. --quick leaves the step out. --json prints one object instead of the report:
+versions) does not change it. --quick leaves the step out. Where losses run on the CPU and the compiled module is missing or
+out of date, doctor says so and stops; --without-native tests the other backends all the same. --json prints one object
+instead of the report:
 
     healthy        bool, exit code 0
     problems       [{problem, remedy}]: kernels are missing or wrong
@@ -17,7 +20,8 @@ versions) does not change it. --quick leaves the step out. --json prints one obj
     device         "cpu" or "cuda": where the tests below ran
     auto           the backend that backend="auto" takes there
     backends       {eager, cpu, triton: {available, reason, passed, value_error, gradient_error: {dtype}, seconds, warnings,
-                   checks: [{case, level, dtype, vocab, errors, failure}]}}; of one that is not available the first two
+                   checks: [{case, level, dtype, vocab, errors, failure}]}}; of one that is not available the first two;
+                   {} if doctor stopped before
     step           [{level, rows, hidden, vocab, dtype, reason, timings: [{name, ms, extra_mb, runs}]}], or null
     environment    variables that matter here and are set
     settings       {variable: meaning}
@@ -71,21 +75,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object; see grpo_kernels/doctor.py for its keys")
     parser.add_argument("--quick", action="store_true", help="leave out the step and its timing")
+    parser.add_argument(
+        "--without-native", action="store_true", help="go on where the compiled module is missing or out of date"
+    )
     arguments = parser.parse_args(argv)
-    report = examine(step=not arguments.quick, say=(lambda text: None) if arguments.json else print)
+    say = (lambda text: None) if arguments.json else print
+    report = examine(step=not arguments.quick, say=say, without_native=arguments.without_native)
     if arguments.json:
         print(json.dumps(_finite(report), indent=1))
     return 0 if report["healthy"] else 1
 
 
-def examine(step: bool = True, say: Any = print) -> dict[str, Any]:
+def examine(step: bool = True, say: Any = print, without_native: bool = False) -> dict[str, Any]:
     """The report as --json has it; `say` gets each section of the text as soon as it is known."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report, findings = facts(device)
     say(_text_of_facts(report))
+    report |= {"auto": "eager" if unavailable(NATIVE[device.type], device) else NATIVE[device.type]}
+    report |= {"backends": {}, "step": None}
+    if without_native or not any(f.blocks for f in findings):
+        findings += tests(report, device, step, say)
+    else:
+        say("nothing was tested; --without-native tests the backends that are there\n")
+    found = {
+        kind: [{"problem": f.problem, "remedy": f.remedy} for f in findings if f.grave == grave]
+        for kind, grave in (("problems", True), ("advice", False))
+    }
+    report = {"healthy": not found["problems"], **found, **report}
+    say(_text_of_findings(report))
+    return report
 
-    tested: dict[str, Any] = {}
-    report["backends"] = tested
+
+def tests(report: dict[str, Any], device: torch.device, step: bool, say: Any) -> list[Finding]:
+    """Each backend against float64, then a step of the one that "auto" takes: into `report`, and what is wrong with them."""
+    findings: list[Finding] = []
+    tested = report["backends"]
+    say("backends, value and gradient against float64:")
     for name in backends.BACKENDS:
         reason = unavailable(name, device)
         if reason is None:
@@ -99,11 +124,9 @@ def examine(step: bool = True, say: Any = print) -> dict[str, Any]:
                 problem = f"the kernels for {device.type} tensors do not run: {reason}"
                 findings.append(Finding(problem, remedy_for(reason), True))
         say(_text_of_backend(name, tested[name]))
-    auto = report["auto"] = NATIVE[device.type] if tested[NATIVE[device.type]]["available"] else "eager"
+    auto = report["auto"]
     say(f'  backend="auto" takes {auto} for {device.type} tensors.\n')
-
-    report["step"] = None
-    if step and tested[auto]["passed"]:  # who is wrong gets no time
+    if step and tested[auto]["passed"]:  # a backend that fails the checks is not timed
         report["step"] = []
         for level in ("logits", "hidden"):
             try:
@@ -114,14 +137,7 @@ def examine(step: bool = True, say: Any = print) -> dict[str, Any]:
             report["step"].append(asdict(timed))
             findings += step_findings(timed)
             say(_text_of_step(timed))
-
-    found = {
-        kind: [{"problem": f.problem, "remedy": f.remedy} for f in findings if f.grave == grave]
-        for kind, grave in (("problems", True), ("advice", False))
-    }
-    report = {"healthy": not found["problems"], **found, **report}
-    say(_text_of_findings(report))
-    return report
+    return findings
 
 
 def facts(device: torch.device) -> tuple[dict[str, Any], list[Finding]]:
@@ -225,7 +241,7 @@ def _text_of_facts(report: dict[str, Any]) -> str:
     if not gpu["available"]:
         lines.append(f"GPU: none ({gpu['reason']})")
     lines.append(f"torch.distributed: {', '.join(report['distributed']['backends']) or 'not available'}")
-    return "\n".join([*lines, "", "backends, value and gradient against float64:"])
+    return "\n".join([*lines, ""])
 
 
 def _described(result: Report) -> dict[str, Any]:

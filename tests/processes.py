@@ -12,6 +12,22 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+#: Makes `import NAME` fail as if it were not installed; without "grpo_kernels._cpu" no installed copy offers one either.
+WITHOUT = """
+import importlib.metadata, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if any(name == m or name.startswith(m + ".") for m in {missing!r}):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+distribution = importlib.metadata.distribution
+def known(name):
+    if name == "grpo_kernels" and "grpo_kernels._cpu" in {missing!r}:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return distribution(name)
+importlib.metadata.distribution = known
+"""
+
 
 def start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     """A Python process that finds what this one finds, the tests' modules included."""

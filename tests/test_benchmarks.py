@@ -3,7 +3,6 @@ and a run that is cut off goes on where it stopped. Tiny shapes; torch.compile r
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import time
@@ -26,6 +25,7 @@ from benchmarks.cases import CLIP, CONTRACTS, Cell, HiddenCase, LogitsCase, Step
 from benchmarks.measure import DeviceLost, derived, measure, outside_gate, table
 from benchmarks.providers import Provider, Unavailable, peer, providers
 from grpo_kernels import TokenBatch, backends
+from grpo_kernels.diagnosis import Finding
 
 FP32, BF16 = torch.float32, torch.bfloat16
 QUICKLY = {"seconds": 0.0, "least": 1, "counters": False, "memory": False}
@@ -564,7 +564,7 @@ def test_the_machine_is_described_by_what_changes_times(monkeypatch: pytest.Monk
     assert found["environment"]["MALLOC_ARENA_MAX"] == "1" and found["environment"]["OMP_TOOL_LIBRARIES"] == "tool.so"
     assert found["threads"] == torch.get_num_threads()
     assert found["backend"] == "cpu" or found["backend"].startswith("eager (")
-    assert (found["library"] == "none") == (importlib.util.find_spec("grpo_kernels._cpu") is None)
+    assert (found["library"] == "none") == ("instruction set" not in found)
 
 
 def test_a_run_that_is_cut_off_goes_on(planned: Planned) -> None:
@@ -663,6 +663,23 @@ def test_the_command_lists_all_suites(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(f"{name}: " in printed for name in suites.SUITES) and "one sequence" in printed
     with pytest.raises(SystemExit):
         command.main(["--suite", "nonsense"])
+
+
+def test_without_current_kernels_nothing_is_measured_unless_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+    monkeypatch.setattr(command, "run", lambda *args, **options: calls.append(args) or [])
+    monkeypatch.setattr(harness, "findings", lambda needed: [Finding("it is stale", "build it", True, blocks=True)])
+    options = ["--quick", "--device", "cpu", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit, match=r"Nothing was measured\.\nit is stale\n  -> build it"):
+        command.main(options)
+    assert calls == []
+    command.main([*options, "--without-native"])
+    monkeypatch.setattr(harness, "findings", lambda needed: [Finding("threads spin", "wait", False)])
+    command.main(options)
+    assert len(calls) == 2
+    monkeypatch.setattr(backends, "unavailable", lambda name: "no GPU")
+    with pytest.raises(SystemExit, match="cuda tensors do not run: no GPU"):
+        harness.require_kernels("cuda")
 
 
 def test_side_by_side_prints_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -9,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from processes import WITHOUT
 
 import grpo_kernels
 from grpo_kernels import backends, doctor, kl
@@ -34,13 +37,8 @@ FACTS = doctor.facts
 
 def run(*arguments: str, missing: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, where `missing` cannot be imported."""
-    code = f"""
-import runpy, sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if any(name == m or name.startswith(m + ".") for m in {missing!r}):
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Missing())
+    code = f"""{WITHOUT.format(missing=missing)}
+import runpy
 sys.argv = ["grpo_kernels", "doctor", *{arguments!r}]
 runpy.run_module("grpo_kernels", run_name="__main__")
 """
@@ -120,14 +118,18 @@ def test_a_wrong_backend_is_named_and_gets_no_time(
 
 
 def test_without_compiled_module_triton_and_optional_packages_it_says_how_to_get_them() -> None:
-    done = run("--quick", "--json", missing=("grpo_kernels._cpu", "triton", "transformers", "trl", "numpy"))
-    assert done.returncode == 1, done.stderr[-2000:]
-    report = json.loads(done.stdout)
-    (lack,) = [p for p in report["problems"] if "compiled module" in p["problem"]]
-    assert "fall back to eager" in lack["problem"] and "pip install" in lack["remedy"]
-    assert report["auto"] == "eager" and report["backends"]["eager"]["passed"]
+    missing = ("grpo_kernels._cpu", "triton", "transformers", "trl", "numpy")
+    for options in ((), ("--without-native",)):
+        done = run("--quick", "--json", *options, missing=missing)
+        assert done.returncode == 1, done.stderr[-2000:]
+        report = json.loads(done.stdout)
+        (lack,) = [p for p in report["problems"] if "compiled module" in p["problem"]]
+        assert "fall back to eager" in lack["problem"] and "pip install" in lack["remedy"]
+        assert report["auto"] == "eager" and report["native"]["path"] is None
+        if not options:
+            assert report["backends"] == {} and report["step"] is None
+    assert report["backends"]["eager"]["passed"] and not report["backends"]["cpu"]["available"]
     assert "No module named 'triton'" in report["backends"]["triton"]["reason"]
-    assert not report["backends"]["cpu"]["available"] and report["native"]["path"] is None
 
 
 def test_a_native_backend_that_does_not_run_is_a_problem_though_its_module_is_there(
@@ -343,41 +345,48 @@ def test_a_step_that_fails_or_is_slow_is_reported(sound: None, monkeypatch: pyte
 # ---- the compiled module
 
 
-def module_findings(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> str:
-    found = {"path": None, "reason": "ImportError: no", "isa": None, "files": [], **changes.pop("found", {})}
+def module_findings(**changes: Any) -> str:
+    found = {"path": None, "reason": "it was not built", "isa": None, "files": [], **changes.pop("found", {})}
     origin = {"kind": "install", "shadows": None, "source": None, **changes.pop("origin", {})}
     options = {"native": None, "flags": frozenset(), "needed": True} | changes
     return problems(native.module_findings(found, options["native"], origin, options["flags"], options["needed"]))
 
 
-def test_why_the_module_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_the_module_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native, "compiler", lambda: None)
-    text = module_findings(monkeypatch)
+    text = module_findings()
     assert text.startswith("grave") and "was not built" in text and "install a C++17 compiler" in text
     assert "pip install -v --no-deps --no-cache-dir --force-reinstall grpo_kernels" in text
     monkeypatch.setattr(native, "compiler", lambda: "/usr/bin/c++")
-    assert "install a C++17 compiler" not in module_findings(monkeypatch)
-    assert module_findings(monkeypatch, needed=False).startswith("slight")  # a GPU has kernels of its own
-    other = module_findings(monkeypatch, found={"files": ["_cpu.cpython-27-x86_64-linux-gnu.so"]})
-    assert "_cpu.cpython-27-x86_64-linux-gnu.so was built for another Python" in other
-    suffix = native.importlib.machinery.EXTENSION_SUFFIXES[0]
-    assert "does not load (ImportError: no)" in module_findings(monkeypatch, found={"files": ["_cpu" + suffix]})
-    assert f"-e {native.PACKAGE.parent}" in module_findings(monkeypatch, origin={"kind": "checkout"})
+    assert "install a C++17 compiler" not in module_findings()
+    assert module_findings(needed=False).startswith("slight")  # a GPU has kernels of its own
+    assert f"-e {native.PACKAGE.parent}" in module_findings(origin={"kind": "checkout"})
+    for file, expected in (
+        ("_cpu.cpython-27-x86_64-linux-gnu.so", "_cpu.cpython-27-x86_64-linux-gnu.so was built for another Python"),
+        ("_cpu" + EXTENSION_SUFFIXES[0], "its file is there but does not load (no)"),
+    ):
+        (tmp_path / file).write_text("")
+        monkeypatch.setattr(grpo_kernels.native, "PACKAGE", tmp_path)
+        assert expected in grpo_kernels.native.why_missing("no")
+        (tmp_path / file).unlink()
+    assert "was not built" in grpo_kernels.native.why_missing("no")
 
 
 def test_a_checkout_that_hides_an_installed_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     direct = {"url": "file:///elsewhere", "dir_info": {}}
     distribution = SimpleNamespace(read_text=lambda name: json.dumps(direct), locate_file=lambda name: tmp_path / name)
-    monkeypatch.setattr(native.importlib.metadata, "distribution", lambda name: distribution)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: distribution)
     package = native.package()
     assert (package["kind"], package["shadows"], package["source"]) == (
         "checkout",
         str(tmp_path / "grpo_kernels"),
         "/elsewhere",
     )
-    text = module_findings(monkeypatch, origin=package)
-    assert "hides the installed package" in text and "run from another directory" in text
+    text = module_findings(origin=package)
+    assert "hides the installed package" in text and "in another directory" in text
     direct["dir_info"] = {"editable": True}
+    assert native.package()["kind"] == "checkout" and native.package()["shadows"] == "/elsewhere/grpo_kernels"
+    direct["url"] = f"file://{native.PACKAGE.parent}"
     assert native.package()["kind"] == "editable install" and native.package()["shadows"] is None
     direct["dir_info"] = {}
     distribution.locate_file = lambda name: native.PACKAGE
@@ -388,10 +397,11 @@ def test_a_stale_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     package, sources = tmp_path / "grpo_kernels", tmp_path / "csrc"
     package.mkdir()
     sources.mkdir()
+    (tmp_path / "CMakeLists.txt").write_text("")
     (package / "_cpu.pyi").write_text("def isa() -> str: ...\ndef scale(data: int, dtype: int, /) -> None: ...\n")
     (sources / "kernels.cpp").write_text("")
     built = package / "_cpu.so"
-    built.write_text("")
+    built.write_text(f"... grpo_kernels built from sha256:{native.sources(tmp_path)} ...")
     monkeypatch.setattr(native, "PACKAGE", package)
 
     def compiled(signature: str) -> Any:
@@ -401,21 +411,25 @@ def test_a_stale_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     module = SimpleNamespace(
         __file__=str(built), isa=lambda: "avx2", scale=compiled("def scale(arg0: int, arg1: int, /) -> None")
     )
-    os.utime(sources / "kernels.cpp", (time.time() - 60,) * 2)
+    os.utime(sources / "kernels.cpp", (time.time() + 60,) * 2)  # a checkout of git makes every file new
     assert native.stale(module) == []  # type: ignore[arg-type]
-    os.utime(sources / "kernels.cpp", (time.time() + 60,) * 2)
-    assert native.stale(module) == ["changed since it was built: kernels.cpp"]  # type: ignore[arg-type]
+    (sources / "kernels.cpp").write_text("// changed")
+    changed = f"{built} was built from other C++ sources than those in {tmp_path}"
+    assert native.stale(module) == [changed]  # type: ignore[arg-type]
+    (sources / "kernels.cpp").unlink()
+    (sources / "kernel.cpp").write_text("")
+    assert native.stale(module) == [changed]  # type: ignore[arg-type]
     module.scale = compiled("def scale(arg0: int, /) -> None")
     assert native.stale(module) == ["scale() takes 1 arguments, not 2"]  # type: ignore[arg-type]
     del module.scale
     assert native.stale(module) == ["it has no scale()"]  # type: ignore[arg-type]
-    text = module_findings(monkeypatch, native=module, found={"isa": "avx2"})
+    text = module_findings(native=module, found={"isa": "avx2"})
     assert "grave: the compiled module is out of date: it has no scale() -> pip install" in text
 
 
 def test_the_module_that_is_here_agrees_with_its_types() -> None:
     _cpu = pytest.importorskip("grpo_kernels._cpu")
-    assert not [reason for reason in native.stale(_cpu) if not reason.startswith("changed since")]
+    assert not [reason for reason in native.stale(_cpu) if "was built from" not in reason]
     assert native.parameters(_cpu.use_isa) == 1 and native.parameters(_cpu.isa) == 0
     flags = machine.processor()[1]
     if flags:
@@ -429,8 +443,8 @@ def test_an_instruction_set_below_the_processors(monkeypatch: pytest.MonkeyPatch
     avx512 = avx2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
     for flags, best in ((avx2, "avx2"), (avx512, "avx512"), (avx512 | {"avx512_bf16"}, "avx512bf16"), (frozenset("x"), None)):
         assert native.best_isa(flags) == best
-        assert module_findings(monkeypatch, native=module, flags=flags, found={"isa": best}) == ""
-    text = module_findings(monkeypatch, native=module, flags=avx512, found={"isa": "baseline"})
+        assert module_findings(native=module, flags=flags, found={"isa": best}) == ""
+    text = module_findings(native=module, flags=avx512, found={"isa": "baseline"})
     assert text.startswith("slight: the compiled module runs baseline code, but this processor has avx512")
 
 

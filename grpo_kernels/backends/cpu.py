@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .. import native
 from . import RowStats, RowTransform
 
 try:
-    import grpo_kernels._cpu as _cpu
+    native.load()  # from wherever it is: the import below then finds it
+    from .. import _cpu
 except ImportError as error:
     _cpu = None  # type: ignore[assignment]
     _import_error = str(error)
@@ -46,7 +48,8 @@ def last_level_cache() -> int:
 def available() -> str | None:
     """None if this backend can run, else the reason in words."""
     if _cpu is None:
-        return f"the compiled module is missing ({_import_error}): pip install -e . in a checkout, with a C++17 compiler"
+        command = native.build_command(native.package())
+        return f"the compiled module is missing: {_import_error}. `{command}` builds it, with a C++17 compiler"
     return None
 
 

@@ -12,6 +12,7 @@ class Finding(NamedTuple):
     problem: str
     remedy: str
     grave: bool  # True: kernels are missing or wrong. False: they run and are right, but may be slow or rounded.
+    blocks: bool = False  # nothing is worth a test or a timing before this is mended
 
 
 def first_line(error: BaseException) -> str:

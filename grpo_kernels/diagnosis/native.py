@@ -1,49 +1,17 @@
-"""The package that was imported and its compiled module: where they are, what they were built with, whether they are current."""
+"""What doctor and the benchmarks say of the compiled module: missing, out of date, or slower code than the processor runs."""
 
 from __future__ import annotations
 
 import ast
-import importlib
-import importlib.machinery
-import importlib.metadata
-import json
 import os
 import shutil
-import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import Finding, first_line
-
-PACKAGE = Path(__file__).parents[1]
-MODULE = "grpo_kernels._cpu"
-
-
-def package() -> dict[str, Any]:
-    """{"path", "kind": "checkout", "editable install" or "install", "shadows": an installed package that is not the one imported}."""
-    found: dict[str, Any] = {"path": str(PACKAGE), "kind": "checkout", "shadows": None, "source": None}
-    try:
-        distribution = importlib.metadata.distribution("grpo_kernels")
-    except importlib.metadata.PackageNotFoundError:
-        return found
-    direct = json.loads(distribution.read_text("direct_url.json") or "{}")
-    found["source"] = direct.get("url", "").removeprefix("file://") or None
-    installed = Path(str(distribution.locate_file("grpo_kernels")))
-    if direct.get("dir_info", {}).get("editable"):
-        found["kind"] = "editable install"
-    elif installed.resolve() == PACKAGE.resolve():
-        found["kind"] = "install"
-    else:
-        found["shadows"] = str(installed)
-    return found
-
-
-def build_command(found: dict[str, Any]) -> str:
-    """What compiles the module anew, for the package as `package()` has it."""
-    if found["kind"] != "install":
-        return f"pip install -v --no-deps -e {PACKAGE.parent}"
-    return f"pip install -v --no-deps --no-cache-dir --force-reinstall {found['source'] or 'grpo_kernels'}"
+from ..native import PACKAGE, build_command, built_from, load, module_files, package, sources
+from . import Finding
+from .machine import processor
 
 
 def compiler() -> str | None:
@@ -53,18 +21,22 @@ def compiler() -> str | None:
 
 
 def module() -> tuple[dict[str, Any], ModuleType | None]:
-    """What is known of the compiled module, and the module if it can be imported."""
-    found: dict[str, Any] = {"path": None, "reason": None, "compiler": None, "isa": None, "isas": [], "files": []}
-    found["files"] = sorted(p.name for p in PACKAGE.glob("_cpu.*") if p.suffix in (".so", ".pyd", ".dylib"))
+    """What is known of the compiled module, and the module if it can be loaded."""
+    found: dict[str, Any] = {"path": None, "reason": None, "compiler": None, "isa": None, "isas": [], "files": module_files()}
     try:
-        native = importlib.import_module(MODULE)
+        native = load()
     except ImportError as error:
-        return found | {"reason": first_line(error)}, None
+        return found | {"reason": str(error)}, None
     found["path"] = native.__file__
     for name in ("compiler", "isa", "isas"):  # one that is older than all of them is stale, which `stale` will say
         if hasattr(native, name):
             found[name] = getattr(native, name)()
     return found, native
+
+
+def findings(needed: bool) -> list[Finding]:
+    """All that is to be said of the compiled module here. `needed`: losses run on the CPU."""
+    return module_findings(*module(), package(), processor()[1], needed)
 
 
 def module_findings(
@@ -75,29 +47,21 @@ def module_findings(
     findings = []
     if origin["shadows"] is not None:
         problem = f"the checkout at {PACKAGE.parent} hides the installed package at {origin['shadows']}"
-        remedy = f"run from another directory, or {command}"
-        findings.append(Finding(problem, remedy, native is None))
+        if native is not None and Path(str(native.__file__)).parent != PACKAGE:
+            problem += " (but uses its compiled module, which was built from the same sources)"
+        findings.append(Finding(problem, "start Python in another directory to use the installed package", False))
     if native is None:
-        problem = f"the compiled module {MODULE} is missing, CPU tensors fall back to eager PyTorch: {why_missing(found)}"
+        problem = f"the compiled module is missing, CPU tensors fall back to eager PyTorch: {found['reason']}"
         first = "" if compiler() else "install a C++17 compiler (Debian, Ubuntu: apt-get install g++), then "
         remedy = f"{first}{command} (if the compiler fails, the package installs without the module: the output says why)"
-        return [*findings, Finding(problem, remedy, needed)]
-    findings += [Finding(f"the compiled module is out of date: {reason}", command, True) for reason in stale(native)]
+        return [*findings, Finding(problem, remedy, needed, blocks=needed)]
+    for reason in stale(native):
+        findings.append(Finding(f"the compiled module is out of date: {reason}", command, True, blocks=needed))
     best = best_isa(flags)
     if best is not None and found["isa"] != best:
         problem = f"the compiled module runs {found['isa']} code, but this processor has {best}"
         findings.append(Finding(problem, f"{command} (with GCC 10 or Clang 9, or newer)", False))
     return findings
-
-
-def why_missing(found: dict[str, Any]) -> str:
-    suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
-    if not found["files"]:
-        return f"it was not built ({found['reason']})"
-    if any(name == "_cpu" + suffix for name in found["files"] for suffix in suffixes):
-        return f"its file is there but does not load ({found['reason']})"
-    wanted = sysconfig.get_config_var("EXT_SUFFIX")
-    return f"{', '.join(found['files'])} was built for another Python or system, this one loads _cpu{wanted}"
 
 
 def best_isa(flags: frozenset[str]) -> str | None:
@@ -121,12 +85,9 @@ def stale(native: ModuleType) -> list[str]:
                 reasons.append(
                     f"{node.name}() takes {parameters(function)} arguments, not {len(node.args.posonlyargs + node.args.args)}"
                 )
-    sources = PACKAGE.parent / "csrc"
-    if not reasons and native.__file__ is not None and sources.is_dir():
-        built = Path(native.__file__).stat().st_mtime
-        newer = [p.name for p in sorted(sources.iterdir()) if p.stat().st_mtime > built]
-        if newer:
-            reasons.append(f"changed since it was built: {', '.join(newer)}")
+    here = sources(PACKAGE.parent)
+    if not reasons and native.__file__ is not None and here not in (None, built_from(Path(native.__file__))):
+        reasons.append(f"{native.__file__} was built from other C++ sources than those in {PACKAGE.parent}")
     return reasons
 
 
