@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from grpo_kernels import TokenBatch
+from grpo_kernels.diagnosis.step import Output
 
 Tensor = torch.Tensor
 Result = dict[str, Any]  # {"loss": 0-d tensor, "d_logits": ..., ...}; "gradients" is a list of tensors
@@ -60,18 +61,6 @@ class Cell:
     def length(self) -> int:
         """Tokens of a sequence."""
         return self.rows // self.sequences
-
-
-class Output(torch.autograd.Function):
-    """The same memory, as the output of a computation: a leaf may not be overwritten."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 @dataclass

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,6 +54,18 @@ class Step:
     dtype: str
     timings: list[Timing] = field(default_factory=list)
     reason: str | None = None
+
+
+class Output(torch.autograd.Function):
+    """The same memory, as the output of a computation: a leaf may not be overwritten."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 @dataclass
@@ -143,9 +156,10 @@ def contenders(step: Step, backend: str, device: torch.device, head: Tensor | No
     overwritten = logits.detach().clone().requires_grad_()
     old_logps = old_logps_of(logits)
 
-    def fused(x: Tensor, inplace: bool) -> object:
+    def fused(leaf: Tensor, inplace: bool) -> object:
+        x = Output.apply(leaf) if inplace else leaf
         loss = grpo_loss(x, batch(), objective, inplace=inplace, backend=backend, strict=True).loss
-        return torch.autograd.grad(loss, [x])
+        return torch.autograd.grad(loss, [leaf])
 
     return [
         Contender("eager PyTorch", lambda: eager(logits, [logits])),
