@@ -130,6 +130,9 @@ def test_rows_that_are_projected(patched: FusedLoss, plain: Any, monkeypatch: py
     assert rows == [int(data.mask.sum()) - idle, 0]
     assert torch.equal(skipped.d_hidden, ours.d_hidden) and torch.equal(skipped.d_head, ours.d_head)
     assert skipped.loss == ours.loss and list(skipped.metrics) == list(theirs.metrics)
+    for name in set(theirs.metrics) - {"entropy"}:
+        assert skipped.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-5, abs=1e-6), name
+    assert abs(skipped.metrics["entropy"] - theirs.metrics["entropy"]) > 1e-4  # of the tokens that were projected
     case = Case("dapo", share=0.4)  # two visits: nothing can be skipped
     assert both(patched, case, data)[1].metrics == both(patched, case, data)[0].metrics
 
@@ -275,6 +278,36 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", RUNS)
 def test_options(path: str, tmp_path: Path, name: str) -> None:
     compare(path, tmp_path, **RUNS[name])
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "cispo", "bnpo"])
+def test_skipped_tokens_leave_trls_metrics_as_they_are(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str
+) -> None:
+    """Micro-batches in which no answer has an advantage, as of prompts that are too easy: entropy and clip ratios are logged
+    as TRL does. And those in which some have: all but the entropy is TRL's."""
+    kind = {**OFF_POLICY, "loss_type": loss_type, "steps": 4, "logging_steps": 2, "keywords": {}}
+    if loss_type == "cispo":
+        kind["epsilon_high"] = 1.2
+    reward = trl_cases.reward
+    for easy in (range(4), range(1)):  # all prompts, or one of four
+
+        def some_equal(prompts: list[str], completions: list[str], easy: range = easy, **_: Any) -> list[float]:
+            return [
+                1.0 if trl_cases.PROMPTS.index(prompt) in easy else score
+                for prompt, score in zip(prompts, reward(completions), strict=True)
+            ]
+
+        monkeypatch.setattr(trl_cases, "reward", some_equal)
+        theirs = train(path, tmp_path, **kind)
+        ours = train(path, tmp_path, FusedGRPOTrainer, **kind | {"keywords": {"strict": True, "skip_inactive": True}})
+        got, want = history(ours), history(theirs)
+        assert [list(entry) for entry in got] == [list(entry) for entry in want]
+        assert all(entry["entropy"] > 2 for entry in got[:-1])
+        if easy == range(1):
+            assert any(abs(a["entropy"] - b["entropy"]) > 1e-4 for a, b in zip(got[:-1], want[:-1], strict=True))
+            got, want = ([{k: v for k, v in entry.items() if k != "entropy"} for entry in x] for x in (got, want))
+        assert_same_history(got, want, 2e-4)
 
 
 def test_evaluation(path: str, tmp_path: Path) -> None:

@@ -63,8 +63,9 @@ def patch(trainer: Any, *, strict: bool = False, skip_inactive: bool = False, an
                    arithmetic on the same log-probs (an evaluation: whose loss). False: such a configuration runs in TRL's
                    code, warns once and is counted.
     skip_inactive  True: tokens that cannot have a gradient (advantage or weight 0, neither KL nor entropy bonus, token level)
-                   are not projected at all; TRL's means over tokens are then over the others, so that strict has no loss to
-                   compare with. False: they are projected once, for the metrics, and have no part in the backward.
+                   are not projected at all, unless a micro-batch has no others: the entropy that TRL logs is then the mean
+                   over the others, and a token of weight 0 counts as one that is not clipped. All else that TRL logs stays.
+                   False: they are projected once, for the metrics, and have no part in the backward.
     any_version    True: go on with a version of TRL that this was not tested with.
 
     Raises TypeError for an object that is not a GRPOTrainer, RuntimeError for one that is patched already or has another
@@ -141,19 +142,16 @@ class FusedLoss:
             return self._theirs(model, inputs)
 
         batch = self._batch(inputs, objective)
-        compared = self.strict and not self.skip_inactive
-        call = _LossCall(batch, objective, self._normalizer(inputs, batch), self.skip_inactive, with_graph=compared)
-        if self.skip_inactive and objective.one_pass:
-            read = batch.marked(objective.active_rows)
-            assert read is not None
-            inputs = inputs | {"tool_mask": read.view(batch.targets.shape).to(inputs["completion_mask"].dtype)}
+        # Where nothing is active all is projected after all: TRL logs an entropy, which has to be that of some tokens.
+        skip = self.skip_inactive and objective.one_pass and batch.count(objective.active_rows) > 0
+        call = _LossCall(batch, objective, self._normalizer(inputs, batch), skip, with_graph=self.strict)
         theirs = self._theirs(call.through(model), inputs)
         assert call.output is not None and call.rows is not None
         loss, aux_loss = call.output.loss, call.output.aux_loss
         self.counts["fused"] += 1
         if aux_loss is not None:
             loss = loss + trainer.router_aux_loss_coef * aux_loss / self._accumulation
-        if compared:
+        if self.strict:
             _check_value(loss.detach(), theirs.detach(), call.rows)
             if theirs.requires_grad:
                 _check_slopes(call, theirs)
@@ -302,6 +300,8 @@ class _LossCall:
         def call(**kwargs: Any) -> Any:
             self.output = out = model(**kwargs, grpo=self)
             detached = {name: x.detach() for name, x in out.items() if name != "loss"}
+            if self.skip_inactive:
+                detached |= self.filled(detached["log_probs"], detached["entropy"])
             self.read = detached["log_probs"], detached["entropy"]
             if self.with_graph and torch.is_grad_enabled():
                 for x in self.read:
@@ -309,6 +309,16 @@ class _LossCall:
             return type(out)(**detached)
 
         return call
+
+    def filled(self, log_probs: Tensor, entropy: Tensor) -> dict[str, Tensor]:
+        """What TRL gets for tokens that were not projected: a ratio of 1, and the mean entropy of those that were."""
+        batch = self.batch
+        read = batch.marked(self.objective.active_rows)
+        assert read is not None
+        read = read.view(entropy.shape)
+        mean = (entropy * read).sum() / read.sum()
+        others = torch.zeros_like(log_probs) if batch.old_logps is None else batch.old_logps
+        return {"log_probs": torch.where(read, log_probs, others), "entropy": torch.where(read, entropy, mean)}
 
     def loss(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> LossOutput:
         out = linear_grpo_loss(
