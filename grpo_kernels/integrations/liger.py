@@ -9,7 +9,7 @@ Signatures, defaults, values and gradients are those of Liger-Kernel 0.8.5, whic
 - Bad input raises ValueError, where Liger asserts, and more of it is refused: a delta of at most 1, masks other than 0 and 1.
 - Masked positions do not count, whatever they hold: not in LUSPO, whose Liger versions weigh the padding too (or multiply by
   the length twice), and not in VESPO's sum of log-weights, where a token of weight 0 leaves alone instead of silencing its
-  sequence.
+  sequence. `LigerFusedLinearGRPOLoss(as_liger=True)` counts them as Liger does.
 - A delta below 1 + eps_high has its whole gradient: Liger's Triton loss drops that of tokens with A < 0 between the two.
 - A gradient that overwrites the logits bumps their version counter: autograd raises where something needs the old values.
 - The gradients of a reduced loss are made in the forward and handed over once: a second backward raises RuntimeError.
@@ -19,101 +19,37 @@ Signatures, defaults, values and gradients are those of Liger-Kernel 0.8.5, whic
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..batch import TokenBatch
-from ..checks import require, values_are_checked
-from ..kl import Kl
+from ..checks import require
 from ..layout import of_a_leaf
 from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import grpo_loss, linear_grpo_loss, total
 from ..objective import Objective
 from ..ops import bounded_exp
-from ..surrogates import Cispo, Clip, Sapo, Surrogate, Vespo
 from ..token_stage import TokenRows, kl_of_rows
 from ..transform import LogitTransform
+from ._liger_specs import (
+    UNCLIPPED,
+    as_bool,
+    denominator,
+    liger_objective,
+    rows_with_padding,
+    token_batch,
+    weights_with_padding,
+)
+
+__all__ = ["LIGER_VERSION", "LigerFusedLinearGRPOLoss", "fused_selective_log_softmax", "liger_objective", "triton_grpo_loss"]
 
 Tensor = torch.Tensor
 
 #: The version whose signatures and values these are.
 LIGER_VERSION = "0.8.5"
-
-AGGREGATES = {
-    "grpo": "seq-mean-token-mean",
-    "bnpo": "token-mean",
-    "dr_grpo": "constant",
-    "dapo": "token-mean",
-    "cispo": "token-mean",
-    "sapo": "seq-mean-token-mean",
-    "luspo": "seq-mean-token-sum",
-    "vespo": "token-mean",
-}
-#: Loss types that are not clipped: they have a ratio of their own.
-UNCLIPPED = ("cispo", "sapo", "vespo")
-#: Loss types whose denominator is the token count of all micro-batches and ranks.
-GLOBAL_COUNT = ("dapo", "cispo", "vespo")
-
-
-def liger_objective(
-    loss_type: str = "dapo",
-    *,
-    importance_sampling_level: str = "token",
-    beta: float = 0.04,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    delta: float | None = None,
-    use_bias_correction_kl: bool = False,
-    sapo_temperatures: tuple[float, float] = (1.0, 1.05),
-    vespo: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0),
-    max_completion_length: int | None = None,
-) -> Objective:
-    """Liger's options as an Objective, for the functions of grpo_kernels itself. Raises ValueError naming what is wrong.
-
-    loss_type    "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo": surrogate and denominator.
-    importance_sampling_level   "token", or "sequence" for the losses that clip.
-    beta         weight of the KL, by k3; use_bias_correction_kl: times the ratio.
-    epsilon_low, epsilon_high, delta   clip widths and two-sided bound, as in `Clip`. As in Liger, epsilon_high is CISPO's cap,
-                 an absolute ratio, and delta means nothing to CISPO, SAPO and VESPO.
-    sapo_temperatures   (for A > 0, for the others).
-    vespo        (k, lambda) for A >= 0, then for the others.
-    max_completion_length   tokens, which dr_grpo divides by; nothing to the others."""
-    require(loss_type in AGGREGATES, "loss_type", loss_type, f"it must be one of {', '.join(AGGREGATES)}.")
-    levels = ("token",) if loss_type in UNCLIPPED else ("token", "sequence")
-    remedy = f"with loss_type={loss_type!r} it must be {' or '.join(levels)}."
-    require(importance_sampling_level in levels, "importance_sampling_level", importance_sampling_level, remedy)
-    if loss_type == "dr_grpo":
-        remedy = "dr_grpo divides by it: pass the completion budget, a whole number of tokens."
-        require(max_completion_length is not None, "max_completion_length", max_completion_length, remedy)
-    surrogate: Surrogate
-    if loss_type == "cispo":
-        surrogate = Cispo(epsilon_high)
-        if epsilon_high < 1:
-            warnings.warn(
-                f"epsilon_high={epsilon_high} is CISPO's cap, an absolute ratio: below 1 it caps on-policy tokens too. "
-                "The paper's value is near 5.", stacklevel=3,
-            )  # fmt: skip
-    elif loss_type == "sapo":
-        surrogate = Sapo(*sapo_temperatures)
-    elif loss_type == "vespo":
-        k_pos, lambda_pos, k_neg, lambda_neg = vespo
-        surrogate = Vespo(k_pos, max(lambda_pos, 1e-4), k_neg, max(lambda_neg, 1e-4))
-    else:
-        # Below 0 there is no ratio to be clipped.
-        surrogate = Clip(min(epsilon_low, 1.0), epsilon_high, math.inf if delta is None else delta)
-    return Objective(
-        surrogate,
-        level="sequence-sum" if loss_type == "vespo" else importance_sampling_level,
-        aggregate=AGGREGATES[loss_type],
-        beta=beta,
-        kl=Kl("k3", weighting="ratio" if use_bias_correction_kl else "none"),
-        max_tokens=max_completion_length if loss_type == "dr_grpo" else None,
-    )
 
 
 class LigerFusedLinearGRPOLoss(torch.nn.Module):
@@ -121,7 +57,10 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
 
     The options are Liger's, read on every call; see `liger_objective`, where sapo_temperature_pos and sapo_temperature_neg are
     sapo_temperatures, and vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg are vespo. `temperature` divides the
-    logits. use_ref_model=False leaves the KL out, which is then 0 in the metrics, with a warning if beta is not 0."""
+    logits. use_ref_model=False leaves the KL out, which is then 0 in the metrics, with a warning if beta is not 0.
+
+    as_liger   True: LUSPO and VESPO count masked positions as Liger's chunked loss does, with a warning, so that a run can be
+               compared with Liger's number by number before it is improved. Everything else is the same either way."""
 
     def __init__(
         self,
@@ -143,6 +82,8 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         vespo_lambda_pos: float = 3.0,
         vespo_k_neg: float = 3.0,
         vespo_lambda_neg: float = 2.0,
+        *,
+        as_liger: bool = False,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -169,6 +110,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         self.vespo_lambda_pos = vespo_lambda_pos
         self.vespo_k_neg = vespo_k_neg
         self.vespo_lambda_neg = vespo_lambda_neg
+        self.as_liger = as_liger
 
     def objective(self) -> Objective:
         """What the options stand for. Raises ValueError naming the option that is wrong."""
@@ -210,7 +152,12 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             warnings.warn(
                 f"beta={self.beta} has no effect with use_ref_model=False: there is no reference, the KL is 0.", stacklevel=2
             )
-        mask = _as_bool("attention_mask", attention_mask)
+        mask = as_bool("attention_mask", attention_mask)
+        padded = self._counts_padding(mask)
+        read = None if padded == "luspo" else mask
+        if self.use_ref_model and ref_per_token_logps is not None and ref_input is not None:
+            # In Liger's words, which callers match on.
+            warnings.warn("Both ref_per_token_logps and ref_input are provided. Using ref_per_token_logps.", stacklevel=2)
         if objective.beta == 0:
             ref_per_token_logps = None
         elif ref_per_token_logps is None:
@@ -221,22 +168,40 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
                 )
             with torch.no_grad():
                 ref_per_token_logps, _ = linear_logprobs(
-                    ref_input, ref_weight, selected_token_ids, bias=ref_bias, mask=mask, transform=transform
+                    ref_input, ref_weight, selected_token_ids, bias=ref_bias, mask=read, transform=transform
                 )
-        elif ref_input is not None:
-            warnings.warn("ref_per_token_logps and ref_input are both given: ref_per_token_logps is used.", stacklevel=2)
-        batch = _batch(
+        if padded == "vespo" and vllm_is_ratio is not None and vllm_is_ratio.shape == selected_token_ids.shape:
+            assert mask is not None
+            vllm_is_ratio = weights_with_padding(vllm_is_ratio, mask)
+        batch = token_batch(
             selected_token_ids, advantages, mask, old_per_token_logps, ref_per_token_logps, vllm_is_ratio, objective,
             names=("attention_mask", "old_per_token_logps", "ref_per_token_logps"),
         )  # fmt: skip
-        out = linear_grpo_loss(
-            _input, lin_weight, batch, objective, bias=bias, transform=transform,
-            normalizer=_normalizer(self.loss_type, batch, num_items_in_batch),
-        )  # fmt: skip
-        kl, clipped = _kl_and_clipped(out.logps.reshape(-1), objective, out.rows, batch)
+        if padded == "luspo":
+            own, _ = linear_logprobs(_input, lin_weight, selected_token_ids, bias=bias, transform=transform)
+            rows = rows_with_padding(batch, objective)
+            loss = total(_TokenLosses.apply(own.reshape(-1), objective, rows, batch))
+            logps = own.detach().reshape(-1)
+        else:
+            out = linear_grpo_loss(
+                _input, lin_weight, batch, objective, bias=bias, transform=transform,
+                normalizer=denominator(self.loss_type, batch, num_items_in_batch),
+            )  # fmt: skip
+            loss, logps, rows = out.loss, out.logps.reshape(-1), out.rows
+        kl, clipped = _kl_and_clipped(logps, objective, rows, batch)
         if kl is None and self.beta != 0:
             kl = torch.zeros_like(clipped)
-        return out.loss, tuple(_masked_mean(x, batch) for x in (kl, clipped) if x is not None)
+        return loss, tuple(_masked_mean(x, batch) for x in (kl, clipped) if x is not None)
+
+    def _counts_padding(self, mask: Tensor | None) -> str | None:
+        """The loss type, if masked positions are to count in it as in Liger."""
+        if not self.as_liger or self.loss_type not in ("luspo", "vespo") or mask is None:
+            return None
+        warnings.warn(
+            f"as_liger=True: loss_type={self.loss_type!r} counts masked positions, as Liger does. Leave it out once your runs agree.",
+            stacklevel=3,
+        )
+        return self.loss_type
 
 
 def triton_grpo_loss(
@@ -299,16 +264,16 @@ def triton_grpo_loss(
     )  # fmt: skip
     if beta != 0 and ref_logp is None:
         raise ValueError(f"ref_logp is None, but beta={beta}: pass the reference's log-probs, or set beta=0.")
-    mask = _as_bool("completion_mask", completion_mask)
+    mask = as_bool("completion_mask", completion_mask)
     if mask is None:
         mask = torch.ones((B, L), dtype=torch.bool, device=completion_ids.device)
     # The extra position is a masked one. A view of the logits without it would cost a second copy of the gradient.
-    batch = _batch(
+    batch = token_batch(
         completion_ids, advantages, mask, old_logp, ref_logp if beta != 0 else None, vllm_is_ratio, objective, padding=1,
         names=("completion_mask", "old_logp", "ref_logp"),
     )  # fmt: skip
     transform = LogitTransform(temperature=temperature)
-    normalizer = _normalizer(loss_type, batch, num_items_in_batch) if reduce else 1.0
+    normalizer = denominator(loss_type, batch, num_items_in_batch) if reduce else 1.0
     rows = (objective if reduce else replace(objective, aggregate="token-sum")).token_rows(batch, normalizer)
     if of_a_leaf(logits):
         inplace = False
@@ -354,72 +319,8 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, d_losses: Tensor) -> tuple[Tensor | None, ...]:
         (logps,) = ctx.saved_tensors
         objective, rows, batch = ctx.call
-        d_losses = torch.where(rows.trained, d_losses, 0.0)  # whatever arrives at masked tokens
+        # Whatever arrives at masked tokens, which have weight 0.
         return objective.token_stage(logps, None, rows.weighted(d_losses), batch)[1], None, None, None
-
-
-def _as_bool(name: str, mask: Tensor | None) -> Tensor | None:
-    """A 0/1 mask of any dtype. A fraction would be a weight, which is not what a mask is."""
-    if mask is None or mask.dtype == torch.bool:
-        return mask
-    found = mask != 0
-    if values_are_checked(mask) and not torch.equal(mask, found.to(mask.dtype)):
-        raise ValueError(f"{name} holds other numbers than 0 and 1: pass weights as vllm_is_ratio.")
-    return found
-
-
-def _batch(
-    ids: Tensor,
-    advantages: Tensor,
-    mask: Tensor | None,
-    old: Tensor | None,
-    ref: Tensor | None,
-    weights: Tensor | None,
-    objective: Objective,
-    *,
-    names: tuple[str, str, str],
-    padding: int = 0,
-) -> TokenBatch:
-    """Liger's tensors as a TokenBatch, with `padding` masked positions after the last one."""
-    shape = ids.shape
-    for name, x in zip(names, (mask, old, ref), strict=True):
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name} has shape {list(x.shape)}, but the token ids have {list(shape)}: they must be the same.")
-    if weights is not None:
-        whole = (shape[:1], (*shape[:1], 1))
-        if weights.shape not in (*whole, shape):
-            raise ValueError(f"vllm_is_ratio has shape {list(weights.shape)}: pass [B], [B, 1] or {list(shape)}.")
-        if objective.surrogate.absorbs_weights and weights.shape in whole:
-            # One per sequence counts once in the ratio: at its first trained token.
-            trained = torch.ones(shape, dtype=torch.bool, device=ids.device) if mask is None else mask
-            first = trained & (trained.cumsum(1) == 1)
-            weights = torch.where(first, weights.reshape(-1, 1).clamp(min=1e-8), 1.0)
-
-    def padded(x: Tensor | None) -> Tensor | None:
-        return x if x is None or not padding or x.shape != shape else torch.nn.functional.pad(x, (0, padding))
-
-    if advantages.dim() == 2 and advantages.shape == shape:
-        advantages = torch.nn.functional.pad(advantages, (0, padding))
-    return TokenBatch(
-        torch.nn.functional.pad(ids, (0, padding)), advantages.to(torch.float32), mask=padded(mask), old_logps=padded(old),
-        ref_logps=padded(ref), weights=padded(weights),
-    )  # fmt: skip
-
-
-def _normalizer(loss_type: str, batch: TokenBatch, num_items: float | Tensor | None) -> float | Tensor | None:
-    """Liger's denominator where it is not the batch's own: the average over ranks of the tokens given or found."""
-    if loss_type not in GLOBAL_COUNT:
-        return None
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if num_items is None:
-        if world == 1:
-            return None
-        count = torch.full((), batch.rows, device=batch.targets.device) if batch.mask is None else batch.mask.sum()
-        num_items = count.to(torch.float32)
-        dist.all_reduce(num_items)
-    if isinstance(num_items, Tensor):
-        return (num_items.to(torch.float32) / world).clamp(min=1.0)
-    return max(num_items / world, 1.0)
 
 
 def _kl_and_clipped(logps: Tensor, objective: Objective, rows: TokenRows, batch: TokenBatch) -> tuple[Tensor | None, Tensor]:
