@@ -166,15 +166,11 @@ class FusedLMHead(nn.Linear):
 
     @classmethod
     def install(cls, model: Any, *, transform: LogitTransform | None = None) -> FusedLMHead:
-        """Put one in the place of a Hugging Face model's head; softcap and scale come from its config unless given.
+        """Put one in the place of a Hugging Face model's head; softcap and scale are `LogitTransform.of(model)` unless given.
 
-        Raises ValueError, with the model as it was, where the head is not a plain linear layer."""
+        Raises ValueError, with the model as it was, where the head is not a plain linear layer or the model not known."""
         old = model.get_output_embeddings()
-        if transform is None:
-            from .training.head import logit_transform  # which knows the names in configs
-
-            config = model.config
-            transform = logit_transform(config.get_text_config() if hasattr(config, "get_text_config") else config, 1.0)
+        transform = LogitTransform.of(model) if transform is None else transform
         head = cls(old, transform=transform)
         model.set_output_embeddings(head)
         return head

@@ -137,7 +137,7 @@ class Trainer:
         self.transform = LogitTransform(config.temperature)
         if config.loss == "linear":
             self.policy.without_gradients(check_projection)
-            self.transform = logit_transform(self.model.config, config.temperature)
+            self.transform = logit_transform(self.model, config.temperature)
         # A model that softcaps its logits needs their values in its own backward.
         self.inplace = config.loss == "logits" and getattr(self.model.config, "final_logit_softcapping", None) is None
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from .architectures import language_model, logits_of
 from .backends import RowTransform
 from .checks import LARGEST, SMALLEST, require, require_number, values_are_checked
 from .layout import per_token
@@ -19,7 +22,8 @@ class LogitTransform:
 
     temperature: a number > 0, or a tensor > 0: 0-d, per sequence [B] or per token (the shape of targets).
     softcap: a number > 0, or None. scale: a finite number, not 0. The order is scale, softcap, temperature.
-    Logits that come out of a model's own forward already carry its scale and softcap: pass the temperature only.
+    Logits that come out of a model's own forward already carry its scale and softcap: pass the temperature only. Hidden states
+    do not: `LogitTransform.of(model)` knows what its forward does after the head.
     """
 
     temperature: float | Tensor = 1.0
@@ -40,6 +44,20 @@ class LogitTransform:
             require_number("softcap", self.softcap, remedy, SMALLEST, LARGEST)
         require_number("scale", self.scale, "it multiplies the logits and must be finite and not 0.", -LARGEST, LARGEST)
         require(self.scale != 0, "scale", self.scale, "it multiplies the logits and must be finite and not 0.")
+
+    @classmethod
+    def of(cls, model: Any, *, temperature: float | Tensor = 1.0) -> LogitTransform:
+        """What the own forward of a causal language model of transformers does to head(hidden), and then the temperature.
+
+            logps, _ = linear_logprobs(hidden, model.lm_head.weight, targets, transform=LogitTransform.of(model))
+
+        model        the language model, also inside PEFT's, DDP's or torch.compile's wrappers; softcap and scale are those of its
+                     config: Gemma-2, -3n and -4, Granite, Cohere, HyperCLOVA X, MiniCPM, Falcon-H1 and others have one.
+        temperature  as in the fields.
+
+        Raises ValueError for a model that is not known to have plain logits or one of these (see architectures.py)."""
+        softcap, scale = logits_of(language_model(model))
+        return cls(temperature, softcap, scale)
 
     def for_rows(self, shape: torch.Size, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> RowTransform:
         """The transform of the flat rows of targets of `shape` (packed: cut by `cu_seqlens`) on `device`; a temperature
@@ -65,5 +83,7 @@ class LogitTransform:
 
 def as_transform(transform: LogitTransform | None) -> LogitTransform:
     if transform is not None and not isinstance(transform, LogitTransform):
-        raise ValueError(f"transform={transform!r}: pass a LogitTransform, for example LogitTransform(temperature=0.7).")
+        given = transform if isinstance(transform, numbers.Real) else f"a {type(transform).__name__}"
+        temperature = transform if isinstance(transform, numbers.Real) else 0.7
+        raise ValueError(f"transform is {given}: pass a LogitTransform, for example LogitTransform(temperature={temperature}).")
     return transform or LogitTransform()

@@ -337,7 +337,10 @@ def test_fallback_warns_once_and_strict_raises(monkeypatch: pytest.MonkeyPatch) 
         (lambda: group_advantages(torch.ones(2), group_size=2.0), "group_size=2.0: it must be a whole number"),
         (lambda: group_advantages(torch.ones(2), group_size=True), "group_size=True: it must be a whole number"),
         (lambda: token_logprobs(torch.ones(2, 3), torch.tensor([0, 1]), mask=[1, 1]), "mask is a list: pass a bool tensor"),
-        (lambda: token_logprobs(torch.ones(2, 3), torch.tensor([0, 1]), transform=0.7), "transform=0.7: pass a LogitTransform"),
+        (
+            lambda: token_logprobs(torch.ones(2, 3), torch.tensor([0, 1]), transform=0.7),
+            "transform is 0.7: pass a LogitTransform, for example LogitTransform(temperature=0.7)",
+        ),
         (lambda: LogitTransform(temperature="1"), "temperature='1': it divides the logits"),
         (lambda: LogitTransform(scale=float("nan")), "scale=nan: it multiplies the logits"),
         (lambda: Objective(beta="0.1"), "beta='0.1': the KL weight"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,30 +30,26 @@ COMMON = {
     "attn_implementation": "eager",
 }
 
-#: name -> (its config's own fields, the transform that its head needs)
-MODELS: dict[str, tuple[dict[str, Any], Callable[[Any], dict[str, Any]]]] = {
-    "Gemma2": ({"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}, lambda c: {"softcap": c.final_logit_softcapping}),
-    "Gemma3Text": (
-        {"final_logit_softcapping": 4.0, "query_pre_attn_scalar": 8},
-        lambda c: {"softcap": c.final_logit_softcapping},
-    ),
-    "Cohere": ({"logit_scale": 0.3}, lambda c: {"scale": c.logit_scale}),
-    "Granite": ({"logits_scaling": 2.5}, lambda c: {"scale": 1 / c.logits_scaling}),
-    "Qwen3": ({"tie_word_embeddings": True}, lambda c: {}),
-    "Qwen3, untied": ({"tie_word_embeddings": False}, lambda c: {}),
-    "Qwen3, head with a bias": ({"tie_word_embeddings": False}, lambda c: {}),
+#: name -> its config's own fields
+MODELS: dict[str, dict[str, Any]] = {
+    "Gemma2": {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8},
+    "Gemma3Text": {"final_logit_softcapping": 4.0, "query_pre_attn_scalar": 8},
+    "Cohere": {"logit_scale": 0.3},
+    "Granite": {"logits_scaling": 2.5},
+    "Qwen3": {"tie_word_embeddings": True},
+    "Qwen3, untied": {"tie_word_embeddings": False},
+    "Qwen3, head with a bias": {"tie_word_embeddings": False},
 }
 
 
-def build(name: str) -> tuple[Any, dict[str, Any]]:
-    """(the model in fp32, the transform that makes its hidden states into its logits)"""
-    fields, transform = MODELS[name]
+def build(name: str) -> Any:
+    """The model in fp32."""
     torch.manual_seed(7)
-    config = getattr(transformers, name.split(",")[0] + "Config")(**COMMON, **fields)
+    config = getattr(transformers, name.split(",")[0] + "Config")(**COMMON, **MODELS[name])
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     if "bias" in name:
         model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB))
-    return model, transform(config)
+    return model
 
 
 def own_log_probs(model: Any, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -75,7 +70,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 def test_equals_the_models_own_forward(name: str, layer: int, backend: str) -> None:
     """Log-probs, entropy and the gradient of every parameter, at least as close to the model in float64 as autograd through
     the model's own logits."""
-    model, transform = build(name)
+    model = build(name)
     ids = torch.randint(3, VOCAB, (3, 9))
     advantages, temperature = torch.tensor([1.0, -0.7, 0.4]), 0.8
     mask = torch.rand(3, 8) < 0.8
@@ -96,7 +91,7 @@ def test_equals_the_models_own_forward(name: str, layer: int, backend: str) -> N
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
     options: dict[str, Any] = {
         "bias": model.lm_head.bias,
-        "transform": LogitTransform(temperature=temperature, **transform),
+        "transform": LogitTransform.of(model, temperature=temperature),
         "backend": backend,
     }
     if layer == 1:
@@ -121,7 +116,7 @@ def test_equals_the_models_own_forward(name: str, layer: int, backend: str) -> N
 @pytest.mark.parametrize("name", ["Gemma2", "Gemma3Text", "Cohere", "Granite"])
 def test_the_transform_matters(name: str, backend: str) -> None:
     """Without it the log-probs are others: what the test above compares is not 1.0 twice."""
-    model, _ = build(name)
+    model = build(name)
     ids = torch.randint(3, VOCAB, (3, 9))
     with torch.no_grad():
         logps, _ = own_log_probs(model, ids)

@@ -11,22 +11,14 @@ from .sampling import Completions, positions
 
 Tensor = torch.Tensor
 
-#: Configuration entries that models multiply their logits by, and divide them by.
-MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-DIVISORS = ("logits_scaling",)
-#: Models that multiply by what others divide by.
-MULTIPLY_BY_DIVISORS = ("hyperclovax",)
 
-
-def logit_transform(config: Any, temperature: float) -> LogitTransform:
-    """What the model's own forward does to its logits, followed by the temperature."""
-    scale = 1.0
-    for name in MULTIPLIERS:
-        scale *= getattr(config, name, None) or 1.0
-    for name in DIVISORS:
-        factor = getattr(config, name, None) or 1.0
-        scale *= factor if getattr(config, "model_type", None) in MULTIPLY_BY_DIVISORS else 1.0 / factor
-    return LogitTransform(temperature, softcap=getattr(config, "final_logit_softcapping", None), scale=scale)
+def logit_transform(model: Any, temperature: float) -> LogitTransform:
+    """What the model's own forward does to its logits, followed by the temperature. Of a model that is not known plain logits are
+    assumed, which `check_projection` compares with its own."""
+    try:
+        return LogitTransform.of(model, temperature=temperature)
+    except ValueError:
+        return LogitTransform(temperature)
 
 
 def completion_hidden(model: Any, completions: Completions) -> Tensor:
@@ -57,7 +49,7 @@ def check_projection(model: Any) -> None:
         ids = torch.arange(4, device=device)[None] % head.weight.shape[0]
         expected = model(input_ids=ids, use_cache=False).logits.float()
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        transform = logit_transform(model.config, 1.0)
+        transform = logit_transform(model, 1.0)
         found = torch.nn.functional.linear(hidden, *head_parameters(model)).float() * transform.scale
         if transform.softcap is not None:
             found = transform.softcap * torch.tanh(found / transform.softcap)

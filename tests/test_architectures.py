@@ -1,0 +1,182 @@
+"""LogitTransform.of against what each architecture's own forward does to its logits: tiny models with random weights."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_kernels import LogitTransform, linear_logprobs
+from grpo_kernels.architectures import PLAIN, RULES
+
+transformers = pytest.importorskip("transformers")
+
+Tensor = torch.Tensor
+VOCAB = 97
+#: Fields of tiny configs, under all the names that they have; each takes those that it knows.
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 64, "num_experts": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "initializer_range": 0.3,
+}  # fmt: skip
+
+#: class -> fields that make its logits other than plain.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "Gemma2ForCausalLM": {"final_logit_softcapping": 3.0},
+    "Gemma3ForCausalLM": {"final_logit_softcapping": 4.0},
+    "VaultGemmaForCausalLM": {"final_logit_softcapping": 3.0},
+    "NanoChatForCausalLM": {"final_logit_softcapping": 2.0},
+    "RecurrentGemmaForCausalLM": {"logits_soft_cap": 3.0},
+    "CohereForCausalLM": {"logit_scale": 0.3},
+    "Cohere2ForCausalLM": {"logit_scale": 0.25},
+    "GraniteForCausalLM": {"logits_scaling": 2.5},
+    "GraniteMoeForCausalLM": {"logits_scaling": 2.5},
+    "GraniteMoeSharedForCausalLM": {"logits_scaling": 0.4},
+    "HyperCLOVAXForCausalLM": {"logits_scaling": 0.3},
+    "MiniCPM3ForCausalLM": {"dim_model_base": 16, "num_key_value_heads": 4},
+    "FalconH1ForCausalLM": {"lm_head_multiplier": 0.3},
+    "GraniteMoeHybridForCausalLM": {"logits_scaling": 3.0, "mamba_n_heads": 8, "mamba_d_head": 8},
+    "Cohere2MoeForCausalLM": {"logit_scale": 0.3},
+    "BeamForCausalLM": {"final_logit_softcapping": 3.0},
+    "Gemma4ForCausalLM": {"final_logit_softcapping": 3.0, "vocab_size_per_layer_input": VOCAB},
+    "Gemma4UnifiedForCausalLM": {"final_logit_softcapping": 3.0},
+    "GraniteSWAForCausalLM": {"logits_scaling": 3.0},
+    "GraniteMoeSWAForCausalLM": {"logits_scaling": 3.0},
+    "xLSTMForCausalLM": {"output_logit_soft_cap": 3.0},
+}
+
+#: Of those whose logits are plain: what most people train.
+COMMON = """
+    Llama Mistral Mixtral Qwen2 Qwen2Moe Qwen3 Qwen3Moe Gemma Phi Phi3 Olmo Olmo2 Olmoe StableLm Starcoder2 SmolLM3 Glm Glm4 GptOss
+    GPTNeoX OPT Bloom Falcon Nemotron Helium Ernie4_5 HunYuanDenseV1 SeedOss Exaone4 Lfm2 Mamba
+"""
+MODELS: dict[str, dict[str, Any]] = {
+    **SPECIAL,
+    **{f"{name}ForCausalLM": {} for name in COMMON.split()},
+    "GPT2LMHeadModel": {},
+}
+#: Whose scan takes seconds in plain PyTorch.
+SLOW = ("FalconH1ForCausalLM",)
+
+
+def build(name: str) -> Any:
+    """A tiny model in fp32, in eval mode; skipped where this transformers has no such class."""
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    torch.manual_seed(7)
+    fields = {**TINY, **MODELS[name]}
+    known = inspect.signature(kind.config_class.__init__).parameters
+    given = fields if any(p.kind is p.VAR_KEYWORD for p in known.values()) else {k: v for k, v in fields.items() if k in known}
+    return kind(kind.config_class(**given)).float().eval()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS])
+@torch.no_grad()
+def test_log_probs_of_hidden_states_are_those_of_the_models_own_forward(name: str) -> None:
+    """Hidden states and the head's weight, as the README has it, on models with a softcap or a scale and on plain ones."""
+    model, ids = build(name), torch.randint(3, VOCAB, (2, 7))
+    log_p = (model(input_ids=ids, use_cache=False).logits[:, :-1].float() / 0.7).log_softmax(-1)
+    expected = log_p.gather(-1, ids[:, 1:, None])[..., 0]
+    hidden, head = model.base_model(input_ids=ids, use_cache=False)[0][:, :-1], model.get_output_embeddings()
+    transform = LogitTransform.of(model, temperature=0.7)
+    logps, _ = linear_logprobs(hidden, head.weight, ids[:, 1:], bias=head.bias, transform=transform)
+    torch.testing.assert_close(logps, expected, rtol=1e-5, atol=1e-5)
+    without, _ = linear_logprobs(hidden, head.weight, ids[:, 1:], bias=head.bias, transform=LogitTransform(0.7))
+    assert ((without - expected).abs().max() > 0.01) == (name in SPECIAL), "the transform decides nothing here"
+
+
+def statements(forward: Any, name: str) -> list[str]:
+    """What a forward assigns to `name`, the part of a condition or a loop aside."""
+    source = re.sub(r'r?""".*?"""', "", textwrap.dedent(inspect.getsource(inspect.unwrap(forward))), flags=re.DOTALL)
+    return [found.strip() for found in re.findall(rf"^\s+{name}(?:\[.*\])? [-+*/]?= (.*)$", source, re.MULTILINE)]
+
+
+def test_classes_that_are_listed_as_plain_do_nothing_to_their_logits() -> None:
+    """By their source, in whatever version of transformers is here: a new one may start to scale."""
+    kinds = [kind for kind in (getattr(transformers, name, None) for name in sorted(PLAIN)) if kind is not None]
+    assert len(kinds) > 20
+    plain = re.compile(
+        r"self\.\w+\((hidden_states|hidden_states\.to\((dtype=)?self\.lm_head\.weight\.dtype\)|hidden_states\[:, slice_indices, :\])\)(\.float\(\)|\.contiguous\(\))?$"
+    )
+    states = re.compile(r"(\w*outputs?(\[0\]|\.last_hidden_state)( if return_dict else \w+\[0\])?|slice_logits_to_keep\(.*\))$")
+    for kind in kinds:
+        logits = statements(kind.forward, "(?:lm_)?logits")
+        odd = [x for x in logits if not plain.match(x)] + [
+            x for x in statements(kind.forward, "hidden_states") if not states.match(x)
+        ]
+        assert len(logits) == 1 and not odd, (kind.__name__, logits, odd)
+
+
+@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "Gemma3ForCausalLM"])
+def test_a_softcap_of_none_is_none(name: str) -> None:
+    model = build(name)
+    assert LogitTransform.of(model).softcap == SPECIAL[name]["final_logit_softcapping"]
+    model.config.final_logit_softcapping = None
+    assert LogitTransform.of(model).softcap is None
+
+
+class Unknown(nn.Module):
+    """Of one's own: its forward may do anything."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids
+
+
+def test_a_model_that_is_not_known_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"Unknown.*not one of those that are known.*LogitTransform\(softcap"):
+        LogitTransform.of(Unknown())
+    base = transformers.LlamaForCausalLM
+
+    class Scaled(base):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.logits = 2 * out.logits
+            return out
+
+    class Renamed(base):  # type: ignore[misc, valid-type]
+        pass
+
+    config = build("LlamaForCausalLM").config
+    with pytest.raises(ValueError, match=r"Scaled.*not one of those that are known"):
+        LogitTransform.of(Scaled(config))
+    assert LogitTransform.of(Renamed(config)).scale == 1.0
+
+
+def test_a_config_that_lacks_the_entry_is_refused() -> None:
+    model = build("GraniteForCausalLM")
+    model.config = transformers.LlamaConfig()
+    with pytest.raises(ValueError, match=r"GraniteForCausalLM.*lacks an entry.*logits_scaling"):
+        LogitTransform.of(model)
+
+
+def test_it_is_found_inside_wrappers() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    for wrap in (torch.compile, nn.DataParallel, lambda model: peft.get_peft_model(model, config)):
+        assert LogitTransform.of(wrap(build("CohereForCausalLM"))).scale == 0.3
+
+
+def test_remote_code_of_minicpm() -> None:
+    """Which divides hidden states by hidden_size / dim_model_base; its class is loaded from a model's repository."""
+
+    class MiniCPMForCausalLM(nn.Module):
+        __module__ = "transformers_modules.openbmb.MiniCPM.modeling_minicpm"
+        forward = Unknown.forward
+
+    model = MiniCPMForCausalLM()
+    model.config = transformers.PretrainedConfig()
+    model.config.hidden_size, model.config.dim_model_base = 32, 8
+    hidden, weight, ids = torch.randn(1, 5, 32), torch.randn(VOCAB, 32), torch.arange(5)[None]
+    expected = (hidden / (32 / 8) @ weight.T).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    torch.testing.assert_close(linear_logprobs(hidden, weight, ids, transform=LogitTransform.of(model))[0], expected)
+
+
+def test_no_class_is_listed_twice() -> None:
+    assert not PLAIN & RULES.keys()
