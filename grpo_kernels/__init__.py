@@ -6,6 +6,7 @@ from .advantages import group_advantages
 from .batch import TokenBatch
 from .logprobs import linear_logprobs, token_logprobs
 from .losses import LossOutput, grpo_loss, linear_grpo_loss
+from .model import loss_from_model
 from .objective import Objective
 from .transform import LogitTransform
 
@@ -18,5 +19,6 @@ __all__ = [
     "grpo_loss",
     "linear_grpo_loss",
     "linear_logprobs",
+    "loss_from_model",
     "token_logprobs",
 ]

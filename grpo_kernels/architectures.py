@@ -122,6 +122,6 @@ def logits_of(model: Any) -> Logits:
     else:
         reason = "it is not one of those that are known"
     raise ValueError(
-        f"what {owner.__module__}.{name} does to its logits is not known: {reason}. Look at its forward, and pass "
+        f"what {type(model).__module__}.{type(model).__name__} does to its logits is not known: {reason}. Look at its forward, and pass "
         "transform=LogitTransform(softcap=..., scale=...) yourself; where it returns head(hidden) as it is, LogitTransform()."
     )

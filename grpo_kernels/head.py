@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -213,10 +214,26 @@ def check_linear(head: Any, known: Any = None) -> None:
         _refuse(head, f"whose weight is a {kind.__module__}.{kind.__name__}", "a quantised weight has to be made plain first.")
 
 
+def plain_head(model: Any, known: Callable[[Any], Any] = lambda head: None) -> Any:
+    """The output embeddings of a language model, whose weight (and bias, if it has one) make the logits. Raises ValueError where
+    a call of them is more than a product with these.
+
+    known   of a head, the forward on its instance that the caller knows to be the same thing, see `check_linear`."""
+    head = model.get_output_embeddings()
+    # PEFT's modules_to_save: a copy that is trained, whose weight it hands out.
+    inner = head.original_module if hasattr(head, "modules_to_save") else head
+    check_linear(inner, known(inner))
+    weight = head.weight
+    if not isinstance(weight, Tensor) or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        dtype = getattr(weight, "dtype", None)
+        raise ValueError(f"the weight of the head is {dtype}: it must be float32, bfloat16 or float16.")
+    return head
+
+
 #: Of a module: what calls would no longer reach, or what shapes its checkpoints.
+CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
-    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+    *CALL_HOOKS, "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 
 

@@ -78,10 +78,13 @@ def linear_logprobs(
     """`token_logprobs` from hidden states and the head's weight: the logits never exist.
 
         with torch.no_grad():
-            old_logps, _ = linear_logprobs(h[:, :-1], model.lm_head.weight, ids[:, 1:], mask=mask)
+            old_logps, _ = linear_logprobs(
+                h[:, :-1], model.lm_head.weight, ids[:, 1:], mask=mask, transform=LogitTransform.of(model)
+            )
 
     hidden    [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts targets[i].
     weight    [V, H]; bias [V] or None. Products run in the autocast dtype if autocast is on, else in that of hidden.
+    transform softcap and scale that the model applies after its head, and the temperature: see `LogitTransform.of`.
     shard     weight and bias are this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
     The rest is as in `token_logprobs`.
 

@@ -188,10 +188,12 @@ def linear_grpo_loss(
     backend: str = "auto",
     strict: bool = False,
 ) -> LossOutput:
-    """`grpo_loss` from hidden states and the head's weight: the logits never exist.
+    """`grpo_loss` from hidden states and the head's weight: the logits never exist. For a model of transformers,
+    `loss_from_model` finds all of this by itself.
 
         h = model.model(input_ids=ids).last_hidden_state
-        out = linear_grpo_loss(h[:, :-1], model.lm_head.weight, TokenBatch(ids[:, 1:], advantages, mask=mask, old_logps=old), objective)
+        batch = TokenBatch(ids[:, 1:], advantages, mask=mask, old_logps=old)
+        out = linear_grpo_loss(h[:, :-1], model.lm_head.weight, batch, objective, transform=LogitTransform.of(model))
         out.loss.backward()
 
     hidden       [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts batch.targets[i].
@@ -199,6 +201,7 @@ def linear_grpo_loss(
                  Products run in the autocast dtype if autocast is on, else in the dtype of hidden; in fp32, which is more
                  than asked for, where the device has no 16-bit products with fp32 results.
     bias         [V] or None, added to the logits before the transform.
+    transform    softcap and scale that the model applies after its head, and the temperature: see `LogitTransform.of`.
     reference    (hidden, weight) or (hidden, weight, bias) of the frozen reference, in place of batch.ref_logps: its
                  log-probs come from a forward product of its own, and no gradient flows to it.
     shard        weight, bias and those of `reference` are this rank's part of a vocabulary cut over a group: see

@@ -32,16 +32,17 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..architectures import language_model
 from ..batch import TokenBatch
 from ..filters import EntropyQuantile, Filter, OffPolicySequences
-from ..head import check_linear
+from ..head import plain_head
 from ..logprobs import linear_logprobs
 from ..losses import LossOutput, linear_grpo_loss
 from ..objective import Objective
 from ..surrogates import Cispo, Clip, Sapo, Surrogate, Vespo
 from ..token_stage import TokenRows
 from ..transform import LogitTransform
-from ._slots import DTYPES, check_version
+from ._slots import check_version
 from .trl_head import TESTED, fused_lm_head, gathered
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_lm_head", "patch"]  # noqa: F822
@@ -334,23 +335,13 @@ class _LossCall:
 
 def _language_model(trainer: Any, model: Any) -> Any:
     """The module with the head, from below the wrappers of accelerate and PEFT."""
-    model = trainer.accelerator.unwrap_model(model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return language_model(trainer.accelerator.unwrap_model(model))
 
 
-def _plain_head(model: Any) -> Any:
-    """The output embeddings, or ValueError if more than a product with their weight makes the logits."""
-    head = model.get_output_embeddings()
-    # PEFT's modules_to_save: a copy that is trained, whose weight it hands out.
-    inner = head.original_module if hasattr(head, "modules_to_save") else head
-    cast = vars(inner).get("forward")  # cast_lm_head_to_fp32 gives it one
-    check_linear(inner, cast if getattr(cast, "__module__", "") == "trl.trainer.grpo_trainer" else None)
-    weight = head.weight
-    if not isinstance(weight, Tensor) or weight.dtype not in DTYPES:
-        raise ValueError(
-            f"the weight of the head is {getattr(weight, 'dtype', None)}: it must be float32, bfloat16 or float16."
-        )
-    return head
+def _fp32_cast(head: Any) -> Any:
+    """The forward that TRL's cast_lm_head_to_fp32 has given a head."""
+    cast = vars(head).get("forward")
+    return cast if getattr(cast, "__module__", "") == "trl.trainer.grpo_trainer" else None
 
 
 def _router(config: Any) -> tuple[int, int] | None:
@@ -391,7 +382,7 @@ class _Forward:
         self.fp32_head: bool = theirs["cast_lm_head_to_fp32"]
         self.backbone: str = theirs["backbone_attr"]
         self.outputs = set(theirs["outputs"])
-        _plain_head(model)
+        plain_head(model, _fp32_cast)
 
     def install(self) -> None:
         @functools.wraps(type(self.model).forward)  # generate() validates its arguments against this signature
@@ -463,7 +454,7 @@ class _Forward:
         """function(hidden, weight, bias) with a head that is whole on this rank."""
         from trl.trainer.utils import maybe_gather_lm_head_ctx  # DeepSpeed ZeRO-3
 
-        head = _plain_head(self.model)
+        head = plain_head(self.model, _fp32_cast)
         weight, bias = head.weight, head.bias
         precision: Any = nullcontext()
         if self.fp32_head:
