@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .backends import Backend, FusedRows, RowStats, RowTransform
+from .backends import Backend, FusedRows, RowStats, RowTransform, two_visits
 from .batch import TokenBatch
 from .checks import require
 from .objective import Denominators, Objective
@@ -140,13 +140,20 @@ class VocabParallel:
         self.scale_ = backend.scale_
 
     def row_stats(
-        self, logits: Tensor, targets: Tensor, read: Tensor | None, transform: RowTransform, entropy: bool
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        read: Tensor | None,
+        transform: RowTransform,
+        entropy: bool,
+        *,
+        rows: tuple[int, int] | None = None,
     ) -> RowStats:
         """Statistics of whole rows from this rank's part of them, the same on all ranks."""
         own, n = self._own(logits), targets.numel()
         partials = torch.empty(4 if entropy else 3, n, dtype=torch.float32, device=logits.device)
         if own.shape[-1]:
-            stats = self.backend.row_stats(own, targets - self.shard.start, read, transform, entropy)
+            stats = self.backend.row_stats(own, targets - self.shard.start, read, transform, entropy, rows=rows)
             for partial, x in zip(partials, (stats.max, stats.sum, stats.target, stats.weighted), strict=False):
                 partial.copy_(x)
         else:
@@ -169,24 +176,25 @@ class VocabParallel:
         d_entropy: Tensor | None,
         transform: RowTransform,
         out: Tensor,
+        *,
+        rows: tuple[int, int] | None = None,
     ) -> None:
         """This rank's columns of the gradient, from statistics of whole rows."""
         own = self._own(logits)
         if own.shape[-1]:
             at = targets - self.shard.start
-            self.backend.row_grads(own, at, stats, entropy, d_logps, d_entropy, transform, self._own(out))
-        out[..., own.shape[-1] :].zero_()
+            self.backend.row_grads(own, at, stats, entropy, d_logps, d_entropy, transform, self._own(out), rows=rows)
+        lo, hi = rows or (0, logits.shape[0] * logits.shape[1])
+        padding = out[..., own.shape[-1] :]
+        if padding.numel():
+            at_rows = torch.arange(lo, hi, device=out.device)
+            padding[at_rows // out.shape[1], at_rows % out.shape[1]] = 0
 
     def fused_loss(
         self, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None
     ) -> FusedRows:
         """Two visits with the exchange between them."""
-        stats = self.row_stats(logits, rows.targets, rows.read, transform, True)
-        logps, entropy = stats.logps, stats.entropy
-        losses, d_logps, d_entropy = objective.token_stage(logps, entropy, rows)
-        if out is not None:
-            self.row_grads(logits, rows.targets, stats, entropy, d_logps, d_entropy, transform, out)
-        return FusedRows(logps, entropy, losses)
+        return two_visits(self, logits, rows, objective, transform, out, max(1, rows.targets.numel()))
 
     def _own(self, logits: Tensor) -> Tensor:
         """The columns that are ids; the others are padding."""

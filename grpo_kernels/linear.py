@@ -37,6 +37,11 @@ class Head:
     shard: VocabShard | None = None
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Those that may get a gradient."""
+        return self.hidden, self.weight, self.bias
+
+    @property
     def vocab(self) -> int:
         """Ids that a target may have."""
         return self.weight.shape[0] if self.shard is None else self.shard.vocab
@@ -115,16 +120,16 @@ def _local(name: str, x: Tensor, partial: bool = False) -> Tensor:
     return x.to_local(grad_placements=[Partial()] * len(placements) if partial else None)  # type: ignore[attr-defined]
 
 
-def split_rows(batch: TokenBatch, rows: TokenRows, objective: Objective) -> tuple[Tensor, Tensor]:
-    """(indices of the rows that can have a gradient, indices of the other rows to be read), in order, without waiting for
-    the device."""
+def split_rows(batch: TokenBatch, rows: TokenRows, objective: Objective) -> tuple[Tensor, int]:
+    """(indices of the rows that are read, those that can have a gradient first, each kind in order; how many of them can),
+    without waiting for the device."""
     rank = torch.full_like(rows.targets, 2)
     for value, mask in ((1, rows.read), (0, rows.active)):
         rank = torch.full_like(rank, value) if mask is None else torch.where(mask, value, rank)
     order = torch.argsort(rank, stable=True)
     active = batch.count(objective.active_rows, rows.active)
     read = active if rows.read is rows.active else batch.count("trained", rows.read)
-    return order[:active], order[active:read]
+    return order[:read], active
 
 
 class Engine:

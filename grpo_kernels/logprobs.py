@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from . import backends, library
-from .backends import Backend, RowStats, RowTransform
-from .distributed import VocabShard, check_shard, on_shard
-from .layout import as_mask, check_targets, flat, logit_rows
-from .linear import Engine, Head, check_head
+from .distributed import VocabShard
+from .layout import as_mask, check_targets, flat
+from .linear import check_head
+from .operators import hidden_source, leaves_the_graph, logits_source, outside
 from .transform import LogitTransform, as_transform
+from .vocabulary.stage import Source, vocabulary_stage
 
 Tensor = torch.Tensor
 
@@ -48,18 +48,13 @@ def token_logprobs(
     Raises ValueError on shapes, dtypes, devices or (on the CPU) ids that are wrong; on a GPU an id outside the
     vocabulary gives NaN, see GRPO_KERNELS_CHECK in `python -m grpo_kernels doctor`.
     """
+    if leaves_the_graph(shard=shard):
+        options: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "inplace": inplace, "shard": shard}
+        return outside(token_logprobs, logits, targets, backend=backend, strict=strict, **options)
     mask = _check_targets(targets, mask, entropy)
-    if library.is_traced():
-        return library.token_logprobs(logits, targets, mask, transform, entropy, shard, backend, strict)
-    shape, device = targets.shape, targets.device
-    check_shard(shard)
-    rows = logit_rows(logits if shard is None else shard.local("logits", logits, -1), shape, device, inplace, shard is None)
+    rows, source = logits_source(logits, targets.shape, targets.device, inplace, shard, backend, strict)
     check_targets(targets, mask, rows.shape[-1] if shard is None else shard.vocab)
-    row_transform = as_transform(transform).for_rows(shape, mask, None, device)
-    module = on_shard(backends.pick(backend, device, strict), shard)
-    read = None if mask is None else flat(mask)
-    logps, H = _TokenLogprobs.apply(rows, flat(targets).to(torch.int64), read, row_transform, module, entropy, inplace)
-    return logps.view(shape), None if H is None else H.view(shape)
+    return _stage(source, (rows,), targets, mask, transform, entropy)
 
 
 def linear_logprobs(
@@ -95,20 +90,14 @@ def linear_logprobs(
     has to read: pass rows that are all wanted (hidden[mask], targets[mask]) to avoid that.
     Raises ValueError naming the argument that is wrong.
     """
+    if leaves_the_graph(shard=shard):
+        options: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "entropy": entropy, "shard": shard}
+        return outside(linear_logprobs, hidden, weight, targets, backend=backend, strict=strict, **options)
     mask = _check_targets(targets, mask, entropy)
-    if library.is_traced():
-        return library.linear_logprobs(hidden, weight, bias, targets, mask, transform, entropy, shard, backend, strict)
-    shape, device = targets.shape, targets.device
-    head = check_head(hidden, weight, bias, shape, device, shard)
+    head = check_head(hidden, weight, bias, targets.shape, targets.device, shard)
     check_targets(targets, mask, head.vocab)
-    row_transform = as_transform(transform).for_rows(shape, mask, None, device)
-    module = on_shard(backends.pick(backend, device, strict), shard)
-    index = torch.arange(targets.numel(), device=device) if mask is None else flat(mask).nonzero()[:, 0]
-    flat_targets = flat(targets).to(torch.int64)
-    logps, H = _LinearLogprobs.apply(
-        head.hidden, head.weight, head.bias, head, flat_targets, index, row_transform, module, entropy
-    )
-    return logps.view(shape), None if H is None else H.view(shape)
+    source = hidden_source(head, None if mask is None else flat(mask), backend, strict)
+    return _stage(source, head.tensors, targets, mask, transform, entropy)
 
 
 def _check_targets(targets: Tensor, mask: Tensor | None, entropy: bool | str) -> Tensor | None:
@@ -128,103 +117,13 @@ def _check_targets(targets: Tensor, mask: Tensor | None, entropy: bool | str) ->
     return mask
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,  # [A, T, V]
-        targets: Tensor,  # [n]
-        read: Tensor | None,
-        transform: RowTransform,
-        backend: Backend,
-        entropy: bool | str,
-        inplace: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        stats = backend.row_stats(logits, targets, read, transform, bool(entropy))
-        logps = stats.logps
-        H = stats.entropy if entropy else None
-        ctx.set_materialize_grads(False)
-        if entropy == "detached":
-            ctx.mark_non_differentiable(H)
-        if ctx.needs_input_grad[0]:
-            # The statistics, three numbers a row, are all that the backward needs beside the logits.
-            ctx.save_for_backward(logits, targets, read, stats.max, stats.sum, stats.target, H)
-            ctx.transform, ctx.backend, ctx.inplace = transform, backend, inplace
-        return logps, H
-
-    @staticmethod
-    @library.first_derivative_only
-    def backward(ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        if d_logps is None and d_entropy is None:
-            return (None,) * 7
-        logits, targets, read, top, total, chosen, H = ctx.saved_tensors
-        if d_logps is None:
-            assert d_entropy is not None
-            d_logps = torch.zeros_like(d_entropy)
-        out = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        ctx.backend.row_grads(
-            logits, targets, RowStats(top, total, None, chosen), H,
-            upstream(d_logps, read), None if d_entropy is None else upstream(d_entropy, read), ctx.transform, out,
-        )  # fmt: skip
-        if ctx.inplace:
-            torch.autograd.graph.increment_version(logits)
-        return out, *(None,) * 6
-
-
-class _LinearLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,  # [N, H]
-        weight: Tensor,  # [V, H]
-        bias: Tensor | None,
-        head: Head,
-        targets: Tensor,  # [N]
-        index: Tensor,  # rows that count
-        transform: RowTransform,
-        backend: Backend,
-        entropy: bool | str,
-    ) -> tuple[Tensor, Tensor | None]:
-        with torch.autocast(hidden.device.type, enabled=False):
-            stats = Engine(head, backend).forward(index, targets, transform, bool(entropy))
-        logps = stats.logps
-        H = stats.entropy if entropy else None
-        ctx.set_materialize_grads(False)
-        if entropy == "detached":
-            ctx.mark_non_differentiable(H)
-        ctx.save_for_backward(hidden, weight, bias, targets, index, stats.max, stats.sum, stats.target, H)
-        ctx.dtype, ctx.shard, ctx.transform, ctx.backend = head.dtype, head.shard, transform, backend
-        return logps, H
-
-    @staticmethod
-    @library.first_derivative_only
-    def backward(ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        if d_logps is None and d_entropy is None:
-            return (None,) * 9
-        hidden, weight, bias, targets, index, top, total, chosen, H = ctx.saved_tensors
-        if d_logps is None:
-            assert d_entropy is not None
-            d_logps = torch.zeros_like(d_entropy)
-        d_logps = upstream(d_logps, None)
-        wanted = d_logps[index] != 0
-        if d_entropy is not None:
-            d_entropy = upstream(d_entropy, None)
-            wanted |= d_entropy[index] != 0
-        emptied = ctx.shard is None if weight.numel() == 0 else weight.untyped_storage().nbytes() == 0
-        if emptied:
-            raise RuntimeError(
-                "weight is gone before the backward, which computes the logits again: keep it gathered until after it (ZeRO-3: "
-                "deepspeed.zero.GatheredParameters around both; FSDP: reshard_after_forward=False), or use linear_grpo_loss."
-            )
-        engine = Engine(Head(hidden, weight, bias, ctx.dtype, ctx.shard), ctx.backend, ctx.needs_input_grad[:3])
-        with torch.autocast(hidden.device.type, enabled=False):
-            stats = RowStats(top, total, None, chosen)
-            engine.backward(index[wanted], targets, stats, H, d_logps, d_entropy, ctx.transform)
-        of = (hidden, weight, bias)
-        return *(None if g is None else g.to(x.dtype) for g, x in zip(engine.gradients(), of, strict=True)), *(None,) * 6
-
-
-def upstream(gradient: Tensor, read: Tensor | None) -> Tensor:
-    """An upstream gradient as contiguous fp32 [n], 0 where the row was not read (even if NaN arrives there)."""
-    gradient = gradient.to(torch.float32)
-    return (gradient if read is None else torch.where(read, gradient, 0.0)).contiguous()
+def _stage(
+    source: Source, tensors: tuple[Tensor | None, ...], targets: Tensor, mask: Tensor | None, transform: LogitTransform | None,
+    entropy: bool | str,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    shape = targets.shape
+    rows = as_transform(transform).for_rows(shape, mask, None, targets.device)
+    kind = {False: "none", True: "gradient", "detached": "value"}[entropy]
+    read = None if mask is None else flat(mask)
+    logps, H, _ = vocabulary_stage(source, kind, flat(targets).to(torch.int64), read, rows, *tensors)
+    return logps.view(shape), None if H is None else H.view(shape)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from . import backends, library
-from .backends import Backend, FusedRows, RowTransform
+from .backends import RowTransform
 from .batch import TokenBatch
 from .checks import require
-from .distributed import VocabShard, check_shard, on_shard
-from .layout import check_targets, logit_rows, per_token
-from .linear import Engine, Gradients, Head, check_head, split_rows
+from .distributed import VocabShard
+from .layout import check_targets, per_token
+from .linear import Head, check_head, split_rows
 from .objective import Denominators, Objective
+from .operators import hidden_source, is_traced, leaves_the_graph, logits_source, outside
 from .ops import bounded_exp
 from .token_stage import TokenRows, kl_of_rows
 from .transform import LogitTransform, as_transform
+from .vocabulary.stage import Source, gradient_once, vocabulary_stage
 
 Tensor = torch.Tensor
 
@@ -41,16 +41,9 @@ class LossOutput:
     entropy: Tensor
     _objective: Objective = field(repr=False)
     _batch: TokenBatch = field(repr=False)
-    _rows: TokenRows | Callable[[], TokenRows] = field(repr=False)
+    rows: TokenRows = field(repr=False)  # the batch's flat rows as the loss weighed them, for statistics of one's own
     _log_ratio: Tensor | None = field(default=None, repr=False)  # fp32 [n] at the objective's level, where a loss made it
     _metrics: dict[str, Tensor] | None = field(default=None, repr=False)
-
-    @property
-    def rows(self) -> TokenRows:
-        """The batch's flat rows as the loss weighed them, for statistics of one's own."""
-        if callable(self._rows):
-            self._rows = self._rows()
-        return self._rows
 
     @property
     def metrics(self) -> dict[str, Tensor]:
@@ -158,19 +151,19 @@ def grpo_loss(
     retain_graph=True it works). Raises ValueError naming the argument that is wrong, before any work.
     """
     _check_specs(batch, objective)
-    if library.is_traced():
-        return library.grpo_loss(logits, batch, objective, transform, normalizer, skip_inactive, shard, backend, strict)
+    if leaves_the_graph(shard=shard, context_group=batch.context_group):
+        options: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "shard": shard}
+        options |= {"skip_inactive": skip_inactive, "backend": backend, "strict": strict}
+        return outside(grpo_loss, logits, batch, objective, **options)
     shape, device = batch.targets.shape, batch.targets.device
-    check_shard(shard)
-    own = logits if shard is None else shard.local("logits", logits, -1)
-    flat_logits = logit_rows(own, shape, device, inplace, shard is None)
+    flat_logits, source = logits_source(logits, shape, device, inplace, shard, backend, strict)
     check_targets(batch.targets, batch.mask, flat_logits.shape[-1] if shard is None else shard.vocab)
     row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
     rows = objective.token_rows(batch, normalizer, skip_inactive)
-    module = on_shard(backends.pick(backend, device, strict), shard)
-    call = LossCall(batch, objective, rows, row_transform, module, inplace)
-    loss, logps, entropy = _GrpoLoss.apply(flat_logits, call)
-    return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, call.log_ratio)
+    # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
+    # visited twice anyway, with the exchange in between.
+    late = shard is not None or (flat_logits.dtype == torch.float16 and torch.is_grad_enabled())
+    return _loss(batch, objective, rows, source, (flat_logits,), row_transform, one_visit=objective.one_pass and not late)
 
 
 def linear_grpo_loss(
@@ -219,22 +212,30 @@ def linear_grpo_loss(
     As in `grpo_loss` the gradients are handed over once. Raises ValueError naming the argument that is wrong.
     """
     _check_specs(batch, objective)
-    if library.is_traced():
-        return library.linear_grpo_loss(
-            hidden, weight, bias, batch, objective, reference, transform, normalizer, skip_inactive, shard, backend, strict
-        )
+    if leaves_the_graph(shard=shard, context_group=batch.context_group):
+        options: dict[str, Any] = {"bias": bias, "reference": reference, "transform": transform, "normalizer": normalizer}
+        options |= {"skip_inactive": skip_inactive, "shard": shard, "backend": backend, "strict": strict}
+        return outside(linear_grpo_loss, hidden, weight, batch, objective, **options)
     shape, device = batch.targets.shape, batch.targets.device
     head = check_head(hidden, weight, bias, shape, device, shard)
     check_targets(batch.targets, batch.mask, head.vocab)
     row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
-    module = on_shard(backends.pick(backend, device, strict), shard)
+
+    def source_of(a_head: Head, rows: TokenRows) -> Source:
+        index, active = (None, None) if is_traced() else split_rows(batch, rows, objective)
+        return hidden_source(a_head, rows.read, backend, strict, index, active)
+
     if reference is not None:
-        require(objective.beta != 0, "reference", type(reference).__name__, "with beta=0 nothing looks at it: leave it out.")
-        batch = batch.with_ref_logps(_reference_logps(reference, batch, objective, row_transform, module, shard))
+        ref_head = _reference_head(reference, batch, objective, shard)
+        # Which rows are read does not depend on the reference's log-probs.
+        rows = objective.token_rows(batch.with_ref_logps(torch.zeros(shape, device=device)), normalizer, skip_inactive)
+        with torch.no_grad():
+            source = source_of(ref_head, rows)
+            ref_logps, _, _ = vocabulary_stage(source, "none", rows.targets, rows.read, row_transform, *ref_head.tensors)
+        batch = batch.with_ref_logps(ref_logps.view(shape))
     rows = objective.token_rows(batch, normalizer, skip_inactive)
-    call = LossCall(batch, objective, rows, row_transform, module)
-    loss, logps, entropy = _LinearGrpoLoss.apply(head.hidden, head.weight, head.bias, head, call)
-    return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, call.log_ratio)
+    source = source_of(head, rows)
+    return _loss(batch, objective, rows, source, head.tensors, row_transform, one_visit=objective.one_pass)
 
 
 def objective_loss(
@@ -273,35 +274,21 @@ def objective_loss(
         x = x.reshape(-1).to(torch.float32)
         return x if rows.trained is None else torch.where(rows.trained, x, 0.0)
 
-    L, H = flat_rows(logps), None if entropy is None else flat_rows(entropy)
-    x = None if objective.one_pass else objective.log_ratio(L.detach(), rows, batch)
-    loss = _ObjectiveLoss.apply(L, H, rows, batch, objective, x)
-    L, H = L.detach(), torch.full_like(L, math.nan) if H is None else H.detach()
-    return LossOutput(loss, L.view(logps.shape), H.view(logps.shape), objective, batch, rows, x)
+    return _loss_of_logps(flat_rows(logps), None if entropy is None else flat_rows(entropy), batch, objective, rows)
 
 
-@torch.no_grad()
-def _reference_logps(
-    reference: tuple[Tensor, ...],
-    batch: TokenBatch,
-    objective: Objective,
-    transform: RowTransform,
-    backend: Backend,
-    shard: VocabShard | None,
-) -> Tensor:
+def _reference_head(
+    reference: tuple[Tensor, ...], batch: TokenBatch, objective: Objective, shard: VocabShard | None
+) -> Head:  # fmt: skip
+    require(objective.beta != 0, "reference", type(reference).__name__, "with beta=0 nothing looks at it: leave it out.")
     if batch.ref_logps is not None:
         raise ValueError("reference and batch.ref_logps are both given: pass one of them.")
     if not isinstance(reference, tuple) or len(reference) not in (2, 3):
         raise ValueError(f"reference is {type(reference).__name__}: pass (hidden, weight) or (hidden, weight, bias).")
-    shape, device = batch.targets.shape, batch.targets.device
-    head = check_head(reference[0], reference[1], reference[2] if len(reference) == 3 else None, shape, device, shard)
+    bias = reference[2] if len(reference) == 3 else None
+    head = check_head(reference[0], reference[1], bias, batch.targets.shape, batch.targets.device, shard)
     check_targets(batch.targets, batch.mask, head.vocab)
-    rows = objective.token_rows(
-        batch.with_ref_logps(torch.zeros(shape, device=device, dtype=torch.float32)), 1.0
-    )  # weights play no part
-    with torch.autocast(device.type, enabled=False):
-        stats = Engine(head, backend).forward(torch.cat(split_rows(batch, rows, objective)), rows.targets, transform, False)
-    return stats.logps.view(shape)
+    return head
 
 
 def _check_specs(batch: TokenBatch, objective: Objective) -> None:
@@ -309,27 +296,6 @@ def _check_specs(batch: TokenBatch, objective: Objective) -> None:
         raise ValueError(f"batch is a {type(batch).__name__}: pass a TokenBatch.")
     if not isinstance(objective, Objective):
         raise ValueError(f"objective is a {type(objective).__name__}: pass an Objective, for example Objective.preset('grpo').")
-
-
-@dataclass(eq=False)
-class LossCall:
-    """The arguments of one call, as one object through autograd."""
-
-    batch: TokenBatch
-    objective: Objective
-    rows: TokenRows
-    transform: RowTransform
-    backend: Backend
-    inplace: bool = False
-    # Inside the Function gradients are always off, and what an input needs is said as if they were on.
-    gradients: bool = field(default_factory=torch.is_grad_enabled)
-    log_ratio: Tensor | None = None
-
-    def token_stage(self, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """That of the objective, whose log-ratios are kept: of sequences they cost a sum, maybe over ranks."""
-        if not self.objective.one_pass:
-            self.log_ratio = self.objective.log_ratio(logps, self.rows, self.batch)
-        return self.objective.token_stage(logps, entropy, self.rows, self.batch, self.log_ratio)
 
 
 def total(losses: Tensor) -> Tensor:
@@ -343,136 +309,97 @@ HANDED_OVER = (
 )
 
 
-def loss_from_logits(call: LossCall, logits: Tensor, out: Tensor | None) -> FusedRows:
-    """Losses of the rows of logits [A, T, V], their gradient written into `out` if that is there."""
-    if call.objective.one_pass:
-        return call.backend.fused_loss(logits, call.rows, call.objective, call.transform, out)
-    stats = call.backend.row_stats(logits, call.rows.targets, call.rows.read, call.transform, True)
-    logps, H = stats.logps, stats.entropy
-    losses, d_logps, d_entropy = call.token_stage(logps, H)
-    if out is not None:
-        call.backend.row_grads(logits, call.rows.targets, stats, H, d_logps, d_entropy, call.transform, out)
-    return FusedRows(logps, H, losses)
+def _loss(
+    batch: TokenBatch, objective: Objective, rows: TokenRows, source: Source, tensors: tuple[Tensor | None, ...],
+    transform: RowTransform, one_visit: bool,
+) -> LossOutput:  # fmt: skip
+    """The loss of a source's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull."""
+    if one_visit and not is_traced():
+        visit = OneVisit(source, rows, objective, transform)
+        loss, logps, entropy = _GradientInForward.apply(visit, *tensors)
+        shape = batch.targets.shape
+        return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows)
+    kind = "gradient" if objective.needs_entropy else "value"
+    logps, entropy, _ = vocabulary_stage(source, kind, rows.targets, rows.read, transform, *tensors)
+    return _loss_of_logps(logps, entropy, batch, objective, rows)
 
 
-def loss_from_hidden(call: LossCall, head: Head, wanted: tuple[bool, bool, bool]) -> tuple[FusedRows, Gradients | None]:
-    """Losses of the rows of a head, and the gradients of (hidden, weight, bias) that are wanted."""
-    rows, objective, transform = call.rows, call.objective, call.transform
-    engine, any_wanted, device = Engine(head, call.backend, wanted), any(wanted), head.hidden.device
-    with torch.autocast(device.type, enabled=False):
-        active, passive = split_rows(call.batch, rows, objective)
-        if objective.one_pass:
-            n = rows.targets.numel()
-            result = FusedRows(*(torch.zeros(n, device=device, dtype=torch.float32) for _ in FusedRows._fields))
-            engine.fused(active, rows, objective, transform, result, any_wanted)
-            engine.fused(passive, rows, objective, transform, result, False)
-        else:
-            stats = engine.forward(torch.cat([active, passive]), rows.targets, transform, True)
-            logps, H = stats.logps, stats.entropy
-            losses, d_logps, d_entropy = call.token_stage(logps, H)
-            result = FusedRows(logps, H, losses)
-            if any_wanted:
-                engine.backward(active, rows.targets, stats, H, d_logps, d_entropy, transform)
-        return result, engine.gradients() if any_wanted else None
+def _loss_of_logps(
+    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows
+) -> LossOutput:  # fmt: skip
+    """The token stage alone, over flat log-probs and entropy [n]."""
+    L, H = logps.detach(), None if entropy is None else entropy.detach()
+    x = None if objective.one_pass else objective.log_ratio(L, rows, batch)
+    losses, d_logps, d_entropy = objective.token_stage(L, H, rows, batch, x)
+    loss = _TokenStage.apply(logps, entropy, losses, d_logps, d_entropy)
+    H = torch.full_like(L, math.nan) if H is None else H
+    shape = batch.targets.shape
+    return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x)
 
 
-class _GrpoLoss(torch.autograd.Function):
+class _TokenStage(torch.autograd.Function):
+    """The sum of losses that were computed with their slopes, as a function of log-probs and entropy."""
+
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, call: LossCall) -> tuple[Tensor, Tensor, Tensor]:
-        wanted = call.gradients and ctx.needs_input_grad[0]
-        # A gradient in fp16 is stored only after the loss scale is in it.
-        deferred = wanted and logits.dtype == torch.float16
-        out = None
-        if wanted and not deferred:
-            out = logits.detach() if call.inplace else torch.empty_like(logits)
-        if deferred:
-            stats = call.backend.row_stats(logits, call.rows.targets, call.rows.read, call.transform, True)
-            logps, H = stats.logps, stats.entropy
-            losses, d_logps, d_entropy = call.token_stage(logps, H)
-            fused = FusedRows(logps, H, losses)
-            ctx.save_for_backward(logits)
-            ctx.slopes = (stats, H, d_logps, d_entropy)
-        else:
-            fused = loss_from_logits(call, logits, out)
-        if out is not None and call.inplace:
-            torch.autograd.graph.increment_version(logits)
-        ctx.call, ctx.gradient, ctx.deferred = call, out, deferred
-        ctx.version = None if out is None else out._version  # in place, that of the logits
+    def forward(logps: Tensor, entropy: Tensor | None, losses: Tensor, d_logps: Tensor, d_entropy: Tensor | None) -> Tensor:
+        return total(losses)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[3:])
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        return *gradient_once(_times, d_loss, *ctx.saved_tensors), None, None, None
+
+
+def _times(d_loss: Tensor, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if slope is None else slope * d_loss for slope in slopes)
+
+
+@dataclass(eq=False)
+class OneVisit:
+    """What a loss in one visit needs beside its tensors. Inside an autograd Function gradients are always off: whether the
+    caller has them on is noted here."""
+
+    source: Source
+    rows: TokenRows
+    objective: Objective
+    transform: RowTransform
+    gradients: bool = field(default_factory=torch.is_grad_enabled)
+
+
+class _GradientInForward(torch.autograd.Function):
+    """Loss, log-probs and entropy of a source's rows; the gradient is computed beside them, and only scaled in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, visit: OneVisit, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        wanted = tuple(visit.gradients and needed for needed in ctx.needs_input_grad[1:])
+        result, ctx.gradients = visit.source.fused(tensors, wanted, visit.rows, visit.objective, visit.transform)
+        ctx.versions = [None if g is None else g._version for g in ctx.gradients]
+        ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in tensors], visit.source.backend
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(fused.logps, fused.entropy)
-        return total(fused.losses), fused.logps, fused.entropy
+        ctx.mark_non_differentiable(result.logps, result.entropy)
+        return total(result.losses), result.logps, result.entropy
 
     @staticmethod
-    @library.first_derivative_only
-    def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if d_loss is None:
-            return None, None
-        call: LossCall = ctx.call
-        if ctx.deferred:
-            (logits,) = ctx.saved_tensors
-            stats, H, d_logps, d_entropy = ctx.slopes
-            out = logits.detach() if call.inplace else torch.empty_like(logits)
-            call.backend.row_grads(
-                logits, call.rows.targets, stats, H,
-                d_logps * d_loss, None if d_entropy is None else d_entropy * d_loss, call.transform, out,
-            )  # fmt: skip
-            if call.inplace:
-                torch.autograd.graph.increment_version(logits)
-            return out, None
-        if ctx.gradient is None:
-            raise RuntimeError(HANDED_OVER)
-        gradient, ctx.gradient = ctx.gradient, None
-        if gradient._version != ctx.version:
+            return (None,) * (1 + len(ctx.dtypes))
+        return None, *gradient_once(_hand_over, ctx, d_loss)
+
+
+def _hand_over(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+    if ctx.gradients is None:
+        raise RuntimeError(HANDED_OVER)
+    gradients, ctx.gradients = ctx.gradients, None
+    for gradient, version in zip(gradients, ctx.versions, strict=True):
+        if gradient is None:
+            continue
+        if gradient._version != version:  # in place, that of the logits
             raise RuntimeError(
                 "the logits' memory holds the gradient of grpo_loss(inplace=True), and was written to before the backward. "
                 "Call backward first, or pass inplace=False."
             )
-        call.backend.scale_(gradient, d_loss)
-        return gradient, None
-
-
-class _LinearGrpoLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, call: LossCall
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        needed = ctx.needs_input_grad[:3] if call.gradients else (False, False, False)
-        result, ctx.gradients = loss_from_hidden(call, head, needed)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(result.logps, result.entropy)
-        ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in (hidden, weight, bias)], call.backend
-        return total(result.losses), result.logps, result.entropy
-
-    @staticmethod
-    @library.first_derivative_only
-    def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        if d_loss is None:
-            return (None,) * 5
-        if ctx.gradients is None:
-            raise RuntimeError(HANDED_OVER)
-        gradients, ctx.gradients = ctx.gradients, None
-        for gradient in gradients:
-            if gradient is not None:
-                ctx.backend.scale_(gradient, d_loss)
-        return *(None if g is None else g.to(t) for g, t in zip(gradients, ctx.dtypes, strict=True)), None, None
-
-
-class _ObjectiveLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logps: Tensor,
-        entropy: Tensor | None,
-        rows: TokenRows,
-        batch: TokenBatch,
-        objective: Objective,
-        log_ratio: Tensor | None,
-    ) -> Tensor:
-        losses, d_logps, d_entropy = objective.token_stage(logps, entropy, rows, batch, log_ratio)
-        ctx.save_for_backward(d_logps, d_entropy)
-        return total(losses)
-
-    @staticmethod
-    @library.first_derivative_only
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if slope is None else slope * d_loss for slope in ctx.saved_tensors), *(None,) * 4
+        ctx.backend.scale_(gradient, d_loss)
+    return tuple(None if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))

@@ -6,9 +6,8 @@ Everything but the surrogate, the filters and the KL estimator is a weight per t
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,24 +25,6 @@ Tensor = torch.Tensor
 F = TypeVar("F", bound=Filter)
 
 AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-mean", "token-sum", "constant")
-
-
-_NOTED: OrderedDict[str, Objective] = OrderedDict()
-
-
-def _is_own_dataclass(kind: type) -> bool:
-    """Whether the class itself is a dataclass, not only one that it inherits from."""
-    return "__dataclass_fields__" in vars(kind)
-
-
-def objective_of(handle: str) -> Objective:
-    """The objective that was noted under this handle in this process."""
-    if handle not in _NOTED:
-        raise RuntimeError(
-            f"no objective is known as {handle}: operators of torch.library find those made in their own process."
-        )
-    _NOTED.move_to_end(handle)
-    return _NOTED[handle]
 
 
 class Denominators(NamedTuple):
@@ -104,7 +85,6 @@ class Objective:
     kl_aggregate: str | None = None
     entropy_aggregate: str | None = None
     count_empty: bool = True
-    handle: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.surrogate, Surrogate):
@@ -139,7 +119,6 @@ class Objective:
                 f"{type(self.surrogate).__name__} may use logp beside the ratio, whose slope a clamp would cut: leave it None."
             )
             require(not pulls, "log_ratio_bounds", self.log_ratio_bounds, remedy)
-        self._note()
 
     def _check_filters(self) -> None:
         remedy = "pass a tuple of filters, for example (TrustRegion('tv'),), see grpo_kernels.filters."
@@ -153,22 +132,6 @@ class Objective:
         require(
             not trust, "level", self.level, 'a TrustRegion compares probabilities of single tokens: it needs level="token".'
         )
-
-    def _note(self) -> None:
-        """Under `handle`, a text that equal objectives share, library.py finds this one again."""
-        text = repr(self)
-        parts = (self.surrogate, self.kl, *self.filters)
-        if any(is_dataclass(part) and not _is_own_dataclass(type(part)) for part in parts):
-            text += f" {id(self):x}"  # a subclass may hold more than the text that it inherits tells
-        object.__setattr__(self, "handle", text)
-        _NOTED[text] = self
-        if len(_NOTED) > 1000:  # of a schedule; those in use are found again and again, and stay
-            _NOTED.popitem(last=False)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickled, maybe in another process."""
-        self.__dict__.update(state)
-        self._note()
 
     @classmethod
     def preset(cls, name: str, *, numerics: str | None = None, **changes: Any) -> Objective:

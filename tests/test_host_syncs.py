@@ -4,6 +4,7 @@ The checks of values, which on a GPU are off unless asked for, are off here too.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -76,3 +77,20 @@ def test_log_probs_and_what_goes_before_a_loss(fake: FakeTensorMode) -> None:
         rewards = torch.ones(8)
         group_advantages(rewards, group_size=4)
         TokenBatch.from_rewards(targets, rewards, group_size=2, mask=mask)
+
+
+def test_the_backward_of_linear_log_probs_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that is no CPU, where rows without a slope are found by no look at the slopes. Meta tensors have no values."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which does not know this device
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    case = build_linear()
+    leaves = {name: x.to("meta").requires_grad_() for name, x in case.leaves.items()}
+    targets = case.tokens.targets.to("meta")
+    logps, entropy = linear_logprobs(
+        leaves["hidden"], leaves["weight"], targets, bias=leaves["bias"], entropy=True, backend="eager"
+    )
+    assert entropy is not None
+    torch.autograd.backward(logps.sum() + entropy.sum())
+    assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in leaves.values())
+    with pytest.raises(NotImplementedError):  # a wait is noticed
+        targets.nonzero()

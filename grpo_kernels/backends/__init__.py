@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -155,7 +156,7 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> Backend:
         )
         if strict:
             raise RuntimeError(f"{message} (strict mode: no fallback)")
-        warn_once(message, stacklevel=4)
+        warn_once(message)
         return load("eager")
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: it must be auto or one of {', '.join(BACKENDS)}.")
@@ -171,8 +172,11 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> Backend:
     return load(backend)
 
 
-def warn_once(message: str, stacklevel: int = 3) -> None:
-    """A RuntimeWarning, the first time that the process has this to say."""
+def warn_once(message: str) -> None:
+    """A RuntimeWarning at the caller of this package, the first time that the process has this to say."""
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
+        inside, frame, level = (__name__.partition(".")[0], "torch"), sys._getframe(1), 2
+        while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in inside:
+            frame, level = frame.f_back, level + 1
+        warnings.warn(message, RuntimeWarning, stacklevel=level)

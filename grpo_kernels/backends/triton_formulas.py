@@ -16,6 +16,10 @@ import triton.language as tl
 from ..ops import ops
 
 
+class FormulaRefused(ValueError):
+    """A formula is written in a way that Triton cannot compile."""
+
+
 class _Ops:
     """`ops` inside Triton."""
 
@@ -62,21 +66,21 @@ vars(_ops).update((name, f) for name, f in vars(_Ops).items() if name in vars(op
 def compiled_formula(function: Callable[..., Any]) -> Any:
     """A formula written with `ops` as a Triton function: the same source, with `ops` for the GPU.
 
-    Plain functions that it calls are converted too; numbers it refers to are fixed at the first use. Raises ValueError
+    Plain functions that it calls are converted too; numbers it refers to are fixed at the first use. Raises FormulaRefused
     for what Triton cannot compile: lambdas, closures, callable objects, functions without a source file."""
     if isinstance(function, triton.runtime.jit.JITCallable):
         return function
     name = getattr(function, "__qualname__", repr(function))
     remedy = "a formula for the fused kernel is a module-level function, written in a file with the names of surrogates.ops."
     if not isinstance(function, types.FunctionType) or function.__name__ == "<lambda>":
-        raise ValueError(f"{name} cannot be compiled by Triton: {remedy}")
+        raise FormulaRefused(f"{name} cannot be compiled by Triton: {remedy}")
     if function.__closure__:
         free = ", ".join(function.__code__.co_freevars)
-        raise ValueError(f"{name} closes over {free}: pass numbers as parameters; {remedy}")
+        raise FormulaRefused(f"{name} closes over {free}: pass numbers as parameters; {remedy}")
     try:
         source = inspect.getsource(function)
     except OSError:
-        raise ValueError(f"{name} has no source file: {remedy}") from None
+        raise FormulaRefused(f"{name} has no source file: {remedy}") from None
     definition = ast.parse(textwrap.dedent(source)).body[0]
     assert isinstance(definition, ast.FunctionDef)
     used = {node.id for statement in definition.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
@@ -86,13 +90,13 @@ def compiled_formula(function: Callable[..., Any]) -> Any:
         if value is ops:
             names[used_name] = _ops
         elif value is function:
-            raise ValueError(f"{name} calls itself: {remedy}")
+            raise FormulaRefused(f"{name} calls itself: {remedy}")
         elif isinstance(value, types.FunctionType):
             names[used_name] = compiled_formula(value)
         elif isinstance(value, (bool, int, float)):
             names[used_name] = tl.constexpr(value)
         else:
-            raise ValueError(f"{name} refers to {used_name}, a {type(value).__name__}: {remedy}")
+            raise FormulaRefused(f"{name} refers to {used_name}, a {type(value).__name__}: {remedy}")
     clone = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     clone.__module__, clone.__qualname__ = function.__module__, function.__qualname__
     compiled = triton.jit(clone)

@@ -15,6 +15,7 @@ import torch
 from ..objective import Objective
 from ..token_stage import TokenRows
 from . import FusedRows, RowStats, RowTransform, eager, triton, two_visits, warn_once
+from .triton_formulas import FormulaRefused
 from .triton_launch import KernelFailure
 
 Tensor = torch.Tensor
@@ -48,7 +49,7 @@ def fused_loss(logits: Tensor, rows: TokenRows, objective: Objective, transform:
         return triton.fused_loss(logits, rows, objective, transform, out)
     except KernelFailure as failure:
         reason = failure.reason
-    except ValueError as refusal:  # of a formula that Triton has no words for
+    except FormulaRefused as refusal:
         reason = str(refusal).rstrip(".")
     _warn("a second visit of the logits, with the formulas in PyTorch, which is slower", reason)
     return two_visits(sys.modules[__name__], logits, rows, objective, transform, out, max(1, rows.targets.numel()))

@@ -1,0 +1,216 @@
+"""The vocabulary stage as operators of torch.library, which is how torch.compile sees it.
+
+    torch.ops.grpo_kernels.stats, pull                   from logits
+    torch.ops.grpo_kernels.linear_stats, linear_pull     from hidden states and a head
+
+What crosses this border are tensors, numbers and names. Each operator has a schema and a fake implementation, so that a graph
+goes through without a break and with symbolic row counts. `VocabularyStage` calls them in place of the kernels, and gives the
+gradient; the operators themselves have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import backends
+from .backends import RowStats, RowTransform
+from .distributed import VocabShard, check_shard, on_shard
+from .layout import check_targets, logit_rows
+from .linear import Head
+from .vocabulary.stage import Hidden, Logits, Source
+
+Tensor = torch.Tensor
+
+ROWS = "Tensor targets, Tensor? read"
+SLOPES = "Tensor maxima, Tensor sums, Tensor chosen, Tensor? entropies, Tensor d_logps, Tensor? d_entropy"
+HEAD = "Tensor hidden, Tensor weight, Tensor? bias, ScalarType dtype"
+TRANSFORM = "float scale, float softcap, float inv_temperature, Tensor? inv_temperatures, str backend, bool strict"
+
+
+def is_traced() -> bool:
+    """Whether torch.compile, torch.export or a transform of torch.func looks on."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: the function as an operator of this schema; `fake` makes empty results from the same arguments."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        name = function.__name__.removeprefix("_")
+        # From hidden states the host waits for row counts, which a CUDA graph cannot hold.
+        unsafe = getattr(torch.Tag, "cudagraph_unsafe", None) if name.startswith("linear") else None
+        options: dict[str, Any] = {} if unsafe is None else {"tags": (unsafe,)}
+        operator = torch.library.custom_op(f"grpo_kernels::{name}", function, mutates_args=(), schema=schema, **options)
+        operator.register_fake(fake)
+        return operator
+
+    return register
+
+
+def _at_run_time(given: tuple[Any, ...], device: torch.device) -> tuple[RowTransform, backends.Backend]:
+    scale, softcap, inv_temperature, inv_temperatures, backend, strict = given
+    transform = RowTransform(scale, softcap, inv_temperature if inv_temperatures is None else inv_temperatures)
+    return transform, backends.pick(backend, device, strict)
+
+
+def _fake_stats(targets: Tensor, entropy: bool) -> Tensor:
+    return torch.empty(4 if entropy else 3, *targets.shape, dtype=torch.float32, device=targets.device)
+
+
+def _packed(stats: RowStats) -> Tensor:
+    rows = [stats.max, stats.sum, stats.target]
+    return torch.stack(rows if stats.weighted is None else [*rows, stats.weighted])
+
+
+def _unpacked(partials: Tensor) -> RowStats:
+    maxima, sums, chosen, *weighted = partials.unbind(0)
+    return RowStats(maxima, sums, weighted[0] if weighted else None, chosen)
+
+
+@_operator(
+    f"(Tensor logits, {ROWS}, bool entropy, {TRANSFORM}) -> Tensor",
+    lambda logits, targets, read, entropy, *rest: _fake_stats(targets, entropy),
+)
+def _stats(logits: Tensor, targets: Tensor, read: Tensor | None, entropy: bool, *rest: Any) -> Tensor:
+    check_targets(targets, read, logits.shape[-1])
+    transform, backend = _at_run_time(rest, targets.device)
+    return _packed(Logits(backend).stats((logits,), targets, read, transform, entropy))
+
+
+@_operator(f"(Tensor logits, {ROWS}, {SLOPES}, {TRANSFORM}) -> Tensor", lambda logits, *rest: torch.empty_like(logits))
+def _pull(logits: Tensor, targets: Tensor, read: Tensor | None, *rest: Any) -> Tensor:
+    (top, total, chosen, H, d_logps, d_entropy), (transform, backend) = rest[:6], _at_run_time(rest[6:], targets.device)
+    stats = RowStats(top, total, None, chosen)
+    (gradient,) = Logits(backend).pull((logits,), (True,), targets, read, stats, H, d_logps, d_entropy, transform)
+    assert gradient is not None
+    return gradient
+
+
+@_operator(
+    f"({HEAD}, {ROWS}, bool entropy, {TRANSFORM}) -> Tensor",
+    lambda hidden, weight, bias, dtype, targets, read, entropy, *rest: _fake_stats(targets, entropy),
+)
+def _linear_stats(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, targets: Tensor, read: Tensor | None,
+    entropy: bool, *rest: Any,
+) -> Tensor:  # fmt: skip
+    check_targets(targets, read, weight.shape[0])
+    transform, backend = _at_run_time(rest, targets.device)
+    return _packed(Hidden(backend, dtype).stats((hidden, weight, bias), targets, read, transform, entropy))
+
+
+@_operator(
+    f"({HEAD}, bool d_hidden, bool d_weight, bool d_bias, {ROWS}, {SLOPES}, {TRANSFORM}) -> (Tensor, Tensor, Tensor)",
+    lambda hidden, weight, bias, dtype, h, w, b, *rest: tuple(
+        torch.empty_like(x) if wanted and x is not None else hidden.new_empty(0)
+        for x, wanted in ((hidden, h), (weight, w), (bias, b))
+    ),
+)
+def _linear_pull(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, h: bool, w: bool, b: bool,
+    targets: Tensor, read: Tensor | None, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    (top, total, chosen, H, d_logps, d_entropy), (transform, backend) = rest[:6], _at_run_time(rest[6:], targets.device)
+    gradients = Hidden(backend, dtype).pull(
+        (hidden, weight, bias), (h, w, b), targets, read, RowStats(top, total, None, chosen), H, d_logps, d_entropy, transform
+    )
+    return tuple(hidden.new_empty(0) if g is None else g for g in gradients)  # an operator returns a tensor for everything
+
+
+# ---- what the public functions ask for: a source that computes at once, or one that puts these operators into a graph
+
+
+def logits_source(
+    logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, shard: VocabShard | None, backend: str, strict: bool
+) -> tuple[Tensor, Source]:
+    """The logits of targets of `shape` as checked rows [A, T, V], and the source that they are."""
+    check_shard(shard)
+    rows = logit_rows(logits if shard is None else shard.local("logits", logits, -1), shape, device, inplace, shard is None)
+    if torch.compiler.is_compiling():
+        return rows, TracedLogits(backend, strict)
+    return rows, Logits(on_shard(backends.pick(backend, device, strict), shard), inplace)
+
+
+def hidden_source(
+    head: Head, read: Tensor | None, backend: str, strict: bool, index: Tensor | None = None, active: int | None = None
+) -> Source:
+    """The source of a checked head. `index` and `active` as `Hidden` has them, where they are known."""
+    device = head.hidden.device
+    if torch.compiler.is_compiling():
+        return TracedHidden(backend, strict, head.dtype)
+    if index is None and not torch._C._are_functorch_transforms_active():
+        index = torch.arange(head.hidden.shape[0], device=device) if read is None else read.nonzero()[:, 0]
+    return Hidden(on_shard(backends.pick(backend, device, strict), head.shard), head.dtype, head.shard, index, active)
+
+
+def leaves_the_graph(**groups: Any) -> bool:
+    """Whether a call has to leave the graph, since operators know no process groups. torch.func has no way out."""
+    given = [name for name, value in groups.items() if value is not None]
+    if given and not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise ValueError(f"{given[0]} is given under torch.func, which knows no process groups: use torch.autograd.")
+    return bool(given) and torch.compiler.is_compiling()
+
+
+def outside(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """A public function in eager code, at a break of the graph; fullgraph=True names this."""
+    return torch.compiler.disable(function)(*arguments, **options)
+
+
+# What torch.compiler.disable notes; as a decorator it would import the whole compiler with this package.
+outside._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, eq=False)
+class TracedLogits:
+    """`Logits` in a graph: the backend is picked when the graph runs."""
+
+    backend: str
+    strict: bool
+
+    def stats(
+        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, entropy: bool
+    ) -> RowStats:
+        return _unpacked(_stats(*tensors, targets, read, entropy, *_numbers(transform), self.backend, self.strict))
+
+    def pull(
+        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
+        entropy: Tensor | None, d_logps: Tensor, d_entropy: Tensor | None, transform: RowTransform,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        slopes = (stats.max, stats.sum, stats.target, entropy, d_logps, d_entropy)
+        return (_pull(*tensors, targets, read, *slopes, *_numbers(transform), self.backend, self.strict),)
+
+
+@dataclass(frozen=True, eq=False)
+class TracedHidden:
+    """`Hidden` in a graph."""
+
+    backend: str
+    strict: bool
+    dtype: torch.dtype
+
+    def stats(
+        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, entropy: bool
+    ) -> RowStats:
+        rows = (self.dtype, targets, read, entropy)
+        return _unpacked(_linear_stats(*tensors, *rows, *_numbers(transform), self.backend, self.strict))
+
+    def pull(
+        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
+        entropy: Tensor | None, d_logps: Tensor, d_entropy: Tensor | None, transform: RowTransform,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        slopes = (stats.max, stats.sum, stats.target, entropy, d_logps, d_entropy)
+        gradients = _linear_pull(
+            *tensors, self.dtype, *wanted, targets, read, *slopes, *_numbers(transform), self.backend, self.strict
+        )
+        return tuple(g if w else None for g, w in zip(gradients, wanted, strict=True))
+
+
+def _numbers(transform: RowTransform) -> tuple[float, float, float, Tensor | None]:
+    t = transform.inv_temperature
+    return (
+        (transform.scale, transform.softcap, 1.0, t) if isinstance(t, Tensor) else (transform.scale, transform.softcap, t, None)
+    )
