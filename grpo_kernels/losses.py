@@ -19,7 +19,7 @@ from .operators import hidden_source, is_traced, leaves_the_graph, logits_source
 from .ops import bounded_exp
 from .token_stage import TokenRows, kl_of_rows
 from .transform import LogitTransform, as_transform
-from .vocabulary.stage import Source, gradient_once, vocabulary_stage
+from .vocabulary.stage import Hidden, Logits, Source, gradient_once, vocabulary_stage
 
 Tensor = torch.Tensor
 
@@ -33,6 +33,7 @@ class LossOutput:
     loss      0-d fp32, differentiable: the sum of all weighted per-token terms.
     logps     fp32, the shape of targets, detached; 0 where masked.
     entropy   likewise, in nats.
+    rows      the batch's flat rows as the loss weighed them, for statistics of one's own.
     metrics   computed on first use, see below.
     """
 
@@ -41,7 +42,7 @@ class LossOutput:
     entropy: Tensor
     _objective: Objective = field(repr=False)
     _batch: TokenBatch = field(repr=False)
-    rows: TokenRows = field(repr=False)  # the batch's flat rows as the loss weighed them, for statistics of one's own
+    rows: TokenRows = field(repr=False)
     _log_ratio: Tensor | None = field(default=None, repr=False)  # fp32 [n] at the objective's level, where a loss made it
     _metrics: dict[str, Tensor] | None = field(default=None, repr=False)
 
@@ -315,6 +316,7 @@ def _loss(
 ) -> LossOutput:  # fmt: skip
     """The loss of a source's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull."""
     if one_visit and not is_traced():
+        assert isinstance(source, (Logits, Hidden))
         visit = OneVisit(source, rows, objective, transform)
         loss, logps, entropy = _GradientInForward.apply(visit, *tensors)
         shape = batch.targets.shape
@@ -362,7 +364,7 @@ class OneVisit:
     """What a loss in one visit needs beside its tensors. Inside an autograd Function gradients are always off: whether the
     caller has them on is noted here."""
 
-    source: Source
+    source: Logits | Hidden
     rows: TokenRows
     objective: Objective
     transform: RowTransform

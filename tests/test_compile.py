@@ -208,6 +208,19 @@ def test_lengths_and_new_tensors_compile_nothing() -> None:
     assert counter.frame_count == 2
 
 
+def test_padded_batches_of_any_shape_make_three_graphs() -> None:
+    """The first shape's own, and one for each dimension that changes."""
+    counter, objective = CompileCounterWithBackend("aot_eager"), Objective.preset("grpo")
+    compiled = torch.compile(lambda x, b: grpo_loss(x, b, objective).loss, fullgraph=True, backend=counter)
+    g = torch.Generator().manual_seed(0)
+    for shape in ((4, 5), (4, 7), (5, 9), (6, 4), (8, 8), (3, 11), (7, 2)):
+        targets = torch.randint(17, shape, generator=g)
+        batch = TokenBatch(targets, torch.randn(shape[0], generator=g), mask=torch.ones(shape, dtype=torch.bool))
+        logits = torch.randn(*shape, 17, generator=g)
+        close(compiled(logits, batch), grpo_loss(logits, batch, objective).loss)
+    assert counter.frame_count == 3
+
+
 def test_no_gradient_is_made_where_none_is_wanted() -> None:
     case, objective = build(), Objective()
 

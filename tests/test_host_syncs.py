@@ -84,7 +84,7 @@ def test_the_backward_of_linear_log_probs_does_not_wait_for_the_device(monkeypat
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which does not know this device
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     case = build_linear()
-    leaves = {name: x.to("meta").requires_grad_() for name, x in case.leaves.items()}
+    leaves = {name: x.detach().to("meta").requires_grad_() for name, x in case.leaves.items()}
     targets = case.tokens.targets.to("meta")
     logps, entropy = linear_logprobs(
         leaves["hidden"], leaves["weight"], targets, bias=leaves["bias"], entropy=True, backend="eager"

@@ -67,11 +67,6 @@ class Source(Protocol):
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """Gradients of `tensors`, None where not wanted. Slopes of rows that are not read are 0."""
 
-    def fused(
-        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], rows: TokenRows, objective: Objective, transform: RowTransform
-    ) -> tuple[FusedRows, tuple[Tensor | None, ...]]:
-        """Losses of all rows of an objective of one pass, and the gradients of `tensors`, None where not wanted."""
-
 
 @dataclass(frozen=True, eq=False)
 class Logits:
@@ -99,6 +94,7 @@ class Logits:
     def fused(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], rows: TokenRows, objective: Objective, transform: RowTransform
     ) -> tuple[FusedRows, tuple[Tensor | None, ...]]:
+        """Losses of all rows of an objective of one pass, and the gradient of the logits, None where not wanted."""
         (logits,) = tensors
         out = None
         if wanted[0]:
@@ -128,7 +124,7 @@ class Hidden:
     def stats(
         self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, entropy: bool
     ) -> RowStats:
-        head = Head(*tensors, self.dtype, self.shard)
+        head = Head(tensors[0], tensors[1], tensors[2], self.dtype, self.shard)
         with torch.autocast(targets.device.type, enabled=False):
             return Engine(head, self.backend).forward(self._rows(targets, read), targets, transform, entropy)
 
@@ -148,7 +144,7 @@ class Hidden:
         if targets.device.type == "cpu":
             sloped = d_logps != 0 if d_entropy is None else (d_logps != 0) | (d_entropy != 0)
             index = index[sloped[index]]
-        engine = Engine(Head(*tensors, self.dtype, self.shard), self.backend, wanted)  # type: ignore[arg-type]
+        engine = Engine(Head(tensors[0], tensors[1], tensors[2], self.dtype, self.shard), self.backend, wanted)  # type: ignore[arg-type]
         with torch.autocast(targets.device.type, enabled=False):
             engine.backward(index, targets, stats, entropy, d_logps, d_entropy, transform)
         return tuple(None if g is None else g.to(x.dtype) for g, x in zip(engine.gradients(), tensors, strict=True))
@@ -156,10 +152,11 @@ class Hidden:
     def fused(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], rows: TokenRows, objective: Objective, transform: RowTransform
     ) -> tuple[FusedRows, tuple[Tensor | None, ...]]:
+        """Losses of all rows of an objective of one pass, and the gradients of `tensors`, None where not wanted."""
         index, n, device = self._rows(rows.targets, rows.read), rows.targets.numel(), rows.targets.device
         active = index.numel() if self.active is None else self.active
         result = FusedRows(*(torch.zeros(n, device=device, dtype=torch.float32) for _ in FusedRows._fields))
-        engine = Engine(Head(*tensors, self.dtype, self.shard), self.backend, wanted)  # type: ignore[arg-type]
+        engine = Engine(Head(tensors[0], tensors[1], tensors[2], self.dtype, self.shard), self.backend, wanted)  # type: ignore[arg-type]
         with torch.autocast(device.type, enabled=False):
             engine.fused(index[:active], rows, objective, transform, result, any(wanted))
             engine.fused(index[active:], rows, objective, transform, result, False)
