@@ -209,10 +209,22 @@ def vocabulary_stage(
     source: Source, entropy: str, targets: Tensor, read: Tensor | None, transform: RowTransform, *tensors: Any
 ) -> Any:
     """`VocabularyStage` of these arguments: (log-probs, entropy or None, partials)."""
-    arguments = (source, entropy, targets, read, *transform, *tensors)
+    arguments = (source, entropy, *map(_savable, (targets, read, *transform)), *tensors)
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # torch.compile knows such a Function with gradients only
         return VocabularyStage.forward(*arguments)
     return VocabularyStage.apply(*arguments)
+
+
+def _savable(x: Any) -> Any:
+    """x as autograd may save it: a tensor made in inference mode has to be copied."""
+    if (
+        isinstance(x, Tensor)
+        and not torch.compiler.is_compiling()
+        and x.is_inference()
+        and not torch.is_inference_mode_enabled()
+    ):
+        return x.clone()
+    return x
 
 
 def _pull(
