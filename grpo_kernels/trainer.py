@@ -41,6 +41,7 @@ from .training.head import check_projection, completion_hidden, head_parameters,
 from .training.loading import check_liger, load_policy, pick_device, prepare_policy
 from .training.parallel import ParallelModel, same_on_all_ranks
 from .training.ranks import Ranks
+from .training.recompute import check_recomputing, recomputing
 from .training.report import MetricsLog, combine, numbers, plot
 from .training.rewards import RewardFunction, RewardModel, Rewards, Scores, call, resolve, score
 from .training.sampling import Completions, autocast, completion_logits, end_ids, sample
@@ -113,7 +114,7 @@ class Trainer:
         if skipped and self.ranks.main:
             print(f"left out {skipped} of {len(train_rows)} prompts: longer than max_prompt_tokens={config.max_prompt_tokens}")
         self.ends = end_ids(model, tokenizer)
-        model = prepare_policy(model, config).train()
+        model = prepare_policy(model, config)
         if self.ranks.world == 1 or config.parallel != "fsdp2":  # which moves a layer at a time, and keeps a shard of it
             model.to(self.device)
         same_on_all_ranks(model, self.ranks)
@@ -138,6 +139,8 @@ class Trainer:
         if config.loss == "linear":
             self.policy.without_gradients(check_projection)
             self.transform = logit_transform(self.model, config.temperature)
+        if config.gradient_checkpointing:
+            self.policy.without_gradients(check_recomputing)
         # A model that softcaps its logits needs their values in its own backward.
         self.inplace = config.loss == "logits" and getattr(self.model.config, "final_logit_softcapping", None) is None
 
@@ -310,7 +313,7 @@ class Trainer:
                 batch = TokenBatch(
                     part.targets, advantage, mask=part.mask, old_logps=old_logps[i], ref_logps=ref_logps[i]
                 )  # fmt: skip
-                with self.policy.reduction(i == len(parts) - 1):
+                with self.policy.reduction(i == len(parts) - 1), recomputing(self.model):
                     out: LossParts = self.policy(self.loss, part, batch, normalizer)
                     out.loss.backward()
                 outs.append(LossParts(out.loss.detach(), out.logps, out.metrics))

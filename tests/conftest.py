@@ -98,6 +98,15 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], d
     return functools.cache(lambda module, ranks: run_checks(module, ranks, tmp_path_factory.mktemp(f"ranks{ranks}")))
 
 
+@pytest.fixture(scope="session")
+def tok() -> Any:
+    """The tokenizer of the arithmetic example, one token per character."""
+    pytest.importorskip("transformers")
+    from examples.arithmetic import tokenizer
+
+    return tokenizer()
+
+
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Any]:
     """A mesh of this one process."""

@@ -20,7 +20,6 @@ pytest.importorskip("datasets")
 
 import transformers
 
-from examples.arithmetic import tokenizer as arithmetic_tokenizer
 from grpo_kernels import TokenBatch, linear_grpo_loss
 from grpo_kernels.__main__ import main as command_line
 from grpo_kernels.trainer import TrainConfig, Trainer
@@ -32,11 +31,6 @@ from grpo_kernels.training.sampling import Completions, choose, completion_logit
 
 TIMES = {"seconds", "sampling_seconds", "tokens_per_second"}
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(4)]
-
-
-@pytest.fixture(scope="module")
-def tok() -> Any:
-    return arithmetic_tokenizer()
 
 
 def tiny(tok: Any, seed: int = 0, **changes: Any) -> Any:

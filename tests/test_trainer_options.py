@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from test_trainer import config, evens, lines, parameters, tiny, tok, trainer  # noqa: F401
+from test_trainer import config, evens, lines, parameters, tiny, trainer
 
 from grpo_kernels import group_advantages
 from grpo_kernels.trainer import Trainer
@@ -29,7 +29,7 @@ def nothing_to_learn(prompts: list[str], completions: list[str], **_: Any) -> li
 
 
 @pytest.mark.parametrize("loss", ["linear", "logits"])
-def test_dropping_completions_without_advantage_changes_no_update(tok: Any, tmp_path: Path, loss: str) -> None:  # noqa: F811
+def test_dropping_completions_without_advantage_changes_no_update(tok: Any, tmp_path: Path, loss: str) -> None:
     updated, metrics = [], []
     for drop in (False, True):
         t = trainer(tok, tmp_path / str(drop), rewards=[first_prompt_only], drop_zero_variance=drop, loss=loss, preset="dapo")
@@ -44,7 +44,7 @@ def test_dropping_completions_without_advantage_changes_no_update(tok: Any, tmp_
         torch.testing.assert_close(updated[1][name], updated[0][name], rtol=0, atol=2e-4)
 
 
-def test_a_batch_without_any_advantage_is_an_update_of_nothing(tok: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_a_batch_without_any_advantage_is_an_update_of_nothing(tok: Any, tmp_path: Path) -> None:
     t = trainer(tok, tmp_path, rewards=[nothing_to_learn], drop_zero_variance=True)
     start = parameters(t)
     metrics = t.train_step()
@@ -52,7 +52,7 @@ def test_a_batch_without_any_advantage_is_an_update_of_nothing(tok: Any, tmp_pat
     assert all(torch.equal(start[name], p) for name, p in parameters(t).items())
 
 
-def test_advantages_follow_numerics_and_explicit_choices(tok: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_advantages_follow_numerics_and_explicit_choices(tok: Any, tmp_path: Path) -> None:
     rewards = torch.tensor([0.1, 0.5, 0.2, 0.9, 0.0, 0.0, 0.0, 1.0, 0.3, 0.3, 0.3, 0.3], dtype=torch.float64)
     for i, (changes, expected) in enumerate(
         [
@@ -71,7 +71,7 @@ def test_advantages_follow_numerics_and_explicit_choices(tok: Any, tmp_path: Pat
         assert torch.equal(found, group_advantages(rewards, group_size=4, **expected)), changes
 
 
-def test_entropy_is_held_up_by_a_moving_weight(tok: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_entropy_is_held_up_by_a_moving_weight(tok: Any, tmp_path: Path) -> None:
     """A target above any entropy: the weight rises by 0.005 an update once the first entropy was seen, and survives a resume."""
     t = trainer(tok, tmp_path, steps=3, entropy_target=50.0, checkpoint_steps=1, lr=0.0)
     assert t.train()
@@ -81,13 +81,13 @@ def test_entropy_is_held_up_by_a_moving_weight(tok: Any, tmp_path: Path) -> None
     assert lines(tmp_path)[-1]["entropy_coef"] == pytest.approx(0.015)
 
 
-def test_only_the_share_of_highest_entropy_is_trained_on(tok: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_only_the_share_of_highest_entropy_is_trained_on(tok: Any, tmp_path: Path) -> None:
     metrics = trainer(tok, tmp_path, entropy_share=0.25, group_size=8).train_step()
     assert 0.2 < metrics["kept"] < 0.35
 
 
 @pytest.mark.parametrize("preset", TRAINABLE)
-def test_every_preset_trains(tok: Any, tmp_path: Path, preset: str) -> None:  # noqa: F811
+def test_every_preset_trains(tok: Any, tmp_path: Path, preset: str) -> None:
     t = trainer(tok, tmp_path, preset=preset, num_updates=2, beta=0.1)
     start = parameters(t)
     metrics = t.train_step()
@@ -109,7 +109,7 @@ def test_every_preset_trains(tok: Any, tmp_path: Path, preset: str) -> None:  # 
         ({"advantage_baseline": "length"}, "advantage_baseline='length'"),
     ],
 )
-def test_refusals_name_the_field(tok: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:  # noqa: F811
+def test_refusals_name_the_field(tok: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Trainer(config(tmp_path, **changes), model=tiny(tok), tokenizer=tok, rows=([], []))
 

@@ -25,8 +25,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 from processes import finish, start
-from test_trainer import PROMPTS, arithmetic_tokenizer, config, evens, lines, tiny
+from test_trainer import PROMPTS, config, evens, lines, tiny
 
+from examples.arithmetic import tokenizer as arithmetic_tokenizer
 from grpo_kernels.__main__ import main as command_line
 from grpo_kernels.trainer import Trainer
 from grpo_kernels.training import checkpoints

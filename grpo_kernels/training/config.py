@@ -35,7 +35,7 @@ def _field(default: typing.Any, text: str) -> typing.Any:
 class TrainConfig:
     """One training run. Raises ValueError naming the field, its value and what would be right."""
 
-    model: str = _field("", "path or Hub name of a causal language model (its tokenizer beside it)")
+    model: str = _field("", "path or Hub name of a causal language model (its tokenizer beside it); its dropout stays off")
     dataset: str = _field(
         "", "Hub name (openai/gsm8k), a folder laid out like a Hub data set, or a .jsonl / .json / .parquet file"
     )

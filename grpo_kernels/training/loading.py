@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import require
+from . import recompute, require
 from .config import TrainConfig
 
 
@@ -68,6 +68,5 @@ def prepare_policy(model: Any, config: TrainConfig) -> Any:
         # The losses stay ours: liger's would replace the model's forward.
         apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     if config.gradient_checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5
-        (enable or model.gradient_checkpointing_enable)()
-    return model
+        recompute.switch_on(model)
+    return model.eval()
