@@ -34,16 +34,17 @@ from .filters import EntropyQuantile
 from .logprobs import linear_logprobs, token_logprobs
 from .losses import grpo_loss, linear_grpo_loss
 from .objective import Denominators, Objective
-from .training import checkpoints, require
+from .training import checkpoints, randomness, require
 from .training.config import TrainConfig, parse_args
-from .training.data import Row, encode, load_rows, prompts_of_step
+from .training.data import EVAL_PROMPTS, Row, encode, load_rows, prompts_of_step
 from .training.head import check_projection, completion_hidden, head_parameters, logit_transform
-from .training.loading import check_liger, load_policy, pick_device, prepare_policy
+from .training.loading import check_backend, check_liger, check_names, load_policy, pick_device, prepare_policy
+from .training.output import OutputFolder
 from .training.parallel import ParallelModel, same_on_all_ranks
 from .training.ranks import Ranks
 from .training.recompute import check_recomputing, recomputing
-from .training.report import MetricsLog, combine, numbers, plot
-from .training.rewards import RewardFunction, RewardModel, Rewards, Scores, call, resolve, score
+from .training.report import MetricsLog, combine, damaged_from, numbers, plot
+from .training.rewards import RewardFunction, RewardModel, Rewards, Scores, call, name_of, resolve, score
 from .training.sampling import Completions, autocast, completion_logits, end_ids, sample
 from .training.stopping import stop_after_step
 from .transform import LogitTransform
@@ -83,9 +84,26 @@ class Trainer:
         rewards: list[RewardFunction] | None = None,
     ) -> None:
         self.config, self.objective, self.out = config, config.objective, Path(config.out)
+        self.folder, self.stopped_by = OutputFolder(self.out), 0
+        try:
+            self.set_up(model, tokenizer, rows, rewards)
+        except BaseException:
+            self.folder.release()
+            raise
+
+    def set_up(
+        self, model: Any, tokenizer: Any, rows: tuple[list[Row], list[Row]] | None, rewards: list[RewardFunction] | None
+    ) -> None:
+        config = self.config
         self.device = pick_device(config.device)
+        self.backend = "eager" if config.loss == "eager" else config.backend
+        check_backend(self.backend, self.device)
+        if model is None:
+            check_names(config)
+        for package in ("matplotlib", "tqdm"):
+            require(package)
         self.ranks = Ranks(self.device)
-        self.ranks.on_main(lambda: checkpoints.prepare_output(self.out, config.resume))
+        self.ranks.on_main(lambda: self.folder.take(config.resume))
         if config.prompts_per_step < self.ranks.world:
             raise ValueError(
                 f"prompts_per_step={config.prompts_per_step}: the {self.ranks.world} processes of this run take a prompt each at "
@@ -106,13 +124,9 @@ class Trainer:
         if config.reward_model is not None:
             self.rewards.append(RewardModel(config.reward_model, self.device))
         self.reward_weights = config.reward_weights or [1.0] * len(self.rewards)
-        train_rows, eval_rows = rows or load_rows(config, tokenizer)
-        self.train_rows, skipped = encode(train_rows, tokenizer, config.max_prompt_tokens)
-        self.eval_rows = (
-            encode(eval_rows[: config.eval_prompts], tokenizer, config.max_prompt_tokens)[0] if config.eval_steps else []
-        )
-        if skipped and self.ranks.main:
-            print(f"left out {skipped} of {len(train_rows)} prompts: longer than max_prompt_tokens={config.max_prompt_tokens}")
+        train_rows, eval_rows = rows or load_rows(config)
+        self.train_rows = self.encoded(train_rows, "training")
+        self.eval_rows = self.encoded(eval_rows[: config.eval_prompts or EVAL_PROMPTS], "held-out") if config.eval_steps else []
         self.ends = end_ids(model, tokenizer)
         model = prepare_policy(model, config)
         if self.ranks.world == 1 or config.parallel != "fsdp2":  # which moves a layer at a time, and keeps a shard of it
@@ -132,9 +146,8 @@ class Trainer:
             self.entropy_coef = AdaptiveEntropyCoef(target=config.entropy_target, initial=config.entropy_coef)
         self.ranks.on_main(self.check_space)
         self.step = 0  # steps done
-        self.rng = checkpoints.rng_state(self.device)
+        self.rng = randomness.state(self.device)
         self.mid_update = False
-        self.backend = "eager" if config.loss == "eager" else config.backend
         self.transform = LogitTransform(config.temperature)
         if config.loss == "linear":
             self.policy.without_gradients(check_projection)
@@ -144,6 +157,13 @@ class Trainer:
         # A model that softcaps its logits needs their values in its own backward.
         self.inplace = config.loss == "logits" and getattr(self.model.config, "final_logit_softcapping", None) is None
 
+    def encoded(self, rows: list[Row], which: str) -> list[Row]:
+        kept = encode(rows, self.tokenizer, self.config, which)
+        if len(kept) < len(rows) and self.ranks.main:
+            limit = self.config.max_prompt_tokens
+            print(f"left out {len(rows) - len(kept)} of {len(rows)} {which} prompts: longer than max_prompt_tokens={limit}")
+        return kept
+
     # ---- the run
 
     def train(self) -> bool:
@@ -151,7 +171,7 @@ class Trainer:
         config, main = self.config, self.ranks.main
         if config.resume:
             self.restore()
-        log = MetricsLog(self.out / "metrics.jsonl", resume_at=self.step + (self.step >= config.steps)) if main else None
+        log = MetricsLog(self.folder.metrics, resume_at=self.step + (self.step >= config.steps)) if main else None
         bar = require("tqdm").tqdm(total=config.steps, initial=self.step, disable=not (config.progress and main), desc="grpo")
         try:
             with stop_after_step() as signals:
@@ -159,14 +179,15 @@ class Trainer:
                 while self.step < config.steps and not stop:
                     line: dict[str, Any] = {"step": self.step}
                     if config.eval_steps and self.step % config.eval_steps == 0:
-                        line["accuracy"] = self.evaluate()
+                        line |= self.evaluate()
                     line |= self.train_step()
                     self.write(log, line)
                     bar.update()
                     bar.set_postfix({k: f"{line[k]:.3g}" for k in ("reward", "kl", "entropy") if k in line})
                     if self.step == config.steps and config.eval_steps:
-                        self.write(log, {"step": self.step, "accuracy": self.evaluate()})
-                    stop = self.ranks.any(bool(signals))
+                        self.write(log, {"step": self.step, **self.evaluate()})
+                    if stop := self.ranks.any(bool(signals)):
+                        self.stopped_by = max(self.ranks.gather(signals[0] if signals else 0))
                     due = config.checkpoint_steps > 0 and self.step % config.checkpoint_steps == 0
                     if due or stop or self.step == config.steps:
                         self.save()
@@ -181,13 +202,21 @@ class Trainer:
             bar.close()
             if log is not None:
                 log.close()
-                plot(self.out / "metrics.jsonl", self.out / "curves.png")
+                self.draw()
+            self.folder.release()
         if self.step < config.steps:
             if main:
                 print(f"stopped after step {self.step} of {config.steps}; continue with resume", file=sys.stderr)
             return False
-        self.save_model(self.out / "model")
+        self.save_model(self.folder.model)
         return True
+
+    def draw(self) -> None:
+        """The picture of the curves, without which a run is one all the same."""
+        try:
+            plot(self.folder.metrics, self.folder.picture)
+        except Exception as error:
+            print(f"{self.folder.picture} is not drawn: {type(error).__name__}: {error}", file=sys.stderr)
 
     def write(self, log: MetricsLog | None, line: dict[str, Any]) -> None:
         """A line of metrics, on rank 0, which alone has the file."""
@@ -206,7 +235,7 @@ class Trainer:
         self.step += 1
         if self.reference is not None and config.ref_refresh_steps and self.step % config.ref_refresh_steps == 0:
             self.reference.model.load_state_dict(self.model.state_dict())  # in shards of the same cut
-        self.rng = checkpoints.rng_state(self.device)
+        self.rng = randomness.state(self.device)
 
         grouped, lengths = scores.totals.view(-1, config.group_size), scores.lengths
         done = time.perf_counter()
@@ -372,16 +401,19 @@ class Trainer:
 
         return self.reference.without_gradients(logps)
 
-    def evaluate(self) -> float:
-        """Share of held-out prompts solved: the first reward function gives at least 1."""
+    def evaluate(self) -> dict[str, Any]:
+        """Held-out prompts, one completion each. "accuracy": the share to which the first reward function gives at least 1, and
+        in words what that counts; "eval_reward": the mean of all rewards."""
         size = self.config.prompts_per_step * self.config.group_size
-        solved = 0
-        for at in range(0, len(self.eval_rows), size):
+        solved, total, count = 0, 0.0, len(self.eval_rows)
+        for at in range(0, count, size):
             rows = self.eval_rows[at : at + size]
             generator = torch.Generator(self.device).manual_seed(self.config.seed + at)
-            completions = self.sample(rows, 1, self.config.eval_temperature, generator=generator)
-            solved += int((self.score(rows, completions, 1).first >= 1).sum())
-        return solved / len(self.eval_rows)
+            scores = self.score(rows, self.sample(rows, 1, self.config.eval_temperature, generator=generator), 1)
+            solved += int((scores.first >= 1).sum())
+            total += float(scores.totals.sum())
+        counts = f"{name_of(self.rewards[0])} >= 1, {count} prompts"
+        return {"accuracy": solved / count, "accuracy_counts": counts, "eval_reward": total / count}
 
     # ---- saving
 
@@ -396,15 +428,15 @@ class Trainer:
             "rng": self.ranks.gather(self.rng),
             "config": dataclasses.asdict(self.config),
         }
-        self.ranks.on_main(lambda: checkpoints.save(self.out / "checkpoints", self.step, state, self.config.keep_checkpoints))
+        self.ranks.on_main(lambda: checkpoints.save(self.folder.checkpoints, self.step, state, self.config.keep_checkpoints))
 
     def check_space(self) -> None:
         """Room for one checkpoint more than are kept (a new one is whole before an old one goes) and for the model."""
         model = sum(p.numel() * p.element_size() for p in self.model.parameters())  # of shards: the whole
         trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         each = model * (1 + (self.reference is not None)) + 2 * trained
-        there = len(checkpoints.listed(self.out / "checkpoints"))
-        checkpoints.check_space(self.out, model + each * max(self.config.keep_checkpoints + 1 - there, 1))
+        there = len(checkpoints.listed(self.folder.checkpoints))
+        self.folder.check_space(model + each * max(self.config.keep_checkpoints + 1 - there, 1))
 
     def save_model(self, folder: Path) -> None:
         state = self.policy.state() if self.policy.sharded else None
@@ -439,11 +471,12 @@ class Trainer:
         self.step = small["step"]
         if self.ranks.rank < len(small["rng"]):  # a rank that the run did not have keeps its own
             self.rng = small["rng"][self.ranks.rank]
-            checkpoints.set_rng_state(self.rng, self.device)
+            randomness.set_state(self.rng, self.device)
 
     def read_checkpoint(self) -> dict[str, Any]:
         """{} where there is none."""
-        state, problems = checkpoints.load_newest(self.out / "checkpoints")
+        damaged = damaged_from(self.folder.metrics)
+        state, problems = checkpoints.load_newest(self.folder.checkpoints, until=damaged)
         for problem in problems:
             print(f"checkpoint passed over: {problem}", file=sys.stderr)
         if state is None:
@@ -452,6 +485,8 @@ class Trainer:
                     f"out={str(self.out)!r} holds damaged checkpoints only: mend or remove them, or choose another folder."
                 )
             return {}
+        if damaged is not None and state["step"] > damaged:
+            print(f"{self.folder.metrics} is damaged: lines from step {damaged} on are lost", file=sys.stderr)
         now = dataclasses.asdict(self.config)
         free = FREE_TO_CHANGE if self.config.lr_schedule == "constant" else FREE_TO_CHANGE - {"steps"}
         changed = [k for k in now if k not in free and state["config"].get(k) != now[k]]
@@ -481,19 +516,21 @@ def of_all_ranks(objective: Objective) -> Objective:
 
 
 def main(argv: list[str]) -> int:
-    """`python -m grpo_kernels train`. Exit status 0: done or stopped cleanly, 2: something in the arguments is wrong."""
+    """`python -m grpo_kernels train`. Exit status 0: done; 128 + the signal's number (130, 143): stopped by it after a step, with a
+    checkpoint to resume from; 2: something in the arguments is wrong."""
     config = parse_args(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
+        randomness.seed(config.seed * 1_000_003 + int(os.environ.get("RANK", "0")))
         trainer = Trainer(config)
     except (ValueError, ModuleNotFoundError, OSError) as error:  # OSError: a name or path that transformers cannot load
         print(f"error: {error}", file=sys.stderr)
         return 2
-    trainer.train()
+    status = 0 if trainer.train() else 128 + trainer.stopped_by
     trainer.close()
     if trainer.ranks.world > 1:
         # DDP still holds the process group, whose destructor may wait for ever for a thread of gloo that waits for Python.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
-    return 0
+        os._exit(status)
+    return status

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import shutil
 import signal
 from dataclasses import fields
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +20,14 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
+import numpy
 import transformers
 
 from grpo_kernels import TokenBatch, linear_grpo_loss
 from grpo_kernels.__main__ import main as command_line
 from grpo_kernels.trainer import TrainConfig, Trainer
-from grpo_kernels.training import checkpoints
-from grpo_kernels.training.data import load_rows, prompts_of_step
+from grpo_kernels.training import checkpoints, randomness
+from grpo_kernels.training.data import encode, load_rows, prompts_of_step
 from grpo_kernels.training.report import read_metrics
 from grpo_kernels.training.rewards import call, number, resolve, score
 from grpo_kernels.training.sampling import Completions, choose, completion_logits, end_ids, sample
@@ -361,13 +364,28 @@ def test_process_and_outcome_rewards_train_together(tok: Any, tmp_path: Path) ->
         ([1.0, 2.0], "returned 2 values for 4 completions"),
         ([[1.0], [1.0, 2.0], [1.0, None], [3.0]], "1 entries for completion 0 of 3 tokens"),
         ([[1.0, None, 2.0], 1.0, [1.0, None], [3.0]], "returned a float for completion 1 of 2 tokens"),
-        ([1.0, float("nan"), 0.0, 0.0], r"rewards\[1\]=nan"),
-        ([1.0, 0.0, None, 0.0], "returned None for completion 2: return a number"),
+        ([1.0, float("nan"), 0.0, 0.0], r"returned a float \(nan\) for completion 1: return a finite number"),
+        ([1.0, 0.0, None, 0.0], "returned None for completion 2: return a finite number"),
+        ([1.0, 0.0, "0.5", 0.0], r"returned a str \('0.5'\) for completion 2: return a finite number"),
+        ([1.0, 0.0, torch.zeros(2), 0.0], r"returned a Tensor .* for completion 2: return a finite number"),
+        ([[1.0, None, 2.0], [None, float("nan")], [1.0, None], [3.0]], r"a float \(nan\) at token 1 of completion 1: a step's"),
+        ([[1.0, None, 2.0], [None, "1"], [1.0, None], [3.0]], r"a str \('1'\) at token 1 of completion 1"),
+        ({"format": 1.0, "answer": 0.0, "a": 1, "b": 2}, "returned a dict .*: return a list, with an entry for each"),
+        ("abcd", "returned a str .*: return a list"),
+        (None, "returned None: return a list"),
+        (0.5, r"returned a float \(0.5\): return a list"),
     ],
 )
 def test_wrong_rewards_raise(values: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         scores([lambda p, c, **_: values])
+
+
+def test_numbers_of_numpy_and_torch_are_rewards() -> None:
+    numpy = pytest.importorskip("numpy")
+    plain = scores([lambda p, c, **_: [1, 0, 2, 2.5]])
+    for values in (numpy.array([1, 0, 2, 2.5]), torch.tensor([1, 0, 2, 2.5]), (torch.tensor(1), numpy.float32(0), 2, 2.5)):
+        assert torch.equal(scores([lambda p, c, values=values, **_: values]).advantages, plain.advantages)
 
 
 def test_reward_functions_get_the_columns_of_their_prompt(tok: Any, tmp_path: Path) -> None:
@@ -450,23 +468,23 @@ def gsm8k(folder: Path) -> Path:
 def test_data_laid_out_as_gsm8k(tok: Any, tmp_path: Path, configuration: str | None) -> None:
     folder = str(gsm8k(tmp_path / "gsm8k"))
     c = TrainConfig(dataset=folder, dataset_config=configuration, prompt_template="Q: {prompt}")
-    train, held_out = load_rows(c, tok)
+    train, held_out = load_rows(c)
     assert (len(train), len(held_out)) == (12, 4)
-    assert train[3]["prompt"] == "Q: 3+1=" and train[3]["answer"] == "4" and train[3]["question"] == "3+1="
+    assert encode(train, tok, c)[3]["prompt"] == "Q: 3+1=" and train[3]["answer"] == "4" and train[3]["question"] == "3+1="
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.parquet"])
-def test_data_in_one_file_holds_out_its_end(tok: Any, tmp_path: Path, name: str) -> None:
+def test_data_in_one_file_holds_out_its_end(tmp_path: Path, name: str) -> None:
     import datasets
 
     data = datasets.Dataset.from_list(PROMPTS)
     data.to_parquet(str(tmp_path / name)) if name.endswith("parquet") else data.to_json(str(tmp_path / name))
-    train, held_out = load_rows(TrainConfig(dataset=str(tmp_path / name), eval_prompts=5), tok)
+    train, held_out = load_rows(TrainConfig(dataset=str(tmp_path / name), eval_prompts=5))
     assert [r["prompt"] for r in train + held_out] == [r["prompt"] for r in PROMPTS] and len(held_out) == 5
     with pytest.raises(ValueError, match="eval_prompts=24"):
-        load_rows(TrainConfig(dataset=str(tmp_path / name), eval_prompts=24), tok)
+        load_rows(TrainConfig(dataset=str(tmp_path / name), eval_prompts=24))
     with pytest.raises(ValueError, match=r"prompt_column='text'.*prompt, answer"):
-        load_rows(TrainConfig(dataset=str(tmp_path / name), eval_prompts=5, prompt_column="text"), tok)
+        load_rows(TrainConfig(dataset=str(tmp_path / name), eval_prompts=5, prompt_column="text"))
 
 
 def test_every_epoch_visits_every_prompt_once() -> None:
@@ -487,10 +505,21 @@ def test_long_prompts_are_left_out_with_a_count(tok: Any, tmp_path: Path, capsys
 RUN = dict(beta=0.1, ref_refresh_steps=2, num_updates=2, eval_steps=2, eval_prompts=4, warmup_steps=2, weight_decay=0.1)
 
 
+def noisy(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Rewards that nobody gets again without the state of all three shared generators."""
+    draws = [random.random() + float(numpy.random.rand()) + torch.rand(()).item() for _ in completions]
+    return [score + 0.1 * draw for score, draw in zip(evens(prompts, completions), draws, strict=True)]
+
+
+def seeded_run(tok: Any, out: Path, rewards: Any = (noisy,), **changes: Any) -> Trainer:
+    randomness.seed(7)
+    return trainer(tok, out, rewards=rewards, **RUN, **changes)
+
+
 @pytest.fixture(scope="module")
 def straight(tok: Any, tmp_path_factory: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("straight")
-    t = trainer(tok, out, model=tiny(tok, attention_dropout=0.1), steps=6, **RUN)
+    t = seeded_run(tok, out, steps=6)
     assert t.train()
     return parameters(t), lines(out)
 
@@ -502,21 +531,21 @@ def assert_same(t: Trainer, expected: tuple[dict[str, torch.Tensor], list[dict[s
 
 def resumed(tok: Any, out: Path) -> Trainer:
     """A trainer around another model, which must not matter, with the random state of another life."""
-    torch.manual_seed(99)
-    t = trainer(tok, out, model=tiny(tok, seed=5, attention_dropout=0.1), steps=6, resume=True, **RUN)
+    randomness.seed(99)
+    t = trainer(tok, out, model=tiny(tok, seed=5), rewards=[noisy], steps=6, resume=True, **RUN)
     assert t.train()
     return t
 
 
 def test_three_steps_and_three_more_are_six(tok: Any, tmp_path: Path, straight: Any) -> None:
-    assert trainer(tok, tmp_path, model=tiny(tok, attention_dropout=0.1), steps=3, **RUN).train()
+    assert seeded_run(tok, tmp_path, steps=3).train()
     t = resumed(tok, tmp_path)
     assert_same(t, straight)
     assert len(straight[1]) == 7 and "accuracy" in straight[1][-1]
 
 
 def test_a_damaged_checkpoint_gives_way_to_its_predecessor(tok: Any, tmp_path: Path, straight: Any, capsys: Any) -> None:
-    assert trainer(tok, tmp_path, model=tiny(tok, attention_dropout=0.1), steps=4, checkpoint_steps=1, **RUN).train()
+    assert seeded_run(tok, tmp_path, steps=4, checkpoint_steps=1).train()
     _, newest = checkpoints.listed(tmp_path / "checkpoints")
     data = bytearray((newest / "state.pt").read_bytes())
     data[len(data) // 2] ^= 1
@@ -554,14 +583,15 @@ def test_other_damage(tmp_path: Path, harm: str) -> None:
 def test_a_signal_ends_the_step_and_saves(tok: Any, tmp_path: Path, straight: Any, number: int) -> None:
     calls: list[int] = []
 
+    @wraps(noisy)
     def interrupting(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         calls.append(len(completions))
         if calls.count(12) == 3 and len(completions) == 12:
             os.kill(os.getpid(), number)
-        return evens(prompts, completions)
+        return noisy(prompts, completions)
 
     before = signal.getsignal(number)
-    t = trainer(tok, tmp_path, model=tiny(tok, attention_dropout=0.1), steps=6, rewards=[interrupting], **RUN)
+    t = seeded_run(tok, tmp_path, steps=6, rewards=[interrupting])
     assert not t.train() and t.step == 3
     assert signal.getsignal(number) is before
     assert len(lines(tmp_path)) == 3 and (tmp_path / "curves.png").exists()
@@ -571,13 +601,14 @@ def test_a_signal_ends_the_step_and_saves(tok: Any, tmp_path: Path, straight: An
 def test_a_run_that_fails_keeps_its_steps(tok: Any, tmp_path: Path, straight: Any) -> None:
     calls: list[int] = []
 
+    @wraps(noisy)
     def failing(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         calls.append(len(completions))
         if calls.count(12) == 4:
             raise RuntimeError("the grader is gone")
-        return evens(prompts, completions)
+        return noisy(prompts, completions)
 
-    t = trainer(tok, tmp_path, model=tiny(tok, attention_dropout=0.1), steps=6, rewards=[failing], **RUN)
+    t = seeded_run(tok, tmp_path, steps=6, rewards=[failing])
     with pytest.raises(RuntimeError, match="grader"):
         t.train()
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2]

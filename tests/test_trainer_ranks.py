@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,14 @@ import torch.distributed as dist
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
+import numpy
 from processes import finish, start
 from test_trainer import PROMPTS, config, evens, lines, tiny
 
 from examples.arithmetic import tokenizer as arithmetic_tokenizer
 from grpo_kernels.__main__ import main as command_line
 from grpo_kernels.trainer import Trainer
-from grpo_kernels.training import checkpoints
+from grpo_kernels.training import checkpoints, randomness
 from grpo_kernels.training.loading import pick_device
 from grpo_kernels.training.ranks import Ranks
 from grpo_kernels.training.report import read_metrics
@@ -42,6 +45,12 @@ ROOT = Path(__file__).parent.parent
 def small_first(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     """Completions differ in reward where the problem starts with 0 or 1, nowhere else."""
     return [s if p[0] in "01" else 0.7 for p, s in zip(prompts, evens(prompts, completions), strict=True)]
+
+
+def noisy(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """With numbers that each rank draws for itself."""
+    noise = [random.random() + float(numpy.random.rand()) + torch.rand(()).item() for _ in completions]
+    return [score + 0.1 * n for score, n in zip(evens(prompts, completions), noise, strict=True)]
 
 
 def steps(prompts: list[str], completions: list[str], *, completion_ids: list[list[int]], **_: Any) -> list[list[Any]]:
@@ -113,7 +122,6 @@ def half_precision(folder: Path, rank: int) -> dict[str, Any]:
 
 def continued(folder: Path, rank: int) -> dict[str, Any]:
     """Runs of three steps, and what goes on from them: the same bitwise, the other layout, a damaged checkpoint."""
-    dropout = {"rewards": [evens], "steps": 5, "checkpoint_steps": 1}
     found: dict[str, Any] = {}
     for parallel in ("ddp", "fsdp2"):
         run(folder / f"half {parallel}", "uneven", parallel=parallel, steps=3, checkpoint_steps=1)
@@ -125,7 +133,7 @@ def continued(folder: Path, rank: int) -> dict[str, Any]:
         os.truncate(newest / "state.pt", 100)
     dist.barrier()
     torch.manual_seed(99 + rank)
-    again = {"resume": True, "seed": 5, **dropout}
+    again = {"resume": True, "seed": 5, "steps": 5, "checkpoint_steps": 1}
     for name, parallel in (("half ddp", "ddp"), ("half fsdp2", "fsdp2"), ("ddp then fsdp2", "fsdp2"), ("damaged", "ddp")):
         found[name] = run(folder / name, "uneven", parallel=parallel, **again)
     found["one then fsdp2"] = run(folder / "one then fsdp2", "uneven", parallel="fsdp2", **again)
@@ -133,14 +141,13 @@ def continued(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def random_states(folder: Path, rank: int) -> dict[str, Any]:
-    """With dropout, whose masks each rank draws for itself."""
-    RUNS["dropout"] = ({**UNEVEN, "steps": 4, "checkpoint_steps": 2, "parallel": "fsdp2"}, {"attention_dropout": 0.2}, [evens])
-    torch.manual_seed(7 + rank)
-    straight = run(folder / "dropout", "dropout")
-    torch.manual_seed(7 + rank)
-    run(folder / "dropout again", "dropout", steps=2)
-    torch.manual_seed(1000 + rank)
-    return {"dropout": straight, "dropout again": run(folder / "dropout again", "dropout", resume=True)}
+    RUNS["noisy"] = ({**UNEVEN, "steps": 4, "checkpoint_steps": 2, "parallel": "fsdp2"}, {}, [noisy])
+    randomness.seed(7 + rank)
+    straight = run(folder / "noisy", "noisy")
+    randomness.seed(7 + rank)
+    run(folder / "noisy again", "noisy", steps=2)
+    randomness.seed(1000 + rank)
+    return {"noisy": straight, "noisy again": run(folder / "noisy again", "noisy", resume=True)}
 
 
 def stopped(folder: Path, rank: int) -> dict[str, Any]:
@@ -154,17 +161,19 @@ def stopped(folder: Path, rank: int) -> dict[str, Any]:
             act()
         return evens(prompts, completions)
 
+    @wraps(evens)
     def interrupting(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         return counted(prompts, completions, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
     def gone() -> None:
         raise RuntimeError("the grader is gone")
 
+    @wraps(evens)
     def failing(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         return counted(prompts, completions, gone)
 
     t = make(folder / "signal", "uneven", rewards=[interrupting])
-    found: dict[str, Any] = {"signal": [t.train(), t.step]}
+    found: dict[str, Any] = {"signal": [t.train(), t.step, t.stopped_by]}
     calls.clear()
     t = make(folder / "grader", "uneven", rewards=[failing], parallel="fsdp2")
     try:
@@ -277,8 +286,8 @@ def test_a_run_of_two_processes_goes_on_with_one(folder: Path, ranks: Any, alone
 
 
 def test_a_resumed_run_of_two_processes_is_bitwise_the_same(ranks: Any) -> None:
-    """With dropout, whose masks each rank draws for itself: the random states of both come back."""
-    straight, again = ranks[0]["dropout"], ranks[0]["dropout again"]
+    """With rewards of random numbers that each rank draws for itself: the random states of both come back."""
+    straight, again = ranks[0]["noisy"], ranks[0]["noisy again"]
     assert again["lines"] == straight["lines"] and len(straight["lines"]) == 5
     assert all(torch.equal(again["parameters"][name], value) for name, value in straight["parameters"].items())
 
@@ -293,7 +302,7 @@ def test_the_model_of_a_sharded_run_is_whole(folder: Path, ranks: Any) -> None:
 
 
 def test_a_signal_to_one_process_stops_all_after_the_step(folder: Path, ranks: Any, alone: Any) -> None:
-    assert [r["signal"] for r in ranks] == 2 * [[False, 3]]
+    assert [r["signal"] for r in ranks] == 2 * [[False, 3, signal.SIGTERM]]
     assert_same_run(run(folder / "signal", "uneven", resume=True, seed=5), alone["uneven"])
 
 

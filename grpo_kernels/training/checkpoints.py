@@ -9,35 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
-import shutil
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-
-def prepare_output(out: Path, resume: bool) -> None:
-    """Make the folder, and find out now rather than at the first checkpoint that it cannot be written."""
-    try:
-        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
-        probe = out / "checkpoints" / ".probe"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"out={str(out)!r} cannot be written ({error}): choose another folder.") from error
-    if not resume and (listed(out / "checkpoints") or (out / "metrics.jsonl").exists()):
-        raise ValueError(f"out={str(out)!r} holds a run: continue it with resume, or choose another folder.")
-
-
-def check_space(out: Path, needed: int) -> None:
-    """Raise ValueError unless `needed` bytes are free where the run writes."""
-    free = shutil.disk_usage(out).free
-    if free < needed:
-        raise ValueError(
-            f"out={str(out)!r} has {free / 1e6:.0f} MB free, and the run writes up to {needed / 1e6:.0f} MB: "
-            "make room, lower keep_checkpoints, or choose another folder."
-        )
+FILES = ("state.pt", "manifest.json")
 
 
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
@@ -45,8 +24,9 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     final, draft = folder / f"step-{step:08d}", folder / f"draft-{step:08d}"
     if _intact(final):  # the same step is the same state
         return final
-    for left in folder.glob("draft-*"):  # of a write that failed
-        shutil.rmtree(left)
+    for left in _named("draft", folder):  # of a write that failed
+        _drop(left)
+    _make_way(draft)
     draft.mkdir(parents=True)
     with open(draft / "state.pt", "wb") as file:
         torch.save(state, file)
@@ -56,38 +36,85 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
         json.dump({"step": step, "bytes": (draft / "state.pt").stat().st_size, "sha256": _digest(draft / "state.pt")}, file)
         file.flush()
         os.fsync(file.fileno())
-    shutil.rmtree(final, ignore_errors=True)
+    _drop(final)
+    _make_way(final)
     draft.rename(final)
     # Newer ones than this were passed over by the run that writes it: they are damaged.
-    until = [path for path in listed(folder) if path.name <= final.name]
+    until = [path for path in listed(folder) if step_of(path) <= step]
     for path in set(listed(folder)) - set(until[-keep:]):
-        shutil.rmtree(path)
+        _drop(path)
     return final
 
 
 def listed(folder: Path) -> list[Path]:
-    """Checkpoints, oldest first."""
-    return sorted(folder.glob("step-*"))
+    """Checkpoints, oldest first. Copies under other names and archives are none."""
+    return [path for path in _named("step", folder) if any((path / name).exists() for name in FILES)]
 
 
-def load_newest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """The newest intact checkpoint (None if there is none), and what was wrong with those passed over."""
+def step_of(path: Path) -> int:
+    return int(path.name.partition("-")[2])
+
+
+def _named(kind: str, folder: Path) -> list[Path]:
+    return sorted((path for path in folder.glob(f"{kind}-*") if re.fullmatch(rf"{kind}-\d{{8,}}", path.name)), key=step_of)
+
+
+def _drop(path: Path) -> None:
+    """Remove the files of a checkpoint, and its folder unless somebody keeps something else there. A link, and what cannot be
+    removed, stays: the run that saves is worth more than the room."""
+    if path.is_symlink() or not path.is_dir():
+        return
+    try:
+        for name in FILES:
+            (path / name).unlink(missing_ok=True)
+        if not any(path.iterdir()):
+            path.rmdir()
+    except OSError as error:
+        print(f"old checkpoint not removed: {error}", file=sys.stderr)
+
+
+def _make_way(path: Path) -> None:
+    """Give what has the name of a new checkpoint another name: a file, a link, a folder with things that are not ours."""
+    aside = path
+    while os.path.lexists(aside):
+        aside = aside.with_name(aside.name + "-aside")
+    if aside != path:
+        path.rename(aside)
+        print(f"{path} is not a checkpoint of this run, and is now {aside.name}", file=sys.stderr)
+
+
+def load_newest(folder: Path, until: int | None = None) -> tuple[dict[str, Any] | None, list[str]]:
+    """The newest intact checkpoint (None if there is none), and what was wrong with those passed over. until: the newest up to
+    this step, from which on the metrics are damaged; a later one where there is none."""
     problems: list[str] = []
+    late: list[tuple[Path, dict[str, Any]]] = []
     for path in reversed(listed(folder)):
         try:
-            if not _intact(path):
-                raise ValueError("state.pt does not match its checksum")
-            # The checksum says that the file is the one written; weights_only keeps it from being a program.
-            return torch.load(path / "state.pt", map_location="cpu", weights_only=True), problems
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            state = _read(path)
+        except Exception as error:  # whatever the bytes of a file may lead to
             problems.append(f"{path}: {error}")
-    return None, problems
+            continue
+        if until is None or state["step"] <= until:
+            return state, [*problems, *(f"{path}: the metrics are damaged from step {until} on" for path, _ in late)]
+        late = late or [(path, state)]
+    return (late[0][1] if late else None), problems
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not _intact(path):
+        raise ValueError("state.pt does not match its checksum")
+    # The checksum says that the file is the one written; weights_only keeps it from being a program.
+    state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+        raise ValueError("state.pt does not hold a run")
+    return state
 
 
 def _intact(path: Path) -> bool:
     try:
-        return _digest(path / "state.pt") == json.loads((path / "manifest.json").read_text())["sha256"]
-    except (OSError, ValueError, KeyError):
+        manifest = json.loads((path / "manifest.json").read_text())
+        return isinstance(manifest, dict) and manifest.get("sha256") == _digest(path / "state.pt")
+    except (OSError, ValueError):
         return False
 
 
@@ -97,20 +124,3 @@ def _digest(path: Path) -> str:
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
-
-
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """Global generators of this process, which dropout and reward functions may use; sampling and the data order have their
-    own."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(state["torch"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)

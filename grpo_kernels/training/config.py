@@ -43,11 +43,15 @@ class TrainConfig:
         None, "configuration of the data set; default: main, where there is one (gsm8k has main and socratic)"
     )
     train_split: str = _field("train", "split to train on")
-    eval_split: str = _field("test", "split to evaluate on; a lone file gives up its last eval_prompts rows instead")
-    prompt_column: str | None = _field(None, "column of the prompt; default: the first of prompt, question, problem")
+    eval_split: str = _field("test", "split to evaluate on; a lone file gives up its last rows instead")
+    prompt_column: str | None = _field(
+        None,
+        "column of the prompt, a text or a list of messages, which goes through the tokenizer's chat template; "
+        "default: the first of prompt, question, problem",
+    )
     answer_column: str | None = _field(None, "column of the reference answer; default: the first of answer, solution")
-    prompt_template: str = _field("{prompt}", "text around a prompt; {prompt} stands for it")
-    chat: bool = _field(False, "send the prompt as a user message through the tokenizer's chat template")
+    prompt_template: str = _field("{prompt}", "text around a prompt that is a text; {prompt} stands for it")
+    chat: bool = _field(False, "send a prompt that is a text as a user message through the tokenizer's chat template")
     rewards: list[str] = field(
         default_factory=lambda: ["exact"], metadata={"help": "reward functions: exact, number, or module:function"}
     )
@@ -100,8 +104,14 @@ class TrainConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999], metadata={"help": "AdamW's two betas"})
     max_grad_norm: float = _field(1.0, "gradient norm clip; inf switches it off")
 
-    eval_steps: int = _field(50, "evaluate every so many steps, before the first and after the last; 0 = never")
-    eval_prompts: int = _field(256, "held-out prompts per evaluation")
+    eval_steps: int = _field(
+        50,
+        "evaluate every so many steps, before the first and after the last; 0 = never. accuracy is the share of held-out prompts "
+        "whose completion gets at least 1 from the first reward, eval_reward the mean of all rewards",
+    )
+    eval_prompts: int | None = _field(
+        None, "held-out prompts per evaluation; default: at most 256, and of a lone file at most a tenth"
+    )
     eval_temperature: float = _field(0.0, "0 = greedy")
 
     out: str = _field("runs/grpo", "folder of metrics.jsonl, curves.png, checkpoints and the final model")
@@ -178,7 +188,7 @@ class TrainConfig:
         check("lr", 0 <= self.lr < math.inf, "it must be a finite number >= 0.")
         check("betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "give two numbers in [0, 1).")
         check("max_grad_norm", self.max_grad_norm > 0, "it must be above 0; inf switches clipping off.")
-        check("eval_prompts", self.eval_prompts >= 1, "it must be at least 1; eval_steps=0 switches evaluation off.")
+        check("eval_prompts", self.eval_prompts is None or self.eval_prompts >= 1, "it must be at least 1; eval_steps=0 switches evaluation off.")
         check("keep_checkpoints", self.keep_checkpoints >= 2, "keep at least 2, so that a damaged one has a predecessor.")
         objective = self.objective  # what does not go together is refused now
         group_advantages(torch.zeros(2), group_size=2, **self.advantage_options)

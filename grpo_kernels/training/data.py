@@ -14,46 +14,63 @@ from .config import TrainConfig
 Row = dict[str, Any]
 
 FILE_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+#: Held-out prompts that an evaluation takes where `eval_prompts` does not say, and what share of a lone file they may be.
+EVAL_PROMPTS, EVAL_SHARE = 256, 0.1
 
 
-def load_rows(config: TrainConfig, tokenizer: Any) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows). Raises ValueError where the data set lacks a split or a column."""
+def load_rows(config: TrainConfig) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows) with "prompt" and "answer"; without evaluations no rows are held out. Raises ValueError
+    where the data set cannot be read or lacks a split or a column."""
     datasets = require("datasets")
     path = Path(config.dataset)
     if path.is_file():
         if path.suffix not in FILE_LOADERS:
             raise ValueError(f"dataset={config.dataset!r}: a file must end in one of {', '.join(FILE_LOADERS)}.")
-        rows = list(datasets.load_dataset(FILE_LOADERS[path.suffix], data_files=str(path), split="train"))
-        if len(rows) <= config.eval_prompts:
-            raise ValueError(
-                f"dataset={config.dataset!r} has {len(rows)} rows, and eval_prompts={config.eval_prompts} holds out all: lower it."
-            )
-        train, held_out = rows[: -config.eval_prompts], rows[-config.eval_prompts :]
+        if not path.read_bytes().strip():
+            raise ValueError(f"dataset={config.dataset!r} is empty: it must have a row for each prompt.")
+        rows = list(_load(datasets.load_dataset, config, FILE_LOADERS[path.suffix], data_files=str(path), split="train"))
+        train, held_out = _cut(rows, config)
     else:
         configuration = config.dataset_config
-        if configuration is None and "main" in datasets.get_dataset_config_names(config.dataset):
+        if configuration is None and "main" in _load(datasets.get_dataset_config_names, config, config.dataset):
             configuration = "main"
-        splits = datasets.load_dataset(config.dataset, configuration)
-        for name in (config.train_split, config.eval_split):
+        splits = _load(datasets.load_dataset, config, config.dataset, configuration)
+        wanted = (config.train_split, config.eval_split) if config.eval_steps else (config.train_split,)
+        for name in wanted:
             if name not in splits:
                 raise ValueError(f"split {name!r} is not in dataset={config.dataset!r}: it has {', '.join(splits)}.")
-        train, held_out = list(splits[config.train_split]), list(splits[config.eval_split])
-    return [prepare(row, config, tokenizer) for row in train], [prepare(row, config, tokenizer) for row in held_out]
+        train, *rest = (list(splits[name]) for name in wanted)
+        held_out = rest[0] if rest else []
+    return [prepare(row, config) for row in train], [prepare(row, config) for row in held_out]
 
 
-def prepare(row: Row, config: TrainConfig, tokenizer: Any) -> Row:
-    """Add "prompt" and "answer" to a raw row. Of a worked solution "... #### 42" (gsm8k) the answer is "42"."""
-    prompt = str(row[_column(row, config.prompt_column, ("prompt", "question", "problem"), "prompt_column")])
-    prompt = config.prompt_template.replace("{prompt}", prompt)
-    if config.chat:
-        if not tokenizer.chat_template:
-            raise ValueError("chat=True, but the tokenizer has no chat template: use a chat model, or chat=False.")
-        message = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    prepared = {**row, "prompt": prompt}
+def _load(function: Any, config: TrainConfig, *arguments: Any, **options: Any) -> Any:
+    try:
+        return function(*arguments, **options)
+    except Exception as error:  # datasets has exceptions of many kinds, and the reason in a cause
+        reason = error.__cause__ or error
+        raise ValueError(f"dataset={config.dataset!r} cannot be loaded: {type(reason).__name__}: {reason}") from error
+
+
+def _cut(rows: list[Row], config: TrainConfig) -> tuple[list[Row], list[Row]]:
+    """A lone file gives up its last rows for evaluation."""
+    count = config.eval_prompts or min(EVAL_PROMPTS, max(int(len(rows) * EVAL_SHARE), 1))
+    if not config.eval_steps:
+        return rows, []
+    if len(rows) <= count:
+        raise ValueError(
+            f"dataset={config.dataset!r} has {len(rows)} rows, and eval_prompts={count} holds out all: lower it, or switch "
+            "evaluation off with eval_steps=0."
+        )
+    return rows[:-count], rows[-count:]
+
+
+def prepare(row: Row, config: TrainConfig) -> Row:
+    """Name the columns of a raw row "prompt" and "answer". Of a worked solution "... #### 42" (gsm8k) the answer is "42"."""
+    prepared = {**row, "prompt": row[_column(row, config.prompt_column, ("prompt", "question", "problem"), "prompt_column")]}
     if config.answer_column is not None or "answer" in row or "solution" in row:
-        answer = str(row[_column(row, config.answer_column, ("answer", "solution"), "answer_column")])
-        prepared["answer"] = answer.rsplit("####", 1)[-1].strip()
+        answer = row[_column(row, config.answer_column, ("answer", "solution"), "answer_column")]
+        prepared["answer"] = None if answer is None else str(answer).rsplit("####", 1)[-1].strip()
     return prepared
 
 
@@ -64,18 +81,74 @@ def _column(row: Row, wanted: str | None, usual: tuple[str, ...], argument: str)
     raise ValueError(f"{argument}={wanted!r}: the data set has the columns {', '.join(row)}; name one of them.")
 
 
-def encode(rows: list[Row], tokenizer: Any, max_tokens: int) -> tuple[list[Row], int]:
-    """Rows with their "prompt_ids", and how many were left out as longer than `max_tokens` (or empty)."""
-    # A chat template writes the special tokens itself, so a beginning-of-text token must not come twice.
-    special = not tokenizer.chat_template
+def encode(rows: list[Row], tokenizer: Any, config: TrainConfig, which: str = "training") -> list[Row]:
+    """Rows with "prompt" as the text that the model sees and its "prompt_ids", without those longer than max_prompt_tokens.
+    Raises ValueError, which names the row, for a prompt that is neither text nor a conversation, and where no row is left."""
+    if not rows:
+        remedy = "name a data set and a train_split that have some"
+        if which != "training":
+            remedy = "name an eval_split that has some, or switch evaluation off with eval_steps=0"
+        raise ValueError(f"dataset={config.dataset!r}: there are no {which} rows: {remedy}.")
     kept = []
-    for row in rows:
-        ids = tokenizer(row["prompt"], add_special_tokens=special)["input_ids"]
-        if 0 < len(ids) <= max_tokens:
-            kept.append({**row, "prompt_ids": ids})
+    for i, row in enumerate(rows):
+        try:
+            text, ids = render(row.get("prompt"), tokenizer, config)
+        except ValueError as error:
+            raise ValueError(f"row {i} of the {which} rows: {error}") from error
+        if len(ids) <= config.max_prompt_tokens:
+            kept.append({**row, "prompt": text, "prompt_ids": ids})
     if not kept:
-        raise ValueError(f"max_prompt_tokens={max_tokens}: all {len(rows)} prompts are longer (or there are none); raise it.")
-    return kept, len(rows) - len(kept)
+        raise ValueError(
+            f"max_prompt_tokens={config.max_prompt_tokens}: all {len(rows)} {which} prompts are longer; raise it."
+        )
+    return kept
+
+
+def render(prompt: Any, tokenizer: Any, config: TrainConfig) -> tuple[str, list[int]]:
+    """(text, ids) of a prompt that is a text, or a conversation: messages {"role": ..., "content": ...}, of which an assistant's
+    last one is continued."""
+    if isinstance(prompt, str) and prompt.strip():
+        text = config.prompt_template.replace("{prompt}", prompt)
+        if not config.chat:
+            # A text may come with its special tokens, and a beginning-of-text token must not come twice.
+            begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+            return _with_ids(text, tokenizer, special=not begun)
+        prompt = [{"role": "user", "content": text}]
+    elif not _is_conversation(prompt):
+        raise ValueError(f"prompt={prompt!r:.80}: it must be a text that is not empty, or a list of messages with their roles.")
+    elif config.prompt_template != "{prompt}":
+        raise ValueError(
+            f"prompt_template={config.prompt_template!r} goes around a text, but this prompt is a list of messages: write it into "
+            "the messages."
+        )
+    if not tokenizer.chat_template:
+        why = "chat=True" if config.chat else "the prompt is a list of messages"
+        raise ValueError(f"{why}, but the tokenizer has no chat template: use a chat model, or prompts that are text.")
+    # A data set fills the keys that other messages have with None.
+    messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    goes_on = messages[-1]["role"] == "assistant"
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
+        )
+    except Exception as error:  # of the template's own language
+        raise ValueError(f"the tokenizer's chat template refuses the messages: {error}") from error
+    return _with_ids(text, tokenizer, special=False)  # which the template writes itself
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, (list, tuple))
+        and len(prompt) > 0
+        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in prompt)
+    )
+
+
+def _with_ids(text: str, tokenizer: Any, special: bool) -> tuple[str, list[int]]:
+    ids = tokenizer(text, add_special_tokens=special)["input_ids"]
+    if not ids:
+        raise ValueError(f"prompt={text!r:.80} has no tokens: leave the row out.")
+    return text, ids
 
 
 def prompts_of_step(rows: list[Row], step: int, count: int, seed: int) -> list[Row]:

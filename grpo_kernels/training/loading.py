@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from typing import Any
 
 import torch
 
+from .. import backends
 from . import recompute, require
 from .config import TrainConfig
+from .data import FILE_LOADERS
 
 
 def pick_device(name: str) -> torch.device:
     """The device of this process; of several on a machine, each has its own."""
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={name!r}: it must be auto, cpu, cuda or one of several as in cuda:1.")
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
@@ -26,7 +34,36 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda", index)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(f"device={name!r}: of several processes each has a device of its own; use device='cuda' or 'auto'.")
+    count = torch.cuda.device_count()
+    if device.index >= count:
+        raise ValueError(f"device={name!r}: torch sees {count} CUDA devices here, of which the last is cuda:{count - 1}.")
     return device
+
+
+def check_names(config: TrainConfig) -> None:
+    """Raise ValueError for a path that is not there. What looks like a path is never asked of the Hub, which without a network
+    would take minutes to say no."""
+    for field in ("model", "dataset", "reward_model"):
+        name = getattr(config, field)
+        if not name or os.path.exists(name):
+            continue
+        owner, slash, _ = name.partition("/")
+        hub = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) and os.path.splitext(name)[1] not in FILE_LOADERS
+        if not hub:
+            raise ValueError(f"{field}={name!r}: there is no such file or folder, and the Hub has no such names.")
+        if slash and os.path.isdir(owner):
+            raise ValueError(
+                f"{field}={name!r}: the folder {owner!r} is here and has no {name.rpartition('/')[2]!r}. If the Hub's is meant, "
+                f"start the run where there is no folder {owner!r}."
+            )
+
+
+def check_backend(name: str, device: torch.device) -> None:
+    """Raise ValueError for a backend of the kernels that is unknown or cannot run on the device."""
+    try:
+        backends.pick(name, device)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
 
 
 def pick_attention(config: TrainConfig, device: torch.device) -> str:

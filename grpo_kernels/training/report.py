@@ -50,6 +50,12 @@ def combine(parts: list[dict[str, float]]) -> dict[str, float]:
     return metrics
 
 
+def _dump(line: dict[str, Any]) -> str:
+    """A line of JSON, which has no NaN and no infinity: null stands for them."""
+    known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+    return json.dumps(known, allow_nan=False) + "\n"
+
+
 class MetricsLog:
     """metrics.jsonl, one object per line, on disk when `write` returns."""
 
@@ -58,12 +64,12 @@ class MetricsLog:
         if path.exists():
             draft = path.with_suffix(".draft")
             kept = [line for line in read_metrics(path) if line["step"] < resume_at]
-            draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            draft.write_text("".join(_dump(line) for line in kept))
             draft.replace(path)
         self.file = open(path, "a")
 
     def write(self, line: dict[str, Any]) -> None:
-        self.file.write(json.dumps(line) + "\n")
+        self.file.write(_dump(line))
         self.file.flush()
         os.fsync(self.file.fileno())
 
@@ -72,9 +78,31 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; a torn last line, left by a crash while writing, is not one."""
-    text = path.read_text()
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    """All whole lines; what a crash while writing leaves is none: a torn last line, or NUL bytes."""
+    return [line for line in map(_parsed, _texts(path)) if line is not None]
+
+
+def damaged_from(path: Path) -> int | None:
+    """The first step whose line a crash has damaged; None where all lines are whole, or there is no file."""
+    step = 0
+    for text in _texts(path) if path.exists() else ():
+        line = _parsed(text)
+        if line is None:
+            return step
+        step = line["step"] + 1
+    return None
+
+
+def _texts(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines(keepends=True)
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text) if text.endswith("\n") else None
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 
 
 def plot(metrics: Path, picture: Path) -> None:
@@ -84,7 +112,7 @@ def plot(metrics: Path, picture: Path) -> None:
     from matplotlib.figure import Figure
 
     lines = read_metrics(metrics)
-    panels = [(title, name) for title, name in PANELS if any(name in line for line in lines)]
+    panels = [(title, name) for title, name in PANELS if any(line.get(name) is not None for line in lines)]
     if not panels:
         return
     grey, colour = "#808080", "#3987e5"
@@ -96,11 +124,12 @@ def plot(metrics: Path, picture: Path) -> None:
     for spare in grid[len(panels) :]:
         spare.set_visible(False)
     for axes, (title, name) in zip(grid, panels, strict=False):
-        points = [(line["step"], line[name]) for line in lines if name in line]
+        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
         steps, values = zip(*points, strict=True)
         marker = "o" if len(points) < 30 else ""
         axes.plot(steps, values, color=colour, marker=marker, markersize=4, linewidth=1.5)
-        axes.set_title(title, color=grey, fontsize=11)
+        counts = next((line["accuracy_counts"] for line in lines if "accuracy_counts" in line), "")
+        axes.set_title(f"{title}: {counts}" if name == "accuracy" and counts else title, color=grey, fontsize=11)
         axes.set_xlabel("step", color=grey)
         axes.tick_params(colors=grey)
         axes.grid(color=grey, alpha=0.25, linewidth=0.5)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +33,22 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 def exact(prompts: list[str], completions: list[str], *, answer: list[str], **_: Any) -> list[float]:
     """1 if the completion is the answer, apart from white space around it, else 0."""
-    return [float(c.strip() == a.strip()) for c, a in zip(completions, answer, strict=True)]
+    return [float(c.strip() == a.strip()) for c, a in zip(completions, _known(answer), strict=True)]
 
 
 def number(prompts: list[str], completions: list[str], *, answer: list[str], **_: Any) -> list[float]:
     r"""1 if the final number of the completion equals the answer, else 0: after "####", or in \boxed{}, or the last."""
     return [
         float(_final_number(c) is not None and _final_number(c) == _final_number(a))
-        for c, a in zip(completions, answer, strict=True)
+        for c, a in zip(completions, _known(answer), strict=True)
     ]
+
+
+def _known(answers: list[str]) -> list[str]:
+    missing = [i for i, answer in enumerate(answers) if answer is None]
+    if missing:
+        raise ValueError(f"the answer of completion {missing[0]} is None: leave rows without an answer out of the data set.")
+    return answers
 
 
 def _final_number(text: str) -> float | None:
@@ -107,7 +114,7 @@ class Rewards:
     """What one reward function returned for some completions."""
 
     name: str
-    values: list[Any]
+    values: list[float | list[float | None]]
 
 
 def call(
@@ -121,23 +128,53 @@ def call(
     """The functions' rewards, as many as there are completions; without completions nothing is called."""
     found = []
     for function in functions:
-        name = getattr(function, "__name__", type(function).__name__)
-        values = list(function(prompts, completions, completion_ids=tokens, **columns)) if completions else []
+        name = name_of(function)
+        returned = function(prompts, completions, completion_ids=tokens, **columns) if completions else []
+        if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Iterable):
+            raise ValueError(f"reward {name} returned {_shown(returned)}: return a list, with an entry for each completion.")
+        values = list(returned)
         if len(values) != len(completions):
             raise ValueError(
                 f"reward {name} returned {len(values)} values for {len(completions)} completions: return one for each."
             )
-        for i, (value, ids) in enumerate(zip(values, tokens, strict=True)):
-            if value is None:
-                raise ValueError(
-                    f"reward {name} returned None for completion {i}: return a number, or a list with process rewards."
-                )
-            if isinstance(value, (list, tuple)) and len(value) != len(ids):
-                raise ValueError(
-                    f"process reward {name} returned {len(value)} entries for completion {i} of {len(ids)} tokens: one entry per token."
-                )
-        found.append(Rewards(name, values))
+        found.append(Rewards(name, [_reward(value, name, i, len(tokens[i])) for i, value in enumerate(values)]))
     return found
+
+
+def name_of(function: RewardFunction) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _reward(value: Any, name: str, i: int, length: int) -> float | list[float | None]:
+    """What a function returned for completion i of `length` tokens, as a number or a list of numbers and None."""
+    if not isinstance(value, (list, tuple)):
+        where = f"reward {name} returned {_shown(value)} for completion {i}"
+        return _number(value, f"{where}: return a finite number, or a list with process rewards.")
+    if len(value) != length:
+        raise ValueError(
+            f"process reward {name} returned {len(value)} entries for completion {i} of {length} tokens: one entry per token."
+        )
+    remedy = "a step's reward is a finite number, and None stands where no step ends."
+    return [
+        None if v is None else _number(v, f"process reward {name} returned {_shown(v)} at token {t} of completion {i}: {remedy}")
+        for t, v in enumerate(value)
+    ]
+
+
+def _number(value: Any, refusal: str) -> float:
+    """A Python, NumPy or torch number, which is finite."""
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(refusal)
+    return number
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: what it is, and the beginning of what it holds."""
+    return "None" if value is None else f"a {type(value).__name__} ({value!r:.40})"
 
 
 @dataclass(frozen=True)

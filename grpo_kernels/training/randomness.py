@@ -1,0 +1,47 @@
+"""The random numbers of a process that everybody in it shares: torch's, Python's and NumPy's. A model may use them, and reward
+functions do; sampling and the order of the data have generators of their own."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+try:
+    import numpy
+except ModuleNotFoundError:  # torch works without
+    numpy = None  # type: ignore[assignment]
+
+
+def seed(value: int) -> None:
+    """Start all of them anew."""
+    torch.manual_seed(value)
+    random.seed(value)
+    if numpy is not None:
+        numpy.random.seed(value % 2**32)
+
+
+def state(device: torch.device) -> dict[str, Any]:
+    """Plain numbers and tensors, which a checkpoint can hold."""
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        found["numpy"] = (name, keys.tolist(), *rest)
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def set_state(found: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(found["torch"])
+    version, internal, gauss = found["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "numpy" in found:
+        if numpy is None:
+            print("the checkpoint has a random state of NumPy, which is not installed here", file=sys.stderr)
+        else:
+            numpy.random.set_state(tuple(found["numpy"]))
+    if "cuda" in found and device.type == "cuda":
+        torch.cuda.set_rng_state(found["cuda"], device)
