@@ -13,9 +13,10 @@ seed 2 from 40.8 % to 87.4 %.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import random
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from grpo_kernels.trainer import TrainConfig, Trainer
-from grpo_kernels.training import require
+from grpo_kernels.training import checkpoints, require
+from grpo_kernels.training.output import OutputFolder
 from grpo_kernels.training.rewards import exact
 from grpo_kernels.training.sampling import Completions, completion_logits, left_pad, sample
 
@@ -132,11 +134,35 @@ def run(seed: int, steps: int, out: Path, *, quick: bool = False, progress: bool
         progress=progress, device="cpu",
     )  # fmt: skip
     trainer = Trainer(config, model=model, tokenizer=tok, rows=(training, held_out), rewards=[exact])
-    trainer.train()
+    try:
+        done = trainer.train()
+    finally:
+        (out / MARK).write_text(digest(trainer.folder.metrics))
+    if not done:
+        raise SystemExit(128 + trainer.stopped_by)
     after = accuracy(model, tok, held_out)
     print(f"seed {seed}: GRPO {time.perf_counter() - warm:.0f} s, {trainer.step} steps; held-out accuracy {after:.1%}")
     print(f"seed {seed}: {before:.1%} -> {after:.1%}, {100 * (after - before):+.1f} points; curves in {out / 'curves.png'}")
     return before, after
+
+
+MARK = "arithmetic.json"  # in the folder of a run of this example: the checksum of its metrics
+
+
+def make_room(folder: OutputFolder) -> None:
+    """Remove metrics and checkpoints of a former run of this example, and of nobody else; other files stay."""
+    mark = folder.path / MARK
+    if mark.exists() and folder.metrics.exists() and mark.read_text() == digest(folder.metrics):
+        folder.hold()
+        checkpoints.drop_all(folder.checkpoints)
+        folder.metrics.unlink()
+        folder.release()
+    folder.take(resume=False)
+    folder.release()
+
+
+def digest(path: Path) -> str:
+    return json.dumps({"sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -144,13 +170,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=60, help="GRPO steps (default: 60)")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/arithmetic"), help="folder; a former run of this example there goes"
+        "--out", type=Path, default=Path("runs/arithmetic"), help="folder; a former run of this example there is replaced"
     )
     parser.add_argument("--quick", action="store_true", help="a few steps of everything with a tiny model, to see that it runs")
     parser.add_argument("--no-side-by-side", action="store_true", help="leave out the comparison of the loss step")
     args = parser.parse_args(argv)
-    if (args.out / "metrics.jsonl").exists():
-        shutil.rmtree(args.out)
+    try:
+        make_room(OutputFolder(args.out))
+    except ValueError as error:
+        parser.error(str(error))
     run(args.seed, 3 if args.quick else args.steps, args.out, quick=args.quick)
     if not args.no_side_by_side:
         from benchmarks.side_by_side import main as side_by_side

@@ -106,7 +106,7 @@ def test_a_row_that_is_no_prompt_is_named(
 
 
 def test_a_conversation_needs_a_chat_template(tok: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="row 0 .*: the prompt is a list of messages, but the tokenizer has no chat template"):
+    with pytest.raises(ValueError, match=r"row 0 .*: the prompt is a list of messages, but the tokenizer has no chat template"):
         with_rows(tok, tmp_path, [{"prompt": user("1+1")}])
     with pytest.raises(ValueError, match="chat=True, but the tokenizer has no chat template"):
         with_rows(tok, tmp_path, PROMPTS, chat=True)
@@ -193,7 +193,7 @@ def test_held_out_prompts_that_are_left_out_are_counted(tok: Any, tmp_path: Path
         ({"device": "gpu"}, "device='gpu': it must be auto, cpu, cuda or"),
         ({"device": "meta"}, "device='meta': it must be auto, cpu, cuda or"),
         ({"backend": "tritn"}, "backend='tritn': it must be auto or one of eager, cpu, triton"),
-        ({"backend": "triton"}, "backend=\"triton\" cannot run: "),
+        ({"backend": "triton"}, 'backend="triton" cannot run: '),
         ({"model": "./modles/mine"}, "model='./modles/mine': there is no such file or folder"),
         ({"model": "/models/a/b"}, "model='/models/a/b': there is no such file or folder"),
         ({"model": "~/mine"}, "model='~/mine': there is no such"),
@@ -300,9 +300,9 @@ def test_a_run_from_the_command_line_says_how_it_ended(
     ]  # fmt: skip
     import stopping_reward
 
-    for number, steps in ((signal.SIGTERM, 1), (signal.SIGINT, 2)):
-        stopping_reward.which[:] = [number]
-        assert command_line([*argv, "--resume"]) == 128 + number
+    for received, steps in ((signal.SIGTERM, 1), (signal.SIGINT, 2)):
+        stopping_reward.which[:] = [received]
+        assert command_line([*argv, "--resume"]) == 128 + received
         assert len(lines(tmp_path / "run")) == steps
     stopping_reward.which.clear()
     assert command_line(argv) == 2 and "holds a run: continue it with resume" in capsys.readouterr().err

@@ -22,7 +22,7 @@ FILES = ("state.pt", "manifest.json")
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     """Write the checkpoint of a step and drop all but the newest `keep`."""
     final, draft = folder / f"step-{step:08d}", folder / f"draft-{step:08d}"
-    if _intact(final):  # the same step is the same state
+    if _readable(final):  # the same step is the same state
         return final
     for left in _named("draft", folder):  # of a write that failed
         _drop(left)
@@ -53,6 +53,12 @@ def listed(folder: Path) -> list[Path]:
 
 def step_of(path: Path) -> int:
     return int(path.name.partition("-")[2])
+
+
+def drop_all(folder: Path) -> None:
+    """Remove all checkpoints."""
+    for path in (*listed(folder), *_named("draft", folder)):
+        _drop(path)
 
 
 def _named(kind: str, folder: Path) -> list[Path]:
@@ -101,20 +107,20 @@ def load_newest(folder: Path, until: int | None = None) -> tuple[dict[str, Any] 
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not _intact(path):
+    manifest = json.loads((path / "manifest.json").read_text())
+    if not isinstance(manifest, dict) or manifest.get("sha256") != _digest(path / "state.pt"):
         raise ValueError("state.pt does not match its checksum")
     # The checksum says that the file is the one written; weights_only keeps it from being a program.
     state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
-        raise ValueError("state.pt does not hold a run")
+    if not isinstance(state, dict) or state.get("step") != step_of(path):
+        raise ValueError("state.pt does not hold a run of that step")
     return state
 
 
-def _intact(path: Path) -> bool:
+def _readable(path: Path) -> bool:
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        return isinstance(manifest, dict) and manifest.get("sha256") == _digest(path / "state.pt")
-    except (OSError, ValueError):
+        return _read(path) is not None
+    except Exception:
         return False
 
 

@@ -188,7 +188,11 @@ class TrainConfig:
         check("lr", 0 <= self.lr < math.inf, "it must be a finite number >= 0.")
         check("betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "give two numbers in [0, 1).")
         check("max_grad_norm", self.max_grad_norm > 0, "it must be above 0; inf switches clipping off.")
-        check("eval_prompts", self.eval_prompts is None or self.eval_prompts >= 1, "it must be at least 1; eval_steps=0 switches evaluation off.")
+        check(
+            "eval_prompts",
+            self.eval_prompts is None or self.eval_prompts >= 1,
+            "it must be at least 1; eval_steps=0 switches evaluation off.",
+        )
         check("keep_checkpoints", self.keep_checkpoints >= 2, "keep at least 2, so that a damaged one has a predecessor.")
         objective = self.objective  # what does not go together is refused now
         group_advantages(torch.zeros(2), group_size=2, **self.advantage_options)

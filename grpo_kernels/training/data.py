@@ -98,9 +98,7 @@ def encode(rows: list[Row], tokenizer: Any, config: TrainConfig, which: str = "t
         if len(ids) <= config.max_prompt_tokens:
             kept.append({**row, "prompt": text, "prompt_ids": ids})
     if not kept:
-        raise ValueError(
-            f"max_prompt_tokens={config.max_prompt_tokens}: all {len(rows)} {which} prompts are longer; raise it."
-        )
+        raise ValueError(f"max_prompt_tokens={config.max_prompt_tokens}: all {len(rows)} {which} prompts are longer; raise it.")
     return kept
 
 

@@ -156,7 +156,9 @@ def _reward(value: Any, name: str, i: int, length: int) -> float | list[float | 
         )
     remedy = "a step's reward is a finite number, and None stands where no step ends."
     return [
-        None if v is None else _number(v, f"process reward {name} returned {_shown(v)} at token {t} of completion {i}: {remedy}")
+        None
+        if v is None
+        else _number(v, f"process reward {name} returned {_shown(v)} at token {t} of completion {i}: {remedy}")
         for t, v in enumerate(value)
     ]
 
