@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,8 +27,8 @@ def state(device: torch.device) -> dict[str, Any]:
     """Plain numbers and tensors, which a checkpoint can hold."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        found["numpy"] = (name, keys.tolist(), *rest)
+        kind, keys, *rest = cast(Any, numpy.random.get_state())
+        found["numpy"] = (kind, keys.tolist(), *rest)
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
     return found

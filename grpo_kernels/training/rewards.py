@@ -201,7 +201,7 @@ def score(
     process = torch.zeros(len(lengths), max(lengths))
     totals, first, per_token = torch.zeros_like(outcome), None, False
     for reward, weight in zip(rewards, weights, strict=True):
-        values = reward.values
+        values: list[Any] = reward.values
         if any(isinstance(v, (list, tuple)) for v in values):
             per_token = True
             steps = step_rewards(reward, lengths)
