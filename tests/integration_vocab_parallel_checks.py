@@ -5,6 +5,7 @@ function on two ranks where its package is on the path."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import sys
@@ -152,31 +153,42 @@ def check_areal_itself(rank: int, ranks: int) -> None:
 # ---- slime
 
 
+@functools.cache
+def alone() -> Any:
+    """A group of this rank only."""
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+
 def check_slime(rank: int, ranks: int) -> None:
-    """With the tokens that top-p sampling kept: none on this rank in some rows, the target not among them in others."""
-    data, group = drawn(), dist.group.WORLD
+    """With the tokens that top-p sampling kept: none on this rank in some rows, the target not among them in others. No group
+    is all ranks, as torch.distributed and slime have it."""
+    data = drawn()
     keep = data.keep.clone()
     keep[2, :WIDTH], keep[3, WIDTH:] = False, False
     assert not keep[torch.arange(N), data.tokens].all() and keep[torch.arange(N), data.tokens].any()
     with modules():
         home = stand_in("slime.utils.ppo_utils", calculate_log_probs_and_entropy=not_reached())
-        for entropy in ({}, {"with_entropy": True}, {"with_entropy": True, "with_entropy_grad": False}):
+        for entropy, group in (
+            ({}, None),
+            ({"with_entropy": True}, dist.group.WORLD),
+            ({"with_entropy": True, "with_entropy_grad": False}, None),
+        ):
             for mask in (None, keep):
                 with slime.bind(strict=True, any_version=True) as slots:
                     assert_logits(
                         rank,
-                        lambda x, e=entropy, m=mask: home.calculate_log_probs_and_entropy(
+                        lambda x, e=entropy, m=mask, group=group: home.calculate_log_probs_and_entropy(
                             x, data.tokens, group, log_prob_keep_mask=None if m is None else own(m, rank), **e
                         ),
                         lambda x, e=entropy, m=mask: slime.calculate_log_probs_and_entropy(
-                            x, data.tokens, None, log_prob_keep_mask=m, **e
+                            x, data.tokens, alone(), log_prob_keep_mask=m, **e
                         ),
                         data.logits,
                     )
                     assert slots.counts == {"fused": 1}
     exact = torch.where(keep | torch.nn.functional.one_hot(data.tokens, V).bool(), data.logits.double(), -math.inf)
     logps, _ = slime.calculate_log_probs_and_entropy(
-        own(data.logits, rank), data.tokens, group, log_prob_keep_mask=own(keep, rank)
+        own(data.logits, rank), data.tokens, None, log_prob_keep_mask=own(keep, rank)
     )
     assert_close(logps.double(), exact.log_softmax(-1).gather(1, data.tokens[:, None]))
 
@@ -214,7 +226,7 @@ def check_slime_policy_loss(rank: int, ranks: int) -> None:
 
         with slime.bind(strict=True, any_version=True) as slots:
             value, part = gradient(lambda x: loss(x, dist.group.WORLD), own(data.logits, rank))
-            expected, whole = gradient(lambda x: loss(x, None), data.logits)
+            expected, whole = gradient(lambda x: loss(x, alone()), data.logits)
             assert slots.counts == {"fused": 2}
         assert_close(value, expected)
         assert_close(part, own(whole, rank))
@@ -239,18 +251,19 @@ def check_skyrl(rank: int, ranks: int) -> None:
         home = stand_in(MEGATRON_HEAD, _fused_lm_head_logprob_apply=not_reached())
         hidden, target = data.hidden[None], data.tokens[None]
 
-        def parts(h: Tensor, w: Tensor, inference_only: bool = False) -> Tensor:
-            group = dist.group.WORLD
+        def parts(h: Tensor, w: Tensor, inference_only: bool = False, group: Any = None) -> Tensor:
             return home._fused_lm_head_logprob_apply("torch", h, w, target, *bounds(rank), 4, group, inference_only)
 
         def whole(h: Tensor, w: Tensor) -> Tensor:
-            return skyrl.fused_lm_head_logprobs("torch", h, w, target, 0, V, 4, None, False)
+            return skyrl.fused_lm_head_logprobs("torch", h, w, target, 0, V, 4, alone(), False)
 
         with skyrl.bind(megatron=True, strict=True, any_version=True) as slots:
             assert_head(rank, parts, whole, hidden, data.weight)
             leaf = own(data.weight, rank, 0).requires_grad_()
-            assert not parts(hidden, leaf, True).requires_grad
+            assert not parts(hidden, leaf, True, dist.group.WORLD).requires_grad
             assert slots.counts == {"fused": 2}
+            with pytest.raises(ValueError, match=r"is \[0, \d+\): pass the group"):
+                parts(hidden, leaf, True, alone()) if rank else parts(hidden, leaf[:5], True, alone())
 
 
 def check_skyrl_itself(rank: int, ranks: int) -> None:

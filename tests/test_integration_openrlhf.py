@@ -47,43 +47,67 @@ OPENRLHF: dict[str, dict[str, Any]] = {
     },
     "gspo, corrected": {"policy_loss_type": "gspo", "enable_vllm_is_correction": True},
 }  # fmt: skip
+#: With the arguments of 0.11.2.
+SINCE: dict[str, dict[str, Any]] = {
+    "off": {"is_correction_level": "off", "dual_clip": 1.5},
+    "clip": {"is_correction_level": "token", "is_correction_mode": "clip", "is_correction_threshold": (0.8, 1.2)},
+    "mask": {"is_correction_level": "token", "is_correction_threshold": (0.7, 1.4)},
+    "sequences": {"is_correction_level": "seq", "is_correction_threshold": (0.9, 1.1), "token_level_loss": False},
+    "gspo": {"is_correction_level": "seq", "policy_loss_type": "gspo"},
+    **{
+        f"{gating} of a {level}": {
+            "is_correction_level": level, "is_correction_gating": gating, "is_correction_threshold": (0.0, high),
+        }
+        for level, gating, high in (
+            ("token", "binary_kl", 0.01), ("seq", "binary_kl", 0.006), ("token", "tv", 0.05), ("seq", "tv", 0.06),
+        )
+    },
+}  # fmt: skip
 COUNTS: list[dict[str, Any]] = [{}, {"dp_size": 2, "batch_num_tokens": 61.0, "global_batch_size": 17.0}]
 
 
-def openrlhf_loss(options: dict[str, Any], logps: Tensor, data: Data, counts: dict[str, Any]) -> tuple[Tensor, ...]:
+def openrlhf_loss(options: dict[str, Any], logps: Tensor, data: Data, counts: dict[str, Any]) -> tuple[Any, ...]:
     old, sampler, A = double(data.old, data.sampler, data.advantages)
     low, high = options.get("clip_eps_low", 0.2), options.get("clip_eps_high", 0.2)
-    gspo, corrected = options.get("policy_loss_type") == "gspo", options.get("enable_vllm_is_correction", False)
+    gspo, since = options.get("policy_loss_type") == "gspo", "is_correction_level" in options
+    level, mode, gating = (options.get(f"is_correction_{name}") for name in ("level", "mode", "gating"))
+    bounds = options.get("is_correction_threshold", (0.5, 5.0))
+    if not since:
+        kinds = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
+        level, mode = kinds[options.get("vllm_is_correction_type", "tis")]
+        level = level if options.get("enable_vllm_is_correction") else "off"
+        bounds = options.get("vllm_is_truncated_threshold")
     n = MASK.sum(1, keepdim=True)
     if gspo:
-        x = logps - (sampler if corrected else old)
+        x = logps - (old if level == "off" else sampler)
         r = ((x * MASK).sum(1, keepdim=True) / n.clamp(min=1)).exp() * MASK
     else:
         r = (logps - old).clamp(-20, 20).exp()
     loss, bound = clipped(r, A, low, high, options.get("dual_clip"))
-    kl = None
-    if corrected and not gspo:
-        w, (lo, hi) = (old - sampler).exp(), options["vllm_is_truncated_threshold"]
-        kind = options.get("vllm_is_correction_type", "tis")
-        if kind == "tis":
-            w = w.clamp(lo, hi)
-        elif kind == "icepop":
-            w = w * ((w >= lo) & (w <= hi))
-        else:
-            G = (((old - sampler) * MASK).sum(1, keepdim=True) / n).exp()
-            w = w * ((G >= lo) & (G <= hi))
-        loss, kl = loss * w, mean_of(sampler - old)
+    kl = share = None
+    if level != "off" and not gspo:
+        w, (lo, hi) = (old - sampler).exp(), bounds
+        p, q = sampler.exp(), old.exp()
+        measured = {
+            "binary_kl": p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log(), "tv": (p - q).abs(), None: old - sampler,
+        }[gating]  # fmt: skip
+        if level == "seq":
+            measured = (measured * MASK).sum(1, keepdim=True) / n
+        measured = measured.exp() if gating is None else measured
+        keep = (measured >= lo) & (measured <= hi)
+        share = mean_of((~keep).double()) if level == "token" else (~keep).double().mean()
+        loss, kl = loss * (w.clamp(lo, hi) if mode == "clip" else torch.where(keep, w, 0.0)), mean_of(sampler - old)
     dp = counts.get("dp_size", 1)
     if options.get("token_level_loss", True) and not gspo:
         total = (loss * MASK).sum() / counts.get("batch_num_tokens", MASK.sum()) * dp
     else:
         rows = (loss * MASK).sum(1) / (n[:, 0] + 1e-8)
         total = rows.sum() / counts.get("global_batch_size", MASK.any(1).sum()) * dp
-    return total, mean_of(bound.double()), mean_of(old - logps.detach()), kl
+    return (total, mean_of(bound.double()), mean_of(old - logps.detach()), kl, *([share] if since else []))
 
 
-def check_openrlhf(data: Data, theirs: Callable[..., Any]) -> None:
-    for options in OPENRLHF.values():
+def check_openrlhf(data: Data, theirs: Callable[..., Any], cases: dict[str, dict[str, Any]]) -> None:
+    for options in cases.values():
         for counts in COUNTS:
             ours = openrlhf.PolicyLoss(**options)
             mine = value_and_gradient(
@@ -99,9 +123,11 @@ def check_openrlhf(data: Data, theirs: Callable[..., Any]) -> None:
 
 
 def test_openrlhf_loss() -> None:
-    check_openrlhf(DATA, openrlhf_loss)
-    losses = [float(openrlhf_loss(options, DATA.logps.double(), DATA, {})[0].detach()) for options in OPENRLHF.values()]
-    assert len({round(x, 7) for x in losses}) == len(losses)
+    check_openrlhf(DATA, openrlhf_loss, OPENRLHF)
+    check_openrlhf(DATA, openrlhf_loss, SINCE)
+    for cases in (OPENRLHF, SINCE):
+        losses = [float(openrlhf_loss(options, DATA.logps.double(), DATA, {})[0].detach()) for options in cases.values()]
+        assert len({round(x, 7) for x in losses}) == len(losses)
     empty = openrlhf.PolicyLoss()(DATA.logps.clone().requires_grad_(), DATA.old, DATA.advantages, torch.zeros(B, T))
     assert float(empty[0].detach()) == 0 and float(empty[1]) == 0 and empty[0].requires_grad
     # Nor does a count of 0, with or without a tensor around it, make the denominator 0.
@@ -117,11 +143,18 @@ def test_openrlhf_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     PolicyLoss = their_file_beside("openrlhf.models.loss", utils).PolicyLoss
 
     def theirs(options: dict[str, Any], logps: Tensor, data: Data, counts: dict[str, Any]) -> Any:
-        loss = PolicyLoss(**options)
-        assert vars(openrlhf.PolicyLoss.like(loss))["clip_eps_low"] == loss.clip_eps_low
-        return loss(logps, *double(DATA.old, DATA.advantages), MASK.double(), DATA.sampler.double(), **counts)
+        return PolicyLoss(**options)(logps, *double(data.old, data.advantages), MASK.double(), data.sampler.double(), **counts)
 
-    check_openrlhf(DATA, theirs)
+    cases = SINCE if "is_correction_level" in vars(PolicyLoss()) else OPENRLHF
+    check_openrlhf(DATA, theirs, cases)
+    for options in cases.values():
+        like, args = (
+            openrlhf.PolicyLoss.like(PolicyLoss(**options)),
+            (DATA.logps, DATA.old, DATA.advantages, MASK.float(), DATA.sampler),
+        )
+        assert [x is None or float(x) for x in like(*args)] == [
+            x is None or float(x) for x in openrlhf.PolicyLoss(**options)(*args)
+        ]
     labels, logits = torch.randint(V, (B, T)), torch.randn(B, T, V)
     want = utils.log_probs_from_logits(logits.clone(), labels, 0.7), utils.compute_entropy(logits)
     with openrlhf.bind(strict=True) as slots:
@@ -165,9 +198,21 @@ def test_openrlhf_refuses() -> None:
         ({"policy_loss_type": "x"}, "policy_loss_type='x'"),
         ({"vllm_is_correction_type": "x"}, "vllm_is_correction_type='x'"),
         ({"dual_clip": 1.1}, r"dual_clip=1\.1: below"),
+        ({"is_correction_level": "x"}, "is_correction_level='x'"),
+        ({"is_correction_level": "token", "is_correction_gating": "x"}, "is_correction_gating='x'"),
+        ({"is_correction_level": "seq", "is_correction_mode": "clip"}, "only the ratio of a token can be clamped"),
+        ({"is_correction_level": "token", "is_correction_gating": "tv"}, "has an upper bound only"),
+        ({"is_correction_level": "off", "enable_vllm_is_correction": True}, "one option of two versions"),
     ):
         with pytest.raises(ValueError, match=message):
             openrlhf.PolicyLoss(**options)
     loss, x = openrlhf.PolicyLoss(enable_vllm_is_correction=True), torch.zeros(B, T)
     with pytest.raises(ValueError, match="rollout_log_probs is None"):
         loss(x, x, x, MASK)
+
+
+def test_a_policy_loss_of_another_openrlhf_is_refused_with_the_reason() -> None:
+    """Of one that renames its arguments again."""
+    theirs = type("PolicyLoss", (), {name: 0.2 for name in openrlhf.FIELDS})()
+    with pytest.raises(ValueError, match=r"PolicyLoss has no is_correction_level.*OpenRLHF 0\.11\.0 and 0\.11\.2 are known"):
+        openrlhf.PolicyLoss.like(theirs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from trainers import (
     stand_in,
 )
 
-from grpo_kernels.integrations import areal, openrlhf, prime_rl, skyrl, slime, unsloth
+from grpo_kernels.integrations import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime, unsloth, verl
 from grpo_kernels.integrations._slots import Slots
 
 Tensor = torch.Tensor
@@ -54,6 +55,49 @@ def test_unknown_versions_are_refused(name: str, monkeypatch: pytest.MonkeyPatch
         # Told to go on, it looks for the trainer's modules.
         with pytest.raises((ImportError, AttributeError)):
             BINDERS[name](any_version=True)
+
+
+#: All that a trainer calls.
+CALLED: dict[str, Callable[..., Any]] = {
+    f"{module.__name__.rpartition('.')[2]}.{name}": getattr(module, name)
+    for module, names in (
+        (areal, ("gather_logprobs", "gather_logprobs_entropy")),
+        (nemo_rl, ("PolicyLoss",)),
+        (openrlhf, ("PolicyLoss", "log_probs_from_logits", "compute_entropy")),
+        (prime_rl, ("chunked_logprobs", "loss")),
+        (skyrl, ("logprobs_from_logits", "chunked_entropy_from_logits", "fused_lm_head_logprobs")),
+        (slime, ("calculate_log_probs_and_entropy",)),
+        (unsloth, ("selective_log_softmax", "log_softmax_and_entropy")),
+        (verl, ("linear_cross_entropy", "logprobs_from_logits", "entropy_from_logits")),
+    )
+    for name in names
+} | {
+    "openrlhf.PolicyLoss()": openrlhf.PolicyLoss().forward,
+    "nemo_rl.PolicyLoss()": nemo_rl.PolicyLoss.__call__.__get__(object()),
+    "skyrl.policy_loss()": skyrl.policy_loss("dapo"), "slime.policy_loss()": slime.policy_loss(),
+    "verl.policy_loss()": verl.policy_loss("vanilla"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_an_argument_of_a_newer_trainer_is_refused_not_swallowed(name: str) -> None:
+    """It may change what is asked for: an unsloth_zoo that passes the bias of the head got log-probs without it."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'of_a_newer_version'"):
+        CALLED[name](of_a_newer_version=1)
+    parameters = inspect.signature(CALLED[name]).parameters.values()
+    assert not [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
+
+
+def test_packed_rows_come_back_flat() -> None:
+    """As verl's own functions return them: [N] from hidden states with labels [1, N], and from logits [N, V] with such."""
+    logits, labels = torch.randn(6, V), torch.randint(V, (1, 6))
+    want = torch.log_softmax(logits, -1).gather(1, labels[0, :, None])[:, 0]
+    torch.testing.assert_close(verl.logprobs_from_logits(logits, labels), want, rtol=1e-5, atol=1e-6)
+    logps, entropy = verl.linear_cross_entropy(logits[None], torch.eye(V), labels)
+    torch.testing.assert_close(logps, want, rtol=1e-5, atol=1e-6)
+    assert entropy.shape == want.shape
+    with pytest.raises(ValueError, match=r"\[1, 6\]"):  # as many labels as rows
+        verl.logprobs_from_logits(torch.randn(5, V), labels)
 
 
 def test_what_is_left_to_the_trainer_is_counted_or_an_error() -> None:

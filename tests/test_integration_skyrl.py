@@ -58,11 +58,11 @@ THEIRS = {
 }  # fmt: skip
 
 
-def skyrl_config(changes: dict[str, Any]) -> SimpleNamespace:
+def skyrl_config(changes: dict[str, Any], anchor: str = "old") -> SimpleNamespace:
     return SimpleNamespace(
         **{"eps_clip_low": 0.2, "eps_clip_high": 0.2, "clip_ratio_c": 3.0, "loss_reduction": "sequence_mean"} | changes,
         sapo=SimpleNamespace(tau_pos=0.9, tau_neg=1.3),
-        cispo=SimpleNamespace(cispo_eps_clip_low=0.25, cispo_eps_clip_high=0.3),
+        cispo=SimpleNamespace(cispo_eps_clip_low=0.25, cispo_eps_clip_high=0.3, cispo_anchor=anchor),
         dppo=SimpleNamespace(dppo_type="binary_tv", delta_low=0.2, delta_high=0.2),
         off_policy_correction=None,
     )
@@ -79,7 +79,9 @@ def corrected(loss: Tensor, old: Tensor, rollout: Tensor | None, mask: Tensor, c
 
 def skyrl_loss(what: str, x: Tensor, data: Data, config: Any, rollout: Tensor | None) -> Any:
     old, A = double(data.old, data.advantages)
-    d = (x - (rollout if what in ("dppo", "rollout_is") and rollout is not None else old)).clamp(-20, 20)
+    to_rollout = what in ("dppo", "rollout_is") or (what == "cispo" and config.cispo.cispo_anchor == "rollout")
+    d = (x - (rollout if to_rollout and rollout is not None else old)).clamp(-20, 20)
+    more = {}
     low, high = config.eps_clip_low, config.eps_clip_high
     n = MASK.sum(1, keepdim=True).clamp(min=1)
     moved = x.detach().exp() - (old if rollout is None else rollout).exp()
@@ -95,6 +97,11 @@ def skyrl_loss(what: str, x: Tensor, data: Data, config: Any, rollout: Tensor | 
         r = d.exp()
         inner = r.clamp(1 - config.cispo.cispo_eps_clip_low, 1 + config.cispo.cispo_eps_clip_high)
         loss, bound = -A * inner.detach() * x, inner != r
+        kept = r.detach()[MASK]
+        more = {
+            "cispo/ratio_mean": kept.mean(), "cispo/ratio_clamped_mean": inner.detach()[MASK].mean(),
+            "cispo/ratio_max": kept.max(), "cispo/ratio_min": kept.min(),
+        }  # fmt: skip
     elif what == "dppo":
         bound = ~torch.where(A > 0, moved <= 0.2, moved >= -0.2)
         loss = -d.exp() * A * ~bound
@@ -104,7 +111,8 @@ def skyrl_loss(what: str, x: Tensor, data: Data, config: Any, rollout: Tensor | 
         loss = -(r * ~bound) * A * x
     loss, mask, metrics = corrected(loss, old, rollout, MASK.double(), None)
     # Over the tokens that are there before the correction.
-    return (loss * mask).sum(), {"clip_ratio": float(mean_of(bound.double())), **metrics}
+    named = {"clip_ratio": mean_of(bound.double()), **more}
+    return (loss * mask).sum(), {name: float(value) for name, value in named.items()} | metrics
 
 
 def check_skyrl(data: Data, theirs: Callable[..., Any]) -> None:
@@ -124,14 +132,51 @@ def check_skyrl(data: Data, theirs: Callable[..., Any]) -> None:
                 lambda x, w=what, c=config, q=exact: theirs(w, x, data, c, q), data.logps, torch.float64
             )
             assert_same((loss, gradient), (want, expected))
-            assert set(metrics) == set(named) and all(isinstance(v, float) for v in metrics.values()), what
-            if rollout is None:  # with one, ours is over the tokens that the correction leaves
-                assert metrics["clip_ratio"] == pytest.approx(named["clip_ratio"], abs=1e-6), what
+            assert set(named) <= set(metrics) and all(isinstance(v, float) for v in metrics.values()), what
+            assert all(name in named or name.startswith("cispo/") for name in metrics), what  # which SkyRL 0.3.0 has not yet
+            if rollout is None or what == "cispo":  # with one, ours is over the tokens that the correction leaves
+                assert metrics == metrics | {name: pytest.approx(value, rel=1e-5, abs=1e-6) for name, value in named.items()}, (
+                    what
+                )
 
 
 def test_skyrl_losses() -> None:
     stand_in(f"{HOME}.utils.off_policy_correction_utils", apply_off_policy_correction=corrected)
     check_skyrl(DATA, skyrl_loss)
+
+
+def test_skyrl_logs_the_ratios_of_cispo_and_anchors_them_where_it_is_told() -> None:
+    stand_in(
+        f"{HOME}.utils.off_policy_correction_utils", apply_off_policy_correction=lambda loss, old, q, mask, _: (loss, mask, {})
+    )
+    config = skyrl_config({}, anchor="rollout")
+    config.off_policy_correction = SimpleNamespace(tis_ratio_type=None)
+    ours = skyrl.policy_loss(SKYRL["cispo"][0])
+    args = DATA.old, DATA.advantages, config, MASK.float()
+    mine, gradient = value_and_gradient(lambda x: ours(x, *args, DATA.sampler), DATA.logps, torch.float32)
+    named: dict[str, float] = {}
+
+    def theirs(x: Tensor) -> Tensor:
+        ratio = (x - DATA.sampler.double()).exp()
+        inner = ratio.clamp(0.75, 1.3).detach()
+        named.update(
+            {"clip_ratio": float(mean_of((inner != ratio).double())), "cispo/ratio_mean": float(mean_of(ratio.detach()))}
+        )
+        named.update(
+            {"cispo/ratio_max": float(ratio.detach()[MASK].max()), "cispo/ratio_min": float(ratio.detach()[MASK].min())}
+        )
+        named["cispo/ratio_clamped_mean"] = float(mean_of(inner))
+        return -(DATA.advantages.double() * inner * x * MASK).sum()
+
+    assert_same((mine, gradient), value_and_gradient(theirs, DATA.logps, torch.float64))
+    assert mine[1] == pytest.approx(named, rel=1e-5)
+    empty = ours(DATA.logps, *args[:3], torch.zeros(B, T), DATA.sampler)[1]
+    assert empty["clip_ratio"] == 0 and empty["cispo/ratio_max"] == 1
+    with pytest.raises(ValueError, match='cispo_anchor="rollout"'):
+        ours(DATA.logps, *args)
+    config.off_policy_correction.tis_ratio_type = "token"
+    with pytest.raises(ValueError, match="tis_ratio_type=None"):
+        ours(DATA.logps, *args, DATA.sampler)
 
 
 def test_skyrl_itself(monkeypatch: pytest.MonkeyPatch) -> None:

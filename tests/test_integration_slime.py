@@ -262,6 +262,8 @@ def test_slime_functions_of_logits() -> None:
         slime.calculate_log_probs_and_entropy(logits, tokens, None, log_prob_keep_mask=dropped)[0],
         theirs(logits, tokens, None, log_prob_keep_mask=keep)[0].float(), rtol=1e-5, atol=1e-6,
     )  # fmt: skip
-    with slime.bind():
-        assert loss_module.calculate_log_probs_and_entropy(logits[:0], tokens[:0], None)[0].shape == (0, 1)
+    with slime.bind():  # slime makes a new tensor of no tokens, without the last dimension
+        for options in ({}, {"with_entropy": True}, {"with_entropy": True, "log_prob_keep_mask": keep[:0]}):
+            logps, entropy = loss_module.calculate_log_probs_and_entropy(logits[:0], tokens[:0], None, **options)
+            assert logps.shape == (0,) and (entropy is None if not options else entropy.shape == (0,))
     assert home.calculate_log_probs_and_entropy is theirs

@@ -296,12 +296,12 @@ def test_the_fused_forward(slots: Any) -> None:
             return_dict=True,
             use_cache=False,
         )
-        assert out.log_probs.shape == out.entropy.shape == ids.shape
+        assert out.log_probs.shape == out.entropy.shape
         (out.log_probs * torch.linspace(-1, 1, 14)).sum().backward(retain_graph=True)
         (0.3 * out.entropy.square().sum()).backward()
         gradient = model.lm_head.weight.grad
-        results.append((out.log_probs.detach().float(), out.entropy.detach().float(), gradient.clone()))
-    assert slots.counts == {"fused": 1}
+        results.append((*(x.detach().float().squeeze(0) for x in (out.log_probs, out.entropy)), gradient.clone()))
+    assert slots.counts == {"fused": 1} and out.log_probs.shape == (14,)  # verl's kernel has flat rows too
     for got, want in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(got, want, rtol=2e-5, atol=1e-5 * float(want.abs().max()))
 
@@ -319,6 +319,13 @@ def test_from_logits(slots: Any, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(results[0].double(), p.gather(-1, labels[..., None])[..., 0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(results[1].double(), -(p.exp() * p).sum(-1), rtol=1e-5, atol=1e-6)
     assert slots.counts == {"fused": 4} and results[2].shape == leaf.shape
+
+
+def test_labels_in_another_shape(slots: Any) -> None:
+    """As verl's own test of its heads passes them: logits of packed rows beside labels [1, N]."""
+    labels, logits = torch.randint(31, (1, 9)), torch.randn(9, 31)
+    got = verl_functional.logprobs_from_logits(logits, labels, inplace_backward=False)
+    torch.testing.assert_close(got, verl_functional.logprobs_from_logits.theirs(logits, labels[0]), rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_from_logits(slots: Any) -> None:

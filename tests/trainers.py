@@ -1,6 +1,6 @@
 """What the tests of the adapters share: trainers' modules by stand-in or from one file of theirs, data, comparisons.
 
-pip download --no-deps openrlhf==0.11.0 areal==1.0.4 skyrl==0.3.0 unsloth_zoo==2026.8.13       # unpacked, on PYTHONPATH
+pip download --no-deps openrlhf==0.11.2 areal==1.0.4 skyrl==0.3.0 unsloth_zoo==2026.10.9       # unpacked, on PYTHONPATH
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MASK[0, 2] = False
 
 #: Of each trainer's package, the version that its adapter was tested with.
 VERSIONS = {
-    "openrlhf": "0.11.0", "areal": "1.0.4", "slime": "0.3.1", "prime-rl": "0.8.0", "skyrl": "0.3.0", "unsloth_zoo": "2026.8.13",
+    "openrlhf": "0.11.2", "areal": "1.0.4", "slime": "0.3.1", "prime-rl": "0.8.0", "skyrl": "0.3.0", "unsloth_zoo": "2026.10.9",
 }  # fmt: skip
 ROOTS = ("openrlhf", "areal", "slime", "prime_rl", "nemo_rl", "skyrl", "unsloth_made", "unsloth_zoo", "deepspeed")
 

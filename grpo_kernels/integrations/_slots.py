@@ -1,4 +1,4 @@
-"""Names of a trainer's modules bound to our functions: on request, all at once, and given back. And what adapters share."""
+"""Names of a trainer's modules bound to our functions: on request, all at once, and given back."""
 
 from __future__ import annotations
 
@@ -13,12 +13,6 @@ from importlib import metadata
 from typing import Any
 
 import torch
-
-from ..distributed import VocabShard
-from ..layout import of_a_leaf
-from ..logprobs import token_logprobs
-
-Tensor = torch.Tensor
 
 OVERRIDE = "GRPO_KERNELS_ANY_VERSION"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,41 +37,6 @@ def check_version(package: str, tested: tuple[str, ...], any_version: bool = Fal
         f"{package} is {found}, but this adapter was tested with {', '.join(tested)}: install that one, or pass "
         f"any_version=True (or set {OVERRIDE}=1) and compare your first steps with and without it."
     )
-
-
-def even_shard(width: int, group: Any, *, reduce_hidden: bool = True) -> VocabShard | None:
-    """This rank's part of a vocabulary of which each rank of `group` has `width` ids, as Megatron cuts it; None where one rank
-    has it all. Rows that pad it are ids like the others, as they are to the trainers."""
-    if group is None or not torch.distributed.is_initialized():
-        return None
-    ranks = torch.distributed.get_world_size(group)
-    if ranks == 1:
-        return None
-    return VocabShard(torch.distributed.get_rank(group) * width, ranks * width, group, reduce_hidden)
-
-
-def plain(*tensors: torch.Tensor) -> None:
-    """Raise NotCovered for what our kernels do not read."""
-    for x in tensors:
-        if x.dtype not in DTYPES:
-            raise NotCovered(f"dtype {x.dtype}")
-        if hasattr(x, "placements") and not all(p.is_replicate() for p in x.placements):
-            raise NotCovered("a sharded DTensor")
-
-
-def at_least_one(count: float | Tensor) -> float | Tensor:
-    """A trainer's count as a denominator: of a step without tokens it is 1."""
-    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
-
-
-def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-    """verl's and SkyRL's function of this name: log-probs of labels, fp32 in their shape; logits [..., V].
-
-    inplace_backward   the gradient overwrites the logits, if they are nobody's parameter; autograd raises where something
-                       else still needs them."""
-    plain(logits)
-    inplace = inplace_backward and logits.requires_grad and not of_a_leaf(logits) and logits.is_contiguous()
-    return token_logprobs(logits, labels, inplace=inplace)[0]
 
 
 class Slots:

@@ -21,7 +21,8 @@ import torch
 
 from ..logprobs import token_logprobs
 from ..transform import LogitTransform
-from ._slots import Slots, check_version, even_shard, plain
+from ._shared import even_shard, plain
+from ._slots import Slots, check_version
 
 Tensor = torch.Tensor
 

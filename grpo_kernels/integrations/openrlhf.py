@@ -5,19 +5,22 @@
     openrlhf.bind()                                                             # before the actor is called
     trainer.actor_loss_fn = openrlhf.PolicyLoss.like(trainer.actor_loss_fn)     # in the actor's worker
 
-`bind` replaces two names that `openrlhf.models.actor` imported: log-probs and entropy then read the fp32 logits once each,
-and the logits keep their values: OpenRLHF divides them by the temperature in place, which with a temperature other than 1
-and an entropy bonus fails in its backward. Its entropy is at temperature 1 whatever the log-probs have; so is ours, unless
-`entropy_temperature` says otherwise. KL and entropy terms, denominators and metrics stay OpenRLHF's.
+`bind` replaces two names that `openrlhf.models.actor` imported: log-probs and entropy then read the fp32 logits once each
+and keep their values. OpenRLHF 0.11.0 divides them by the temperature in place, which with a temperature other than 1 and an
+entropy bonus fails in its backward, and has its entropy at temperature 1; so is ours, unless `entropy_temperature` says
+otherwise. OpenRLHF 0.11.2 divides them before it calls either function: leave `entropy_temperature` at 1. KL and entropy
+terms, denominators and metrics stay OpenRLHF's.
 
-Tested with OpenRLHF 0.11.0 on a CPU: its loss and its functions of logits, from their files alone (deepspeed replaced by an
-empty module). Its actor, trainer, ring attention and anything on a GPU were not run.
+Tested with OpenRLHF 0.11.0 and 0.11.2 on a CPU: its loss and its functions of logits, from their files alone (deepspeed
+replaced by an empty module). Its actor, trainer, ring attention and anything on a GPU were not run.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,21 +32,26 @@ from ..losses import objective_loss
 from ..objective import Objective
 from ..surrogates import Clip
 from ..transform import LogitTransform
-from ._slots import Slots, at_least_one, check_version, plain
+from ._shared import at_least_one, entropy_from_logits, plain, scored_batch
+from ._slots import Slots, check_version
 
 Tensor = torch.Tensor
 
-TESTED = ("0.11.0",)
-FIELDS = (
-    "clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type", "enable_vllm_is_correction",
-    "vllm_is_truncated_threshold", "vllm_is_correction_type",
-)  # fmt: skip
+TESTED = ("0.11.0", "0.11.2")
+#: The arguments of OpenRLHF's `PolicyLoss`: those of both versions, of 0.11.0 alone, of 0.11.2.
+FIELDS = ("clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type")
+BEFORE = ("enable_vllm_is_correction", "vllm_is_truncated_threshold", "vllm_is_correction_type")
+SINCE = ("is_correction_level", "is_correction_mode", "is_correction_gating", "is_correction_threshold")
+#: vllm_is_correction_type -> is_correction_level, is_correction_mode.
+TYPES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
 
 
 class PolicyLoss(torch.nn.Module):
-    """`openrlhf.models.loss.PolicyLoss`: the same arguments, defaults and results, (loss, clip_ratio, ppo_kl, vllm_kl).
+    """`openrlhf.models.loss.PolicyLoss`: the same arguments, defaults and results, of 0.11.0, (loss, clip_ratio, ppo_kl,
+    vllm_kl), or with is_correction_level of 0.11.2, (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio).
 
-    Value, gradient and metrics are OpenRLHF's, but for a batch without tokens, which is 0 here and 0/0 there.
+    Value, gradient and metrics are OpenRLHF's, but for a batch without tokens, which is 0 here and 0/0 there, and for a
+    divergence, which rounding cannot bring below its lower bound 0 here.
 
     clip_eps_low, clip_eps_high, dual_clip   as in `Clip`, whose delta is dual_clip; None: without.
     policy_loss_type   "ppo", or "gspo": one ratio a sequence. token_level_loss   True: mean over tokens, False: over sequences
@@ -51,6 +59,10 @@ class PolicyLoss(torch.nn.Module):
     enable_vllm_is_correction   True: weights against the sampler's log-probs, within vllm_is_truncated_threshold (low, high):
                        vllm_is_correction_type "tis" clamps them, "icepop" drops tokens outside, "seq-mask-tis" sequences.
                        With "gspo" the ratio is to the sampler instead.
+    is_correction_level   the same since 0.11.2: "off", or "token" or "seq": what is in or outside is_correction_threshold.
+                       is_correction_mode "mask" drops what is outside, "clip" clamps the weight (of a token).
+                       is_correction_gating: what the threshold bounds, the weight, "ratio", or from above "binary_kl" or
+                       "tv" between the sampler's and the old policy's probabilities of the token.
 
     Raises ValueError naming the option that is wrong."""
 
@@ -64,20 +76,32 @@ class PolicyLoss(torch.nn.Module):
         enable_vllm_is_correction: bool = False,
         vllm_is_truncated_threshold: list[float] | None = None,
         vllm_is_correction_type: str = "tis",
+        *,
+        is_correction_level: str | None = None,
+        is_correction_mode: str = "mask",
+        is_correction_gating: str = "ratio",
+        is_correction_threshold: Sequence[float] = (0.5, 5.0),
     ) -> None:
         super().__init__()
         if policy_loss_type not in ("ppo", "gspo"):
             raise ValueError(f"policy_loss_type={policy_loss_type!r}: it must be ppo or gspo.")
-        if vllm_is_correction_type not in ("tis", "icepop", "seq-mask-tis"):
+        if vllm_is_correction_type not in TYPES:
             raise ValueError(f"vllm_is_correction_type={vllm_is_correction_type!r}: it must be tis, icepop or seq-mask-tis.")
         if dual_clip is not None and dual_clip < 1 + clip_eps_high:
             raise ValueError(f"dual_clip={dual_clip}: below 1 + clip_eps_high, {1 + clip_eps_high}, it is OpenRLHF's own.")
-        self.clip_eps_low, self.clip_eps_high, self.dual_clip = clip_eps_low, clip_eps_high, dual_clip
+        self.reports_filter = is_correction_level is not None
+        if is_correction_level is None:
+            level, is_correction_mode = TYPES[vllm_is_correction_type] if enable_vllm_is_correction else ("off", "mask")
+            is_correction_gating, is_correction_threshold = "ratio", vllm_is_truncated_threshold or (0.0, math.inf)
+        elif enable_vllm_is_correction:
+            raise ValueError("enable_vllm_is_correction=True beside is_correction_level: they are one option of two versions.")
+        else:
+            level = is_correction_level
+        self.is_correction_level, self.is_correction_mode = level, is_correction_mode
+        self.is_correction_gating, self.is_correction_threshold = is_correction_gating, is_correction_threshold
+        self._check_correction()
         self.token_level_loss = token_level_loss and policy_loss_type != "gspo"
         self.policy_loss_type = policy_loss_type
-        self.enable_vllm_is_correction = enable_vllm_is_correction
-        self.vllm_is_truncated_threshold = vllm_is_truncated_threshold
-        self.vllm_is_correction_type = vllm_is_correction_type
         self.objective = Objective.preset(
             "gspo" if policy_loss_type == "gspo" else "grpo",
             numerics="openrlhf",
@@ -86,10 +110,35 @@ class PolicyLoss(torch.nn.Module):
             count_empty=False,
         )
 
+    def _check_correction(self) -> None:
+        level, mode, gating = self.is_correction_level, self.is_correction_mode, self.is_correction_gating
+        known = {"level": ("off", "token", "seq"), "mode": ("mask", "clip"), "gating": ("ratio", "binary_kl", "tv")}
+        for (name, values), value in zip(known.items(), (level, mode, gating), strict=True):
+            if value not in values:
+                raise ValueError(f"is_correction_{name}={value!r}: it must be one of {', '.join(values)}.")
+        if mode == "clip" and (level == "seq" or gating != "ratio"):
+            raise ValueError(
+                f'is_correction_mode="clip" with is_correction_level={level!r} and is_correction_gating={gating!r}: only the '
+                'ratio of a token can be clamped: take mode="mask".'
+            )
+        if gating != "ratio" and level != "off" and self.is_correction_threshold[0] > 0:
+            raise ValueError(
+                f"is_correction_threshold={tuple(self.is_correction_threshold)}: is_correction_gating={gating!r} has an upper "
+                "bound only: pass (0, high)."
+            )
+
     @classmethod
     def like(cls, theirs: Any) -> PolicyLoss:
-        """With the constants of theirs, an `openrlhf.models.loss.PolicyLoss`."""
-        return cls(**{name: getattr(theirs, name) for name in FIELDS})
+        """With the constants of theirs, an `openrlhf.models.loss.PolicyLoss`, and the results of its version. Raises
+        ValueError for one whose arguments are neither those of 0.11.0 nor of 0.11.2."""
+        for fields in (FIELDS + BEFORE, FIELDS + SINCE):
+            if all(hasattr(theirs, name) for name in fields):
+                return cls(**{name: getattr(theirs, name) for name in fields})
+        missing = [name for name in FIELDS + SINCE if not hasattr(theirs, name)]
+        raise ValueError(
+            f"{type(theirs).__name__} has no {', '.join(missing)}: the constants of OpenRLHF {' and '.join(TESTED)} are known "
+            "here: install one of them, or keep OpenRLHF's own loss."
+        )
 
     def forward(
         self,
@@ -101,51 +150,60 @@ class PolicyLoss(torch.nn.Module):
         dp_size: int = 1,
         batch_num_tokens: float | None = None,
         global_batch_size: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """(loss, clip_ratio, ppo_kl, vllm_kl), 0-d; the last is None without a correction, and for "gspo".
+    ) -> tuple[Tensor | None, ...]:
+        """(loss, clip_ratio, ppo_kl, vllm_kl), 0-d; the last is None without a correction, and for "gspo". As a fifth, if
+        is_correction_level was given, the share of tokens, or sequences, that are outside the threshold, likewise.
 
         log_probs, old_log_probs, advantages, action_mask, rollout_log_probs   [B, T]; no mask: every token counts.
         batch_num_tokens, global_batch_size   the denominators of a mean over tokens, over sequences, of all ranks together;
                                               None: this batch's own. dp_size   the number of those ranks."""
         mask = torch.ones_like(log_probs, dtype=torch.bool) if action_mask is None else action_mask != 0
-        corrected = self.enable_vllm_is_correction
+        corrected = self.is_correction_level != "off"
         gspo = self.policy_loss_type == "gspo"
         if corrected and rollout_log_probs is None:
-            raise ValueError("rollout_log_probs is None, but enable_vllm_is_correction is on: pass them.")
+            raise ValueError("rollout_log_probs is None, but the importance-sampling correction is on: pass them.")
         old = rollout_log_probs if corrected and gspo else old_log_probs
-        batch = TokenBatch(
-            torch.zeros(mask.shape, dtype=torch.int64, device=mask.device), advantages, mask=mask, old_logps=old,
-            sampler_logps=rollout_log_probs,
-        )  # fmt: skip
-        weights = self._weights(batch) if corrected and not gspo else None
-        if weights is not None:
-            batch = TokenBatch(batch.targets, advantages, mask=mask, old_logps=old, weights=weights)
-        total = batch_num_tokens if self.token_level_loss else global_batch_size
-        D = None if total is None else at_least_one(total) / dp_size
-        out = objective_loss(log_probs, batch, self.objective, normalizer=D)
+        batch = scored_batch(mask, advantages, old_logps=old, sampler_logps=rollout_log_probs)
 
         def mean(x: Tensor) -> Tensor:
             return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
 
-        vllm_kl = None
+        vllm_kl = filtered = None
         if corrected and not gspo:
             assert rollout_log_probs is not None
+            weights, outside = self._weights(batch)
+            batch = replace(batch, weights=weights)
             vllm_kl = mean(rollout_log_probs - old_log_probs)
-        return (
-            out.loss,
-            out.metrics["clip_low"] + out.metrics["clip_high"],
-            mean(old_log_probs - log_probs.detach()),
-            vllm_kl,
-        )
+            filtered = outside.float().mean() if self.is_correction_level == "seq" else mean(outside.float())
+        total = batch_num_tokens if self.token_level_loss else global_batch_size
+        D = None if total is None else at_least_one(total) / dp_size
+        out = objective_loss(log_probs, batch, self.objective, normalizer=D)
+        clipped = out.metrics["clip_low"] + out.metrics["clip_high"]
+        results = (out.loss, clipped, mean(old_log_probs - log_probs.detach()), vllm_kl)
+        return (*results, filtered) if self.reports_filter else results
 
-    def _weights(self, batch: TokenBatch) -> Tensor:
-        low, high = self.vllm_is_truncated_threshold or (0.0, math.inf)
-        if self.vllm_is_correction_type == "seq-mask-tis":
-            kept = rejection_mask(batch, metric="ratio", over="mean", low=low, high=high)
-            return kept * importance_weights(batch, high=math.inf)
-        return importance_weights(
-            batch, mode="mask" if self.vllm_is_correction_type == "icepop" else "truncate", low=low, high=high
-        )
+    def _weights(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Importance weights [B, T], and which tokens [B, T] or sequences [B] are outside the threshold."""
+        low, high = self.is_correction_threshold
+        mask, sequences = batch.mask, self.is_correction_level == "seq"
+        raw = importance_weights(batch, high=math.inf)
+        assert mask is not None and batch.old_logps is not None and batch.sampler_logps is not None
+        if self.is_correction_gating == "ratio":
+            outside = rejection_mask(batch, metric="ratio", over="mean" if sequences else "token", low=low, high=high) == 0
+        else:
+            measured = torch.where(mask, self._divergence(batch.sampler_logps, batch.old_logps), 0.0)
+            if sequences:
+                measured = (measured.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand_as(measured)
+            outside = measured > high
+        weights = raw.clamp(low, high) if self.is_correction_mode == "clip" else torch.where(outside, 0.0, raw)
+        # A sequence without tokens has no mean, and counts as outside.
+        return weights, (outside | ~mask).all(1) if sequences else outside
+
+    def _divergence(self, sampler: Tensor, old: Tensor) -> Tensor:
+        p, q = (x.exp().clamp(1e-6, 1 - 1e-6) for x in (sampler, old))
+        if self.is_correction_gating == "tv":
+            return (p - q).abs()
+        return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
 
 def bind(*, entropy_temperature: float = 1.0, strict: bool = False, any_version: bool = False) -> Slots:
@@ -170,8 +228,4 @@ def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1
 
 def compute_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy in nats, fp32, of logits [..., V]."""
-    plain(logits)
-    anything = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    entropy = token_logprobs(logits, anything, transform=LogitTransform(temperature=temperature), entropy=True)[1]
-    assert entropy is not None
-    return entropy
+    return entropy_from_logits(logits, transform=LogitTransform(temperature=temperature))

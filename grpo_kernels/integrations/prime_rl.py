@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
-from ..batch import TokenBatch
 from ..logprobs import linear_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
 from ..ops import bounded_exp
 from ..presets import NUMERICS
 from ..transform import LogitTransform
-from ._slots import Slots, check_version, plain
+from ._shared import plain, scored_batch
+from ._slots import Slots, check_version
 
 Tensor = torch.Tensor
 
@@ -81,10 +81,9 @@ def loss(inputs: Any, objective: str = "dppo_tv", changes: dict[str, Any] | None
         return None if x is None else x[None]
 
     mask = inputs.loss_mask[None]
-    batch = TokenBatch(
-        torch.zeros(mask.shape, dtype=torch.int64, device=mask.device), inputs.advantages[None].float(), mask=mask,
-        old_logps=row(sampler), sampler_logps=row(sampler), ref_logps=row(reference),
-    )  # fmt: skip
+    batch = scored_batch(
+        mask, inputs.advantages[None].float(), old_logps=row(sampler), sampler_logps=row(sampler), ref_logps=row(reference)
+    )
     out = objective_loss(inputs.trainer_logprobs[None], batch, wanted, token_weights=row(inputs.loss_weights))
     x = torch.where(mask, out.logps - sampler[None], 0.0)
     left_out = 1 - out.metrics["kept"] if wanted.filters else out.metrics["clip_low"] + out.metrics["clip_high"]

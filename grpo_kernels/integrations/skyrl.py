@@ -24,14 +24,13 @@ from typing import Any
 
 import torch
 
-from ..batch import TokenBatch
-from ..logprobs import linear_logprobs, token_logprobs
+from ..logprobs import linear_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
-from ..ops import bounded_exp
 from ..presets import NUMERICS, PRESETS
 from ..surrogates import A2po, Cispo, ClipCov, Dro, KlCov
-from ._slots import Slots, check_version, even_shard, logprobs_from_logits, plain
+from ._shared import default_group, entropy_from_logits, even_shard, logprobs_from_logits, plain, scored_batch
+from ._slots import Slots, check_version
 
 Tensor = torch.Tensor
 
@@ -89,19 +88,39 @@ def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[
             torch.ones_like(log_probs), old_log_probs, rollout_logprobs, mask, config.off_policy_correction
         )
         anchored = name in ("dppo_tv", "dppo_kl", "rollout_is") and rollout_logprobs is not None
-        counted, ids = mask != 0, torch.zeros(mask.shape, dtype=torch.int64, device=mask.device)
+        cispo = isinstance(wanted.surrogate, Cispo) and not wanted.filters
+        if cispo and getattr(getattr(config, "cispo", None), "cispo_anchor", "old") == "rollout":
+            if rollout_logprobs is None or getattr(config.off_policy_correction, "tis_ratio_type", None) is not None:
+                raise ValueError(
+                    'cispo_anchor="rollout": its ratio is to rollout_logprobs, which have to be given, and is the correction '
+                    "already: set off_policy_correction.tis_ratio_type=None."
+                )
+            anchored = True
         old = rollout_logprobs if anchored else old_log_probs
-        batch = TokenBatch(ids, advantages, mask=counted, old_logps=old, weights=weights.detach().float())
+        batch = scored_batch(mask, advantages, old_logps=old, weights=weights.detach().float())
         out = objective_loss(log_probs, batch, wanted)
-        clipped = 1 - out.metrics["kept"] if wanted.filters else out.metrics["clip_low"] + out.metrics["clip_high"]
-        if isinstance(wanted.surrogate, Cispo) and not wanted.filters:  # whatever the advantage is
+        if cispo:  # over the tokens from before the correction, whatever their advantage is
             assert old is not None
-            r, (low, high) = bounded_exp(out.logps - old), wanted.surrogate.ratio_bounds
-            clipped = (((r < low) | (r > high)) & counted).sum() / counted.sum().clamp(min=1)
-        return out.loss, {"clip_ratio": clipped.item(), **metrics}
+            named = _ratios(log_probs.detach() - old, loss_mask, *wanted.surrogate.ratio_bounds)
+        else:
+            clipped = 1 - out.metrics["kept"] if wanted.filters else out.metrics["clip_low"] + out.metrics["clip_high"]
+            named = {"clip_ratio": clipped}
+        return out.loss, {**dict(zip(named, torch.stack([*named.values()]).tolist(), strict=True)), **metrics}
 
     loss.__name__ = f"fused_{name or 'objective'}"
     return loss
+
+
+def _ratios(log_ratio: Tensor, mask: Tensor | None, low: float, high: float) -> dict[str, Tensor]:
+    """SkyRL's metrics of CISPO; it bounds the exponent at 20. Without tokens the ratio is 1."""
+    counted = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask != 0
+    r = log_ratio.clamp(-20.0, 20.0).exp()[counted]
+    r = r if r.numel() else r.new_ones(1)
+    clamped = r.clamp(low, high)
+    return {
+        "clip_ratio": (clamped != r).float().mean(), "cispo/ratio_mean": r.mean(), "cispo/ratio_clamped_mean": clamped.mean(),
+        "cispo/ratio_max": r.max(), "cispo/ratio_min": r.min(),
+    }  # fmt: skip
 
 
 def bind(*, megatron: bool = False, strict: bool = False, any_version: bool = False) -> Slots:
@@ -126,12 +145,7 @@ def chunked_entropy_from_logits(
 ) -> Tensor:
     """Entropy in nats, fp32 [B, S], of logits [B, S, V]; 0 where attention_mask is. Without a gradient unless requires_grad;
     chunk_size is not needed."""
-    plain(logits)
-    anything = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    mask = None if attention_mask is None else attention_mask != 0
-    entropy = token_logprobs(logits, anything, mask=mask, entropy=True if requires_grad else "detached")[1]
-    assert entropy is not None
-    return entropy
+    return entropy_from_logits(logits, mask=None if attention_mask is None else attention_mask != 0, gradient=requires_grad)
 
 
 def fused_lm_head_logprobs(
@@ -148,10 +162,17 @@ def fused_lm_head_logprobs(
     """Log-probs fp32 [B, S] of target [B, S]; hidden [B, S, H], weight [V, H], already divided by the temperature. No gradient
     if inference_only.
 
-    With a tp_group of several ranks weight is [V / ranks, H], this rank's part, and the gradient of hidden its share: SkyRL's
-    layers in front sum it up. vocab_start_index and vocab_end_index are the bounds of that part, which weight and tp_group
-    tell too. backend and chunk_size choose among SkyRL's own ways, and nothing here."""
+    With a tp_group of several ranks (None: the default group of torch.distributed, where there is one) weight is
+    [V / ranks, H], this rank's part, and the gradient of hidden its share: SkyRL's layers in front sum it up.
+    vocab_start_index and vocab_end_index are the bounds of that part. backend and chunk_size choose among SkyRL's own ways,
+    and nothing here. Raises ValueError where the bounds are not those of this rank's part."""
     plain(hidden, weight)
-    shard = even_shard(weight.shape[0], tp_group, reduce_hidden=False)
+    shard = even_shard(weight.shape[0], default_group(tp_group), reduce_hidden=False)
+    start = 0 if shard is None else shard.start
+    if (vocab_start_index, vocab_end_index) != (start, start + weight.shape[0]):
+        raise ValueError(
+            f"vocab_start_index={vocab_start_index} and vocab_end_index={vocab_end_index}, but the part of this rank of tp_group, "
+            f"by its weight of {weight.shape[0]} rows, is [{start}, {start + weight.shape[0]}): pass the group that the head is cut over."
+        )
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         return linear_logprobs(hidden, weight, target, shard=shard)[0]

@@ -35,7 +35,8 @@ from ..objective import Objective
 from ..ops import bounded_exp
 from ..surrogates import Cispo, Clip
 from ..token_stage import kl_of_rows
-from ._slots import Slots, check_version, even_shard, plain
+from ._shared import default_group, even_shard, plain, scored_batch
+from ._slots import Slots, check_version
 
 Tensor = torch.Tensor
 
@@ -65,22 +66,24 @@ def calculate_log_probs_and_entropy(
     log_prob_keep_mask: Tensor | None = None,
     with_entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-probs [T, 1], entropy [T] or None), fp32; logits [T, V], tokens [T]. With a tp_group of several ranks logits and
-    log_prob_keep_mask are [T, V / ranks], this rank's parts; chunk_size is not needed.
+    """(log-probs [T, 1], entropy [T] or None), fp32; logits [T, V], tokens [T]; both [0] of no tokens. With a tp_group of
+    several ranks logits and log_prob_keep_mask are [T, V / ranks], this rank's parts; None is, as in slime, the default group
+    of torch.distributed where there is one. chunk_size is not needed.
 
     with_entropy, with_entropy_grad   the entropy is wanted, and with a gradient.
     log_prob_keep_mask   bool [T, V]: the softmax of the log-prob, not of the entropy, is over these tokens and the target."""
     plain(logits)
     width = logits.shape[-1]
-    shard = even_shard(width, tp_group)
+    shard = even_shard(width, default_group(tp_group))
     entropy = (True if with_entropy_grad else "detached") if with_entropy else False
-    if log_prob_keep_mask is None:
-        logps, H = token_logprobs(logits, tokens, entropy=entropy, shard=shard)
-        return logps[:, None], H
-    ids = torch.arange(width, device=tokens.device) + (0 if shard is None else shard.start)
-    dropped = (ids != tokens[:, None]).logical_and_(~log_prob_keep_mask)
-    logps, _ = token_logprobs(logits.masked_fill(dropped, -math.inf), tokens, shard=shard)
-    return logps[:, None], token_logprobs(logits, tokens, entropy=entropy, shard=shard)[1] if with_entropy else None
+    kept = logits
+    if log_prob_keep_mask is not None:
+        ids = torch.arange(width, device=tokens.device) + (0 if shard is None else shard.start)
+        kept = logits.masked_fill((ids != tokens[:, None]).logical_and_(~log_prob_keep_mask), -math.inf)
+    logps, H = token_logprobs(kept, tokens, entropy=entropy if kept is logits else False, shard=shard)
+    if with_entropy and kept is not logits:
+        H = token_logprobs(logits, tokens, entropy=entropy, shard=shard)[1]
+    return logps[:, None] if len(logps) else logps, H
 
 
 def objective_of(args: Any) -> Objective:
@@ -151,9 +154,8 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
             probe = weights.requires_grad_()
             with torch.enable_grad():
                 (weights,) = torch.autograd.grad(sum_of_sample_mean(probe), probe, materialize_grads=True)
-        rows = TokenBatch(
-            torch.zeros(logps.shape, dtype=torch.int64, device=logps.device), advantages,
-            mask=weights != 0, old_logps=joined(old), ref_logps=joined(batch.get("ref_log_probs")),
+        rows = scored_batch(
+            weights, advantages, old_logps=joined(old), ref_logps=joined(batch.get("ref_log_probs")),
             cu_seqlens=torch.tensor([0, *(lengths or [0])], device=logps.device).cumsum(0),
         )  # fmt: skip
         out = objective_loss(logps, rows, wanted, entropy=entropy, token_weights=weights)

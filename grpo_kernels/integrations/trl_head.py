@@ -25,7 +25,8 @@ import torch
 
 from ..logprobs import linear_logprobs
 from ..transform import LogitTransform
-from ._slots import NotCovered, Slots, check_version, plain
+from ._shared import plain
+from ._slots import NotCovered, Slots, check_version
 
 Tensor = torch.Tensor
 

@@ -1,44 +1,55 @@
-"""Unsloth: log-probs from hidden states on our kernels, in the place of its chunked helper.
+"""Unsloth: log-probs from hidden states on our kernels, in the place of its chunked helpers.
 
     import unsloth                                     # generates and patches the trainer first
     from trl import GRPOTrainer
     from grpo_kernels.integrations import unsloth as fused
     fused.bind(GRPOTrainer)
 
-Unsloth writes a trainer module as text, with a copy of `chunked_hidden_states_selective_log_softmax` in it: the name is
-replaced there, not in unsloth_zoo. Its packing, offloading and loss stay Unsloth's, and so does what its loss does to an
-upstream gradient (it ignores it). It compiles its accumulated loss as one graph, which this call breaks; if it insists on
-one graph, it fails: say UNSLOTH_COMPILE_DISABLE=1.
+Unsloth writes a trainer module as text. Until 2026.8 its loss called `chunked_hidden_states_selective_log_softmax` by the copy
+in that module, and the name is replaced there. Since then loss and scoring import `grpo_chunked_hidden_states_logprobs` and,
+where they need the entropy or are told to recompute, `chunked_hidden_states_selective_log_softmax_recompute` from
+unsloth_zoo.rl_replacements on each call, and both are replaced there. Its packing, offloading and loss stay Unsloth's, and so
+does what its loss does to an upstream gradient (it ignores it). It compiles its accumulated loss as one graph, which this call
+breaks; if it insists on one graph, it fails: say UNSLOTH_COMPILE_DISABLE=1.
 
-Written from the interface of unsloth_zoo 2026.8.13, which is under the AGPL: nothing of it is here. Its helper was run on a
-CPU, from its file alone, as what ours is compared with. Unsloth itself needs a GPU and was not run: the tests bind into a
-stand-in for the module that it generates.
+Written from the interfaces of unsloth_zoo 2026.8.13 and 2026.10.9, which are under the AGPL: nothing of it is here. Its helpers
+were run on a CPU, from their files alone, as what ours are compared with. Unsloth itself needs a GPU and was not run: the tests
+bind into stand-ins for the modules that it generates and imports.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import sys
+from contextlib import nullcontext
 
 import torch
 
 from ..logprobs import linear_logprobs
 from ..transform import LogitTransform
-from ._slots import Slots, check_version, plain
+from ._shared import plain
+from ._slots import NotCovered, Slots, check_version
 
 Tensor = torch.Tensor
 
 #: Of unsloth_zoo: the versions whose interface this was written from.
-TESTED = ("2026.8.13",)
+TESTED = ("2026.8.13", "2026.10.9")
+ZOO = "unsloth_zoo.rl_replacements"
 
 
 def bind(trainer: type, *, strict: bool = False, any_version: bool = False) -> Slots:
-    """Put our function into the module of `trainer`, the class that Unsloth made; the result undoes it, by `undo()` or as a
-    context manager.
+    """Put our functions where the loss of `trainer`, the class that Unsloth made, looks for its own; the result undoes it, by
+    `undo()` or as a context manager.
 
     strict   True: a call that has to be left to Unsloth raises RuntimeError instead.
     Raises RuntimeError for a version that is not known, unless any_version, and where it is bound already; AttributeError
     where the module has no such name."""
     check_version("unsloth_zoo", TESTED, any_version)
+    if hasattr(sys.modules.get(ZOO), "grpo_chunked_hidden_states_logprobs"):
+        slots = Slots("unsloth_zoo", strict)
+        slots.bind(ZOO, "grpo_chunked_hidden_states_logprobs", selective_log_softmax)
+        slots.bind(ZOO, "chunked_hidden_states_selective_log_softmax_recompute", log_softmax_and_entropy)
+        return slots
     slots = Slots(trainer.__module__.split(".")[0], strict)
     slots.bind(trainer.__module__, "chunked_hidden_states_selective_log_softmax", selective_log_softmax)
     return slots
@@ -53,14 +64,71 @@ def selective_log_softmax(
     logit_scale_divide: float = 0.0,
     logit_softcapping: float = 0.0,
     temperature: float = 1.0,
-    *_: Any,
-    **__: Any,
+    max_rows_per_chunk: int | None = None,
+    lm_head_bias: Tensor | None = None,
+    support_top_k: int = 0,
+    support_top_p: float = 1.0,
+    support_min_p: float = 0.0,
+    support_triton_sampler: bool = False,
+    support_excluded_ids: Tensor | None = None,
+    fp32_lm_head: bool | None = None,
+    fused_linear: bool | None = None,
 ) -> Tensor:
-    """Log-probs fp32 [B, T] of index; hidden_states [B, T, H], lm_head [V, H].
+    """Log-probs fp32 [B, T] of index; hidden_states [B, T, H], lm_head [V, H], lm_head_bias [V]. The result is on the device of
+    hidden_states.
 
     logit_scale_multiply, logit_scale_divide, logit_softcapping   of the logits, in this order, before temperature; 0: without.
-    The number of chunks is ours."""
-    plain(hidden_states, lm_head)
-    scale = (logit_scale_multiply or 1.0) / (logit_scale_divide or 1.0)
-    transform = LogitTransform(temperature=temperature, softcap=logit_softcapping or None, scale=scale)
-    return linear_logprobs(hidden_states, lm_head, index, transform=transform)[0]
+    fp32_lm_head   True: products in fp32 whatever autocast says; None: as UNSLOTH_VLLM_FP32_LM_HEAD has it.
+    support_...    a softmax over the sampler's kept set of tokens is left to Unsloth.
+    chunks, max_rows_per_chunk, fused_linear   choose among Unsloth's own ways, and nothing here."""
+    if support_top_k > 0 or support_top_p < 1 or support_min_p > 0 or support_excluded_ids is not None:
+        raise NotCovered("a softmax over a kept set of tokens (support_top_k, ...)")
+    scales = logit_scale_multiply, logit_scale_divide, logit_softcapping
+    return _scored(hidden_states, lm_head, lm_head_bias, index, *scales, temperature, fp32_lm_head, False)[0]
+
+
+def log_softmax_and_entropy(
+    hidden_states: Tensor,
+    lm_head: Tensor,
+    index: Tensor,
+    chunks: int = 4,
+    logit_scale_multiply: float = 0.0,
+    logit_scale_divide: float = 0.0,
+    logit_softcapping: float = 0.0,
+    temperature: float = 1.0,
+    max_rows_per_chunk: int | None = None,
+    lm_head_bias: Tensor | None = None,
+    return_entropy: bool = False,
+    fp32_lm_head: bool | None = None,
+    fused_linear: bool | None = None,
+    entropy_requires_grad: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`selective_log_softmax` over all tokens; with return_entropy (log-probs, entropy), which has a gradient if
+    entropy_requires_grad."""
+    entropy = (True if entropy_requires_grad else "detached") if return_entropy else False
+    scales = logit_scale_multiply, logit_scale_divide, logit_softcapping
+    logps, H = _scored(hidden_states, lm_head, lm_head_bias, index, *scales, temperature, fp32_lm_head, entropy)
+    return logps if H is None else (logps, H)
+
+
+def _scored(
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    multiply: float,
+    divide: float,
+    softcap: float,
+    temperature: float,
+    fp32: bool | None,
+    entropy: bool | str,
+) -> tuple[Tensor, Tensor | None]:
+    plain(hidden, head, bias)
+    if fp32 is None:
+        fp32 = os.environ.get("UNSLOTH_VLLM_FP32_LM_HEAD", "0").strip().lower() in ("1", "true", "on", "yes")
+    transform = LogitTransform(temperature=temperature, softcap=softcap or None, scale=(multiply or 1.0) / (divide or 1.0))
+    # A model that is spread over devices has its head on the last one. The head's dtype is what Unsloth multiplies in.
+    h, ids = hidden.to(head.device, torch.float32 if fp32 else head.dtype), index.to(head.device)
+    with torch.autocast(head.device.type, enabled=False) if fp32 else nullcontext():
+        logps, H = linear_logprobs(h, head, ids, bias=bias, transform=transform, entropy=entropy)
+    return logps.to(hidden.device), None if H is None else H.to(hidden.device)

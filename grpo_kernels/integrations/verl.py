@@ -43,13 +43,14 @@ import torch
 
 from ..batch import TokenBatch
 from ..filters import TrustRegion
-from ..logprobs import linear_logprobs, token_logprobs
+from ..logprobs import linear_logprobs
 from ..losses import LossOutput, objective_loss
 from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
 from ..surrogates import Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, PolicyGradient, Sapo
 from ..transform import LogitTransform
-from ._slots import NotCovered, Slots, at_least_one, check_version, even_shard, logprobs_from_logits, plain
+from ._shared import at_least_one, entropy_from_logits, even_shard, logprobs_from_logits, plain, scored_batch
+from ._slots import NotCovered, Slots, check_version
 
 Tensor = torch.Tensor
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
@@ -140,8 +141,7 @@ def policy_loss(objective: str | Objective) -> PolicyLoss:
         if name == "geo_mean":
             info = {}  # a plain mean over the sequences of the micro-batch
             rollout_is_weights = _geometric_mean(rollout_is_weights, mask)
-        ids = torch.zeros(mask.shape, dtype=torch.int64, device=mask.device)
-        batch = TokenBatch(ids, advantages, mask=mask, old_logps=old_log_prob, weights=rollout_is_weights)
+        batch = scored_batch(mask, advantages, old_logps=old_log_prob, weights=rollout_is_weights)
         out = objective_loss(log_prob, batch, wanted, normalizer=_normalizer(wanted, info))
         return out.loss, _metrics(name, wanted, out, batch, log_prob)
 
@@ -290,7 +290,8 @@ def linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropy) of labels, fp32 in their shape, at temperature; hidden [..., H] in as many rows, weight [V, H].
+    """(log-probs, entropy) of labels, fp32 [N] for N of them in any shape, as verl's, at temperature; hidden [..., H] in as
+    many rows, weight [V, H].
 
     With a dist_process_group of several ranks weight is [V / ranks, H], this rank's part, and the gradient of hidden its
     share: verl's layers in front sum it up. A reduction other than "none" is left to verl."""
@@ -302,13 +303,4 @@ def linear_cross_entropy(
     rows = hidden.reshape(-1, hidden.shape[-1])
     logps, entropy = linear_logprobs(rows, weight, labels.reshape(-1), transform=transform, entropy=True, shard=shard)
     assert entropy is not None
-    return logps.view(labels.shape), entropy.view(labels.shape)
-
-
-def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropy in nats, fp32, of logits [..., V]."""
-    plain(logits)
-    anything = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    entropy = token_logprobs(logits, anything, entropy=True)[1]
-    assert entropy is not None
-    return entropy
+    return logps, entropy
