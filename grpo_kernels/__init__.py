@@ -4,17 +4,53 @@ __version__ = "0.2.0.dev0"  # before the imports, one of which compares it
 
 from .advantages import group_advantages
 from .batch import TokenBatch
+from .custom import Custom, check_surrogate
+from .filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
+from .kl import Kl, check_kl
 from .logprobs import linear_logprobs, token_logprobs
 from .losses import LossOutput, grpo_loss, linear_grpo_loss
 from .model import loss_from_model
-from .objective import Objective
+from .objective import Denominators, Objective
+from .surrogates import (
+    A2po,
+    Cispo,
+    Clip,
+    ClipCov,
+    Dro,
+    Gmpo,
+    ImportanceSampling,
+    KlCov,
+    PolicyGradient,
+    Sapo,
+    Vespo,
+)
 from .transform import LogitTransform
 
 __all__ = [
+    "A2po",
+    "Cispo",
+    "Clip",
+    "ClipCov",
+    "Custom",
+    "Denominators",
+    "Dro",
+    "EntropyFloor",
+    "EntropyQuantile",
+    "Gmpo",
+    "ImportanceSampling",
+    "Kl",
+    "KlCov",
     "LogitTransform",
     "LossOutput",
     "Objective",
+    "OffPolicySequences",
+    "PolicyGradient",
+    "Sapo",
     "TokenBatch",
+    "TrustRegion",
+    "Vespo",
+    "check_kl",
+    "check_surrogate",
     "group_advantages",
     "grpo_loss",
     "linear_grpo_loss",

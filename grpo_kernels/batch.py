@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import inspect
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -10,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from .advantages import group_advantages
-from .checks import require
+from .checks import describe, require
 from .layout import as_mask, check_offsets, flat, per_token, sequence_ids
 
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenBatch:
     """The chosen tokens of a batch and everything the loss knows about them besides the policy itself.
 
@@ -62,6 +64,7 @@ class TokenBatch:
     nll_weights: Tensor | None = field(default=None, kw_only=True)
     groups: Tensor | None = field(default=None, kw_only=True)
     context_group: Any = field(default=None, kw_only=True)
+    __repr__ = describe
 
     def __post_init__(self) -> None:
         targets = self.targets
@@ -125,7 +128,14 @@ class TokenBatch:
 
         group_size or groups says which completions answer one prompt. `options` are those of group_advantages (scale, eps,
         baseline, ...) and the fields of TokenBatch (mask, old_logps, ...). Raises ValueError as both do."""
-        own = {f.name for f in fields(cls)} & options.keys()
+        known = {f.name for f in fields(cls)}
+        own, theirs = known & options.keys(), set(inspect.signature(group_advantages).parameters)
+        for name in options.keys() - known - theirs:
+            near = difflib.get_close_matches(name, sorted((known | theirs) - {"targets", "advantages"}), 1)
+            hint = (
+                f"did you mean {near[0]}?" if near else "it takes the options of group_advantages and the fields of TokenBatch."
+            )
+            raise TypeError(f"TokenBatch.from_rewards() got an unexpected keyword argument {name!r}: {hint}")
         chosen = {name: value for name, value in options.items() if name not in own}
         advantages = group_advantages(rewards, group_size=group_size, groups=groups, **chosen).to(targets.device)
         if groups is None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import sys
+from dataclasses import fields
+from typing import Any
 
 import torch
 
@@ -18,9 +21,32 @@ def require(ok: bool, name: str, value: object, remedy: str) -> None:
 
 
 def require_number(name: str, value: object, remedy: str, low: float = -math.inf, high: float = math.inf) -> None:
-    """A real number (no bool, no tensor, no string, not NaN) in [low, high]."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    require(is_number and low <= value <= high, name, value, remedy)  # type: ignore[operator]
+    """A real number (of Python or NumPy; no bool, no tensor, no string, not NaN) in [low, high]."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    require(is_number and low <= as_number(value) <= high, name, value, remedy)
+
+
+def as_number(value: Any) -> Any:
+    """A number of NumPy as Python's; anything else as it is."""
+    return value.item() if isinstance(value, numbers.Real) and hasattr(value, "item") else value
+
+
+def require_whole(name: str, value: object, remedy: str, low: int = 1) -> None:
+    """A whole number (of Python or NumPy; no bool) of at least `low`."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    require(whole and value >= low, name, value, remedy)  # type: ignore[operator]
+
+
+def describe(spec: Any) -> str:
+    """The repr of a dataclass or named tuple that holds tensors: their dtypes and shapes, not their values; fields of None are left
+    out."""
+    names = getattr(spec, "_fields", None) or [f.name for f in fields(spec) if f.repr]
+    given = {name: getattr(spec, name) for name in names if getattr(spec, name) is not None}
+
+    def text(x: Any) -> str:
+        return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+
+    return f"{type(spec).__name__}({', '.join(f'{name}={text(x)}' for name, x in given.items())})"
 
 
 def values_are_checked(tensor: torch.Tensor) -> bool:

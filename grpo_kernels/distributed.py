@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .backends import Backend, FusedRows, RowStats, RowTransform, two_visits
 from .batch import TokenBatch
-from .checks import require
+from .checks import as_number, require, require_whole
 from .objective import Denominators, Objective
 from .token_stage import TokenRows
 
@@ -57,9 +57,8 @@ class VocabShard:
 
     def __post_init__(self) -> None:
         for name, least in (("start", 0), ("vocab", 1)):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            require(whole, name, value, f"it is a whole number of ids, at least {least}.")
+            require_whole(name, getattr(self, name), f"it is a whole number of ids, at least {least}.", least)
+            object.__setattr__(self, name, as_number(getattr(self, name)))
         require(isinstance(self.reduce_hidden, bool), "reduce_hidden", self.reduce_hidden, "pass True or False.")
         require(
             _rank(self.group) >= 0, "group", self.group, "this rank is not in it: pass the group that it shares the head with."

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .checks import require
+from .checks import require_whole
 
 Tensor = torch.Tensor
 
@@ -60,8 +60,7 @@ def group_ids(n: int, device: torch.device, group_size: int | None, groups: Tens
                 f"groups has shape {list(groups.shape)} and dtype {groups.dtype}: pass one integer id per reward, [{n}]."
             )
         return groups.to(device=device, dtype=torch.int64)
-    whole = isinstance(group_size, int) and not isinstance(group_size, bool) and group_size >= 1
-    require(whole, "group_size", group_size, "it must be a whole number of at least 1.")
+    require_whole("group_size", group_size, "it must be a whole number of at least 1.")
     assert group_size is not None
     if n % group_size:
         raise ValueError(f"group_size={group_size} does not divide the {n} rewards: every prompt needs group_size completions.")

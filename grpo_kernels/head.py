@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .batch import TokenBatch
+from .checks import describe
 from .logprobs import linear_logprobs
 from .losses import linear_grpo_loss
 from .objective import Objective
@@ -22,6 +23,9 @@ class HeadLogprobs(NamedTuple):
     logps: Tensor
     entropy: Tensor | None
 
+    def __repr__(self) -> str:
+        return describe(self)
+
 
 class HeadLoss(NamedTuple):
     """Of `LossOutput`, the tensors: wrappers look for them in what a forward returns, and know tuples.
@@ -33,6 +37,9 @@ class HeadLoss(NamedTuple):
     logps: Tensor
     entropy: Tensor
     metrics: dict[str, Tensor] | None
+
+    def __repr__(self) -> str:
+        return describe(self)
 
 
 class _AsGiven:

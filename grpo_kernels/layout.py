@@ -11,8 +11,9 @@ from .checks import values_are_checked
 Tensor = torch.Tensor
 
 
-def check_targets(targets: Tensor, mask: Tensor | None, vocab: int) -> None:
-    """Raise ValueError naming the first target outside [0, vocab) at a row that counts."""
+def check_targets(targets: Tensor, mask: Tensor | None, vocab: int, logits: bool = False) -> None:
+    """Raise ValueError naming the first target outside [0, vocab) at a row that counts. `logits`: those that `vocab` was read off
+    may be something else."""
     if not values_are_checked(targets):
         return
     bad = (targets < 0) | (targets >= vocab)
@@ -23,6 +24,7 @@ def check_targets(targets: Tensor, mask: Tensor | None, vocab: int) -> None:
         raise ValueError(
             f"targets{list(at)}={int(targets[at])} is outside the vocabulary [0, {vocab}). "
             "Mask the position (mask=False) if it is padding; its id may then be anything."
+            + (" If the logits are hidden states: those go to linear_grpo_loss or linear_logprobs." if logits else "")
         )
 
 
@@ -45,7 +47,8 @@ def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
 def check_offsets(name: str, packed: Tensor, cu_seqlens: Tensor) -> None:
     """Raise ValueError unless cu_seqlens cuts the tokens of `packed` [N] into sequences."""
     if packed.dim() != 1:
-        raise ValueError(f"cu_seqlens goes with packed tokens [N], but {name} has shape {list(packed.shape)}.")
+        one = f" Pass {name}[0], and the same of what goes with it." if packed.dim() == 2 and packed.shape[0] == 1 else ""
+        raise ValueError(f"cu_seqlens goes with packed tokens [N], but {name} has shape {list(packed.shape)}.{one}")
     if not isinstance(cu_seqlens, Tensor):
         raise ValueError(f"cu_seqlens is a {type(cu_seqlens).__name__}: pass int32 [B + 1], starting at 0.")
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:

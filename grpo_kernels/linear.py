@@ -60,6 +60,10 @@ def check_head(
     for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if x is None and name == "bias":
             continue
+        if isinstance(x, torch.nn.Module):
+            raise ValueError(
+                f"{name} is the module {type(x).__name__}: pass its tensor, {name}=lm_head.{name if name != 'hidden' else 'weight'}."
+            )
         if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} is {got}: pass a float32, bfloat16 or float16 tensor.")

@@ -53,7 +53,7 @@ def token_logprobs(
         return outside(token_logprobs, logits, targets, backend=backend, strict=strict, **options)
     mask = _check_targets(targets, mask, entropy)
     rows, source = logits_source(logits, targets.shape, targets.device, inplace, shard, backend, strict)
-    check_targets(targets, mask, rows.shape[-1] if shard is None else shard.vocab)
+    check_targets(targets, mask, rows.shape[-1] if shard is None else shard.vocab, logits=True)
     return _stage(source, (rows,), targets, mask, transform, entropy)
 
 

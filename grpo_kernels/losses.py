@@ -10,7 +10,7 @@ import torch
 
 from .backends import RowTransform
 from .batch import TokenBatch
-from .checks import require
+from .checks import describe, require
 from .distributed import VocabShard
 from .layout import check_targets, per_token
 from .linear import Head, check_head, split_rows
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 __all__ = ["LossOutput", "grpo_loss", "linear_grpo_loss", "objective_loss"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LossOutput:
     """What a fused loss returns.
 
@@ -45,6 +45,7 @@ class LossOutput:
     rows: TokenRows = field(repr=False)
     _log_ratio: Tensor | None = field(default=None, repr=False)  # fp32 [n] at the objective's level, where a loss made it
     _metrics: dict[str, Tensor] | None = field(default=None, repr=False)
+    __repr__ = describe
 
     @property
     def metrics(self) -> dict[str, Tensor]:
@@ -84,7 +85,7 @@ class LossOutput:
 
         x = self._objective.log_ratio(logps, rows, self._batch) if self._log_ratio is None else self._log_ratio
         ratio = bounded_exp(x)
-        low, high = self._objective.surrogate.ratio_bounds
+        low, high = self._objective.surrogate.clipped(ratio, rows.advantages)
         weight = ratio if rows.weights is None or self._objective.surrogate.absorbs_weights else ratio * rows.weights
         weight = torch.where(read, weight, 0.0).to(torch.float64)  # the square of a runaway ratio is beyond fp32
         metrics = {
@@ -92,10 +93,10 @@ class LossOutput:
             "ratio_mean": mean(ratio),
             "ratio_min": extreme(ratio, torch.amin, math.inf),
             "ratio_max": extreme(ratio, torch.amax, -math.inf),
-            "clip_low": mean(((ratio < low) & (rows.advantages < 0)).to(torch.float32)),
-            "clip_high": mean(((ratio > high) & (rows.advantages > 0)).to(torch.float32)),
+            "clip_low": mean(low.to(torch.float32)),
+            "clip_high": mean(high.to(torch.float32)),
             "ess": (weight.sum().square() / (tokens * weight.square().sum()).clamp(min=1e-30)).to(torch.float32),
-            "zero_advantage": (trained & (rows.advantages == 0)).sum() / trained.sum().clamp(min=1),
+            "zero_advantage": (trained & (rows.advantages == 0)).sum() / trained.sum().clamp(min=1).to(torch.float32),
             "entropy": mean(self.entropy.reshape(-1)),
         }
         if rows.ref_logps is not None:
@@ -158,7 +159,7 @@ def grpo_loss(
         return outside(grpo_loss, logits, batch, objective, **options)
     shape, device = batch.targets.shape, batch.targets.device
     flat_logits, source = logits_source(logits, shape, device, inplace, shard, backend, strict)
-    check_targets(batch.targets, batch.mask, flat_logits.shape[-1] if shard is None else shard.vocab)
+    check_targets(batch.targets, batch.mask, flat_logits.shape[-1] if shard is None else shard.vocab, logits=True)
     row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
     rows = objective.token_rows(batch, normalizer, skip_inactive)
     # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are

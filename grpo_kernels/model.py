@@ -62,7 +62,7 @@ def loss_from_model(
     inner = language_model(model)
     if transform is None:
         transform = LogitTransform.of(inner, temperature=temperature)
-    elif not isinstance(temperature, (int, float)) or temperature != 1.0:
+    elif isinstance(temperature, Tensor) or temperature != 1.0:
         raise ValueError("temperature and transform are both given: put the temperature into the transform.")
     head, base = _head(inner), _base_model(inner)
     _check_alignment(input_ids, batch)

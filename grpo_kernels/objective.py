@@ -6,6 +6,7 @@ Everything but the surrogate, the filters and the KL estimator is a weight per t
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -14,7 +15,7 @@ import torch
 
 from . import token_stage
 from .batch import TokenBatch
-from .checks import LARGEST, SMALLEST, require, require_number, values_are_checked
+from .checks import LARGEST, SMALLEST, as_number, require, require_number, require_whole, values_are_checked
 from .filters import EntropyFloor, EntropyQuantile, Filter, OffPolicySequences, TrustRegion
 from .kl import Kl, as_kl
 from .layout import flat
@@ -98,15 +99,16 @@ class Objective:
             known = value in AGGREGATES or (value is None and name != "aggregate")
             require(known, name, value, f"it must be one of {', '.join(AGGREGATES)}.")
         require_number("beta", self.beta, "the KL weight is a finite number >= 0.", 0, LARGEST)
-        as_kl(self.kl)
+        object.__setattr__(self, "_kl", as_kl(self.kl))  # no field: `kl` says it
         require_number("entropy_coef", self.entropy_coef, "it must be a finite number.", -LARGEST, LARGEST)
         if self.max_tokens is not None:
-            whole = isinstance(self.max_tokens, int) and self.max_tokens >= 1
-            require(whole, "max_tokens", self.max_tokens, "the completion budget is a whole number of at least 1 token.")
+            require_whole("max_tokens", self.max_tokens, "the completion budget is a whole number of at least 1 token.")
+        for name in ("beta", "entropy_coef", "max_tokens"):
+            object.__setattr__(self, name, as_number(getattr(self, name)))
         self._check_filters()
         if self.log_ratio_bounds is not None:
             pair = isinstance(self.log_ratio_bounds, tuple) and len(self.log_ratio_bounds) == 2
-            pair = pair and all(isinstance(b, (int, float)) for b in self.log_ratio_bounds)
+            pair = pair and all(isinstance(b, numbers.Real) for b in self.log_ratio_bounds)
             remedy = "pass (low, high) with low < 0 < high, for example (-20.0, 20.0), or None."
             require(
                 pair and self.log_ratio_bounds[0] < 0 < self.log_ratio_bounds[1],
@@ -149,17 +151,20 @@ class Objective:
     @property
     def kl_spec(self) -> Kl:
         """`kl` as a Kl."""
-        return as_kl(self.kl)
+        return self.__dict__["_kl"]
 
     @property
     def aggregates(self) -> tuple[str, str, str]:
-        """Of the policy term, the KL and the entropy bonus."""
-        return (self.aggregate, self.kl_aggregate or self.aggregate, self.entropy_aggregate or self.aggregate)
+        """Of the policy term, the KL and the entropy bonus; a term that there is none of has that of the policy term."""
+        kl = self.kl_aggregate if self.beta != 0 else None
+        entropy = self.entropy_aggregate if self.entropy_coef != 0 else None
+        return (self.aggregate, kl or self.aggregate, entropy or self.aggregate)
 
     @property
     def one_pass(self) -> bool:
-        """True where a token's slope depends on that token alone, so that its logits are visited once."""
-        return self.level == "token" and not self.surrogate.selects and all(f.one_pass for f in self.filters)
+        """True where a token's slope depends on that token alone and is there at once, so that its logits are visited once."""
+        alone = not (self.surrogate.selects or self.surrogate.in_torch)
+        return self.level == "token" and alone and all(f.one_pass for f in self.filters)
 
     @property
     def needs_entropy(self) -> bool:
@@ -248,7 +253,7 @@ class Objective:
         if not isinstance(normalizer, Tensor):
             remedy = "the denominator is a finite number above 0, over all micro-batches and ranks."
             require_number("normalizer", normalizer, remedy, SMALLEST, LARGEST)
-            return normalizer
+            return float(normalizer)
         if normalizer.numel() != 1:
             raise ValueError(f"normalizer has shape {list(normalizer.shape)}: pass a number or a 0-d tensor.")
         if values_are_checked(normalizer):

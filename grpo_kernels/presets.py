@@ -194,6 +194,11 @@ def preset(name: str, numerics: str | None, changes: Changes) -> Objective:
         raise ValueError(f"preset {name!r} is unknown: choose one of {', '.join(PRESETS)}.")
     known = [f.name for f in fields(Objective)]
     unknown = [f for f in changes if f not in known]
+    surrogate: Any = PRESETS[name].surrogate
+    numbers = {f: changes[f] for f in unknown if f in {own.name for own in fields(surrogate)}}
+    if numbers:
+        remedy = f"pass surrogate={replace(surrogate, **numbers)!r}"
+        raise ValueError(f"{', '.join(numbers)} is a number of the surrogate, not of the Objective: {remedy}.")
     if unknown:
         raise TypeError(f"{unknown[0]!r} is not a field of Objective: it has {', '.join(known)}.")
     theirs: Changes = {}

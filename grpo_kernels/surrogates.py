@@ -11,18 +11,34 @@ write your own, see `Custom`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from .checks import LARGEST, SMALLEST, require, require_number
+from .custom import LEVELS, Custom, Surrogate, check_surrogate
 from .ops import bounded_exp, ops
 
-Tensor = torch.Tensor
+__all__ = [
+    "LEVELS",
+    "A2po",
+    "Cispo",
+    "Clip",
+    "ClipCov",
+    "Custom",
+    "Dro",
+    "Gmpo",
+    "ImportanceSampling",
+    "KlCov",
+    "PolicyGradient",
+    "Sapo",
+    "Surrogate",
+    "Vespo",
+    "check_surrogate",
+    "covariance",
+]
 
-LEVELS = ("token", "sequence", "sequence-token", "sequence-sum")
+Tensor = torch.Tensor
 
 # ---- formulas: (logp, old_logp, advantage, params) -> (loss, slope)
 
@@ -113,48 +129,6 @@ def kl_cov(logp, old_logp, advantage, params, selected):
 
 
 # ---- surrogates with their parameters, as users name them
-
-
-class Surrogate:
-    """A surrogate function together with its parameters. Subclasses are frozen dataclasses of floats.
-
-    The attributes say what an objective may do with it."""
-
-    function: Callable[..., Any]
-    #: Levels of the ratio that it is defined for.
-    levels: tuple[str, ...] = LEVELS
-    #: True: the ratio is a constant weight and the gradient flows through logp itself (CISPO). At sequence levels the
-    #: slope then stays at its token instead of flowing through the log-ratio of the sequence.
-    detached_ratio: bool = False
-    #: True: a token with advantage 0 has loss 0 and slope 0 whatever its ratio, so its row need not be looked at.
-    zero_at_zero_advantage: bool = True
-    #: True: a batch's weights enter the ratio of the sequence instead of multiplying the term (VESPO).
-    absorbs_weights: bool = False
-    #: True: `select` looks at the whole batch, so no slope is known before all log-probs are.
-    selects: bool = False
-
-    @property
-    def params(self) -> tuple[float, ...]:
-        """What `function` receives as its last argument: runtime floats, so a schedule recompiles nothing."""
-        return tuple(float(getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
-
-    @property
-    def ratio_bounds(self) -> tuple[float, float]:
-        """Ratios below the first (A < 0) or above the second (A > 0) count as clipped in the metrics."""
-        return (0.0, math.inf)
-
-    def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
-        """What a token's log-ratio x [n] counts in its sequence's mean or sum, and the derivative of that; advantages [n]."""
-        return x, 1.0
-
-    def select(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
-        """fp32 [n] of 0 and 1, for a surrogate that `selects`, from logps, old_logps and advantages, fp32 [n], and trained,
-        bool [n]."""
-        raise NotImplementedError
-
-    def __call__(self, logp: Tensor, old_logp: Tensor, advantage: Tensor, *selected: Tensor) -> tuple[Tensor, Tensor]:
-        """Per-token loss and slope, fp32, in the shape of `logp`."""
-        return self.function(logp, old_logp, advantage, self.params, *selected)
 
 
 def _check_clip_widths(eps_low: float, eps_high: float) -> None:
@@ -367,11 +341,9 @@ class ClipCov(Surrogate):
         return (1.0 - self.eps_low, 1.0 + self.eps_high)
 
     def select(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
-        low, high = self.ratio_bounds
-        r = bounded_exp(logps - old_logps)
-        clipped = ((r > high) & (advantages > 0)) | ((r < low) & (advantages < 0))
+        low, high = self.clipped(bounded_exp(logps - old_logps), advantages)
         cov = covariance(logps, advantages, trained)
-        eligible = trained & ~clipped & (cov > self.low) & (cov < self.high)
+        eligible = trained & ~(low | high) & (cov > self.low) & (cov < self.high)
         count = (self.share * trained.sum().to(torch.float64)).floor().clamp(min=1)
         return _first(torch.rand(logps.shape, device=logps.device), eligible, count)
 
@@ -395,69 +367,3 @@ class KlCov(Surrogate):
     def select(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
         count = (self.share * trained.sum().to(torch.float64)).floor().clamp(min=1)
         return _first(-covariance(logps, advantages, trained), trained, count)
-
-
-@dataclass(frozen=True)
-class Custom(Surrogate):
-    """Your own surrogate, which then runs in every backend and inside the fused Triton kernel.
-
-        from grpo_kernels.surrogates import Custom, ops
-
-        def squared(logp, old_logp, advantage, params):       # a module-level function, params a tuple of floats
-            x = logp - old_logp
-            return -advantage * logp + 0.5 * params[0] * x * x, -advantage + params[0] * x
-
-        objective = Objective(surrogate=Custom(squared, (0.1,)))
-
-    `function` takes and returns scalars as far as it can tell: arithmetic, comparisons and the names of `ops`, no
-    Python branches on values; `parameters` is what it receives as its last argument. `check_surrogate` compares the slope
-    with autograd. For the fused kernel it is defined in a file (Triton compiles its source) and closes over no local variables:
-    others cost a second visit of the logits, with a warning, and a ValueError under strict or backend="triton". At sequence
-    levels, unless detached_ratio, logp is the log-ratio of the sequence and old_logp 0: a formula for those uses their
-    difference only.
-    """
-
-    function: Callable[..., Any]
-    parameters: tuple[float, ...] = ()
-    detached_ratio: bool = False
-    zero_at_zero_advantage: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parameters", tuple(float(p) for p in self.parameters))
-
-    @property
-    def params(self) -> tuple[float, ...]:
-        return self.parameters
-
-
-def check_surrogate(surrogate: Surrogate, *, points: int = 4096, tolerance: float = 1e-6, seed: int = 0) -> None:
-    """Compare a surrogate's slope with autograd's derivative of its loss, in fp64, at random log-probs, ratios within
-    e^-3 and e^3, and advantages of both signs; and its claim to be 0 at advantage 0, if it makes it. `points` of them are
-    drawn with `seed`; an error above `tolerance` times (1 + the derivative) is refused.
-
-    Meant for surrogates of your own. Where the loss has a detached factor (`detached_ratio=True`: the ratio is a
-    constant weight) old_logp moves along with logp, so that the ratio stands still. Raises ValueError naming the worst
-    point; points on a kink, where a derivative does not exist, have probability 0.
-    """
-    g = torch.Generator().manual_seed(seed)
-    logp = -5.0 * torch.rand(points, generator=g, dtype=torch.float64)
-    x = 3.0 * (2.0 * torch.rand(points, generator=g, dtype=torch.float64) - 1.0)
-    advantage = torch.randn(points, generator=g, dtype=torch.float64)
-    selected = (torch.rand(points, generator=g) < 0.5).to(torch.float64)
-    old_logp = logp - x
-    logp.requires_grad_()
-    extra = (selected,) if surrogate.selects else ()
-    if surrogate.zero_at_zero_advantage:
-        for what, value in zip(("loss", "slope"), surrogate(logp.detach(), old_logp, 0.0 * x, *extra), strict=True):
-            if torch.as_tensor(value).any():
-                raise ValueError(f"the {what} of {surrogate!r} is not 0 at advantage 0: set zero_at_zero_advantage=False.")
-    loss, slope = surrogate(logp, logp - x if surrogate.detached_ratio else old_logp, advantage, *extra)
-    (expected,) = torch.autograd.grad(loss.sum(), logp)
-    slope = torch.as_tensor(slope).detach().expand_as(expected)
-    error = (slope - expected).abs() / (1.0 + expected.abs())
-    worst = int(error.argmax())
-    if not error[worst] <= tolerance:  # NaN fails too
-        raise ValueError(
-            f"the slope of {surrogate!r} is {float(slope[worst]):.6g}, but autograd gives {float(expected[worst]):.6g} at "
-            f"logp={float(logp[worst].detach()):.4g}, old_logp={float(old_logp[worst]):.4g}, advantage={float(advantage[worst]):.4g}."
-        )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .batch import TokenBatch
+from .checks import describe
 from .filters import TRUST_REGIONS, EntropyFloor, TrustRegion
 from .kl import Kl, kl_terms
 from .ops import ops
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenRows:
     """The flat rows of a batch with the weights of an objective; every tensor is [n]."""
 
@@ -42,6 +43,7 @@ class TokenRows:
     weights: Tensor | None = None  # of the batch, as given
     trained: Tensor | None = None  # bool: rows where the batch's mask is set; None = all
     active: Tensor | None = None  # bool: trained rows that can have a gradient; None = all
+    __repr__ = describe
 
     def __getitem__(self, rows: slice | Tensor) -> TokenRows:
         def cut(x: Any) -> Any:

@@ -10,13 +10,13 @@ import torch
 
 from .architectures import language_model, logits_of
 from .backends import RowTransform
-from .checks import LARGEST, SMALLEST, require, require_number, values_are_checked
+from .checks import LARGEST, SMALLEST, as_number, describe, require, require_number, values_are_checked
 from .layout import per_token
 
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LogitTransform:
     """What the model does to its logits before the softmax: z = softcap * tanh(x * scale / softcap) / temperature.
 
@@ -29,6 +29,7 @@ class LogitTransform:
     temperature: float | Tensor = 1.0
     softcap: float | None = None
     scale: float = 1.0
+    __repr__ = describe
 
     def __post_init__(self) -> None:
         t = self.temperature
@@ -43,6 +44,8 @@ class LogitTransform:
             remedy = "it must be a finite number above 0, or None for no softcap."
             require_number("softcap", self.softcap, remedy, SMALLEST, LARGEST)
         require_number("scale", self.scale, "it multiplies the logits and must be finite and not 0.", -LARGEST, LARGEST)
+        for name in ("temperature", "softcap", "scale"):
+            object.__setattr__(self, name, as_number(getattr(self, name)))
         require(self.scale != 0, "scale", self.scale, "it multiplies the logits and must be finite and not 0.")
 
     @classmethod

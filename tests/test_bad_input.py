@@ -11,7 +11,8 @@ import pytest
 import torch
 from cases import snapshot
 
-from grpo_kernels import LogitTransform, Objective, TokenBatch, group_advantages, grpo_loss, token_logprobs
+from grpo_kernels import LogitTransform, Objective, TokenBatch, group_advantages, grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels.filters import TrustRegion
 from grpo_kernels.surrogates import Cispo, Clip
 
 B, T, V = 3, 4, 11
@@ -341,6 +342,24 @@ def test_fallback_warns_once_and_strict_raises(monkeypatch: pytest.MonkeyPatch) 
             lambda: token_logprobs(torch.ones(2, 3), torch.tensor([0, 1]), transform=0.7),
             "transform is 0.7: pass a LogitTransform, for example LogitTransform(temperature=0.7)",
         ),
+        (lambda: Objective.preset("grpo", eps_high=0.28), "pass surrogate=Clip(eps_low=0.2, eps_high=0.28, delta=inf)"),
+        (
+            lambda: Objective.preset("cispo", cap=4.0),
+            "cap is a number of the surrogate, not of the Objective: pass surrogate=Cispo(cap=4.0",
+        ),
+        (
+            lambda: token_logprobs(torch.ones(2, 3, 8), torch.full((2, 3), 50)),
+            "If the logits are hidden states: those go to linear_grpo_loss or linear_logprobs.",
+        ),
+        (lambda: loss(batch(targets=IDS + 40)), "If the logits are hidden states: those go to linear_grpo_loss"),
+        (
+            lambda: TokenBatch(IDS.reshape(1, -1), torch.ones(1, B * T), cu_seqlens=torch.tensor([0, 12])),
+            "targets has shape [1, 12]. Pass targets[0], and the same of what goes with it.",
+        ),
+        (
+            lambda: linear_logprobs(torch.ones(2, 8), torch.nn.Linear(8, 5), torch.tensor([0, 1])),
+            "weight is the module Linear: pass its tensor, weight=lm_head.weight",
+        ),
         (lambda: LogitTransform(temperature="1"), "temperature='1': it divides the logits"),
         (lambda: LogitTransform(scale=float("nan")), "scale=nan: it multiplies the logits"),
         (lambda: Objective(beta="0.1"), "beta='0.1': the KL weight"),
@@ -374,3 +393,48 @@ def test_any_leading_shape() -> None:
     expected = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     torch.testing.assert_close(token_logprobs(logits, targets)[0], expected)
     torch.testing.assert_close(token_logprobs(logits[0, 0, 0], targets[0, 0, 0])[0], expected[0, 0, 0])
+
+
+def test_a_misspelt_option_of_from_rewards_is_told_which_one_was_meant() -> None:
+    with pytest.raises(TypeError, match=r"from_rewards.*'masks'.*did you mean mask\?"):
+        TokenBatch.from_rewards(IDS, torch.ones(B), group_size=3, masks=IDS > 0)
+    with pytest.raises(TypeError, match=r"from_rewards.*'whitening'"):
+        TokenBatch.from_rewards(IDS, torch.ones(B), group_size=3, whitening=True)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """A normalizer out of a NumPy sum, a schedule out of np.linspace: the same loss as with Python's own."""
+    np = pytest.importorskip("numpy")
+    found = []
+    for real, whole in ((float, int), (np.float64, np.int64), (np.float32, np.int32)):
+        objective = Objective(
+            Clip(real(0.25), real(0.5), real(3.0)), beta=real(0.5), entropy_coef=real(0.125), max_tokens=whole(8),
+            aggregate="constant", log_ratio_bounds=(real(-20.0), real(20.0)),
+        )  # fmt: skip
+        transform = LogitTransform(real(0.5), softcap=real(8.0), scale=real(2.0))
+        advantages = group_advantages(torch.tensor([1.0, 0.0, 2.0]), group_size=whole(3))
+        the_batch = batch(advantages=advantages, ref_logps=-PER_TOKEN, old_logps=-2 * PER_TOKEN)
+        found += [loss(the_batch, objective, transform=transform, normalizer=x).loss for x in (real(7.0), whole(7))]
+        assert type(objective.beta) is float and type(transform.scale) is float
+    assert all(torch.equal(x, found[0]) for x in found) and found[0] != 0
+    for wrong in (np.float64("nan"), np.bool_(True), np.array([1.0]), np.datetime64("2026-01-01")):
+        with pytest.raises(ValueError, match="normalizer"):
+            loss(normalizer=wrong)
+
+
+@pytest.mark.parametrize("make", [batch, loss, lambda: loss().rows, lambda: LogitTransform(PER_TOKEN)])
+def test_a_repr_tells_shapes_and_prints_no_tensor(make: Callable[[], Any]) -> None:
+    text = repr(make())
+    assert "tensor(" not in text and "\n" not in text and "float32 [" in text and "=None" not in text
+    assert repr(batch()) == "TokenBatch(targets=int64 [3, 4], advantages=float32 [3])"
+
+
+def test_metrics_do_not_follow_the_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        objective = Objective(filters=(TrustRegion("tv"),), beta=0.1)
+        metrics = loss(batch(ref_logps=-PER_TOKEN, advantages=torch.tensor([0.0, 1.0, -1.0]).float()), objective).metrics
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {name for name, x in metrics.items() if x.dtype != torch.float32} == set() and len(metrics) == 11
+    assert metrics["zero_advantage"] == torch.tensor(1 / 3)

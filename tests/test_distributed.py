@@ -57,14 +57,27 @@ def test_micro_batches_add_up(name: str, count: int) -> None:
     assert whole.abs().max() > 1e-3
 
 
+def test_a_term_that_there_is_none_of_wants_no_denominator() -> None:
+    """A KL that is off (beta = 0) is not asked for its completion budget, its groups or its sequences."""
+    packed = TokenBatch(torch.zeros(6, dtype=torch.int64), torch.ones(6))
+    for kind in ("constant", "group-mean", "seq-mean-token-mean"):
+        objective = Objective(kl_aggregate=kind, entropy_aggregate=kind)
+        assert float(global_normalizer(objective, [packed, packed])) == 12.0
+        assert [float(x) for x in objective.denominators(packed)] == [6.0] * 3
+        with pytest.raises(ValueError, match=r"max_tokens|groups|cu_seqlens"):
+            global_normalizer(replace(objective, entropy_coef=0.1), packed)
+
+
 def test_a_denominator_of_each_term_only_where_they_differ() -> None:
     batch = pieces(build(), [slice(0, 8)])[0]
     trained = float(batch.mask.sum())  # type: ignore[union-attr]
     assert float(global_normalizer(Objective(), batch)) == trained
-    own = Objective(aggregate="token-sum", beta=0.1, kl_aggregate="seq-mean-token-mean", entropy_aggregate="token-mean")
+    own = Objective(
+        aggregate="token-sum", beta=0.1, kl_aggregate="seq-mean-token-mean", entropy_coef=0.1, entropy_aggregate="token-mean"
+    )
     assert [float(x) for x in global_normalizer(own, [batch, batch])] == [1.0, 16.0, 2 * trained]
     assert [float(x) for x in global_normalizer(own, [batch, batch]) / 4] == [0.25, 4.0, trained / 2]
-    assert isinstance(global_normalizer(replace(own, beta=0.0), batch), Tensor)  # nobody looks at the KL's
+    assert isinstance(global_normalizer(replace(own, beta=0.0, entropy_coef=0.0), batch), Tensor)  # nobody looks at the KL's
 
 
 def test_nothing_trained_is_divided_by_1() -> None:

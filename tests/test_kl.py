@@ -12,7 +12,7 @@ import torch
 from oracle import Spec
 
 from grpo_kernels import Objective
-from grpo_kernels.kl import ESTIMATORS, SCORES, WEIGHTINGS, Kl, as_kl, kl_terms
+from grpo_kernels.kl import ESTIMATORS, SCORES, WEIGHTINGS, Kl, as_kl, check_kl, kl_terms
 from grpo_kernels.ops import ops
 
 Tensor = torch.Tensor
@@ -289,3 +289,38 @@ def test_an_estimator_of_yours_takes_every_weight(weighting: str) -> None:
     value, _, _, both = terms(kl, logp, old, ref)
     torch.testing.assert_close(value, (weight * huber).detach(), rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(both, slope, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs", "k3+"])
+def test_check_kl_accepts_those_of_the_package(name: str) -> None:
+    check_kl(name)
+    check_kl("distillation", detached=True)
+    check_kl(half_square)
+
+
+def flat_beyond(logp: Tensor, old_logp: Tensor, ref_logp: Tensor) -> tuple[Tensor, Tensor]:
+    """k2 whose slope forgets what is far away."""
+    d = ref_logp - logp
+    return 0.5 * d * d, ops.where(ops.abs(d) < 4.0, -d, 0.0)
+
+
+def other_sign(logp: Tensor, old_logp: Tensor, ref_logp: Tensor) -> tuple[Tensor, Tensor]:
+    d = ref_logp - logp
+    return 0.5 * d * d, d
+
+
+@pytest.mark.parametrize("estimator", [flat_beyond, other_sign, Kl(other_sign, weighting="ratio")])
+def test_check_kl_names_a_wrong_slope(estimator: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"slope of the KL estimator (flat_beyond|other_sign) is .* autograd gives .* ref_logp="
+    ):
+        check_kl(estimator)
+    with pytest.raises(ValueError, match="distillation"):
+        check_kl("distillation")  # of a detached weight
+
+
+def test_an_estimator_without_its_slope_is_refused() -> None:
+    """Taken apart by its rows, a tensor of two tokens would look like a pair."""
+    for make in (lambda: Kl(lambda a, b, c: 0.5 * (c - a) ** 2), lambda: Objective(kl=lambda a, b, c: 0.5 * (c - a) ** 2)):
+        with pytest.raises(ValueError, match=r"returned a Tensor \[3\].*return value and slope of each token"):
+            make()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 import oracle
 import pytest
 import torch
 from oracle import Spec
 
-from grpo_kernels import Objective, TokenBatch, surrogates
+from grpo_kernels import Objective, TokenBatch, grpo_loss, surrogates
 from grpo_kernels.ops import bounded_exp, finite, ops
 from grpo_kernels.surrogates import (
     A2po,
@@ -395,6 +397,86 @@ def off_by_a_percent(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: 
 def test_check_surrogate_names_a_wrong_slope() -> None:
     with pytest.raises(ValueError, match=r"slope of .*off_by_a_percent.* autograd gives .* at logp="):
         check_surrogate(Custom(off_by_a_percent))
+
+
+def far_off(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """Right within e^3, and not beyond."""
+    x = logp - old_logp
+    return 0.5 * x * x, ops.where(ops.abs(x) < 3.5, x, 0.0)
+
+
+def off_at_zero(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """Right but where the advantage is 0."""
+    x = logp - old_logp
+    return 0.5 * x * x, ops.where(advantage == 0.0, 0.0, x)
+
+
+@pytest.mark.parametrize("function, where", [(far_off, "logp="), (off_at_zero, "advantage=0")])
+def test_check_surrogate_looks_beyond_e3_and_at_zero_advantage(function: Any, where: str) -> None:
+    with pytest.raises(ValueError, match=f"slope of .*{function.__name__}.*{where}"):
+        check_surrogate(Custom(function))
+
+
+# ---- the slope from autograd
+
+
+def loss_alone(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Tensor:
+    return squared(logp, old_logp, advantage, params)[0]
+
+
+def cispo_alone(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Tensor:
+    return -bounded_exp(logp - old_logp).clamp(max=params[0]).detach() * advantage * logp
+
+
+def constant(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Tensor:
+    return advantage
+
+
+def test_a_formula_without_its_slope_is_refused() -> None:
+    """Taken apart by its rows, a tensor of two tokens would look like a pair."""
+    with pytest.raises(ValueError, match=r'loss_alone returned a Tensor \[3\].*return loss and slope.*slope="autograd"'):
+        Custom(loss_alone, (0.25,))
+    with pytest.raises(ValueError, match=r"squared returned a Tensor .3., a Tensor .3. .*return loss of each token"):
+        Custom(squared, (0.25,), slope="autograd")
+    with pytest.raises(ValueError, match="slope='torch'"):
+        Custom(squared, (0.25,), slope="torch")
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence-token", "sequence-sum"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_slope_from_autograd_is_that_of_the_formula(level: str, inference: bool, backend: str) -> None:
+    """Value and gradient, also of tensors that were made in inference mode."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 5, 17, generator=g)
+    with torch.inference_mode(inference):
+        batch = TokenBatch(
+            torch.randint(17, (3, 5), generator=g), torch.randn(3, generator=g), old_logps=-3 + torch.randn(3, 5, generator=g)
+        )
+    formula: dict[str, Callable[..., Any]] = {
+        "squared": lambda **more: Custom(squared if not more else loss_alone, (0.25,), **more),
+        "cispo": lambda **more: Custom(cispo_alone, (2.0,), True, **more) if more else Cispo(2.0),
+    }
+    for make in formula.values():
+        if level != "token" and make is formula["squared"]:
+            continue  # it uses logp itself
+        found = []
+        for surrogate in (make(), make(slope="autograd")):
+            leaf = logits.clone().requires_grad_()
+            out = grpo_loss(leaf, batch, Objective(surrogate, level=level), backend=backend, strict=True)
+            out.loss.backward()
+            assert leaf.grad is not None
+            found.append((out.loss.detach(), leaf.grad))
+        torch.testing.assert_close(*found, rtol=2e-6, atol=2e-7)
+        assert found[0][1].any()
+    with torch.inference_mode():
+        out = grpo_loss(logits, batch, Objective(make(slope="autograd"), level=level), backend=backend)
+        torch.testing.assert_close(out.loss, found[0][0], rtol=2e-6, atol=2e-7)
+
+
+def test_a_loss_that_does_not_depend_on_the_policy_has_no_slope() -> None:
+    loss, slope = Custom(constant, slope="autograd")(*(torch.tensor([-1.0, -2.0]) for _ in range(2)), torch.tensor([3.0, 4.0]))
+    assert loss.tolist() == [3.0, 4.0] and slope.tolist() == [0.0, 0.0]
+    check_surrogate(Custom(constant, slope="autograd"))
 
 
 # ---- refusals

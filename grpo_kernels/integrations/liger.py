@@ -326,9 +326,7 @@ class _TokenLosses(torch.autograd.Function):
 def _kl_and_clipped(logps: Tensor, objective: Objective, rows: TokenRows, batch: TokenBatch) -> tuple[Tensor | None, Tensor]:
     """fp32 [n], 0 where masked: the KL term (None with beta = 0) as it is in the loss, and 1 where the ratio is clipped."""
     x = objective.log_ratio(logps, rows, batch)
-    ratio = bounded_exp(x)
-    low, high = objective.surrogate.ratio_bounds
-    clipped = ((ratio < low) & (rows.advantages < 0)) | ((ratio > high) & (rows.advantages > 0))
+    clipped = torch.logical_or(*objective.surrogate.clipped(bounded_exp(x), rows.advantages))
     kl = None if rows.ref_logps is None else kl_of_rows(objective, logps, rows, x)[0]
     if rows.trained is not None:
         clipped &= rows.trained

@@ -170,12 +170,12 @@ def _metrics(objective: Objective, out: Any, batch: TokenBatch, weights: Tensor,
     logps, rows = out.logps, out.rows
     old = logps if batch.old_logps is None else torch.where(weights != 0, batch.old_logps, 0.0)
     x = objective.log_ratio(logps, rows, batch)
-    r, (low, high), A = bounded_exp(x), objective.surrogate.ratio_bounds, batch.advantages
+    r, A = bounded_exp(x), batch.advantages
 
     def reduce(values: Tensor) -> Tensor:
         return torch.where(weights != 0, weights * values, 0.0).sum()
 
-    clipped = ((r > high) & (A > 0)) | ((r < low) & (A < 0))
+    clipped = torch.logical_or(*objective.surrogate.clipped(r, A))
     loss, entropy = out.loss.detach(), reduce(out.entropy)
     named = {"loss": loss, "entropy_loss": entropy, "pg_clipfrac": reduce(clipped.float()), "ppo_kl": reduce(-x)}
     named["pg_loss"] = loss + objective.entropy_coef * entropy
