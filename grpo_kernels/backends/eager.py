@@ -1,6 +1,7 @@
 """Eager PyTorch: the readable version of the vocabulary stages, and the fallback where no kernel runs.
 
-Rows go through in blocks, so the temporaries stay within `block_bytes` (or one row) whatever the batch."""
+Rows go through in blocks, so the temporaries stay within `block_bytes` (or two rows) whatever the batch. A logit costs one
+exponential: the gradient is made of those that the statistics were summed from, where both are made in one visit."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-WRITES_BEHIND_READS = True  # a block is copied before any of it is written
+WRITES_BEHIND_READS = True  # all of a block is read before any of it is written
 
 
 def block_bytes(device: torch.device) -> int:
@@ -31,7 +32,7 @@ def available() -> str | None:
 
 def _blocks(logits: Tensor, rows: tuple[int, int] | None) -> Iterator[tuple[slice, Tensor]]:
     """(rows of the per-row vectors, their [r, V] view of the logits) such that two fp32 copies fit the budget."""
-    A, T, V = logits.shape
+    A, T, _ = logits.shape
     lo, hi = (0, A * T) if rows is None else rows
     size = _block_rows(logits)
     start = lo
@@ -132,8 +133,8 @@ def row_grads(
     rows: tuple[int, int] | None = None,
     kept: list[Exponentials] | None = None,
 ) -> None:
-    """d_logits = d_logp (onehot - p) - d_entropy p (log p + H), times dz/dx, written into `out`. `kept` is what `row_stats` has
-    collected of these rows with entropy; it is used up."""
+    """d_logits = d_logp (onehot - p) - d_entropy p (log p + H), times dz/dx, written into `out`. `kept`: what `row_stats` has
+    collected of these rows, with entropy; it is overwritten."""
     log_sum, logps = torch.log(stats.sum), stats.logps
     slope = transform.scale * transform.inv_temperature  # dz/dx, times 1 - tanh^2 with softcap
     constant, d_target = d_logps, -d_logps * torch.expm1(logps)  # expm1 is accurate where p is close to 1
@@ -150,7 +151,7 @@ def row_grads(
             e, ed = Exponentials.of(z, stats.max[r], d_entropy is not None, overwrite=z is not x)
         else:
             e, ed = kept[i]
-        # The rows of the result at once where nothing but fp32 sums of products goes there.
+        # fp32 gradients are made where they belong, others in the memory of the exponentials.
         g = y if y.dtype == torch.float32 and not transform.softcap else e
         torch.mul(e, per_e[r, None], out=g)
         if per_ed is not None:
@@ -162,14 +163,14 @@ def row_grads(
         if transform.softcap:
             t = x.to(torch.float32, copy=True).mul_(transform.scale / transform.softcap).tanh_()
             g.mul_(t.square_().neg_().add_(1.0))
-        if idle.device.type != "cpu" or idle[r].any():
+        if idle.device.type != "cpu" or idle[r].any():  # on a GPU to look would be to wait
             g.masked_fill_(idle[r, None], 0.0)
         if g is not y:
             y.copy_(g)
 
 
-class _OneVisit:
-    """This backend for two visits of a block: the second starts from the exponentials of the first."""
+class _Remembering:
+    """This backend, whose gradients start from the exponentials of the statistics made last."""
 
     def __init__(self) -> None:
         self.kept: list[Exponentials] = []
@@ -183,8 +184,7 @@ class _OneVisit:
 
 
 def fused_loss(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None) -> FusedRows:
-    visit = cast(Any, _OneVisit())
-    return two_visits(visit, logits, rows, objective, transform, out, _block_rows(logits))
+    return two_visits(cast(Any, _Remembering()), logits, rows, objective, transform, out, _block_rows(logits))
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:
