@@ -6,12 +6,16 @@ import importlib.util
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sample_results
+import torch
 
 from benchmarks import results, swaps, tables
 from benchmarks.suites import SUITES
+from grpo_kernels import Objective, TokenBatch, grpo_loss
+from grpo_kernels.batch import shift_targets
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -40,6 +44,64 @@ def test_commands_and_pictures_exist(page: Path) -> None:
         assert importlib.util.find_spec(module), module
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / link).exists(), link
+
+
+# ---- snippets, as they stand there
+
+
+def snippet(part: str) -> str:
+    """The one block of Python code with this in it."""
+    (found,) = [code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if part in code]
+    return found
+
+
+def test_the_snippets_from_hidden_states_hold_for_a_head_with_a_softcap(mesh: Any) -> None:
+    """They give the loss and the gradients of the model's own logits, cut into micro-batches and on a vocabulary shard, too."""
+    pytest.importorskip("transformers")
+    from test_architectures import VOCAB, build
+
+    model = build("Gemma2ForCausalLM")
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCAB, (4, 9), generator=g)
+    completion_mask = torch.arange(9) >= torch.tensor([3, 4, 2, 5])[:, None]
+    targets, mask = shift_targets(ids, mask=completion_mask)
+    old_logps, ref_logps, advantages = (
+        torch.randn(3, *targets.shape, generator=g) - torch.tensor([3.0, 3.0, 0.0])[:, None, None]
+    )
+    objective = Objective.preset("dapo", beta=0.04)
+    batch = TokenBatch(targets, advantages, mask=mask, old_logps=old_logps, ref_logps=ref_logps)
+
+    def gradients(loss: torch.Tensor | None = None) -> list[torch.Tensor]:
+        if loss is not None:
+            loss.backward()
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad(set_to_none=True)
+        return found
+
+    own = grpo_loss(model(ids).logits[:, : targets.shape[1]], batch, objective)
+    wanted = gradients(own.loss)
+    given = vars() | {
+        "total_tokens": mask.sum(), "attention": torch.ones_like(ids), "Objective": Objective, "TokenBatch": TokenBatch,
+        "lm_head": model.lm_head, "weight": model.lm_head.weight, "tp_group": mesh.get_group(), "dp_group": mesh.get_group(),
+    }  # fmt: skip
+    exec(snippet("loss_from_model"), given)
+    torch.testing.assert_close(given["out"].loss, own.loss)
+    torch.testing.assert_close(gradients(given["out"].loss), wanted, rtol=1e-3, atol=1e-6)
+
+    def hidden_of(rows: TokenBatch) -> torch.Tensor:
+        (at,) = [i for i, other in enumerate(given["micro_batches"]) if other is rows]
+        return model.model(input_ids=ids[2 * at : 2 * at + 2]).last_hidden_state[:, : targets.shape[1]]
+
+    halves = [
+        TokenBatch(*(x[i : i + 2] for x in (targets, advantages)), mask=mask[i : i + 2], old_logps=old_logps[i : i + 2],
+                   ref_logps=ref_logps[i : i + 2]) for i in (0, 2)
+    ]  # fmt: skip
+    given |= {"micro_batches": [batch], "hidden": model.model(input_ids=ids).last_hidden_state[:, : targets.shape[1]]}
+    exec(snippet("VocabShard.of"), given)
+    torch.testing.assert_close(gradients(), wanted, rtol=1e-3, atol=1e-6)
+    given |= {"micro_batches": halves, "hidden_of": hidden_of}
+    exec(snippet("for batch in micro_batches"), given)
+    torch.testing.assert_close(gradients(), wanted, rtol=1e-3, atol=1e-6)
 
 
 # ---- tables of made-up figures
