@@ -33,9 +33,11 @@ from trl.trainer import utils
 from trl_cases import assert_same_history, history
 
 from grpo_kernels.head import FusedLMHead
+from grpo_kernels.integrations import _trl_specs as specs
 from grpo_kernels.integrations import trl_head
 from grpo_kernels.integrations._slots import OVERRIDE
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLoss, _Forward, fused_lm_head, patch
+from grpo_kernels.integrations._trl_forward import Forward
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLoss, fused_lm_head, patch
 
 Tensor = torch.Tensor
 
@@ -139,7 +141,7 @@ def test_rows_that_are_projected(patched: FusedLoss, plain: Any, monkeypatch: py
 
 def test_strict_compares_with_trls_arithmetic(patched: FusedLoss, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """A denominator that is wrong by a factor, as after a change in TRL, is noticed at the first step."""
-    monkeypatch.setattr(FusedLoss, "_accumulation", 1.0)
+    monkeypatch.setattr(specs, "accumulation", lambda _: 1.0)
     with pytest.raises(RuntimeError, match="TRL's own arithmetic"):
         both(patched, Case("grpo"), plain)
 
@@ -154,8 +156,8 @@ def test_strict_compares_gradients(patched: FusedLoss, plain: Any, monkeypatch: 
     data = replace(plain, advantages=advantages, completion_mask=mask)
     case = Case(loss_type, on_policy=True)
     both(patched, case, data)
-    normalizer = FusedLoss._normalizer
-    monkeypatch.setattr(FusedLoss, "_normalizer", lambda *args: 2 * normalizer(*args))
+    denominator = specs.denominator
+    monkeypatch.setattr(specs, "denominator", lambda *args: 2 * denominator(*args))
     with pytest.raises(RuntimeError, match="strict=True, but the "):
         both(patched, case, data)
     if loss_type == "dapo":
@@ -165,10 +167,10 @@ def test_strict_compares_gradients(patched: FusedLoss, plain: Any, monkeypatch: 
 
 def test_strict_compares_small_bonuses(patched: FusedLoss, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """A bonus that the loss hardly shows."""
-    case, objective = Case("dapo", coef=1e-5), FusedLoss._objective
+    case, objective = Case("dapo", coef=1e-5), specs.objective_of
     both(patched, case, plain)
-    double = lambda fused: ("", replace(objective(fused)[1], entropy_coef=2e-5))  # noqa: E731
-    monkeypatch.setattr(FusedLoss, "_objective", double)
+    double = lambda settings: ("", replace(objective(settings)[1], entropy_coef=2e-5))  # noqa: E731
+    monkeypatch.setattr(specs, "objective_of", double)
     with pytest.raises(RuntimeError, match="with respect to the entropies"):
         both(patched, case, plain)
 
@@ -367,7 +369,7 @@ def test_images(patched: FusedLoss) -> None:
     results = []
     for loss_of in (functools.partial(GRPOTrainer._compute_loss, patched.trainer), patched.trainer._compute_loss):
         if results:
-            _Forward(model, patched.counts).install()
+            Forward(model, patched.counts).install()
         model.zero_grad()
         loss = loss_of(model, dict(inputs))
         loss.backward()
@@ -520,7 +522,7 @@ def test_patched_again_below_accelerates_forward(path: str, tmp_path: Path) -> N
     for _ in range(2):
         fused = patch(trained, strict=True)
         with pytest.raises(RuntimeError, match="not TRL's fused LM head"):
-            _Forward(trained.model, fused.counts)
+            Forward(trained.model, fused.counts)
         trained.train()
         steps.append(fused.counts["fused"])
         fused.undo()
