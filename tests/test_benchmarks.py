@@ -695,3 +695,27 @@ def test_side_by_side_says_why_there_is_no_time(capsys: pytest.CaptureFixture[st
         side_by_side.main(rows=32, vocab=512, rounds=2)
     printed = capsys.readouterr().out
     assert printed.count("no compiler here") == 4 and printed.count("eager PyTorch") == 2, printed
+
+
+def test_the_crossover_compares_equal_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock and fused take turns on one micro-batch, and are not timed where they differ."""
+    pytest.importorskip("trl", minversion="1.16.0")
+    from benchmarks import crossover
+    from grpo_kernels.integrations import _trl_specs as specs
+
+    rows = crossover.measure((40, 70), (4,), seconds=0.01)
+    assert [(r["vocabulary"], r["tokens"]) for r in rows] == [(40, 24), (70, 24)]
+    assert all(r["stock"] > 0 and r["fused"] > 0 for r in rows)
+    shown = [r | {"stock": 2.0, "fused": 1.5} for r in rows]
+    machine = {"name": "Sample CPU", "threads": 1, "torch": "2.0"}
+    table = crossover.block({"machine": machine, "date": "2000-01-01", "command": crossover.COMMAND, "rows": shown})
+    assert table.splitlines()[2:] == [
+        "| vocabulary | 24 tokens |",
+        "|---|---|",
+        "| 40 | 2.0 -> 1.5 (0.75) |",
+        "| 70 | 2.0 -> 1.5 (0.75) |",
+    ]
+    denominator = specs.denominator
+    monkeypatch.setattr(specs, "denominator", lambda *args: 2 * denominator(*args))
+    with pytest.raises(AssertionError, match="not close"):
+        crossover.measure((40,), (4,), seconds=0.01)

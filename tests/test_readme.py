@@ -12,7 +12,7 @@ import pytest
 import sample_results
 import torch
 
-from benchmarks import results, swaps, tables
+from benchmarks import crossover, results, swaps, tables
 from benchmarks.suites import SUITES
 from grpo_kernels import Objective, TokenBatch, grpo_loss
 from grpo_kernels.batch import shift_targets
@@ -33,6 +33,12 @@ def test_report_is_current() -> None:
 def test_figures_of_the_swaps_are_current() -> None:
     assert swaps.insert(swaps.PAGE.read_text(), results.load(swaps.FILE)) == swaps.PAGE.read_text(), (
         "run `python -m benchmarks.swaps --write`"
+    )
+
+
+def test_figures_of_the_crossover_are_current() -> None:
+    assert crossover.insert(crossover.PAGE.read_text(), results.load(crossover.FILE)) == crossover.PAGE.read_text(), (
+        "run `python -m benchmarks.crossover --write`"
     )
 
 

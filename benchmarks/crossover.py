@@ -1,0 +1,152 @@
+"""Where TRL's trainer with our loss in it begins to be faster than without: small vocabularies and micro-batches.
+
+    python -m benchmarks.crossover [--write]
+
+Forward and backward of one micro-batch with TRL's `_compute_loss`, stock and in `FusedGRPOTrainer`, on the same tiny model in
+turns; their losses and gradients have to be equal first. A fused call costs Python and small tensors before it computes
+anything: this measures from which size on that is paid back. --write: benchmarks/results/crossover.json, and the table in
+grpo_kernels/integrations/README.md that is made from it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+from benchmarks import results
+from benchmarks.harness import RESULTS, interleaved, machine, require_kernels
+from benchmarks.swaps import PAGE
+from benchmarks.tables import replace_block
+
+FILE = RESULTS / "crossover.json"
+COMMAND = "python -m benchmarks.crossover --write"
+VOCABULARIES = (104, 512, 2048, 8192, 32768)
+#: Tokens of a micro-batch: eight completions of so many each.
+LENGTHS = (4, 8, 16, 32, 128)
+SEQUENCES, PROMPT, WIDTH = 8, 8, 64
+
+
+def make_trainer(cls: Any, vocabulary: int, folder: Path) -> Any:
+    """A trainer with one layer of Qwen2; the same parameters each time."""
+    import tokenizers
+    import transformers
+    from datasets import Dataset
+    from trl import GRPOConfig
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=vocabulary, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=True, initializer_range=0.1, eos_token_id=1,
+        pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    trainer = cls(
+        model=transformers.Qwen2ForCausalLM(config), reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=GRPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=SEQUENCES,
+                        num_generations=SEQUENCES, gradient_checkpointing=False),
+        train_dataset=Dataset.from_dict({"prompt": ["<eos>"] * SEQUENCES}),
+        processing_class=transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>"),
+    )  # fmt: skip
+    trainer.current_gradient_accumulation_steps = 1  # which train() sets
+    trainer.model.train()
+    return trainer
+
+
+def micro_batch(vocabulary: int, length: int) -> dict[str, torch.Tensor]:
+    """Half of the completions end half way."""
+    g = torch.Generator().manual_seed(length)
+    mask = torch.ones(SEQUENCES, length, dtype=torch.int64)
+    mask[::2, length // 2 :] = 0
+    return {
+        "prompt_ids": torch.randint(2, vocabulary, (SEQUENCES, PROMPT), generator=g),
+        "prompt_mask": torch.ones(SEQUENCES, PROMPT, dtype=torch.int64),
+        "completion_ids": torch.randint(2, vocabulary, (SEQUENCES, length), generator=g),
+        "completion_mask": mask, "advantages": torch.randn(SEQUENCES, generator=g), "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
+
+
+def step(trainer: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, gradient of the head), the gradients taken away again."""
+    loss = trainer._compute_loss(trainer.model, dict(inputs))
+    loss.backward()
+    gradient = trainer.model.get_output_embeddings().weight.grad
+    trainer.model.zero_grad()
+    trainer._metrics["train"].clear()
+    return loss.detach(), gradient
+
+
+def measure(
+    vocabularies: tuple[int, ...] = VOCABULARIES, lengths: tuple[int, ...] = LENGTHS, seconds: float = 2.0
+) -> list[Any]:
+    from trl import GRPOTrainer
+
+    from grpo_kernels.integrations.trl import FusedGRPOTrainer
+
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        for vocabulary in vocabularies:
+            trainers = {
+                "stock": make_trainer(GRPOTrainer, vocabulary, Path(name)),
+                "fused": make_trainer(FusedGRPOTrainer, vocabulary, Path(name)),
+            }
+            for length in lengths:
+                inputs = micro_batch(vocabulary, length)
+                for a, b in zip(*(step(trainer, inputs) for trainer in trainers.values()), strict=True):
+                    torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4 * float(a.abs().max()))
+                runs = {key: partial(step, trainer, inputs) for key, trainer in trainers.items()}
+                times = interleaved(runs, "cpu", seconds=seconds, most=1000)
+                tokens = int(inputs["completion_mask"].sum())
+                rows.append({"vocabulary": vocabulary, "tokens": tokens} | {key: t["ms"] for key, t in times.items()})
+                print(f"{vocabulary:6} ids, {tokens:5} tokens: {rows[-1]['stock']:8.2f} ms, fused {rows[-1]['fused']:8.2f} ms")
+    return rows
+
+
+def block(record: dict[str, Any]) -> str:
+    if not record:
+        return f"Not measured yet: `{COMMAND}`."
+    m, found = record["machine"], {(r["vocabulary"], r["tokens"]): r for r in record["rows"]}
+    tokens = sorted({t for _, t in found})
+    lines = [
+        f"{m['name']}, {m['threads']} threads, torch {m['torch']}, {record['date']}; `{record['command']}`.",
+        "",
+        f"| vocabulary | {' | '.join(f'{t} tokens' for t in tokens)} |",
+        "|---" * (1 + len(tokens)) + "|",
+    ]
+    for vocabulary in sorted({v for v, _ in found}):
+        cells = [found[vocabulary, t] for t in tokens]
+        shown = [f"{r['stock']:.1f} -> {r['fused']:.1f} ({r['fused'] / r['stock']:.2f})" for r in cells]
+        lines.append(f"| {vocabulary} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def insert(text: str, record: dict[str, Any]) -> str:
+    return replace_block(text, PAGE.name, "crossover", block(record), COMMAND)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="keep the figures")
+    write = parser.parse_args().write
+    require_kernels("cpu")
+    record = {
+        "command": COMMAND,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine("cpu"),
+        "rows": measure(),
+    }
+    print(block(record))
+    if write:
+        results.save(FILE, record)
+        PAGE.write_text(insert(PAGE.read_text(), record))
+
+
+if __name__ == "__main__":
+    main()
