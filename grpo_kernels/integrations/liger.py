@@ -237,8 +237,8 @@ def triton_grpo_loss(
     reduce   True: (loss, [mean KL if beta != 0, share of clipped tokens]), 0-d fp32.
              False: (loss, KL or None, clipped) of each token, [B, L] fp32, 0 where masked; only the loss is differentiable.
     inplace  True: the backward writes the gradient over the logits, as in Liger. False: into memory of its own; a reduced
-             loss makes it in the forward, in one visit of the logits less. "forward", which Liger lacks: both, so the logits
-             are gone once the loss is there. Logits that are a leaf are never overwritten.
+             loss at token level (but VESPO) makes it in the forward, in one visit of the logits less. "forward", which Liger
+             lacks: both, so the logits are gone once the loss is there. Logits that are a leaf are never overwritten.
     max_completion_length   None: L.
     num_items_in_batch   tokens of all micro-batches and ranks, as in `LigerFusedLinearGRPOLoss`.
     eps_low and eps_high are the epsilon_low and epsilon_high of `liger_objective`, `temperature` divides the logits, and
