@@ -301,7 +301,8 @@ def global_normalizer(
     require(bool(batches), "batches", batches, "pass the micro-batches of the step, at least one on every rank.")
     device = batches[0].targets.device
 
-    def number(x: float | Tensor) -> Tensor:
+    def number(x: float | Tensor | None) -> Tensor:
+        assert x is not None
         return x.to(torch.float64) if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=device)
 
     total = torch.stack([torch.stack([number(x) for x in objective.denominators(b)]) for b in batches]).sum(0)

@@ -31,15 +31,16 @@ AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-
 class Denominators(NamedTuple):
     """What each term is divided by: `normalizer=` where the KL or the bonus has an aggregation of its own.
 
-    policy, kl, entropy   the denominator of that term, a number or a 0-d tensor."""
+    policy, kl, entropy   the denominator of that term, a number or a 0-d tensor. None: that of this batch alone, and for a term
+                          without an aggregation of its own that of the policy term."""
 
-    policy: float | Tensor
-    kl: float | Tensor
-    entropy: float | Tensor
+    policy: float | Tensor | None
+    kl: float | Tensor | None = None
+    entropy: float | Tensor | None = None
 
     def __truediv__(self, ranks: float) -> Denominators:
         """Each over the number of ranks, where gradients are averaged instead of summed."""
-        return Denominators(*(x / ranks for x in self))
+        return Denominators(*(None if x is None else x / ranks for x in self))
 
 
 @dataclass(frozen=True)
@@ -290,7 +291,9 @@ class Objective:
         def scaled(coef: float, aggregate: str | None, own: float | Tensor | None) -> Tensor | None:
             if coef == 0:
                 return None
-            return coef * (weight if aggregate is None else self._weights(batch, aggregate, own))
+            if aggregate is None and own is None:
+                return coef * weight
+            return coef * self._weights(batch, aggregate or self.aggregate, own)
 
         mask, active = batch.marked("trained"), batch.marked(self.active_rows)
         advantages, weights = batch.flat("advantages"), batch.flat("weights")

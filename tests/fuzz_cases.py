@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from oracle import Spec
 from test_token_stage import AGGREGATES, BONUSES, BOUNDS, FILTERS, KLS, SURROGATES, Option
 
-from grpo_kernels import Objective
+from grpo_kernels import Denominators, Objective, TokenBatch
 from grpo_kernels.filters import OffPolicySequences, TrustRegion
 from grpo_kernels.surrogates import Cispo, Clip, ClipCov, ImportanceSampling, PolicyGradient, Sapo
 
@@ -99,12 +99,18 @@ class Recipe:
     goal: Goal = Goal()
     without: tuple[str, ...] = ()
     advantages: str = "sequence"  # sequence, token, zero
-    normalizer: float | None = None
+    normalizer: float | tuple[float | None, float | None, float | None] | None = None
     upstream: float = 1.0
     inplace: bool = False
     skip_inactive: bool = False
     width: int = 4  # of hidden states
-    bias: bool = False
+    bias: str = "none"  # none, plain, a column of a matrix
+    rewritten: str = "no"  # how mask and advantages came to be what they are, after the batch was made
+
+    @property
+    def denominators(self) -> Any:
+        """The argument of a loss."""
+        return Denominators(*self.normalizer) if isinstance(self.normalizer, tuple) else self.normalizer
 
 
 VIEWS = ("whole", "without the last token", "padded vocabulary", "transposed", "every other logit")
@@ -114,7 +120,7 @@ VIEWS = ("whole", "without the last token", "padded vocabulary", "transposed", "
 def recipes(draw: st.DrawFn, linear: bool = False) -> Recipe:
     # Mostly something to train on.
     some, any_ = st.lists(st.integers(1, 5), min_size=1, max_size=4), st.lists(st.integers(0, 5), max_size=4)
-    lengths = st.one_of(some, some, some, any_)
+    lengths = st.one_of(some, some, some, any_, st.sampled_from([[], [0], [0, 0]]))
 
     def one_of(*values: Any) -> Any:
         return draw(st.sampled_from(values))
@@ -145,12 +151,13 @@ def recipes(draw: st.DrawFn, linear: bool = False) -> Recipe:
         goal=goal,
         without=tuple(draw(st.sets(st.sampled_from(["old_logps", "weights", "nll_weights"])))),
         advantages=one_of("sequence", "token", "sequence", "token", "zero"),
-        normalizer=one_of(None, 7.0),
+        normalizer=one_of(None, 7.0, None, 7.0, (7.0, None, 5.0), (7.0, 3.0, None), (6.0, 3.0, 5.0), (None, 3.0, 5.0)),
         upstream=one_of(1.0, 0.5, 1024.0),
         inplace=draw(st.booleans()),
         skip_inactive=draw(st.booleans()),
         width=one_of(4, 1, 16, 33),
-        bias=draw(st.booleans()),
+        bias=one_of("none", "plain", "a column"),
+        rewritten=one_of("no", "no", "no", "by NumPy", "as .data", "in inference mode"),
     )
 
 
@@ -167,6 +174,28 @@ class Built:
 
     def view(self, memory: Tensor) -> Tensor:
         return seen_through(self.recipe, memory)
+
+    def batch(self) -> TokenBatch:
+        """Of the case. With another mask and other advantages at first, of which everything was asked, if they are `rewritten`."""
+        how = self.recipe.rewritten
+        fields = {name: self.case.fields.get(name) for name in ("mask", "advantages")}
+        if how == "no":
+            return self.case.batch()
+        first = {"mask": lambda x: ~x, "advantages": torch.zeros_like}
+        buffers = {name: first[name](x).clone() for name, x in fields.items() if x is not None}
+        batch = self.case.batch(**buffers)
+        for kind in ("trained", "contributing", *(["sequences"] if batch.sequences is not None else [])):
+            batch.count(kind)
+        assert batch.sequences is None or batch.lengths.numel() == batch.sequences
+        for name, buffer in buffers.items():
+            if how == "by NumPy":
+                buffer.numpy()[...] = fields[name].numpy()
+            elif how == "as .data":
+                buffer.data.copy_(fields[name])
+            else:
+                with torch.inference_mode():
+                    buffer.copy_(fields[name])
+        return batch
 
 
 def seen_through(recipe: Recipe, memory: Tensor) -> Tensor:
@@ -373,7 +402,7 @@ def exact_loss(built: Built, logits: Tensor, more: Tensor | None = None) -> Exac
         size = size + torch.autograd.grad(loss, rows.chosen, materialize_grads=True, retain_graph=True)[0].abs()
 
     # What every token could at least count, so that a slope which happens to be 0 has room.
-    weights = built.objective.token_rows(built.case.batch(), r.normalizer)
+    weights = built.objective.token_rows(built.case.batch(), r.denominators)
     unit = weights.policy_weight.double().abs() * (1 + weights.advantages.double().abs())
     for weight in (weights.kl_weight, weights.entropy_weight, weights.nll_weight):
         unit = unit if weight is None else unit + 4 * weight.double().abs()

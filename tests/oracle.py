@@ -306,7 +306,7 @@ def combine(
     elif aggregate == "constant":
         assert spec.max_tokens is not None
         count *= spec.max_tokens
-    return total / (max(count, 1.0) if normalizer is None else float(normalizer))
+    return total / (max(count, 1.0) if normalizer is None else float(normalizer) or 1.0)
 
 
 def objective(
@@ -324,10 +324,12 @@ def objective(
     nll_weights: Tensor | None = None,
     groups: Tensor | None = None,
     selected: Tensor | None = None,
-    normalizer: float | None = None,
+    normalizer: float | tuple[float | None, float | None, float | None] | None = None,
 ) -> Result:
     """The loss of flat log-probs and entropies [N], sequence by sequence.
 
+    normalizer: of the policy term, or of (policy term, KL, bonus); None is the policy term's for a term that shares its
+    aggregate, and that of this batch for others.
     selected: bool [N], the tokens that Clip-Cov or KL-Cov take; None: see `selection`."""
     dtype, rows = logps.dtype, logps.numel()
     trained = torch.ones(rows, dtype=torch.bool) if mask is None else mask.reshape(-1) != 0
@@ -400,16 +402,19 @@ def objective(
 
     where = groups.tolist() if groups is not None else None
     zero = logps[:0].sum()
-    total = combine(spec, spec.aggregate, policy_terms, where, normalizer, zero) + nll_total
+    D, kl_D, entropy_D = normalizer if isinstance(normalizer, tuple) else (normalizer, None, None)
+    total = combine(spec, spec.aggregate, policy_terms, where, D, zero) + nll_total
     if spec.beta != 0:
-        own_mean = None if spec.kl_aggregate else normalizer
+        own_mean = D if kl_D is None and not spec.kl_aggregate else kl_D
         total = total + spec.beta * combine(spec, spec.kl_aggregate or spec.aggregate, kl_terms, where, own_mean, zero)
     if spec.entropy_coef != 0:
         if spec.entropy_share is not None and spec.entropy_aggregate == "token-mean":  # a mean of what is left
             entropy_terms = [h[keep[1][at]] for h, at in zip(entropy_terms, ids, strict=True)]
+            if entropy_D is not None:  # which counts all tokens: these stand for theirs
+                entropy_D *= sum(h.numel() for h in entropy_terms) / max(len(order), 1)
         else:
             entropy_terms = [torch.where(keep[1][at], h, 0.0) for h, at in zip(entropy_terms, ids, strict=True)]
-        own_mean = None if spec.entropy_aggregate else normalizer
+        own_mean = D if entropy_D is None and not spec.entropy_aggregate else entropy_D
         bonus = combine(spec, spec.entropy_aggregate or spec.aggregate, entropy_terms, where, own_mean, zero)
         total = total - spec.entropy_coef * bonus
     low, high = ratio_bounds(spec)

@@ -15,8 +15,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from processes import finish, start
 
-from grpo_kernels import grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels import (
+    LogitTransform,
+    Objective,
+    TokenBatch,
+    grpo_loss,
+    linear_grpo_loss,
+    linear_logprobs,
+    loss_from_model,
+    token_logprobs,
+)
 from grpo_kernels.backends import cpu
+from grpo_kernels.batch import shift_targets
 
 Tensor = torch.Tensor
 
@@ -53,8 +63,12 @@ def check_loss(recipe: Recipe, backend: str) -> None:
     memory = built.leaf.detach().clone().requires_grad_()
     logits = seen_through(recipe, memory.clone())
     inplace = recipe.inplace and logits.stride(-1) == 1
+    if inplace:
+        leaf_is_refused(
+            recipe, memory, lambda x: grpo_loss(x, built.case.batch(), built.objective, inplace=True, backend=backend)
+        )
     out = grpo_loss(
-        logits, built.case.batch(), built.objective, transform=built.case.logit_transform(), normalizer=recipe.normalizer,
+        logits, built.batch(), built.objective, transform=built.case.logit_transform(), normalizer=recipe.denominators,
         inplace=inplace, skip_inactive=recipe.skip_inactive, backend=backend,
     )  # fmt: skip
     (out.loss * recipe.upstream).backward()
@@ -68,6 +82,13 @@ def check_loss(recipe: Recipe, backend: str) -> None:
         want, room = exact.gradient * recipe.upstream, exact.room["gradient"] * recipe.upstream
         within(gradient, want, room + stored(want, gradient.dtype), "gradient")
     check_masked(built, gradient)
+
+
+def leaf_is_refused(recipe: Recipe, memory: Tensor, call: Callable[[Tensor], Any]) -> None:
+    before = memory.detach().clone()
+    with pytest.raises(ValueError, match="leaf that requires grad"):
+        call(seen_through(recipe, memory))
+    assert torch.equal(memory.view(torch.uint8), before.view(torch.uint8))
 
 
 def check_values(built: Built, exact: Exact, loss: Tensor, logps: Tensor, entropy: Tensor, skipped: bool) -> None:
@@ -95,10 +116,20 @@ def check_logprobs(recipe: Recipe, backend: str) -> None:
     entropy: Any = (True, "detached", False)[recipe.seed % 3]
     memory = built.leaf.detach().clone().requires_grad_()
     logits = seen_through(recipe, memory.clone())
+    inplace = recipe.inplace and logits.stride(-1) == 1
+    if inplace:
+        leaf_is_refused(
+            recipe, memory, lambda x: token_logprobs(x, case.targets, mask=case.mask, inplace=True, backend=backend)
+        )
     logps, H = token_logprobs(
-        logits, case.targets, mask=case.mask, transform=case.logit_transform(), entropy=entropy,
-        inplace=recipe.inplace and logits.stride(-1) == 1, backend=backend,
-    )  # fmt: skip
+        logits,
+        case.targets,
+        mask=case.mask,
+        transform=case.logit_transform(),
+        entropy=entropy,
+        inplace=inplace,
+        backend=backend,
+    )
     total = (logps * d_logps).sum() + ((H * d_entropy).sum() if entropy is True and H is not None else 0.0)
     total.backward()
     assert memory.grad is not None
@@ -125,7 +156,7 @@ def projected(recipe: Recipe) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     weight = (recipe.spread * recipe.width**-0.5 * torch.randn(recipe.vocab, recipe.width, generator=g)).to(dtype)
     leaves = {"hidden": hidden, "weight": weight}
     exact, size = hidden.double() @ weight.double().T, hidden.double().abs() @ weight.double().abs().T
-    if recipe.bias:
+    if recipe.bias != "none":
         leaves["bias"] = torch.randn(recipe.vocab, generator=g).to(dtype)
         exact, size = exact + leaves["bias"].double(), size + leaves["bias"].double().abs()
     return leaves, exact, 4 * EPS * size.amax(-1)
@@ -138,12 +169,15 @@ def check_linear(recipe: Recipe, backend: str, layer: int) -> None:
     hidden, transform = leaves["hidden"], built.case.logit_transform()
     if built.case.mask is not None:  # what masked rows hold does not matter
         hidden = torch.where(built.case.mask[..., None], hidden, torch.nan)
+    bias = leaves.get("bias")
+    if bias is not None and recipe.bias == "a column":
+        bias = torch.stack([bias, bias.detach()], 1)[:, 0]
     upstream = 1.0
     if layer == 2:
         exact, upstream = exact_loss(built, logits, off), recipe.upstream
         out = linear_grpo_loss(
-            hidden, leaves["weight"], built.case.batch(), built.objective, bias=leaves.get("bias"), transform=transform,
-            normalizer=recipe.normalizer, skip_inactive=recipe.skip_inactive, backend=backend,
+            hidden, leaves["weight"], built.batch(), built.objective, bias=bias, transform=transform,
+            normalizer=recipe.denominators, skip_inactive=recipe.skip_inactive, backend=backend,
         )  # fmt: skip
         (out.loss * upstream).backward()
         check_values(built, exact, out.loss, out.logps, out.entropy, recipe.skip_inactive)
@@ -152,7 +186,7 @@ def check_linear(recipe: Recipe, backend: str, layer: int) -> None:
         d_logps, d_entropy = (torch.randn(built.case.targets.shape, generator=g) for _ in range(2))
         exact = exact_logprobs(built, logits, d_logps, d_entropy, off)
         logps, H = linear_logprobs(
-            hidden, leaves["weight"], built.case.targets, bias=leaves.get("bias"), mask=built.case.mask, transform=transform,
+            hidden, leaves["weight"], built.case.targets, bias=bias, mask=built.case.mask, transform=transform,
             entropy=True, backend=backend,
         )  # fmt: skip
         assert H is not None
@@ -211,6 +245,45 @@ def test_many(what: str, backend: str) -> None:
             check_linear(recipe, backend, layer)
         else:
             (check_loss if what == "losses" else check_logprobs)(recipe, backend)
+
+    run()
+
+
+@pytest.mark.nightly
+def test_models_with_softcap_and_scale_end_to_end() -> None:
+    """loss_from_model against grpo_loss on the logits of the model's own forward."""
+    pytest.importorskip("transformers")
+    from test_architectures import SLOW, SPECIAL, VOCAB
+    from test_architectures import build as build_model
+
+    models = {name: build_model(name) for name in sorted(SPECIAL) if name not in SLOW}
+
+    @few(MANY // 5)
+    @given(
+        st.sampled_from(sorted(models)),
+        st.integers(0, 10**6), st.integers(1, 3), st.integers(2, 9), st.sampled_from([1.0, 0.6, 3.0]),
+        st.sampled_from(["dapo", "gspo", "cispo", "reinforce"]), st.booleans(),
+    )  # fmt: skip
+    def run(name: str, seed: int, rows: int, length: int, temperature: float, preset: str, whole: bool) -> None:
+        model, g = models[name], torch.Generator().manual_seed(seed)
+        ids = torch.randint(3, VOCAB, (rows, length), generator=g)
+        targets, mask = shift_targets(ids, mask=torch.rand(ids.shape, generator=g) < 0.7)
+        if not whole:
+            targets, mask = ids[:, 1:], mask[:, :-1]
+        old = -4.0 + 0.5 * torch.randn(targets.shape, generator=g)
+        batch = TokenBatch(targets, torch.randn(rows, 1, generator=g), mask=mask, old_logps=old)
+        objective, found = Objective.preset(preset, entropy_coef=0.01), []
+        logits = model(input_ids=ids, use_cache=False).logits[:, : targets.shape[1]]
+        for out in (
+            loss_from_model(model, ids, batch, objective, temperature=temperature),
+            grpo_loss(logits, batch, objective, transform=LogitTransform(temperature)),
+        ):
+            out.loss.backward()
+            gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+            model.zero_grad(set_to_none=True)
+            found.append((out.loss.detach(), out.logps, gradient))
+        for mine, theirs, room in zip(*found, (1e-4, 1e-4, 1e-3), strict=True):
+            assert (mine - theirs).norm() <= room * theirs.norm().clamp(min=1e-2)
 
     run()
 
