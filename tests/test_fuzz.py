@@ -171,7 +171,7 @@ def check_linear(recipe: Recipe, backend: str, layer: int) -> None:
         hidden = torch.where(built.case.mask[..., None], hidden, torch.nan)
     bias = leaves.get("bias")
     if bias is not None and recipe.bias == "a column":
-        bias = torch.stack([bias, bias.detach()], 1)[:, 0]
+        bias = torch.stack([bias.float(), bias.float()], 1)[:, 0]  # in fp32, whatever the hidden states are
     upstream = 1.0
     if layer == 2:
         exact, upstream = exact_loss(built, logits, off), recipe.upstream
