@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import build
 
-from grpo_kernels import Objective, TokenBatch
+from grpo_kernels import Denominators, Objective, TokenBatch
 from grpo_kernels.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
 from grpo_kernels.kl import Kl
 from grpo_kernels.surrogates import (
@@ -337,3 +337,20 @@ def test_weights_that_enter_a_logarithm_are_not_negative() -> None:
     assert case.mask is not None
     masked = torch.where(case.mask, 1.0, -1.0)  # what a masked token holds has no effect
     Objective.preset("vespo").token_rows(case.batch(weights=masked))
+
+
+@pytest.mark.parametrize("own", [None, "token-sum"])
+def test_each_term_is_divided_by_its_own_denominator(own: str | None) -> None:
+    """Also where the KL and the bonus have no aggregation of their own; None is the policy term's then, else the batch's."""
+    batch = TokenBatch(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2), ref_logps=torch.zeros(2, 3))
+    objective = Objective(beta=0.5, entropy_coef=0.25, kl_aggregate=own, entropy_aggregate=own)
+    for given, expected in (
+        (Denominators(8.0, 4.0, 2.0), (8.0, 4.0, 2.0)),
+        (Denominators(8.0, None, 2.0), (8.0, 8.0 if own is None else 1.0, 2.0)),
+        (Denominators(None, 4.0), (6.0, 4.0, 6.0 if own is None else 1.0)),
+        (Denominators(16.0, 8.0, None) / 2, (8.0, 4.0, 8.0 if own is None else 1.0)),
+    ):
+        rows = objective.token_rows(batch, given)
+        assert rows.kl_weight is not None and rows.entropy_weight is not None
+        found = (1 / rows.policy_weight[0], 0.5 / rows.kl_weight[0], 0.25 / rows.entropy_weight[0])
+        torch.testing.assert_close(torch.stack(found), torch.tensor(expected))
