@@ -23,7 +23,7 @@ from trainers import (
     stand_in,
 )
 
-from grpo_kernels.integrations import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime, unsloth, verl
+from grpo_kernels.integrations import areal, liger, nemo_rl, openrlhf, prime_rl, skyrl, slime, trl_head, unsloth, verl
 from grpo_kernels.integrations._slots import Slots
 
 Tensor = torch.Tensor
@@ -67,12 +67,14 @@ CALLED: dict[str, Callable[..., Any]] = {
         (prime_rl, ("chunked_logprobs", "loss")),
         (skyrl, ("logprobs_from_logits", "chunked_entropy_from_logits", "fused_lm_head_logprobs")),
         (slime, ("calculate_log_probs_and_entropy",)),
-        (unsloth, ("selective_log_softmax", "log_softmax_and_entropy")),
+        (unsloth, ("selective_log_softmax", "log_softmax_and_entropy")), (trl_head, ("log_probs",)),
+        (liger, ("triton_grpo_loss", "fused_selective_log_softmax")),
         (verl, ("linear_cross_entropy", "logprobs_from_logits", "entropy_from_logits")),
     )
     for name in names
 } | {
-    "openrlhf.PolicyLoss()": openrlhf.PolicyLoss().forward,
+    "liger.LigerFusedLinearGRPOLoss": liger.LigerFusedLinearGRPOLoss,
+    "liger.LigerFusedLinearGRPOLoss()": liger.LigerFusedLinearGRPOLoss().forward, "openrlhf.PolicyLoss()": openrlhf.PolicyLoss().forward,
     "nemo_rl.PolicyLoss()": nemo_rl.PolicyLoss.__call__.__get__(object()),
     "skyrl.policy_loss()": skyrl.policy_loss("dapo"), "slime.policy_loss()": slime.policy_loss(),
     "verl.policy_loss()": verl.policy_loss("vanilla"),

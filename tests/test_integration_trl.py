@@ -586,12 +586,15 @@ def test_scored_log_probs(path: str, tmp_path: Path) -> None:
             got = model(**calls)
         torch.testing.assert_close(got.log_probs, want.log_probs, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(got.label_mask, want.label_mask)
+        torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=1e-6)
         assert (got.entropy is not None) == (want.entropy is not None) == entropy
         if entropy:
             torch.testing.assert_close(got.entropy, want.entropy, rtol=1e-5, atol=1e-6)
         assert fused.counts == {"scored": 1}
         model(**calls)  # with gradients
         with torch.no_grad():
+            torch.testing.assert_close(model(**calls, num_items_in_batch=11).loss, want.loss * want.label_mask.sum() / 11)
+            fused.counts["scored"] -= 1
             model(**{**calls, "labels": None, "shift_labels": labels})
         assert fused.counts == {"scored": 1}
         fused.undo()

@@ -171,7 +171,9 @@ class Forward:
 
         log_probs, entropy = self.head(states, score)
         self.counts["scored"] += 1
-        return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, label_mask=mask)
+        items = kwargs.get("num_items_in_batch")
+        loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items)
+        return FusedCausalLMOutput(loss=loss, log_probs=log_probs, entropy=entropy, label_mask=mask)
 
     def hidden(self, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Any, Any]:
         """([B, L, H], router logits, attention mask): what the backbone makes of TRL's arguments."""
