@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from .checks import LARGEST, SMALLEST, require, require_number, values_are_checked
+from .checks import LARGEST, SMALLEST, require, require_number
 from .groups import Groups, group_ids
+from .reward_tensors import check_choice, check_eps, read_lengths, read_rewards, read_weights
 
 Tensor = torch.Tensor
 
@@ -81,19 +82,19 @@ def group_advantages(
     Raises ValueError, naming the index, for NaN or infinite rewards (looked at where `values_are_checked`), for group sizes
     that do not divide B, and for arguments that do not go together.
     """
-    _check_choice("baseline", baseline, BASELINES)
-    _check_choice("scale", scale, SCALES)
-    _check_choice("combine", combine, COMBINATIONS)
-    _check_choice("singleton", singleton, ("zero", "raw"))
+    check_choice("baseline", baseline, BASELINES)
+    check_choice("scale", scale, SCALES)
+    check_choice("combine", combine, COMBINATIONS)
+    check_choice("singleton", singleton, ("zero", "raw"))
     require(baseline != "none" or scale == "none", "scale", scale, "without a baseline it must be 'none'; see returns.whiten.")
     require(combine == "sum" or reward_weights is not None, "combine", combine, "it takes rewards [B, K] and reward_weights.")
-    _check_eps(eps)
-    r, scored = _rewards(rewards, missing, several=reward_weights is not None)
+    check_eps(eps)
+    r, scored = read_rewards(rewards, missing, several=reward_weights is not None)
     n = len(r)
     given = "None" if lengths is None else "given"
     require((lengths is None) == (baseline != "length"), "lengths", given, "baseline='length' takes it, no other does.")
-    tokens = None if lengths is None else _lengths(lengths, n, r.device)
-    factors = [] if reward_weights is None else _weights(reward_weights, r)
+    tokens = None if lengths is None else read_lengths(lengths, n, r.device)
+    factors = [] if reward_weights is None else read_weights(reward_weights, r)
     ids = group_ids(n, r.device, group_size, groups)
     if n == 0:
         return torch.zeros(0, dtype=dtype, device=r.device)
@@ -180,9 +181,9 @@ def pass_at_k_advantages(
 
     Arguments as in `group_advantages`, scale "group" or "none". Two that share the best reward get 0, and so does a group
     of one (verl raises). Raises ValueError as `group_advantages` does."""
-    _check_choice("scale", scale, ("group", "none"))
-    _check_eps(eps)
-    r, _ = _rewards(rewards)
+    check_choice("scale", scale, ("group", "none"))
+    check_eps(eps)
+    r, _ = read_rewards(rewards)
     ids = group_ids(len(r), r.device, group_size, groups)
     if len(r) == 0:
         return torch.zeros(0, device=r.device, dtype=torch.float32)
@@ -201,8 +202,8 @@ def greedy_baseline_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tenso
 
     rewards and greedy_rewards [B], finite; for G completions a prompt pass `greedy.repeat_interleave(G)`. With per-token rewards the same
     baseline is taken from `discounted_returns`. Raises ValueError for other shapes and values."""
-    r, _ = _rewards(rewards)
-    greedy, _ = _rewards(greedy_rewards, name="greedy_rewards")
+    r, _ = read_rewards(rewards)
+    greedy, _ = read_rewards(greedy_rewards, name="greedy_rewards")
     if r.shape != greedy.shape:
         raise ValueError(f"greedy_rewards has shape {list(greedy.shape)}, but rewards has {list(r.shape)}: give one for each.")
     return (r - greedy.to(r.device)).to(torch.float32)
@@ -214,7 +215,7 @@ def gpg_scale(rewards: Tensor, *, group_size: int | None = None, groups: Tensor 
     Without group_size and groups (as `zero_variance` takes them) those with a reward other than 0 count (verl). With one,
     those of groups whose rewards differ: the samples that have a gradient. verl's GPG is gpg_scale(r) * group_advantages(r, ..., scale="none", singleton="raw")."""
     if group_size is None and groups is None:
-        r, _ = _rewards(rewards)
+        r, _ = read_rewards(rewards)
         counts = r != 0
     else:
         counts = ~zero_variance(rewards, group_size=group_size, groups=groups)
@@ -227,7 +228,7 @@ def a2po_values(rewards: Tensor, *, group_size: int | None = None, groups: Tenso
     beta > 0 (TRL's beta1). A small one approaches the best reward, a large one the mean. Raises ValueError as
     `group_advantages` does."""
     require_number("beta", beta, "it divides the rewards and must be a finite number above 0.", SMALLEST, LARGEST)
-    r, _ = _rewards(rewards)
+    r, _ = read_rewards(rewards)
     ids = group_ids(len(r), r.device, group_size, groups)
     if len(r) == 0:
         return torch.zeros(0, device=r.device, dtype=torch.float32)
@@ -241,7 +242,7 @@ def zero_variance(rewards: Tensor, *, group_size: int | None = None, groups: Ten
     """bool [B]: True where all rewards of the group are equal, exactly (max == min), so that it has nothing to teach.
 
     NaN counts as not scored; a group with no reward at all is True. Raises ValueError as `group_advantages` does."""
-    r, scored = _rewards(rewards, "skip")
+    r, scored = read_rewards(rewards, "skip")
     ids = group_ids(len(r), r.device, group_size, groups)
     if len(r) == 0:
         return torch.zeros(0, dtype=torch.bool, device=r.device)
@@ -266,7 +267,7 @@ def group_metrics(
 
     A group without any reward is left out. Raises ValueError as `group_advantages` does."""
     low, high = extremes
-    r, scored = _rewards(rewards, "skip")
+    r, scored = read_rewards(rewards, "skip")
     ids = group_ids(len(r), r.device, group_size, groups)
     names = ("zero_variance", "all_wrong", "all_correct", "reward_mean", "reward_std", "group_std", "missing")
     if len(r) == 0:
@@ -324,60 +325,3 @@ def _std_of_others(
     around = torch.where(scored & ~furthest, r - within.sum(rest) / (size - 1.0).clamp(min=1.0), 0.0)
     squares = torch.where(furthest, within.sum(around * around), squares)
     return (squares / (size - 1.0 - int(unbiased)).clamp(min=1.0)).sqrt(), highest <= lowest
-
-
-# ---- arguments
-
-
-def _rewards(rewards: Tensor, missing: str = "raise", *, several: bool = False, name: str = "rewards") -> tuple[Tensor, Tensor]:
-    """Rewards in fp64, 0 where there is none, and where there is one; [B], or [B, K] if several functions gave them."""
-    if not isinstance(rewards, Tensor) or rewards.is_complex():
-        got = rewards.dtype if isinstance(rewards, Tensor) else type(rewards).__name__
-        raise ValueError(f"{name} is {got}: pass a float tensor, one number per completion, [B].")
-    if rewards.dim() != 1 + several:
-        wanted = "with reward_weights, one per completion and function, [B, K]" if several else "one number per completion, [B]"
-        hint = " (those of K functions, [B, K], go with reward_weights.)" if name == "rewards" and not several else ""
-        raise ValueError(f"{name} has shape {list(rewards.shape)}: pass {wanted}.{hint}")
-    _check_choice("missing", missing, ("raise", "skip"))
-    r = rewards.detach().to(torch.float64)
-    if values_are_checked(r):
-        bad = ~torch.isfinite(r) if missing == "raise" else torch.isinf(r)
-        if bad.any():
-            at = bad.nonzero()[0].tolist()
-            value = float(r[tuple(at)])
-            raise ValueError(f"{name}{at}={value} is not finite: give every completion a number, or leave it out.")
-    if missing == "raise":
-        return r, torch.ones_like(r, dtype=torch.bool)
-    scored = ~torch.isnan(r)
-    return torch.where(scored, r, 0.0), scored
-
-
-def _lengths(lengths: Tensor, n: int, device: torch.device) -> Tensor:
-    if not isinstance(lengths, Tensor) or lengths.shape != (n,) or lengths.is_complex():
-        got = list(lengths.shape) if isinstance(lengths, Tensor) else type(lengths).__name__
-        raise ValueError(f"lengths is {got}: pass the number of tokens of each completion, a tensor [{n}].")
-    tokens = lengths.detach().to(device=device, dtype=torch.float64)
-    if values_are_checked(tokens):
-        bad = ~((tokens >= 0) & torch.isfinite(tokens))
-        if bad.any():
-            at = int(bad.nonzero()[0])
-            raise ValueError(f"lengths[{at}]={float(tokens[at])}: a number of tokens is finite and >= 0.")
-    return tokens
-
-
-def _weights(weights: Sequence[float] | Tensor, r: Tensor) -> Sequence[Tensor]:
-    """K factors, 0-d fp64, for rewards [B, K]."""
-    factors = torch.as_tensor(weights, dtype=torch.float64, device=r.device).detach()
-    if factors.shape != r.shape[1:] or not len(factors):
-        raise ValueError(
-            f"reward_weights has shape {list(factors.shape)}, but rewards has {list(r.shape)}: one for each function."
-        )
-    return factors.unbind()
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    require(value in choices, name, value, f"it must be one of {', '.join(choices)}.")
-
-
-def _check_eps(eps: float) -> None:
-    require_number("eps", eps, "it is added to a standard deviation and must be finite and >= 0.", 0, LARGEST)

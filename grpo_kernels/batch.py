@@ -14,6 +14,7 @@ import torch.distributed as dist
 from .advantages import group_advantages
 from .checks import describe, require
 from .layout import as_mask, check_offsets, flat, per_token, sequence_ids
+from .row_counts import KINDS, UNSEEN, Counts, versions_of
 
 Tensor = torch.Tensor
 
@@ -207,28 +208,28 @@ class TokenBatch:
             torch._assert_async(marked.sum() == count, f"the rows of a TokenBatch that are {kind} {UNSEEN}")
         return count
 
-    def _counts(self) -> _Counts:
+    def _counts(self) -> Counts:
         """Of all kinds, sent to the host; again where a tensor that they come from was written since."""
-        versions = _versions(self.mask, self.advantages, self.weights, self.nll_weights)
+        versions = versions_of(self.mask, self.advantages, self.weights, self.nll_weights)
         known = self.__dict__.get("_known_counts")
         if known is None or known[0] != versions:
             known = versions, self._count_rows()
             object.__setattr__(self, "_known_counts", known)
         return known[1]
 
-    def _count_rows(self) -> _Counts:
+    def _count_rows(self) -> Counts:
         marks = [self.marked(kind) for kind in KINDS]
         counts = [
             torch.full((), self.rows, device=self.targets.device) if m is None else m.sum() for m in marks
         ]  # no host sync
-        return _Counts(torch.stack(counts))
+        return Counts(torch.stack(counts))
 
     def _exchanged(self, name: str, own: Tensor, *sources: Tensor | None) -> Tensor:
         """`own` [B], sums of this rank's tokens, as those of the whole sequences. Ranks that share sequences exchange them once,
         and again where `sources`, the tensors that they come from, were written since."""
         if self.context_group is None or torch.compiler.is_compiling():
             return self.over_context(own)
-        versions = _versions(*sources)
+        versions = versions_of(*sources)
         known = self.__dict__.get(f"_known_{name}")
         if known is None or known[0] != versions:
             known = versions, own, self.over_context(own.clone())
@@ -330,36 +331,3 @@ def shift_targets(
     shifted[..., :-1] = valid[..., 1:]
     targets[..., :-1] = ids[..., 1:]
     return targets, shifted
-
-
-KINDS = ("trained", "contributing", "sequences")
-
-UNSEEN = (
-    "changed, but torch saw no write into its tensors (through NumPy, DLPack or .data, or in inference mode): write with "
-    "torch operations outside of inference mode, or make a new TokenBatch."
-)
-
-
-def _versions(*tensors: Tensor | None) -> list[int]:
-    """Of tensors that have a version, which inference mode makes none with."""
-    return [x._version for x in tensors if x is not None and not x.is_inference()]
-
-
-class _Counts:
-    """Numbers on their way to the host: asking for them waits for the copy, not for work queued since."""
-
-    def __init__(self, counts: Tensor) -> None:
-        self.event = None
-        if counts.is_cuda:
-            with torch.cuda.device(counts.device):
-                self.values = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
-                self.values.copy_(counts, non_blocking=True)
-                self.event = torch.cuda.Event()
-                self.event.record()
-        else:
-            self.values = counts
-
-    def on_host(self) -> list[int]:
-        if self.event is not None:
-            self.event.synchronize()
-        return self.values.tolist()

@@ -37,6 +37,12 @@ def require_whole(name: str, value: object, remedy: str, low: int = 1) -> None:
     require(whole and value >= low, name, value, remedy)  # type: ignore[operator]
 
 
+def require_clip_widths(eps_low: float, eps_high: float) -> None:
+    """Those of a ratio that is clipped to [1 - eps_low, 1 + eps_high]."""
+    require_number("eps_low", eps_low, "the lower clip width is a number in [0, 1].", 0, 1)
+    require_number("eps_high", eps_high, "the upper clip width is a finite number >= 0.", 0, LARGEST)
+
+
 def describe(spec: Any) -> str:
     """The repr of a dataclass or named tuple that holds tensors: their dtypes and shapes, not their values; fields of None are left
     out."""

@@ -243,7 +243,7 @@ def _metrics(name: str | None, objective: Objective, out: LossOutput, batch: Tok
     elif name == "clip_cov":
         # The tokens that were drawn have no slope, where all others but the clipped ones have one.
         slopes = torch.autograd.grad(out.loss, log_prob, retain_graph=True)[0] if out.loss.requires_grad else x
-        beyond = (above & (A > 0)) | (below & (A < 0)) | (A == 0)
+        beyond = torch.logical_or(*objective.surrogate.clipped(bounded.exp(), A)) | (A == 0)
         beyond = beyond if batch.weights is None else beyond | (batch.weights == 0)
         clipped, lower = share((slopes == 0) & ~beyond), None
     elif name in ("kl_cov", "dro"):
@@ -251,7 +251,7 @@ def _metrics(name: str | None, objective: Objective, out: LossOutput, batch: Tok
     elif objective.level != "token":
         clipped = out.metrics["clip_low"] + out.metrics["clip_high"]
     elif name != "sapo":
-        clipped = share((above & (A > 0)) | (below & (A < 0)))
+        clipped = share(torch.logical_or(*objective.surrogate.clipped(bounded.exp(), A)))
         if name == "vanilla":
             assert isinstance(objective.surrogate, Clip)
             lower = share((bounded > math.log(objective.surrogate.delta)) & (A < 0))
