@@ -62,7 +62,7 @@ class _AsGiven:
 class FusedLMHead(nn.Linear):
     """The linear layer `head`, with its own weight and bias, and two more ways to be called.
 
-        head = FusedLMHead.install(model)                  # or model.lm_head = FusedLMHead(model.lm_head)
+        head = FusedLMHead.install(model)                  # or of a module of yours: FusedLMHead(linear)
 
         head(hidden)                                       # logits, as before
         head(hidden, targets, entropy=True)                # HeadLogprobs(logps, entropy): linear_logprobs
@@ -76,8 +76,8 @@ class FusedLMHead(nn.Linear):
     Install before fully_shard, DDP or deepspeed.initialize, and before PEFT wraps the head.
 
     head       a plain nn.Linear [V, H]. Raises ValueError for anything else (LoRA, quantised, sharded, hooked, installed twice).
-    transform  softcap and scale of the model's logits, which `head(hidden)` leaves to the model as before. The temperature is
-               an argument of the calls.
+    transform  softcap and scale of the model's logits, which `head(hidden)` leaves to the model as before: LogitTransform.of(model),
+               which `install` takes by itself; None: there are none. The temperature is an argument of the calls.
     """
 
     def __init__(self, head: nn.Linear, *, transform: LogitTransform | None = None) -> None:

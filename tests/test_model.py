@@ -298,3 +298,34 @@ def test_a_model_that_is_not_known_takes_a_transform() -> None:
     assert_same(loss_from_model(model, **given), theirs, model)
     with pytest.raises(ValueError, match="Scaled"):
         loss_from_model(model, **aligned())
+
+
+def test_without_a_look_at_values_the_device_notices_targets_that_do_not_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU nobody waits for the comparison; the device stops the program. A CPU does so at once."""
+    monkeypatch.setattr("grpo_kernels.model.values_are_checked", lambda tensor: False)
+    model = build("LlamaForCausalLM")
+    assert loss_from_model(model, **aligned()).loss != 0
+    with pytest.raises(RuntimeError, match="not the tokens that follow in input_ids"):
+        loss_from_model(model, **aligned(**UNSHIFTED))
+
+
+def test_a_head_that_fsdp_shards_is_refused(mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = build("LlamaForCausalLM")
+    fully_shard(model.lm_head, mesh=mesh)
+    with pytest.raises(ValueError, match="FusedLMHead"):
+        loss_from_model(model, **aligned())
+    model = build("LlamaForCausalLM")
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match="FusedLMHead"):
+        loss_from_model(model, **aligned())
+
+
+def test_sequences_that_ranks_share_are_refused(mesh: Any) -> None:
+    given = aligned()
+    given["batch"] = TokenBatch(
+        given["batch"].targets, torch.ones(B), mask=given["batch"].mask, context_group=torch.distributed.group.WORLD
+    )
+    with pytest.raises(ValueError, match="batch has a context_group"):
+        loss_from_model(build("LlamaForCausalLM"), **given)
