@@ -39,6 +39,15 @@ def seeded() -> None:
     torch.manual_seed(20260)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads only cost time where tensors are small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.empty and its kin, called from the package, return NaN (integers: their minimum): an element that nobody

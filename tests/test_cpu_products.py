@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -36,12 +35,7 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def operands(n: int, h: int, v: int) -> tuple[Tensor, Tensor, Tensor]:

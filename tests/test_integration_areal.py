@@ -1,5 +1,4 @@
-"""AReaL: its two functions of packed logits, each against the trainer's own function where its
-package is on the path, and against a float64 transcription always."""
+"""AReaL: its two functions of packed logits, against its own where it is on the path and a float64 transcription always."""
 
 from __future__ import annotations
 
@@ -8,14 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainers import (
-    V,
-    assert_same,
-    log_softmax_of,
-    stand_in,
-    their_file,
-    value_and_gradient,
-)
+from trainers import V, assert_same, log_softmax_of, stand_in, their_file, value_and_gradient
 
 from grpo_kernels.integrations import areal
 

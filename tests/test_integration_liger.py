@@ -33,13 +33,7 @@ LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
 B, T, H, V = 5, 6, 8, 13
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only cost time at this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_data() -> dict[str, Tensor]:

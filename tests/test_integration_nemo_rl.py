@@ -1,5 +1,4 @@
-"""NeMo-RL: its whole loss from logits, each against the trainer's own function where its
-package is on the path, and against a float64 transcription always."""
+"""NeMo-RL: its whole loss from logits, against its own where it is on the path and a float64 transcription always."""
 
 from __future__ import annotations
 
@@ -11,19 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainers import (
-    DATA,
-    MASK,
-    B,
-    T,
-    V,
-    assert_same,
-    clipped,
-    log_softmax_of,
-    mean_of,
-    stand_in,
-    value_and_gradient,
-)
+from trainers import DATA, MASK, B, T, V, assert_same, clipped, log_softmax_of, mean_of, stand_in, value_and_gradient
 
 from grpo_kernels import Objective
 from grpo_kernels.integrations import nemo_rl

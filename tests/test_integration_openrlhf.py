@@ -1,5 +1,4 @@
-"""OpenRLHF: its policy loss and its functions of logits, each against the trainer's own function where its
-package is on the path, and against a float64 transcription always."""
+"""OpenRLHF: its policy loss and its functions of logits, against its own where it is on the path and a float64 transcription always."""
 
 from __future__ import annotations
 

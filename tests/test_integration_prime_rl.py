@@ -1,5 +1,4 @@
-"""prime-rl: its chunked head and its custom loss, each against the trainer's own function where its
-package is on the path, and against a float64 transcription always."""
+"""prime-rl: its chunked head and its custom loss, against its own where it is on the path and a float64 transcription always."""
 
 from __future__ import annotations
 
@@ -8,21 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainers import (
-    DATA,
-    MASK,
-    B,
-    Data,
-    H,
-    T,
-    V,
-    assert_same,
-    clipped,
-    double,
-    log_softmax_of,
-    stand_in,
-    value_and_gradient,
-)
+from trainers import DATA, MASK, B, Data, H, T, V, assert_same, clipped, double, log_softmax_of, stand_in, value_and_gradient
 
 from grpo_kernels.integrations import prime_rl
 from grpo_kernels.surrogates import Cispo, Clip

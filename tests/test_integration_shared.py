@@ -14,14 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainers import (
-    MASK,
-    ROOTS,
-    B,
-    T,
-    V,
-    stand_in,
-)
+from trainers import MASK, ROOTS, B, T, V, stand_in
 
 from grpo_kernels.integrations import areal, liger, nemo_rl, openrlhf, prime_rl, skyrl, slime, trl_head, unsloth, verl
 from grpo_kernels.integrations._slots import Slots

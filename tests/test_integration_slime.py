@@ -1,5 +1,4 @@
-"""slime: its custom loss and its function of logits, each against the trainer's own function where its
-package is on the path, and against a float64 transcription always."""
+"""slime: its custom loss and its function of logits, against its own where it is on the path and a float64 transcription always."""
 
 from __future__ import annotations
 
@@ -10,17 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainers import (
-    DATA,
-    MASK,
-    Data,
-    V,
-    assert_same,
-    clipped,
-    log_softmax_of,
-    stand_in,
-    value_and_gradient,
-)
+from trainers import DATA, MASK, Data, V, assert_same, clipped, log_softmax_of, stand_in, value_and_gradient
 
 from grpo_kernels import Objective
 from grpo_kernels.integrations import slime

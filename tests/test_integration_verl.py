@@ -10,13 +10,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from trainers import Data
 
 pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed", exc_type=ImportError)
 
@@ -44,22 +45,7 @@ OTHER_OPTIONS = {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.4, "clip_cov_ub": 2.5, 
 STEP = {"dp_size": 2, "batch_num_tokens": 173, "global_batch_size": 19, "loss_scale_factor": 20}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@dataclass(frozen=True, eq=False)
-class Data:
-    logps: Tensor
-    old: Tensor
-    ref: Tensor
-    advantages: Tensor
-    mask: Tensor
-    weights: Tensor
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +61,7 @@ def data() -> Data:
     old[0, 1], old[2, 2] = logps[0, 1] - 23.0, logps[2, 2] + 21.0  # beyond verl's clamps
     advantages = torch.tensor([1.2, 0.8, -0.7, 0.9, -1.1, 0.0])[:, None] * (1 + 0.2 * torch.randn(B, T, generator=g))
     weights = torch.exp(0.4 * torch.randn(B, T, generator=g)).clamp(max=1.5)
-    return Data(logps, old, logps + 0.4 * torch.randn(B, T, generator=g), advantages, mask, weights)
+    return Data(logps, old, logps + 0.4 * torch.randn(B, T, generator=g), advantages, mask=mask, weights=weights)
 
 
 @pytest.fixture
@@ -182,7 +168,7 @@ def test_presets_have_their_own_constants_and_aggregate(data: Data) -> None:
 
 def test_nothing_to_train(data: Data) -> None:
     """A micro-batch without tokens: verl alone gives 0/0, ours a differentiable 0; in a step both give 0."""
-    nothing = Data(data.logps, data.old, data.ref, data.advantages, torch.zeros_like(data.mask), data.weights)
+    nothing = replace(data, mask=torch.zeros_like(data.mask))
     for info in ({}, STEP, STEP | {"batch_num_tokens": 0}):
         loss, slopes, metrics = evaluate(
             ours.policy_loss("vanilla"), nothing, "token-mean", config_of(info), None, torch.float32

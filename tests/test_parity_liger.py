@@ -36,13 +36,7 @@ B, T, H, V = 7, 6, 10, 13
 BUDGET, BETA, DELTA, NUM_ITEMS = 9, 0.3, 1.5, 61
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only cost time at this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass(frozen=True)

@@ -64,13 +64,7 @@ CAP, DELTA, BETA, COEF, SHARE, OFF_POLICY = 1.25, 1.4, 0.3, 0.2, 0.4, 0.25
 # ---- TRL
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only cost time at this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tokenizer() -> Any:

@@ -9,13 +9,14 @@ Python, written from the formulas (../shared/peers.md names their papers): a fac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from trainers import Data
 
 pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed", exc_type=ImportError)
 
@@ -60,13 +61,7 @@ CLAMPED = ("vanilla", "cispo", "sapo", "dppo_tv", "dppo_kl")
 B, T = 8, 12
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only cost time at this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass(frozen=True)
@@ -91,18 +86,6 @@ OTHERS = Constants(0.13, 0.28, 1.6, 0.9, 1.3, 0.1, 0.4, 2.5, 0.15, 0.7, 0.3)
 POLICY_LOSS = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta")
 
 
-@dataclass(frozen=True, eq=False)
-class Data:
-    """fp32 [B, T] each, and the mask."""
-
-    logps: Tensor
-    old: Tensor
-    ref: Tensor
-    advantages: Tensor
-    mask: Tensor
-    weights: Tensor
-
-
 @pytest.fixture(scope="module")
 def data() -> Data:
     """Sequences of unequal length, one without tokens, one with a hole, one with advantage 0, one with both signs; ratios on
@@ -119,7 +102,7 @@ def data() -> Data:
     advantages[7, ::3] *= -1
     weights = torch.exp(0.4 * torch.randn(B, T, generator=g)).clamp(max=1.5)
     weights[weights < 0.45] = 0.0
-    return Data(logps, old, ref, advantages, mask, weights)
+    return Data(logps, old, ref, advantages, mask=mask, weights=weights)
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,11 +32,15 @@ ROOTS = ("openrlhf", "areal", "slime", "prime_rl", "nemo_rl", "skyrl", "unsloth_
 
 @dataclass(frozen=True, eq=False)
 class Data:
+    """fp32 [B, T] each, and a mask."""
+
     logps: Tensor
     old: Tensor
-    sampler: Tensor
     ref: Tensor
     advantages: Tensor
+    sampler: Tensor | None = None
+    mask: Tensor | None = None
+    weights: Tensor | None = None
 
 
 def drawn() -> Data:
@@ -46,7 +50,7 @@ def drawn() -> Data:
     old = (logps - shift - 0.3 * torch.randn(B, T, generator=g)).clamp(max=-0.01)
     sampler = (old + 0.3 * torch.randn(B, T, generator=g)).clamp(max=-0.01)
     advantages = torch.tensor([1.2, 0.8, 0.5, -1.1, -0.7])[:, None] * (1 + 0.2 * torch.randn(B, T, generator=g))
-    return Data(logps, old, sampler, logps + 0.4 * torch.randn(B, T, generator=g), advantages)
+    return Data(logps, old, logps + 0.4 * torch.randn(B, T, generator=g), advantages, sampler)
 
 
 DATA = drawn()

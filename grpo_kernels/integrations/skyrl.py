@@ -90,10 +90,13 @@ def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[
         anchored = name in ("dppo_tv", "dppo_kl", "rollout_is") and rollout_logprobs is not None
         cispo = isinstance(wanted.surrogate, Cispo) and not wanted.filters
         if cispo and getattr(getattr(config, "cispo", None), "cispo_anchor", "old") == "rollout":
-            if rollout_logprobs is None or getattr(config.off_policy_correction, "tis_ratio_type", None) is not None:
+            tis = getattr(config.off_policy_correction, "tis_ratio_type", None)
+            if rollout_logprobs is None:
+                raise ValueError('rollout_logprobs is None, but cispo_anchor="rollout" takes the ratio to them: pass them.')
+            if tis is not None:
                 raise ValueError(
-                    'cispo_anchor="rollout": its ratio is to rollout_logprobs, which have to be given, and is the correction '
-                    "already: set off_policy_correction.tis_ratio_type=None."
+                    f'tis_ratio_type={tis!r}: cispo_anchor="rollout" is the correction already, and this would double-count it: '
+                    "set off_policy_correction.tis_ratio_type=None."
                 )
             anchored = True
         old = rollout_logprobs if anchored else old_log_probs
