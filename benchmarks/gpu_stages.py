@@ -267,7 +267,7 @@ def resources(kit: Kit) -> None:
 def loaded_kernels() -> list[dict]:
     """Registers, spills and shared memory of the kernels that this process has launched, as the driver reports them."""
     found = []
-    for kernel in (backend._row_stats_kernel, backend._row_grads_kernel, backend._fused_loss_kernel, backend._scale_kernel):
+    for kernel in (backend._stats_kernel, backend._pull_kernel, backend._fused_kernel, backend._scale_kernel):
         for caches in kernel.device_caches.values():
             found += [
                 {

@@ -29,7 +29,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from grpo_kernels.backends import RowTransform
 from grpo_kernels.backends import triton as backend
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.filters import EntropyFloor
@@ -37,6 +36,7 @@ from grpo_kernels.kl import ESTIMATORS, WEIGHTINGS, Kl
 from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
 from grpo_kernels.token_stage import TokenRows, formulas
+from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, partials_of
 
 Tensor = torch.Tensor
 
@@ -132,9 +132,14 @@ class Case:
     vocab: int = 151936
     stride: int = 151936
     transform: str = "linear"
-    entropy: bool = False  # of row_stats and row_grads; the bonus of the fused loss
+    entropy: bool = False  # of stats and pull; the bonus of the fused loss
+    squares: bool = False  # of stats and pull: sum of squares and largest probability
     objective: str = "grpo"  # a key of OBJECTIVES
     without: str | None = None  # a tensor that the batch lacks: "mask", "old_logps"
+
+    @property
+    def partials(self) -> tuple[str, ...]:
+        return partials_of(("entropy",) * self.entropy + ("sum_squares", "top_id") * self.squares)
 
     @property
     def aligned(self) -> bool:
@@ -143,13 +148,13 @@ class Case:
     def __str__(self) -> str:
         names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", None: "no gradient"}
         words = [names[self.logits]]
-        if self.kernel in ("row_grads", "fused_loss") and self.gradient != self.logits:
+        if self.kernel in ("pull", "fused") and self.gradient != self.logits:
             words.append(f"-> {names[self.gradient]}")
         words += [f"V {self.vocab}", "aligned" if self.aligned else "unaligned"]
         words += ["padded"] * (self.stride > self.vocab)
         if self.kernel != "scale_":
-            words += [self.transform] + ["entropy"] * self.entropy
-        if self.kernel == "fused_loss":
+            words += [self.transform] + ["entropy"] * self.entropy + ["squares"] * self.squares
+        if self.kernel == "fused":
             words.append(self.objective)
         words += [f"no {self.without}"] * (self.without is not None)
         return ", ".join(words).replace(", ->", " ->")
@@ -161,15 +166,16 @@ class Case:
         transform = TRANSFORMS[self.transform](n)
         objective = replace(OBJECTIVES[self.objective], entropy_coef=0.01 if self.entropy else 0.0)
         rows = token_rows(n, objective, self.without)
-        if self.kernel == "fused_loss":
-            backend.fused_loss(logits, rows, objective, transform, out)
-        elif self.kernel == "row_stats":
-            backend.row_stats(logits, rows.targets, rows.read, transform, self.entropy)
-        elif self.kernel == "row_grads":
+        if self.kernel == "fused":
+            backend.fused(logits, rows, objective, transform, out)
+        elif self.kernel == "stats":
+            backend.stats(logits, rows.targets, rows.read, transform, self.partials)
+        elif self.kernel == "pull":
             assert out is not None
-            stats = backend.RowStats(*(torch.zeros(n) for _ in backend.RowStats._fields))
-            slopes = torch.zeros(n) if self.entropy else None
-            backend.row_grads(logits, rows.targets, stats, slopes, torch.zeros(n), slopes, transform, out)
+            stats = RowStats.not_read(self.partials, n, logits.device)
+            zeros = [torch.zeros(n) for _ in range(4)]
+            slopes = Slopes(*zeros) if self.squares else Slopes(*zeros[:3]) if self.entropy else Slopes(zeros[0])
+            backend.pull(logits, rows.targets, stats, slopes, transform, out)
         else:
             backend.scale_(logits, torch.ones(()))
 
@@ -227,21 +233,24 @@ def cases() -> list[Case]:
     over a row, an objective is arithmetic on its few scalars."""
     found: dict[Case, None] = {}  # in order, once
     for (logits, gradient), entropy in product(DTYPES, (False, True)):
-        base = Case("row_stats", logits, gradient, entropy=entropy)
+        base = Case("stats", logits, gradient, entropy=entropy)
         around = [replace(base, vocab=vocab, stride=stride) for vocab, stride in LAYOUTS]
         around += [replace(base, transform=transform) for transform in TRANSFORMS]
         for case in around:
             if logits == gradient:
                 found[case] = None
-            found[replace(case, kernel="row_grads")] = None
-            found[replace(case, kernel="fused_loss", gradient=None if logits == torch.float16 else gradient)] = None
+            found[replace(case, kernel="pull")] = None
+            found[replace(case, kernel="fused", gradient=None if logits == torch.float16 else gradient)] = None
     for name in OBJECTIVES:
-        found[Case("fused_loss", objective=name)] = None
-        found[Case("fused_loss", torch.float32, torch.bfloat16, objective=name, entropy=True)] = None
-    found[Case("fused_loss", without="mask")] = None
-    found[Case("fused_loss", without="old_logps")] = None
-    found[Case("fused_loss", gradient=None)] = None
-    found[Case("row_stats", torch.float32, without="mask")] = None  # as from hidden states
+        found[Case("fused", objective=name)] = None
+        found[Case("fused", torch.float32, torch.bfloat16, objective=name, entropy=True)] = None
+    found[Case("fused", without="mask")] = None
+    found[Case("fused", without="old_logps")] = None
+    found[Case("fused", gradient=None)] = None
+    found[Case("stats", torch.float32, without="mask")] = None  # as from hidden states
+    for logits, gradient in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)):
+        found[Case("stats", logits, gradient, squares=True)] = None
+        found[Case("pull", logits, gradient, squares=True)] = None
     for dtype, padding in product((torch.float32, torch.bfloat16, torch.float16), (0, 16, 1)):
         found[Case("scale_", dtype, dtype, stride=151936 + padding)] = None
     return list(found)
@@ -249,17 +258,17 @@ def cases() -> list[Case]:
 
 #: A few of each kernel, to compile in seconds.
 QUICK = [
-    Case("row_stats"),
-    Case("row_stats", torch.float32, torch.float32, entropy=True),
-    Case("row_stats", torch.float16, torch.float16, vocab=50257, stride=50257),
-    Case("row_grads", entropy=True),
-    Case("row_grads", torch.float32, torch.float32, transform="softcap"),
-    Case("row_grads", torch.float32, torch.bfloat16),
-    Case("fused_loss"),
-    Case("fused_loss", torch.float32, torch.bfloat16, entropy=True, objective="grpo + k3"),
-    Case("fused_loss", torch.float32, torch.float32, transform="softcap", entropy=True),
-    Case("fused_loss", vocab=50257, stride=50257),
-    Case("fused_loss", vocab=1024, stride=1024),
+    Case("stats"),
+    Case("stats", torch.float32, torch.float32, entropy=True),
+    Case("stats", torch.float16, torch.float16, vocab=50257, stride=50257),
+    Case("pull", entropy=True),
+    Case("pull", torch.float32, torch.float32, transform="softcap"),
+    Case("pull", torch.float32, torch.bfloat16),
+    Case("fused"),
+    Case("fused", torch.float32, torch.bfloat16, entropy=True, objective="grpo + k3"),
+    Case("fused", torch.float32, torch.float32, transform="softcap", entropy=True),
+    Case("fused", vocab=50257, stride=50257),
+    Case("fused", vocab=1024, stride=1024),
     Case("scale_"),
 ]
 
@@ -442,14 +451,14 @@ def report(target: str, case: Case) -> Report:
 
 #: Bytes per thread that the kernels named may spill where rows are not aligned: a tile in single elements takes ptxas more
 #: registers than there are (sm_90, sm_100), mostly outside the loops.
-UNALIGNED_SPILL = {"fused_loss": 128, "scale_": 32}
+UNALIGNED_SPILL = {"fused": 128, "scale_": 32}
 
 
 def broken(case: Case, found: Report) -> list[str]:
     """The budgets that a kernel exceeds, in words."""
-    fused = case.kernel == "fused_loss"
+    fused = case.kernel == "fused"
     threads, in_flight = backend.LAUNCH["fused" if fused else "visit"]
-    stores = case.kernel != "row_stats" and case.gradient is not None
+    stores = case.kernel != "stats" and case.gradient is not None
     # What `LAUNCH` is made for: one program of these threads per multiprocessor, or as many threads in programs of short rows.
     at_most = {
         "registers": (found.registers, TARGETS[found.target].registers // threads),
@@ -512,7 +521,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few kernels of each kind")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     args = parser.parse_args()
-    if not isinstance(backend._row_stats_kernel, JITFunction):
+    if not isinstance(backend._stats_kernel, JITFunction):
         parser.error("TRITON_INTERPRET=1 is set: there is nothing to compile. Unset it.")
     results = []
     for found, failures in measure_all(args.target, QUICK if args.quick else cases()):

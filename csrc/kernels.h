@@ -34,15 +34,19 @@ struct StatsJob {
     Transform transform;
     const int64_t* targets;
     const uint8_t* read;  // rows whose entry is 0 are not touched; null = all are read
-    float *max, *sum, *weighted, *target;  // weighted may be null
+    float *max, *sum, *target;
+    float *weighted, *squares;  // may be null; squares goes with weighted
+    int32_t* top;               // may be null
 };
 
-struct GradsJob {
+// d loss / d z_j = slope (1[j = target] - p_j) + p_j (constant + log log p_j + prob p_j)
+struct PullJob {
     Rows logits, out;
     int64_t vocab, first;
     Transform transform;
     const int64_t* targets;
-    const float *max, *sum, *target, *entropy, *d_logps, *d_entropy;  // d_entropy may be null, and then entropy too
+    const float *max, *sum, *target;
+    const float *slope, *constant, *log, *prob;  // all but slope may be null
 };
 
 struct ScaleJob {
@@ -54,8 +58,8 @@ struct ScaleJob {
 
 struct Kernels {
     const char* name;
-    void (*row_stats)(const StatsJob&, int64_t i);
-    void (*row_grads)(const GradsJob&, int64_t i);
+    void (*stats)(const StatsJob&, int64_t i);
+    void (*pull)(const PullJob&, int64_t i);
     void (*scale)(const ScaleJob&, int64_t begin, int64_t end);
 };
 

@@ -66,9 +66,10 @@ void check_rows(const char* name, const Rows& rows, int64_t vocab, int64_t first
     check_stride("inner_stride", rows.inner_stride, end < inner ? end : inner);
 }
 
-void row_stats(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_stride, int64_t inner_stride, int64_t vocab,
+void stats(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_stride, int64_t inner_stride, int64_t vocab,
                int64_t first, int64_t count, uintptr_t targets, uintptr_t read, float scale, float softcap, float inv_temperature,
-               uintptr_t inv_temperatures, uintptr_t max, uintptr_t sum, uintptr_t weighted, uintptr_t target, int threads) {
+               uintptr_t inv_temperatures, uintptr_t max, uintptr_t sum, uintptr_t target, uintptr_t weighted,
+               uintptr_t squares, uintptr_t top, int threads) {
     const StatsJob job{{at<char>(logits), dtype, inner_count, outer_stride, inner_stride},
                        vocab,
                        first,
@@ -77,8 +78,10 @@ void row_stats(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_s
                        at<uint8_t>(read),
                        at<float>(max),
                        at<float>(sum),
+                       at<float>(target),
                        at<float>(weighted),
-                       at<float>(target)};
+                       at<float>(squares),
+                       at<int32_t>(top)};
     check_threads(threads);
     check_rows("logits", job.logits, vocab, first, count);
     if (count > 0) {
@@ -86,23 +89,25 @@ void row_stats(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_s
         check_address("inv_temperatures", inv_temperatures, 4, true);
         check_address("max", max, 4);
         check_address("sum", sum, 4);
-        check_address("weighted", weighted, 4, true);
         check_address("target", target, 4);
+        check_address("weighted", weighted, 4, !squares);
+        check_address("squares", squares, 4, true);
+        check_address("top", top, 4, true);
     }
     nb::gil_scoped_release release;
     parallel_for(
         count, rows_at_once(job), threads,
         [](const void* context, int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; i++) kernels->row_stats(*static_cast<const StatsJob*>(context), i);
+            for (int64_t i = begin; i < end; i++) kernels->stats(*static_cast<const StatsJob*>(context), i);
         },
         &job);
 }
 
-void row_grads(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_stride, int64_t inner_stride, uintptr_t out,
+void pull(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_stride, int64_t inner_stride, uintptr_t out,
                int out_dtype, int64_t out_outer_stride, int64_t out_inner_stride, int64_t vocab, int64_t first, int64_t count,
                uintptr_t targets, float scale, float softcap, float inv_temperature, uintptr_t inv_temperatures, uintptr_t max,
-               uintptr_t sum, uintptr_t target, uintptr_t entropy, uintptr_t d_logps, uintptr_t d_entropy, int threads) {
-    const GradsJob job{{at<char>(logits), dtype, inner_count, outer_stride, inner_stride},
+               uintptr_t sum, uintptr_t target, uintptr_t slope, uintptr_t constant, uintptr_t log, uintptr_t prob, int threads) {
+    const PullJob job{{at<char>(logits), dtype, inner_count, outer_stride, inner_stride},
                        {at<char>(out), out_dtype, inner_count, out_outer_stride, out_inner_stride},
                        vocab,
                        first,
@@ -111,9 +116,10 @@ void row_grads(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_s
                        at<float>(max),
                        at<float>(sum),
                        at<float>(target),
-                       at<float>(entropy),
-                       at<float>(d_logps),
-                       at<float>(d_entropy)};
+                       at<float>(slope),
+                       at<float>(constant),
+                       at<float>(log),
+                       at<float>(prob)};
     check_threads(threads);
     check_rows("logits", job.logits, vocab, first, count);
     check_rows("out", job.out, vocab, first, count);
@@ -123,15 +129,16 @@ void row_grads(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_s
         check_address("max", max, 4);
         check_address("sum", sum, 4);
         check_address("target", target, 4);
-        check_address("d_logps", d_logps, 4);
-        check_address("d_entropy", d_entropy, 4, true);
-        check_address("entropy", entropy, 4, !d_entropy);
+        check_address("slope", slope, 4);
+        check_address("constant", constant, 4, true);
+        check_address("log", log, 4, true);
+        check_address("prob", prob, 4, true);
     }
     nb::gil_scoped_release release;
     parallel_for(
         count, rows_at_once(job), threads,
         [](const void* context, int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; i++) kernels->row_grads(*static_cast<const GradsJob*>(context), i);
+            for (int64_t i = begin; i < end; i++) kernels->pull(*static_cast<const PullJob*>(context), i);
         },
         &job);
 }
@@ -170,8 +177,8 @@ void use_isa(const std::string& name) {
 
 NB_MODULE(_cpu, m) {
     m.doc() = "CPU kernels of grpo_kernels; use them through grpo_kernels.backends.cpu.";
-    m.def("row_stats", &row_stats);
-    m.def("row_grads", &row_grads);
+    m.def("stats", &stats);
+    m.def("pull", &pull);
     m.def("scale", &scale);
     bind_products(m);
     m.attr("built_from") = built_from;

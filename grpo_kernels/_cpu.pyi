@@ -1,15 +1,15 @@
 # Addresses as integers, sizes and strides in elements; see csrc/module.cpp.
 
-def row_stats(
+def stats(
     logits: int, dtype: int, inner_count: int, outer_stride: int, inner_stride: int, vocab: int, first: int, count: int,
     targets: int, read: int, scale: float, softcap: float, inv_temperature: float, inv_temperatures: int,
-    max: int, sum: int, weighted: int, target: int, threads: int, /,
+    max: int, sum: int, target: int, weighted: int, squares: int, top: int, threads: int, /,
 ) -> None: ...  # fmt: skip
-def row_grads(
+def pull(
     logits: int, dtype: int, inner_count: int, outer_stride: int, inner_stride: int,
     out: int, out_dtype: int, out_outer_stride: int, out_inner_stride: int, vocab: int, first: int, count: int,
     targets: int, scale: float, softcap: float, inv_temperature: float, inv_temperatures: int,
-    max: int, sum: int, target: int, entropy: int, d_logps: int, d_entropy: int, threads: int, /,
+    max: int, sum: int, target: int, slope: int, constant: int, log: int, prob: int, threads: int, /,
 ) -> None: ...  # fmt: skip
 def scale(data: int, dtype: int, count: int, factor: float, threads: int, /) -> None: ...
 def has_products() -> bool: ...

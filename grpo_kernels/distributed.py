@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .backends import Backend, FusedRows, RowStats, RowTransform, two_visits
+from .backends import Backend, FusedRows, two_visits
 from .batch import TokenBatch
 from .checks import as_number, require, require_whole
 from .objective import Denominators, Objective
 from .token_stage import TokenRows
+from .vocabulary.rows import RowStats, RowTransform, Slopes, merge
 
 Tensor = torch.Tensor
 
@@ -138,58 +139,43 @@ class VocabParallel:
         self.WRITES_BEHIND_READS = backend.WRITES_BEHIND_READS
         self.scale_ = backend.scale_
 
-    def row_stats(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        read: Tensor | None,
-        transform: RowTransform,
-        entropy: bool,
-        *,
-        rows: tuple[int, int] | None = None,
-    ) -> RowStats:
+    def stats(
+        self, logits: Tensor, targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...],
+        *, rows: tuple[int, int] | None = None,
+    ) -> RowStats:  # fmt: skip
         """Statistics of whole rows from this rank's part of them, the same on all ranks."""
         own, n = self._own(logits), targets.numel()
-        partials = torch.empty(4 if entropy else 3, n, dtype=torch.float32, device=logits.device)
         if own.shape[-1]:
-            stats = self.backend.row_stats(own, targets - self.shard.start, read, transform, entropy, rows=rows)
-            for partial, x in zip(partials, (stats.max, stats.sum, stats.target, stats.weighted), strict=False):
-                partial.copy_(x)
+            partials = self.backend.stats(own, targets - self.shard.start, read, transform, names, rows=rows).values
         else:
-            for partial, nothing in zip(partials, (-torch.inf, 0.0, torch.nan, 0.0), strict=False):
-                partial.fill_(nothing)
+            partials = RowStats.not_read(names, n, logits.device).values
+            for row, nothing in zip(partials, (-torch.inf, 0.0, torch.nan), strict=False):
+                row.fill_(nothing)
+        # The first column of each rank goes with the ids of its largest logits, which count from there.
+        first = torch.full((1, n), self.shard.start, dtype=torch.int32, device=logits.device).view(torch.float32)
+        sent = torch.cat([partials, first]) if "top" in names else partials
         ranks = _ranks(self.shard.group)
-        everyone = partials[None]
+        everyone = sent[None]
         if ranks > 1:
-            everyone = torch.empty(ranks, *partials.shape, dtype=torch.float32, device=logits.device)
-            _all_gather(everyone, partials[None], self.shard.group)
-        return merge(everyone, read)
+            everyone = torch.empty(ranks, *sent.shape, dtype=torch.float32, device=logits.device)
+            _all_gather(everyone, sent[None], self.shard.group)
+        starts = everyone[:, -1].view(torch.int32) if "top" in names else None
+        return merge(everyone[:, : len(names)], names, read, starts)
 
-    def row_grads(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        stats: RowStats,
-        entropy: Tensor | None,
-        d_logps: Tensor,
-        d_entropy: Tensor | None,
-        transform: RowTransform,
-        out: Tensor,
-        *,
-        rows: tuple[int, int] | None = None,
-    ) -> None:
+    def pull(
+        self, logits: Tensor, targets: Tensor, stats: RowStats, slopes: Slopes, transform: RowTransform, out: Tensor,
+        *, rows: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
         """This rank's columns of the gradient, from statistics of whole rows."""
         own = self._own(logits)
         if own.shape[-1]:
-            at = targets - self.shard.start
-            self.backend.row_grads(own, at, stats, entropy, d_logps, d_entropy, transform, self._own(out), rows=rows)
-        lo, hi = rows or (0, logits.shape[0] * logits.shape[1])
+            self.backend.pull(own, targets - self.shard.start, stats, slopes, transform, self._own(out), rows=rows)
         padding = out[..., own.shape[-1] :]
         if padding.numel():
-            at_rows = torch.arange(lo, hi, device=out.device)
-            padding[at_rows // out.shape[1], at_rows % out.shape[1]] = 0
+            at = torch.arange(*(rows or (0, logits.shape[0] * logits.shape[1])), device=out.device)
+            padding[at // out.shape[1], at % out.shape[1]] = 0
 
-    def fused_loss(
+    def fused(
         self, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None
     ) -> FusedRows:
         """Two visits with the exchange between them."""
@@ -203,26 +189,6 @@ class VocabParallel:
 def on_shard(backend: Backend, shard: VocabShard | None) -> Backend:
     """The backend for rows of which this rank has the part `shard`; None: it has whole rows."""
     return backend if shard is None else VocabParallel(backend, shard)
-
-
-def merge(partials: Tensor, read: Tensor | None) -> RowStats:
-    """Softmax partials of parts of a row [parts, 3 or 4, n] (max, sum, target, and weighted where there is a fourth), as
-    those of the whole row. A part of only -inf, or of no column, adds nothing; the target is that of the part that has it, NaN
-    where none or (parts that overlap) several do."""
-    tops, sums, chosen = partials[:, 0], partials[:, 1], partials[:, 2]
-    top = tops.amax(0)
-    empty = tops == -torch.inf
-    shift = torch.where(empty, 0.0, tops - top)
-    share = torch.where(empty, 0.0, shift.exp())
-    total = (share * sums).sum(0)  # a NaN in any part stays one
-    weighted = (share * (partials[:, 3] + sums * shift)).sum(0) if partials.shape[1] == 4 else None
-    here = ~chosen.isnan()
-    target = torch.where(here.sum(0) == 1, torch.where(here, chosen, 0.0).sum(0), torch.nan)
-    if read is not None:
-        target, top = torch.where(read, target, 0.0), torch.where(read, top, 0.0)
-        total = torch.where(read, total, 1.0)
-        weighted = None if weighted is None else torch.where(read, weighted, 0.0)
-    return RowStats(top, total, weighted, target)
 
 
 def is_managed(x: Any) -> bool:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from .backends import Backend, FusedRows, RowStats, RowTransform
+from .backends import Backend, FusedRows
 from .batch import TokenBatch
 from .distributed import VocabShard, check_shard, refuse_managed
 from .objective import Objective
 from .products import products_for
 from .token_stage import TokenRows
+from .vocabulary.rows import RowStats, RowTransform, Slopes
 
 Tensor = torch.Tensor
 
@@ -159,21 +160,12 @@ class Engine:
         if wanted[2]:
             self.d_bias = torch.zeros(head.weight.shape[0], device=self.hidden.device, dtype=torch.float32)
 
-    def forward(self, index: Tensor, targets: Tensor, transform: RowTransform, entropy: bool) -> RowStats:
-        """Statistics [N] of all rows: of those in `index` computed, of the others those of a row that is not read."""
-        n, device = targets.numel(), self.hidden.device
-        stats = RowStats(
-            torch.zeros(n, device=device, dtype=torch.float32),
-            torch.ones(n, device=device, dtype=torch.float32),
-            torch.zeros(n, device=device, dtype=torch.float32) if entropy else None,
-            torch.zeros(n, device=device, dtype=torch.float32),
-        )
+    def forward(self, index: Tensor, targets: Tensor, transform: RowTransform, names: tuple[str, ...]) -> RowStats:
+        """Partials [q, N] of all rows: of those in `index` computed, of the others those of a row that is not read."""
+        stats = RowStats.not_read(names, targets.numel(), self.hidden.device)
         for at, hidden in self._chunks(index):
             logits = self.products.logits(hidden)
-            part = self.backend.row_stats(logits[None], targets[at], None, transform.at(at), entropy)
-            for whole, piece in zip(stats, part, strict=True):
-                if whole is not None and piece is not None:
-                    whole[at] = piece
+            stats.values[:, at] = self.backend.stats(logits[None], targets[at], None, transform.at(at), names).values
             del logits  # before the next chunk's are made
         return stats
 
@@ -191,32 +183,19 @@ class Engine:
             logits = self.products.logits(hidden)
             d_logits = self.products.gradient_buffer(logits, self.exact) if gradients else None
             out = None if d_logits is None else d_logits[None]
-            part = self.backend.fused_loss(logits[None], rows[at], objective, transform.at(at), out)
+            part = self.backend.fused(logits[None], rows[at], objective, transform.at(at), out)
             for whole, piece in zip(result, part, strict=True):
                 whole[at] = piece
             if d_logits is not None:
                 self._accumulate(at, hidden, d_logits, index)
             del logits, d_logits, out
 
-    def backward(
-        self,
-        index: Tensor,
-        targets: Tensor,
-        stats: RowStats,
-        entropy: Tensor | None,
-        d_logps: Tensor,
-        d_entropy: Tensor | None,
-        transform: RowTransform,
-    ) -> None:
+    def backward(self, index: Tensor, targets: Tensor, stats: RowStats, slopes: Slopes, transform: RowTransform) -> None:
         """Gradients of the rows of `index`, their logits computed again. All vectors are those of all rows, [N]."""
         for at, hidden in self._chunks(index):
             logits = self.products.logits(hidden)
             d_logits = self.products.gradient_buffer(logits, self.exact)
-            self.backend.row_grads(
-                logits[None], targets[at], RowStats(stats.max[at], stats.sum[at], None, stats.target[at]),
-                None if entropy is None else entropy[at], d_logps[at], None if d_entropy is None else d_entropy[at],
-                transform.at(at), d_logits[None],
-            )  # fmt: skip
+            self.backend.pull(logits[None], targets[at], stats.at(at), slopes.at(at), transform.at(at), d_logits[None])
             self._accumulate(at, hidden, d_logits, index)
             del logits, d_logits
 

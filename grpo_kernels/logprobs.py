@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 
+from .checks import require
 from .distributed import VocabShard
 from .layout import as_mask, check_targets, flat
 from .linear import check_head
@@ -15,7 +16,10 @@ from .vocabulary.stage import Source, vocabulary_stage
 
 Tensor = torch.Tensor
 
+ALSO = ("sum_squares", "top_prob", "top_id")
 
+
+@overload
 def token_logprobs(
     logits: Tensor,
     targets: Tensor,
@@ -27,7 +31,34 @@ def token_logprobs(
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]: ...
+@overload
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    also: tuple[str, ...],
+    mask: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    entropy: bool | str = False,
+    inplace: bool = False,
+    shard: VocabShard | None = None,
+    backend: str = "auto",
+    strict: bool = False,
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]: ...
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    mask: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    entropy: bool | str = False,
+    also: tuple[str, ...] = (),
+    inplace: bool = False,
+    shard: VocabShard | None = None,
+    backend: str = "auto",
+    strict: bool = False,
+) -> Any:
     """Log-prob of each target and, if asked, the entropy of its distribution.
 
         logps, entropy = token_logprobs(logits, targets, transform=LogitTransform(temperature=0.7), entropy=True)
@@ -37,26 +68,31 @@ def token_logprobs(
     mask      bool, the shape of targets: rows where it is False are not read and give exactly 0, in value and gradient,
               whatever they hold. None = all rows count.
     entropy   False: not computed, the second result is None. True: differentiable. "detached": value only.
+    also      further statistics of each row's distribution p: "sum_squares" (sum of p^2, with gradient), "top_prob" (the largest
+              p) and "top_id" (its id, int64, the lowest where several are equal; -1 where masked), both without. They come
+              as a third result, a dict of tensors of the shape of targets. "top_id" costs one more read of the logits.
     inplace   True: destroys the logits in the backward, which writes the gradient into their memory. Autograd raises where
               something else still needs their values; reading them afterwards gives the gradient, and nothing can notice
               that. For the output of a model: a leaf that requires grad is refused.
     shard     logits are [.., V / ranks], this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
     backend   "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
 
-    Returns (logps, entropy), fp32, the shape of targets, in nats. The softmax runs in fp32; nothing is rounded to the
+    Returns (logps, entropy), with `also` (logps, entropy, dict), fp32, the shape of targets, in nats. The softmax runs in fp32; nothing is rounded to the
     logits' dtype but the gradient. A row of only -inf gives NaN, as torch.log_softmax does.
     Raises ValueError on shapes, dtypes, devices or (on the CPU) ids that are wrong; on a GPU an id outside the
     vocabulary gives NaN, see GRPO_KERNELS_CHECK in `python -m grpo_kernels doctor`.
     """
     if leaves_the_graph(shard=shard):
         options: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "inplace": inplace, "shard": shard}
+        options["also"] = also
         return outside(token_logprobs, logits, targets, backend=backend, strict=strict, **options)
-    mask = _check_targets(targets, mask, entropy)
+    mask = _check_targets(targets, mask, entropy, also)
     rows, source = logits_source(logits, targets.shape, targets.device, inplace, shard, backend, strict)
     check_targets(targets, mask, rows.shape[-1] if shard is None else shard.vocab, logits=True)
-    return _stage(source, (rows,), targets, mask, transform, entropy)
+    return _stage(source, (rows,), targets, mask, transform, entropy, also)
 
 
+@overload
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -69,7 +105,36 @@ def linear_logprobs(
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    also: tuple[str, ...],
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    entropy: bool | str = False,
+    shard: VocabShard | None = None,
+    backend: str = "auto",
+    strict: bool = False,
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]: ...
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    entropy: bool | str = False,
+    also: tuple[str, ...] = (),
+    shard: VocabShard | None = None,
+    backend: str = "auto",
+    strict: bool = False,
+) -> Any:
     """`token_logprobs` from hidden states and the head's weight: the logits never exist.
 
         with torch.no_grad():
@@ -92,15 +157,16 @@ def linear_logprobs(
     """
     if leaves_the_graph(shard=shard):
         options: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "entropy": entropy, "shard": shard}
+        options["also"] = also
         return outside(linear_logprobs, hidden, weight, targets, backend=backend, strict=strict, **options)
-    mask = _check_targets(targets, mask, entropy)
+    mask = _check_targets(targets, mask, entropy, also)
     head = check_head(hidden, weight, bias, targets.shape, targets.device, shard)
     check_targets(targets, mask, head.vocab)
     source = hidden_source(head, None if mask is None else flat(mask), backend, strict)
-    return _stage(source, head.tensors, targets, mask, transform, entropy)
+    return _stage(source, head.tensors, targets, mask, transform, entropy, also)
 
 
-def _check_targets(targets: Tensor, mask: Tensor | None, entropy: bool | str) -> Tensor | None:
+def _check_targets(targets: Tensor, mask: Tensor | None, entropy: bool | str, also: tuple[str, ...]) -> Tensor | None:
     """The mask as bool, after a look at what needs no logits."""
     if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
         got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
@@ -109,6 +175,8 @@ def _check_targets(targets: Tensor, mask: Tensor | None, entropy: bool | str) ->
         )
     if entropy not in (False, True, "detached"):
         raise ValueError(f'entropy={entropy!r}: it must be False, True or "detached".')
+    known = isinstance(also, tuple) and len(set(also)) == len(also) and all(name in ALSO for name in also)
+    require(known, "also", also, f"pass a tuple of {', '.join(map(repr, ALSO))}, each once at most.")
     if mask is None:
         return None
     mask = as_mask("mask", mask, targets.shape)
@@ -119,11 +187,14 @@ def _check_targets(targets: Tensor, mask: Tensor | None, entropy: bool | str) ->
 
 def _stage(
     source: Source, tensors: tuple[Tensor | None, ...], targets: Tensor, mask: Tensor | None, transform: LogitTransform | None,
-    entropy: bool | str,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    entropy: bool | str, also: tuple[str, ...],
+) -> Any:  # fmt: skip
     shape = targets.shape
     rows = as_transform(transform).for_rows(shape, mask, None, targets.device)
-    kind = {False: "none", True: "gradient", "detached": "value"}[entropy]
+    statistics = (*(("entropy",) if entropy else ()), *also)
+    with_gradient = tuple(name for name in statistics if name == "sum_squares" or (name == "entropy" and entropy is True))
     read = None if mask is None else flat(mask)
-    logps, H, _ = vocabulary_stage(source, kind, flat(targets).to(torch.int64), read, rows, *tensors)
-    return logps.view(shape), None if H is None else H.view(shape)
+    logps, found = vocabulary_stage(source, statistics, with_gradient, flat(targets).to(torch.int64), read, rows, *tensors)
+    found = {name: x.view(shape) for name, x in found.items()}
+    H = found.pop("entropy", None)
+    return (logps.view(shape), H, found) if also else (logps.view(shape), H)

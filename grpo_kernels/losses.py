@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from .backends import RowTransform
 from .batch import TokenBatch
 from .checks import describe, require
 from .distributed import VocabShard
@@ -19,6 +18,7 @@ from .operators import hidden_source, is_traced, leaves_the_graph, logits_source
 from .ops import bounded_exp
 from .token_stage import TokenRows, kl_of_rows
 from .transform import LogitTransform, as_transform
+from .vocabulary.rows import RowTransform
 from .vocabulary.stage import Hidden, Logits, Source, gradient_once, vocabulary_stage
 
 Tensor = torch.Tensor
@@ -233,7 +233,7 @@ def linear_grpo_loss(
         rows = objective.token_rows(batch.with_ref_logps(torch.zeros(shape, device=device)), normalizer, skip_inactive)
         with torch.no_grad():
             source = source_of(ref_head, rows)
-            ref_logps, _, _ = vocabulary_stage(source, "none", rows.targets, rows.read, row_transform, *ref_head.tensors)
+            ref_logps, _ = vocabulary_stage(source, (), (), rows.targets, rows.read, row_transform, *ref_head.tensors)
         batch = batch.with_ref_logps(ref_logps.view(shape))
     rows = objective.token_rows(batch, normalizer, skip_inactive)
     source = source_of(head, rows)
@@ -322,9 +322,9 @@ def _loss(
         loss, logps, entropy = _GradientInForward.apply(visit, *tensors)
         shape = batch.targets.shape
         return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows)
-    kind = "gradient" if objective.needs_entropy else "value"
-    logps, entropy, _ = vocabulary_stage(source, kind, rows.targets, rows.read, transform, *tensors)
-    return _loss_of_logps(logps, entropy, batch, objective, rows)
+    with_gradient = ("entropy",) if objective.needs_entropy else ()
+    logps, also = vocabulary_stage(source, ("entropy",), with_gradient, rows.targets, rows.read, transform, *tensors)
+    return _loss_of_logps(logps, also["entropy"], batch, objective, rows)
 
 
 def _loss_of_logps(

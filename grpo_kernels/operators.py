@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 from . import backends
-from .backends import RowStats, RowTransform
 from .distributed import VocabShard, check_shard, on_shard
 from .layout import check_targets, logit_rows
 from .linear import Head
+from .vocabulary.rows import RowStats, RowTransform, Slopes
 from .vocabulary.stage import Hidden, Logits, Source
 
 Tensor = torch.Tensor
 
 ROWS = "Tensor targets, Tensor? read"
-SLOPES = "Tensor maxima, Tensor sums, Tensor chosen, Tensor? entropies, Tensor d_logps, Tensor? d_entropy"
+SLOPES = "Tensor partials, str[] names, Tensor slope, Tensor? constant, Tensor? log, Tensor? prob"
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias, ScalarType dtype"
 TRANSFORM = "float scale, float softcap, float inv_temperature, Tensor? inv_temperatures, str backend, bool strict"
 
@@ -57,50 +57,40 @@ def _at_run_time(given: tuple[Any, ...], device: torch.device) -> tuple[RowTrans
     return transform, backends.pick(backend, device, strict)
 
 
-def _fake_stats(targets: Tensor, entropy: bool) -> Tensor:
-    return torch.empty(4 if entropy else 3, *targets.shape, dtype=torch.float32, device=targets.device)
-
-
-def _packed(stats: RowStats) -> Tensor:
-    rows = [stats.max, stats.sum, stats.target]
-    return torch.stack(rows if stats.weighted is None else [*rows, stats.weighted])
-
-
-def _unpacked(partials: Tensor) -> RowStats:
-    maxima, sums, chosen, *weighted = partials.unbind(0)
-    return RowStats(maxima, sums, weighted[0] if weighted else None, chosen)
+def _fake_stats(targets: Tensor, names: tuple[str, ...]) -> Tensor:
+    return torch.empty(len(names), *targets.shape, dtype=torch.float32, device=targets.device)
 
 
 @_operator(
-    f"(Tensor logits, {ROWS}, bool entropy, {TRANSFORM}) -> Tensor",
-    lambda logits, targets, read, entropy, *rest: _fake_stats(targets, entropy),
+    f"(Tensor logits, {ROWS}, str[] names, {TRANSFORM}) -> Tensor",
+    lambda logits, targets, read, names, *rest: _fake_stats(targets, names),
 )
-def _stats(logits: Tensor, targets: Tensor, read: Tensor | None, entropy: bool, *rest: Any) -> Tensor:
+def _stats(logits: Tensor, targets: Tensor, read: Tensor | None, names: list[str], *rest: Any) -> Tensor:
     check_targets(targets, read, logits.shape[-1])
     transform, backend = _at_run_time(rest, targets.device)
-    return _packed(Logits(backend).stats((logits,), targets, read, transform, entropy))
+    return Logits(backend).stats((logits,), targets, read, transform, tuple(names)).values
 
 
 @_operator(f"(Tensor logits, {ROWS}, {SLOPES}, {TRANSFORM}) -> Tensor", lambda logits, *rest: torch.empty_like(logits))
-def _pull(logits: Tensor, targets: Tensor, read: Tensor | None, *rest: Any) -> Tensor:
-    (top, total, chosen, H, d_logps, d_entropy), (transform, backend) = rest[:6], _at_run_time(rest[6:], targets.device)
-    stats = RowStats(top, total, None, chosen)
-    (gradient,) = Logits(backend).pull((logits,), (True,), targets, read, stats, H, d_logps, d_entropy, transform)
+def _pull(logits: Tensor, targets: Tensor, read: Tensor | None, partials: Tensor, names: list[str], *rest: Any) -> Tensor:
+    slopes, (transform, backend) = Slopes(*rest[:4]), _at_run_time(rest[4:], targets.device)
+    stats = RowStats(partials, tuple(names))
+    (gradient,) = Logits(backend).pull((logits,), (True,), targets, read, stats, slopes, transform)
     assert gradient is not None
     return gradient
 
 
 @_operator(
-    f"({HEAD}, {ROWS}, bool entropy, {TRANSFORM}) -> Tensor",
-    lambda hidden, weight, bias, dtype, targets, read, entropy, *rest: _fake_stats(targets, entropy),
+    f"({HEAD}, {ROWS}, str[] names, {TRANSFORM}) -> Tensor",
+    lambda hidden, weight, bias, dtype, targets, read, names, *rest: _fake_stats(targets, names),
 )
 def _linear_stats(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, targets: Tensor, read: Tensor | None,
-    entropy: bool, *rest: Any,
+    names: list[str], *rest: Any,
 ) -> Tensor:  # fmt: skip
     check_targets(targets, read, weight.shape[0])
     transform, backend = _at_run_time(rest, targets.device)
-    return _packed(Hidden(backend, dtype).stats((hidden, weight, bias), targets, read, transform, entropy))
+    return Hidden(backend, dtype).stats((hidden, weight, bias), targets, read, transform, tuple(names)).values
 
 
 @_operator(
@@ -112,12 +102,11 @@ def _linear_stats(
 )
 def _linear_pull(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, h: bool, w: bool, b: bool,
-    targets: Tensor, read: Tensor | None, *rest: Any,
+    targets: Tensor, read: Tensor | None, partials: Tensor, names: list[str], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    (top, total, chosen, H, d_logps, d_entropy), (transform, backend) = rest[:6], _at_run_time(rest[6:], targets.device)
-    gradients = Hidden(backend, dtype).pull(
-        (hidden, weight, bias), (h, w, b), targets, read, RowStats(top, total, None, chosen), H, d_logps, d_entropy, transform
-    )
+    slopes, (transform, backend) = Slopes(*rest[:4]), _at_run_time(rest[4:], targets.device)
+    tensors, stats = (hidden, weight, bias), RowStats(partials, tuple(names))
+    gradients = Hidden(backend, dtype).pull(tensors, (h, w, b), targets, read, stats, slopes, transform)
     return tuple(hidden.new_empty(0) if g is None else g for g in gradients)  # an operator returns a tensor for everything
 
 
@@ -172,16 +161,17 @@ class TracedLogits:
     strict: bool
 
     def stats(
-        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, entropy: bool
+        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
     ) -> RowStats:
-        return _unpacked(_stats(*tensors, targets, read, entropy, *_numbers(transform), self.backend, self.strict))
+        values = _stats(*tensors, targets, read, list(names), *_numbers(transform), self.backend, self.strict)
+        return RowStats(values, names)
 
     def pull(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
-        entropy: Tensor | None, d_logps: Tensor, d_entropy: Tensor | None, transform: RowTransform,
+        slopes: Slopes, transform: RowTransform,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        slopes = (stats.max, stats.sum, stats.target, entropy, d_logps, d_entropy)
-        return (_pull(*tensors, targets, read, *slopes, *_numbers(transform), self.backend, self.strict),)
+        rows = (targets, read, stats.values, list(stats.names), *slopes)
+        return (_pull(*tensors, *rows, *_numbers(transform), self.backend, self.strict),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,19 +183,17 @@ class TracedHidden:
     dtype: torch.dtype
 
     def stats(
-        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, entropy: bool
+        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
     ) -> RowStats:
-        rows = (self.dtype, targets, read, entropy)
-        return _unpacked(_linear_stats(*tensors, *rows, *_numbers(transform), self.backend, self.strict))
+        rows = (self.dtype, targets, read, list(names))
+        return RowStats(_linear_stats(*tensors, *rows, *_numbers(transform), self.backend, self.strict), names)
 
     def pull(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
-        entropy: Tensor | None, d_logps: Tensor, d_entropy: Tensor | None, transform: RowTransform,
+        slopes: Slopes, transform: RowTransform,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        slopes = (stats.max, stats.sum, stats.target, entropy, d_logps, d_entropy)
-        gradients = _linear_pull(
-            *tensors, self.dtype, *wanted, targets, read, *slopes, *_numbers(transform), self.backend, self.strict
-        )
+        rows = (targets, read, stats.values, list(stats.names), *slopes)
+        gradients = _linear_pull(*tensors, self.dtype, *wanted, *rows, *_numbers(transform), self.backend, self.strict)
         return tuple(g if w else None for g, w in zip(gradients, wanted, strict=True))
 
 

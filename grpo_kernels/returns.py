@@ -168,7 +168,7 @@ def optimal_token_advantages(
     completion of the group reaches has no baseline.
 
     rewards       float [B, T] or [N].   old_logps   the same shape: log pi of the tokens under the policy that sampled.
-    sum_squares   the same shape: sum of pi^2 over the vocabulary.
+    sum_squares   the same shape: sum of pi^2 over the vocabulary, which `token_logprobs(..., also=("sum_squares",))` gives.
     weights       the same shape, or None: truncated importance weights of the sampler mismatch.
     group_size, groups   of the B sequences, as in `group_advantages`.
 

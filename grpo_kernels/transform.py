@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from .architectures import language_model, logits_of
-from .backends import RowTransform
 from .checks import LARGEST, SMALLEST, as_number, describe, require, require_number, values_are_checked
 from .layout import per_token
+from .vocabulary.rows import RowTransform
 
 Tensor = torch.Tensor
 

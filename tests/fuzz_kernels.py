@@ -108,7 +108,7 @@ class Transform:
 
 
 class RowCalls:
-    """row_stats and row_grads on the same logits."""
+    """stats and pull on the same logits."""
 
     def __init__(self, module: ModuleType, memory: Memory) -> None:
         rng = memory.rng
@@ -147,28 +147,34 @@ class RowCalls:
     def run(self) -> None:
         read = self.rng.random(self.count) < 0.8 if self.rng.integers(2) else np.ones(self.count, bool)
         read_at = 0 if read.all() else self.memory.holding(read.astype(np.uint8)).address
-        outs = [self.memory.take(4 * self.count) for _ in range(4)]
-        entropy = bool(self.rng.integers(2))
-        addresses = [b.address if entropy or b is not outs[2] else 0 for b in outs]
+        # max, sum, target; weighted, squares (which goes with weighted) and top if wanted
+        outs, kind, ids = (
+            [self.memory.take(4 * self.count) for _ in range(6)],
+            int(self.rng.integers(3)),
+            bool(self.rng.integers(2)),
+        )
+        entropy, squares = kind > 0, kind > 1
+        wanted = (True, True, True, entropy, squares, ids)
+        addresses = [b.address if w else 0 for b, w in zip(outs, wanted, strict=True)]
         unread = np.concatenate([self.others, self.at[~read]])
         for isa in self.module.isas():
             self.module.use_isa(isa)
             before = self.memory.snapshot()
             self.logits.protect(unread, 0)
-            self.module.row_stats(
+            self.module.stats(
                 self.logits.buffer.address, self.dtype, self.inner, *self.logits.strides, self.vocab, self.first, self.count,
                 self.targets_at.address, read_at, *self.numbers, *addresses, self.threads,
             )  # fmt: skip
             self.logits.protect(unread, mmap.PROT_READ | mmap.PROT_WRITE)
             self.memory.check(before, {b: None for b, address in zip(outs, addresses, strict=True) if address})
-            stats = [b.typed(np.float32).copy() for b in outs]
-            self.check_stats(isa, stats if entropy else [*stats[:2], None, stats[3]], read)
-        self.run_grads(stats, entropy, read)
+            stats = [b.typed(np.int32 if b is outs[5] else np.float32).copy() for b in outs]
+            self.check_stats(isa, [x if w else None for x, w in zip(stats, wanted, strict=True)], read)
+        self.run_grads(stats, kind, read)
 
     def check_stats(self, isa: str, stats: list[Any], read: Array) -> None:
-        for vector, nothing in zip(stats, (0.0, 1.0, 0.0, 0.0), strict=True):
+        for vector, nothing in zip(stats, (0.0, 1.0, 0.0, 0.0, 0.0, -1), strict=True):
             assert vector is None or (vector[~read] == nothing).all(), isa
-        top, total, weighted, chosen = stats
+        top, total, chosen, weighted, squares, first = stats
         for i in np.flatnonzero(read):
             z, target = self.z[i], self.targets[i]
             inside = 0 <= target < self.vocab
@@ -195,21 +201,34 @@ class RowCalls:
             )
             room = off * (np.abs(product).sum() + e.sum()) + 100 * self.vocab * CUTOFF
             assert weighted is None or near(weighted[i], product.sum(), room), f"{isa}: {weighted[i]}, not {product.sum()}"
+            square = (e * e).sum()
+            assert squares is None or near(squares[i], square, 2 * off * square + self.vocab * CUTOFF), (
+                f"{isa}: sum of squares of row {i}: {squares[i]}, not {square}"
+            )
+            # Another id may have the same logit, or one that the kernel's arithmetic makes the same.
+            assert first is None or (0 <= first[i] < self.vocab and near(z[first[i]], z.max(), 8 * EPS * size)), (
+                f"{isa}: the largest logit of row {i} is not at {first[i]}"
+            )
 
-    def run_grads(self, stats: list[Array], entropy: bool, read: Array) -> None:
-        rng, n = self.rng, self.count
+    def run_grads(self, stats: list[Array], kind: int, read: Array) -> None:
+        rng, n, entropy = self.rng, self.count, kind > 0
         slopes = rng.choice(["plain", "plain", "wild"])
-        d_logps, d_entropy = (numbers(rng, (n,), slopes) * (rng.random(n) < 0.8) for _ in range(2))
-        d_logps, d_entropy = np.where(read, d_logps, 0.0), np.where(read, d_entropy, 0.0)
+        d_logps, d_entropy, d_prob = (numbers(rng, (n,), slopes) * (rng.random(n) < 0.8) * read for _ in range(3))
+        d_logps, d_entropy, d_prob = (np.where(read, x, 0.0).astype(np.float32) for x in (d_logps, d_entropy, d_prob))
         if not entropy:
             d_entropy = np.zeros_like(d_logps)
-        top, total, weighted, chosen = stats
+        if kind < 2:
+            d_prob = np.zeros_like(d_logps)
+        top, total, chosen, weighted = stats[:4]
         rubbish = rng.random() < 0.1
         if rubbish:
             top, total, chosen = (numbers(rng, (n,), "wild") for _ in range(3))
         H = np.log(total) - weighted / total if entropy else np.zeros(n, np.float32)
-        vectors = [self.memory.holding(v.astype(np.float32)) for v in (top, total, chosen, H, d_logps, d_entropy)]
-        addresses = [v.address if entropy or v not in (vectors[3], vectors[5]) else 0 for v in vectors]
+        with np.errstate(all="ignore"):
+            constant = np.where(d_entropy == 0, 0.0, -d_entropy * H).astype(np.float32)
+        given = (top, total, chosen, d_logps, constant, -d_entropy, d_prob)
+        wanted = (True, True, True, True, entropy, entropy, kind > 1)
+        addresses = [self.memory.holding(v.astype(np.float32)).address if w else 0 for v, w in zip(given, wanted, strict=True)]
         where, out_dtype = str(rng.choice(["apart", "in place", "narrower, in place"])), int(rng.integers(3))
         if where == "apart":
             out = make_rows(self.memory, self.outer, self.inner, self.vocab, out_dtype)
@@ -218,7 +237,11 @@ class RowCalls:
         else:
             a, b = self.logits.strides
             out = Rows(self.logits.buffer, out_dtype, (2 * a, 2 * b), 2 * self.logits.starts, self.vocab, 0)
-        idle = self.at[(d_logps == 0) & (d_entropy == 0)] if out.buffer is not self.logits.buffer else self.at[:0]
+        idle = (
+            self.at[(d_logps == 0) & (d_entropy == 0) & (constant == 0) & (d_prob == 0)]
+            if out.buffer is not self.logits.buffer
+            else self.at[:0]
+        )
         kept = self.logits.buffer.pages.copy()
         unread = np.concatenate([self.others, idle])
         for isa in self.module.isas():
@@ -226,37 +249,38 @@ class RowCalls:
             self.logits.buffer.pages[:] = kept
             before = self.memory.snapshot()
             self.logits.protect(unread, 0)
-            self.module.row_grads(
+            self.module.pull(
                 self.logits.buffer.address, self.dtype, self.inner, *self.logits.strides, out.buffer.address, out.dtype,
                 *out.strides, self.vocab, self.first, n, self.targets_at.address, *self.numbers, *addresses, self.threads,
             )  # fmt: skip
             self.logits.protect(unread, mmap.PROT_READ | mmap.PROT_WRITE)
             self.memory.check(before, {out.buffer: out.mask(self.at)})
             if not rubbish:
-                self.check_grads(f"{isa}, {where}, {out.dtype}", out.read(self.at), out.dtype, total, H, d_logps, d_entropy)
+                self.check_grads(f"{isa}, {where}, {out.dtype}", out, total, (H, d_logps, d_entropy, d_prob))
 
-    def check_grads(self, what: str, got: Array, dtype: int, total: Array, H: Array, d_logps: Array, d_entropy: Array) -> None:
+    def check_grads(self, what: str, out: Rows, total: Array, slopes: tuple[Array, ...]) -> None:
+        got, dtype, (H, d_logps, d_entropy, d_prob) = out.read(self.at), out.dtype, slopes
         for i in range(self.count):
-            a, b, z = float(d_logps[i]), float(d_entropy[i]), self.z[i]
-            if a == b == 0:
+            a, b, c, z = float(d_logps[i]), float(d_entropy[i]), float(d_prob[i]), self.z[i]
+            if a == b == c == 0:
                 assert (got[i] == 0).all(), f"{what}: row {i} has no slope, and a gradient"
                 continue
             finite = z[z > -np.inf]
-            if np.isnan(total[i]) or total[i] == 0 or not np.isfinite([a, b]).all():
+            if np.isnan(total[i]) or total[i] == 0 or not np.isfinite([a, b, c]).all():
                 assert np.isnan(got[i]).all(), f"{what}: row {i} is not NaN"
                 continue
             size = np.abs(finite).max()
             plain = abs(self.transform.scale * float(self.transform.inverse[i]))  # without a softcap
-            steep = plain * (abs(a) + abs(b))
+            steep = plain * (abs(a) + abs(b) + abs(c))
             if EPS * size > 1e-2 or not steep < 1e30:
                 continue
             logp = z - z.max() - np.log(np.exp(z - z.max()).sum())
             p = np.exp(logp)
             term = np.where(p > 0, p * (np.where(p > 0, logp, 0.0) + H[i]), 0.0)
-            exact, room = -a * p - b * term, np.abs(a * p) + np.abs(b) * (np.abs(term) + p)
+            exact, room = -a * p - b * term + c * p * p, np.abs(a * p) + np.abs(b) * (np.abs(term) + p) + 2 * np.abs(c) * p
             at = self.targets[i]
             if 0 <= at < self.vocab:
-                exact[at] = -a * np.expm1(logp[at]) - b * term[at]
+                exact[at] = -a * np.expm1(logp[at]) - b * term[at] + c * p[at] ** 2
                 room[at] += abs(a)
             slope = np.abs(self.slope[i])
             small = -np.log(slope / max(plain, 1e-300) + 1e-300)  # exp is as inexact as its argument is large
@@ -391,12 +415,13 @@ def refusals(module: ModuleType, memory: Memory) -> int:
     buffers = [memory.holding(np.zeros(64, np.float64)).address for _ in range(12)]
     stats = dict(
         logits=buffers[0], dtype=0, inner=2, outer_stride=8, inner_stride=4, vocab=4, first=0, count=4, targets=buffers[1], read=0,
-        scale=1.0, softcap=0.0, inverse=1.0, inverses=0, max=buffers[2], sum=buffers[3], weighted=0, target=buffers[4], threads=1,
+        scale=1.0, softcap=0.0, inverse=1.0, inverses=0, max=buffers[2], sum=buffers[3], target=buffers[4], weighted=0, squares=0,
+        top=0, threads=1,
     )  # fmt: skip
     grads = dict(
         logits=buffers[0], dtype=0, inner=2, outer_stride=8, inner_stride=4, out=buffers[5], out_dtype=0, out_outer=8, out_inner=4,
         vocab=4, first=0, count=4, targets=buffers[1], scale=1.0, softcap=0.0, inverse=1.0, inverses=0, max=buffers[2],
-        sum=buffers[3], target=buffers[4], entropy=0, d_logps=buffers[6], d_entropy=0, threads=1,
+        sum=buffers[3], target=buffers[4], slope=buffers[6], constant=0, log=0, prob=0, threads=1,
     )  # fmt: skip
     scale = dict(data=buffers[0], dtype=0, count=4, factor=2.0, threads=1)
     logits = dict(
@@ -419,10 +444,10 @@ def refusals(module: ModuleType, memory: Memory) -> int:
         vocab=4,
         threads=1,
     )
-    calls = [(module.row_stats, stats), (module.row_grads, grads), (module.scale, scale)]
+    calls = [(module.stats, stats), (module.pull, grads), (module.scale, scale)]
     if module.has_products():
         calls += [(module.logits_product, logits), (module.d_hidden, d_hidden), (module.add_d_weight, d_weight)]
-    optional = {"read", "inverses", "weighted", "entropy", "d_entropy", "bias"}
+    optional = {"read", "inverses", "weighted", "squares", "top", "constant", "log", "prob", "bias"}
     refused = 0
     for function, good in calls:
         function(*good.values())
@@ -440,8 +465,8 @@ def refusals(module: ModuleType, memory: Memory) -> int:
         ]
         pointers = [k for k, v in good.items() if v in buffers]
         bad += [(k, 0) for k in pointers if k not in optional] + [(k, good[k] + 1) for k in pointers]  # type: ignore[operator]
-        if "d_entropy" in good:
-            bad.append(("d_entropy", buffers[7]))  # without the entropy
+        if "squares" in good:
+            bad.append(("squares", buffers[7]))  # without the weighted sum
         for name, value in bad:
             try:
                 function(*(good | {name: value}).values())

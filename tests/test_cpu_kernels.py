@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from rows import EVERYTHING, LOGPS, WITH_ENTROPY, slopes_of
 
-from grpo_kernels.backends import RowStats, RowTransform, cpu
+from grpo_kernels.backends import cpu
+from grpo_kernels.vocabulary.rows import RowStats, RowTransform
 
 if cpu.available() is not None:
     pytest.skip(cpu.available() or "", allow_module_level=True)
@@ -89,9 +91,9 @@ def by_kernels(
     out: Tensor | None = None,
     read: Tensor | None = None,
 ) -> Result:
-    stats = cpu.row_stats(logits, targets, read, transform, True)
+    stats = cpu.stats(logits, targets, read, transform, WITH_ENTROPY)
     out = torch.full_like(logits, torch.nan) if out is None else out
-    cpu.row_grads(logits, targets, stats, stats.entropy, d_logps, d_entropy, transform, out)
+    cpu.pull(logits, targets, stats, slopes_of(stats, d_logps, d_entropy), transform, out)
     return Result(stats.logps, stats.entropy, out)
 
 
@@ -135,7 +137,7 @@ def test_a_real_vocabulary(dtype: torch.dtype) -> None:
 
 def test_sums_stay_accurate_over_a_million_terms() -> None:
     logits = torch.rand(1, 1, 1 << 20) * 2
-    stats = cpu.row_stats(logits, torch.zeros(1, dtype=torch.int64), None, PLAIN, True)
+    stats = cpu.stats(logits, torch.zeros(1, dtype=torch.int64), None, PLAIN, WITH_ENTROPY)
     d = logits.double() - logits.double().max()
     assert stats.max == logits.max()
     assert stats.weighted is not None
@@ -147,7 +149,7 @@ def test_sums_stay_accurate_over_a_million_terms() -> None:
 def test_exp(d: float) -> None:
     """One element at 0 and one at d: the sum, the entropy term and the gradient of d show exp(d)."""
     logits = torch.tensor([[[0.0, d]]])
-    stats = cpu.row_stats(logits, torch.zeros(1, dtype=torch.int64), None, PLAIN, True)
+    stats = cpu.stats(logits, torch.zeros(1, dtype=torch.int64), None, PLAIN, WITH_ENTROPY)
     exact = torch.tensor(d).double().exp()
     assert stats.weighted is not None and abs(stats.sum - 1 - exact) <= 2e-7
     assert abs(stats.weighted - torch.tensor(d).double() * exact) <= 3e-7 * abs(d) * exact * max(1.0, abs(d) / 4)
@@ -261,12 +263,12 @@ def test_every_nan_pattern_shows() -> None:
     payloads = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1, 0x7FC001FF], dtype=torch.int32).view(torch.float32)
     logits = torch.zeros(1, 5, 40)
     logits[0, torch.arange(5), 17] = payloads
-    assert cpu.row_stats(logits, torch.zeros(5, dtype=torch.int64), None, PLAIN, False).logps.isnan().all()
+    assert cpu.stats(logits, torch.zeros(5, dtype=torch.int64), None, PLAIN, LOGPS).logps.isnan().all()
 
 
 def test_a_row_of_minus_infinity_is_nan() -> None:
     logits = torch.full((1, 1, 5000), -torch.inf)
-    stats = cpu.row_stats(logits, torch.zeros(1, dtype=torch.int64), None, PLAIN, True)
+    stats = cpu.stats(logits, torch.zeros(1, dtype=torch.int64), None, PLAIN, WITH_ENTROPY)
     assert stats.max == -torch.inf and stats.logps.isnan() and stats.entropy.isnan()
 
 
@@ -277,8 +279,8 @@ def test_unread_rows_are_not_looked_at(dtype: torch.dtype) -> None:
     expected = by_kernels(logits, targets, PLAIN, a * read, b * read)
     logits.view(6, 1000)[~read] = torch.nan
     targets[~read] = 1 << 40
-    stats = cpu.row_stats(logits, targets, read, PLAIN, True)
-    for vector, value in zip(stats, (0.0, 1.0, 0.0, 0.0), strict=True):
+    stats = cpu.stats(logits, targets, read, PLAIN, WITH_ENTROPY)
+    for vector, value in zip(stats.values, (0.0, 1.0, 0.0, 0.0), strict=True):
         assert (vector[~read] == value).all()
     ours = by_kernels(logits, targets, PLAIN, a * read, b * read, read=read)
     assert torch.equal(ours.gradient, expected.gradient)
@@ -290,15 +292,15 @@ def test_unread_rows_are_not_looked_at(dtype: torch.dtype) -> None:
 def test_target_out_of_range(target: int) -> None:
     logits, targets, _, _ = random_rows(torch.float32, (1, 2, 1000))
     targets[0] = target
-    stats = cpu.row_stats(logits, targets, None, PLAIN, False)
+    stats = cpu.stats(logits, targets, None, PLAIN, LOGPS)
     assert stats.target[0].isnan() and stats.logps[1].isfinite()
     around = torch.full((3, 2, 1000), 7.0)
-    cpu.row_grads(logits, targets, stats, None, torch.ones(2), None, PLAIN, around[1:2])
+    cpu.pull(logits, targets, stats, slopes_of(stats, torch.ones(2)), PLAIN, around[1:2])
     assert (around[[0, 2]] == 7.0).all()
 
 
 def same_bits(x: RowStats | Result, y: RowStats | Result) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(x, y, strict=True) if a is not None)
+    return all(torch.equal(a, b) for a, b in zip(x, y, strict=True) if isinstance(a, Tensor))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -312,9 +314,9 @@ def test_a_row_depends_on_nothing_but_itself(dtype: torch.dtype) -> None:
     out = torch.full_like(logits, torch.nan)
     for lo, hi in ((0, 1), (1, 6), (6, 11), (11, 12)):
         cut = slice(lo, hi)
-        stats = cpu.row_stats(logits, targets[cut], None, PLAIN, True, rows=(lo, hi))
+        stats = cpu.stats(logits, targets[cut], None, PLAIN, WITH_ENTROPY, rows=(lo, hi))
         assert torch.equal(stats.logps, expected.logps[cut]) and torch.equal(stats.entropy, expected.entropy[cut])
-        cpu.row_grads(logits, targets[cut], stats, stats.entropy, a[cut], b[cut], PLAIN, out, rows=(lo, hi))
+        cpu.pull(logits, targets[cut], stats, slopes_of(stats, a[cut], b[cut]), PLAIN, out, rows=(lo, hi))
     assert torch.equal(out, expected.gradient)
     alone = by_kernels(logits[1:2, 2:3], targets[6:7], PLAIN, a[6:7], b[6:7])
     assert torch.equal(alone.gradient[0, 0], expected.gradient[1, 2]) and alone.logps[0] == expected.logps[6]
@@ -322,8 +324,42 @@ def test_a_row_depends_on_nothing_but_itself(dtype: torch.dtype) -> None:
 
 def test_partials_are_the_same_with_and_without_entropy() -> None:
     logits, targets, _, _ = random_rows(torch.float32, (1, 3, 20011))
-    x, y = (cpu.row_stats(logits, targets, None, PLAIN, entropy) for entropy in (True, False))
+    x, y = (cpu.stats(logits, targets, None, PLAIN, names) for names in (WITH_ENTROPY, LOGPS))
     assert y.weighted is None and torch.equal(x.max, y.max) and torch.equal(x.sum, y.sum) and torch.equal(x.target, y.target)
+
+
+@pytest.mark.parametrize("vocab", (1, 7, 130, 5003))
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum_of_squares_and_largest_probability(dtype: torch.dtype, transform: RowTransform, vocab: int) -> None:
+    """Values, and the gradient of all statistics at once, against float64."""
+    logits, targets, a, b = random_rows(dtype, (2, 3, vocab))
+    c = torch.randn(6, generator=torch.Generator().manual_seed(1))
+    stats = cpu.stats(logits, targets, None, transform, EVERYTHING)
+    x = logits.double().requires_grad_()
+    everything = transformed(x, transform).flatten(0, 1).log_softmax(-1)
+    p = everything.exp()
+    squares, entropy = p.square().sum(-1), -(p * everything).sum(-1)
+    torch.testing.assert_close(stats.sum_squares.double(), squares.detach(), rtol=2e-6, atol=0)
+    torch.testing.assert_close(stats.top_prob.double(), p.detach().amax(-1), rtol=2e-6, atol=0)
+    ids = stats.top_id
+    assert ((0 <= ids) & (ids < vocab)).all()
+    best = transformed(logits.double(), transform).flatten(0, 1)
+    torch.testing.assert_close(best.gather(1, ids[:, None])[:, 0], best.amax(-1), rtol=1e-6, atol=1e-6)
+    logp = everything.gather(1, targets[:, None])[:, 0]
+    ((logp * a).sum() + (entropy * b).sum() + (squares * c).sum()).backward()
+    out = torch.full(logits.shape, torch.nan)
+    cpu.pull(logits, targets, stats, slopes_of(stats, a, b, c), transform, out)
+    assert x.grad is not None
+    torch.testing.assert_close(out.double(), x.grad, rtol=1e-5, atol=2e-6)
+
+
+def test_the_largest_probability_of_ties_is_the_first() -> None:
+    logits = torch.zeros(1, 3, 300)
+    logits[0, 0, [17, 40, 299]] = 3.0
+    logits[0, 1] = -torch.inf
+    stats = cpu.stats(logits, torch.zeros(3, dtype=torch.int64), None, PLAIN, EVERYTHING)
+    assert stats.top_id.tolist() == [17, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -22,6 +22,7 @@ from processes import WITHOUT
 import grpo_kernels
 from grpo_kernels import backends, doctor, kl
 from grpo_kernels.diagnosis import Finding, environment, machine, native, self_test, step
+from grpo_kernels.vocabulary.rows import RowStats, Slopes
 
 CPU = torch.device("cpu")
 
@@ -155,15 +156,15 @@ def wrong_kl_sign(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
 
 
 def change_gradient(monkeypatch: pytest.MonkeyPatch, module: Any, change: Callable[[torch.Tensor], object]) -> None:
-    right = module.row_grads
+    right = module.pull
 
     def wrong(*args: Any, **kwargs: Any) -> None:
         right(*args, **kwargs)
         rows = kwargs.get("rows")
-        out = args[7].view(-1, args[7].shape[-1])
+        out = args[5].view(-1, args[5].shape[-1])
         change(out if rows is None else out[slice(*rows)])
 
-    monkeypatch.setattr(module, "row_grads", wrong)
+    monkeypatch.setattr(module, "pull", wrong)
 
 
 def lost_row(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
@@ -183,32 +184,37 @@ def scaled_gradient(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
 
 
 def no_entropy_gradient(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-    right = module.row_grads
+    right = module.pull
 
     def wrong(*args: Any, **kwargs: Any) -> None:
-        right(*args[:5], None, *args[6:], **kwargs)
+        logits, targets, stats, slopes, *rest = args
+        right(logits, targets, stats, Slopes(slopes.target), *rest, **kwargs)
 
-    monkeypatch.setattr(module, "row_grads", wrong)
+    monkeypatch.setattr(module, "pull", wrong)
 
 
-def change_stats(
-    monkeypatch: pytest.MonkeyPatch, module: Any, change: Callable[[backends.RowStats], backends.RowStats]
-) -> None:
-    right = module.row_stats
-    monkeypatch.setattr(module, "row_stats", lambda *args, **kwargs: change(right(*args, **kwargs)))
+def change_stats(monkeypatch: pytest.MonkeyPatch, module: Any, change: Callable[[RowStats], None]) -> None:
+    right = module.stats
+
+    def wrong(*args: Any, **kwargs: Any) -> RowStats:
+        stats = right(*args, **kwargs)
+        change(stats)
+        return stats
+
+    monkeypatch.setattr(module, "stats", wrong)
 
 
 def rounded_logps(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-    change_stats(monkeypatch, module, lambda s: s._replace(target=s.target.bfloat16().float()))
+    change_stats(monkeypatch, module, lambda s: s.target.copy_(s.target.bfloat16()))
 
 
 def wrong_entropy(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-    change_stats(monkeypatch, module, lambda s: s if s.weighted is None else s._replace(weighted=1.001 * s.weighted))
+    change_stats(monkeypatch, module, lambda s: s.weighted is not None and s.weighted.mul_(1.001))
 
 
 def read_masked_rows(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-    right = module.row_stats
-    monkeypatch.setattr(module, "row_stats", lambda x, t, read, *args, **kwargs: right(x, t, None, *args, **kwargs))
+    right = module.stats
+    monkeypatch.setattr(module, "stats", lambda x, t, read, *args, **kwargs: right(x, t, None, *args, **kwargs))
 
 
 FAULTS = {
@@ -240,7 +246,7 @@ def test_a_backend_that_raises_costs_its_own_checks_only(monkeypatch: pytest.Mon
     def broken(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC\nmore")
 
-    monkeypatch.setattr(backends.load("eager"), "row_stats", broken)
+    monkeypatch.setattr(backends.load("eager"), "stats", broken)
     result = self_test.self_test("eager", CPU)
     assert len(result.failures) == len(result.checks) == 20
     (finding,) = doctor.result_findings("eager", result)

@@ -26,8 +26,8 @@ from benchmarks import gpu_kit, gpu_stages, resources, suites, tune
 from benchmarks.gpu_kit import Kit, Stage
 from benchmarks.providers import Provider, Unavailable, providers
 from grpo_kernels import Objective, linear
-from grpo_kernels.backends import RowTransform
 from grpo_kernels.backends import triton as backend
+from grpo_kernels.vocabulary.rows import RowTransform
 
 ROOT = Path(__file__).parent.parent
 
@@ -373,7 +373,7 @@ def test_a_setting_reaches_the_compiler_and_is_taken_back() -> None:
 
     def metadata(setting: tune.Rows) -> Any:
         with setting.applied(), resources.compiling("sm_90") as launches:
-            backend.fused_loss(logits, rows, objective, RowTransform(1.0, 0.0, 1.0), logits)
+            backend.fused(logits, rows, objective, RowTransform(1.0, 0.0, 1.0), logits)
         return launches[0][1].metadata
 
     wide, narrow = metadata(tune.Rows("fused", 512, 4)), metadata(tune.Rows("fused", 256, 2, programs=2))
@@ -513,7 +513,7 @@ def test_resources_on_a_gpu(cuda: list[str], tmp_path: Path, monkeypatch: pytest
 
     def child(*command: str, **_: Any) -> int:
         commands.append(command)
-        kernels = [{"kernel": "fused_loss", "case": "a case", "beyond budget": ["fp64 1, at most 0"]}]
+        kernels = [{"kernel": "fused", "case": "a case", "beyond budget": ["fp64 1, at most 0"]}]
         (tmp_path / "json" / "kernels.json").write_text(json.dumps({"kernels": kernels}))
         return 1
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import assert_no_worse, build, run, same_bits
 from linear_cases import build_linear
+from rows import WITH_ENTROPY, slopes_of
 from test_linear_engine import Allocations
 from test_token_logprobs import ours, random_rows, reference
 
@@ -23,7 +24,7 @@ from grpo_kernels import (
     linear_logprobs,
     token_logprobs,
 )
-from grpo_kernels.backends import RowTransform
+from grpo_kernels.vocabulary.rows import RowTransform
 
 Tensor = torch.Tensor
 #: Odd, even, and padded to a tile: sizes of models in use, and small ones.
@@ -70,10 +71,10 @@ def test_rows_behind_element_2_to_the_31(backend: str) -> None:
     d_logps, d_entropy = torch.tensor([1.5, -0.5]), torch.tensor([0.3, 0.7])
     exact = reference(last, targets, d_logps, d_entropy, torch.float64)
     module, plain = backends.load(backend), RowTransform(1.0, 0.0, 1.0)
-    stats = module.row_stats(logits, targets, None, plain, True, rows=rows)
+    stats = module.stats(logits, targets, None, plain, WITH_ENTROPY, rows=rows)
     torch.testing.assert_close(stats.logps.double(), exact[0], rtol=1e-6, atol=4e-6)
     torch.testing.assert_close(stats.entropy.double(), exact[1], rtol=1e-6, atol=4e-6)
-    module.row_grads(logits, targets, stats, stats.entropy, d_logps, d_entropy, plain, logits, rows=rows)
+    module.pull(logits, targets, stats, slopes_of(stats, d_logps, d_entropy), plain, logits, rows=rows)
     torch.testing.assert_close(logits[0, n - 2 :].double(), exact[2], rtol=2**-8, atol=1e-9)
 
 

@@ -33,7 +33,7 @@ from benchmarks.resources import (
 from grpo_kernels.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(
-    not isinstance(backend._row_stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
+    not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
 )
 
 
@@ -56,7 +56,7 @@ def test_the_cases_are_what_the_library_launches() -> None:
     every = cases()
     assert set(QUICK) < set(every) and len(set(every)) == len(every)
     assert len({(case.kernel, str(case)) for case in every}) == len(every)  # so a line of the report says which it is
-    for kernel in ("row_stats", "row_grads", "fused_loss"):
+    for kernel in ("stats", "pull", "fused"):
         these = [case for case in every if case.kernel == kernel]
         assert {case.transform for case in these} == set(resources.TRANSFORMS)
         assert {case.logits for case in these} == {torch.float32, torch.bfloat16, torch.float16}
@@ -73,7 +73,7 @@ def test_the_cases_are_what_the_library_launches() -> None:
 
 @pytest.fixture(scope="module")
 def fused() -> Report:
-    return report("sm_90", Case("fused_loss"))
+    return report("sm_90", Case("fused"))
 
 
 @pytest.mark.parametrize(
@@ -91,22 +91,22 @@ def fused() -> Report:
     ],
 )
 def test_a_broken_budget_is_named(fused: Report, change: dict, words: str) -> None:
-    assert not broken(Case("fused_loss"), fused)
-    (failure,) = broken(Case("fused_loss"), replace(fused, **change))
+    assert not broken(Case("fused"), fused)
+    (failure,) = broken(Case("fused"), replace(fused, **change))
     assert failure.startswith(words)
 
 
 def test_only_a_narrowed_gradient_may_be_stored_by_64_bits(fused: Report) -> None:
     narrow = replace(fused, stores=[64])
-    assert not broken(Case("fused_loss", torch.float32, torch.bfloat16), narrow)
-    assert broken(Case("fused_loss", torch.float32, torch.float32), narrow)
+    assert not broken(Case("fused", torch.float32, torch.bfloat16), narrow)
+    assert broken(Case("fused", torch.float32, torch.float32), narrow)
 
 
 def test_a_kernel_with_too_few_registers_is_seen_to_spill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backend.LAUNCH, "fused", (1024, 16))  # a tile of 128 logits per thread in 64 registers
-    found = report("sm_90", Case("fused_loss", vocab=1 << 18, stride=1 << 18))
+    found = report("sm_90", Case("fused", vocab=1 << 18, stride=1 << 18))
     assert found.registers <= 64 and found.spilled + found.stack > 0
-    assert any(words.startswith("bytes spilled") for words in broken(Case("fused_loss"), found))
+    assert any(words.startswith("bytes spilled") for words in broken(Case("fused"), found))
 
 
 def test_the_command_fails_on_a_broken_budget(
@@ -128,14 +128,14 @@ def test_the_command_fails_on_a_broken_budget(
 @pytest.mark.parametrize(
     "case, read, written",
     [
-        (Case("row_stats"), 2, 0),
-        (Case("row_grads"), 2, 2),
-        (Case("fused_loss"), 4, 2),  # the second read is meant to be served by L2
-        (Case("fused_loss", gradient=None), 2, 0),
-        (Case("row_grads", torch.float32, torch.bfloat16), 4, 2),
-        (Case("fused_loss", torch.float32, torch.float32, transform="softcap", entropy=True), 8, 4),
-        (Case("fused_loss", vocab=50257, stride=50257), 4, 2),
-        (Case("fused_loss", vocab=1024, stride=1024), 4, 2),
+        (Case("stats"), 2, 0),
+        (Case("pull"), 2, 2),
+        (Case("fused"), 4, 2),  # the second read is meant to be served by L2
+        (Case("fused", gradient=None), 2, 0),
+        (Case("pull", torch.float32, torch.bfloat16), 4, 2),
+        (Case("fused", torch.float32, torch.float32, transform="softcap", entropy=True), 8, 4),
+        (Case("fused", vocab=50257, stride=50257), 4, 2),
+        (Case("fused", vocab=1024, stride=1024), 4, 2),
     ],
     ids=str,
 )

@@ -48,8 +48,8 @@ used = int(open("/proc/self/statm").read().split()[0]) * PAGE
 for out, threads in zip(outs, (1, 200)):
     if threads > 1:
         resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), used + (100 << 20)))
-    module.row_stats(logits.ctypes.data, FP16, rows, 0, vocab, vocab, 0, rows, targets.ctypes.data, 0, 1.0, 0.0, 1.0, 0,
-                     *(row.ctypes.data for row in out), threads)
+    module.stats(logits.ctypes.data, FP16, rows, 0, vocab, vocab, 0, rows, targets.ctypes.data, 0, 1.0, 0.0, 1.0, 0,
+                     *(row.ctypes.data for row in out), 0, 0, threads)
 assert np.isfinite(outs[0]).all() and np.array_equal(*outs)
 """
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from rows import WITH_ENTROPY, slopes_of
 
-from grpo_kernels.backends import RowTransform
 from grpo_kernels.objective import Objective
 from grpo_kernels.surrogates import Cispo, Clip, Custom, PolicyGradient, Surrogate
+from grpo_kernels.vocabulary.rows import RowTransform
 
 pytest.importorskip("triton")
 
@@ -24,7 +25,7 @@ from benchmarks.resources import STORE, Case, bits, code, compiling, device_name
 from grpo_kernels.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(
-    not isinstance(backend._row_stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
+    not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
 )
 
 PLAIN = RowTransform(1.0, 0.0, 1.0)
@@ -33,7 +34,7 @@ PLAIN = RowTransform(1.0, 0.0, 1.0)
 def test_the_targets_gradient_is_stored_behind_a_barrier() -> None:
     """One thread stores it where another has just stored a tile."""
     with compiling("sm_90") as launches:
-        Case("row_grads").launch()
+        Case("pull").launch()
     ((_, kernel),) = launches
     assembly = code(kernel)
     barrier = assembly.index("bar.sync")
@@ -46,7 +47,7 @@ def test_minimum_and_maximum_of_a_formula_keep_nan() -> None:
     """The hardware's default drops it, as no test on a CPU would show: a row of NaN would get a finite loss."""
     with compiling("sm_90") as launches:
         logits = torch.zeros(1, 2, 64)
-        backend.fused_loss(logits, token_rows(2, Objective()), Objective(), PLAIN, logits)
+        backend.fused(logits, token_rows(2, Objective()), Objective(), PLAIN, logits)
     ((_, kernel),) = launches
     assembly = code(kernel)
     # exp(min(x, 60)), min(r, delta) A, clip(r): the lane reductions of the row's maximum use the plain form.
@@ -55,7 +56,7 @@ def test_minimum_and_maximum_of_a_formula_keep_nan() -> None:
 
 def variants(target: str) -> dict[str, int]:
     """Compiled kernels in Triton's own cache, by kernel."""
-    kernels = (backend._row_stats_kernel, backend._row_grads_kernel, backend._fused_loss_kernel, backend._scale_kernel)
+    kernels = (backend._stats_kernel, backend._pull_kernel, backend._fused_kernel, backend._scale_kernel)
     device = device_name(target)
     return {kernel.__name__: len(kernel.device_caches[device][0]) for kernel in kernels if device in kernel.device_caches}
 
@@ -77,12 +78,12 @@ def test_no_length_and_no_schedule_compiles_again(columns: int) -> None:
             )
             transform = RowTransform(draw.choice((1.0, 16.0, draw.random())), draw.choice((1.0, 30.0)), draw.choice((1.0, 0.5)))
             rows = token_rows(n, objective, offset=draw.randint(0, 3))
-            backend.fused_loss(logits, rows, objective, transform, logits)
-            stats = backend.row_stats(logits, rows.targets, rows.read, transform, True)
+            backend.fused(logits, rows, objective, transform, logits)
+            stats = backend.stats(logits, rows.targets, rows.read, transform, WITH_ENTROPY)
             lo, hi = (0, n) if call % 3 else (n // 3, n - n // 4)
-            part = type(stats)(*(x[lo:hi] for x in stats))
+            part = stats.at(slice(lo, hi))
             vector = torch.zeros(n)[lo:hi]
-            backend.row_grads(logits, rows.targets[lo:hi], part, vector, vector, vector, transform, logits, rows=(lo, hi))
+            backend.pull(logits, rows.targets[lo:hi], part, slopes_of(part, vector, vector), transform, logits, rows=(lo, hi))
             backend.scale_(torch.zeros(n, columns, dtype=torch.bfloat16), torch.ones(()))
             if call == 0:
                 first = variants("sm_90")
@@ -117,11 +118,11 @@ def test_each_formula_has_its_own_kernel(tmp_path: Path) -> None:
     with compiling("sm_90") as launches:
         for objective in (*map(Objective, surrogates), *(Objective(beta=0.1, kl=kl) for kl in ("k1", "k2", "k3"))):
             logits = torch.zeros(1, 2, 64)
-            backend.fused_loss(logits, token_rows(2, objective), objective, PLAIN, logits)
+            backend.fused(logits, token_rows(2, objective), objective, PLAIN, logits)
         assert len({id(kernel) for _, kernel in launches}) == len(launches) == 9
         binaries = [kernel.asm["cubin"] for _, kernel in launches]
         assert len(set(binaries[:5])) == 5 and len(set(binaries[6:])) == 3
-        backend.fused_loss(logits, token_rows(2, Objective()), Objective(Clip(0.1, 0.4, 3.0)), PLAIN, logits)
+        backend.fused(logits, token_rows(2, Objective()), Objective(Clip(0.1, 0.4, 3.0)), PLAIN, logits)
         assert launches[-1][1] is launches[0][1]
 
 
@@ -146,5 +147,5 @@ def test_annotations_are_not_compiled(tmp_path: Path) -> None:
     objective = Objective(Custom(imported(tmp_path / "annotated.py", ANNOTATED)))
     with compiling("sm_90") as launches:
         logits = torch.zeros(1, 2, 64)
-        backend.fused_loss(logits, token_rows(2, objective), objective, PLAIN, logits)
+        backend.fused(logits, token_rows(2, objective), objective, PLAIN, logits)
         assert len(launches) == 1 and launches[0][1].asm["cubin"]

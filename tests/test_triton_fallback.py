@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rows import LOGPS
 
 pytest.importorskip("triton")
 
@@ -20,14 +21,15 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.resources import compiling, token_rows
 from grpo_kernels import backends
-from grpo_kernels.backends import RowTransform, triton_launch
 from grpo_kernels.backends import triton as backend
+from grpo_kernels.backends import triton_launch
 from grpo_kernels.backends.triton_launch import KernelFailure
 from grpo_kernels.objective import Objective
 from grpo_kernels.surrogates import Custom
+from grpo_kernels.vocabulary.rows import RowTransform
 
 compiles = pytest.mark.skipif(
-    not isinstance(backend._row_stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
+    not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
 )
 PLAIN = RowTransform(1.0, 0.0, 1.0)
 
@@ -39,7 +41,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(backends, "_warned", set())
     monkeypatch.delenv("GRPO_KERNELS_STRICT", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for kernel in (backend._row_stats_kernel, backend._fused_loss_kernel):
+    for kernel in (backend._stats_kernel, backend._fused_kernel):
         if isinstance(kernel, JITFunction):
             monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
 
@@ -93,12 +95,12 @@ def under_torch_only(logp, old_logp, advantage, params):
 def test_a_users_formula_that_does_not_compile_is_named() -> None:
     objective, logits = Objective(Custom(under_torch_only)), torch.zeros(1, 2, 64)
     with compiling("sm_90") as launches, pytest.raises(KernelFailure) as failure:
-        backend.fused_loss(logits, token_rows(2, objective), objective, PLAIN, logits)
-    for words in (f"fused_loss with {__name__}.under_torch_only", "no attribute 'clamp'", "of `def helper(x):`"):
+        backend.fused(logits, token_rows(2, objective), objective, PLAIN, logits)
+    for words in (f"fused with {__name__}.under_torch_only", "no attribute 'clamp'", "of `def helper(x):`"):
         assert words in failure.value.reason and "\n" not in failure.value.reason
     assert not launches
     with compiling("sm_90") as launches:  # others are not affected
-        backend.fused_loss(logits, token_rows(2, Objective()), Objective(), PLAIN, logits)
+        backend.fused(logits, token_rows(2, Objective()), Objective(), PLAIN, logits)
     assert len(launches) == 1
 
 
@@ -114,11 +116,11 @@ def test_refused_by_the_assembler(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     logits, targets = torch.zeros(1, 2, 30000), torch.zeros(2, dtype=torch.int64)
     with compiling("sm_90") as launches:
         with pytest.warns(
-            RuntimeWarning, match=r"row_stats does not run with a tile of 2048 x 4 .*PTXASError: .*no-such-option.* 256 x 4"
+            RuntimeWarning, match=r"stats does not run with a tile of 2048 x 4 .*PTXASError: .*no-such-option.* 256 x 4"
         ):
-            backend.row_stats(logits, targets, None, PLAIN, False)
+            backend.stats(logits, targets, None, PLAIN, LOGPS)
         asked.clear()
-        backend.row_stats(logits, targets, None, PLAIN, False)
+        backend.stats(logits, targets, None, PLAIN, LOGPS)
     assert [kernel.metadata.num_warps for _, kernel in launches] == [8, 8] and launches[0][1] is launches[1][1]
     assert asked == [1024, 256]  # what was asked for, and what is known to run
     assert "no-such-option" in capsys.readouterr().out  # Triton's own report
@@ -149,7 +151,7 @@ def test_a_failed_pass_is_told_from_a_failed_launch(where: str, monkeypatch: pyt
 
         monkeypatch.setattr(JITFunction, "run", launch)
         with pytest.raises(RuntimeError) as raised:
-            backend.row_stats(logits, targets, None, PLAIN, False)
+            backend.stats(logits, targets, None, PLAIN, LOGPS)
         monkeypatch.setattr(JITFunction, "run", compile_only)
     if where == "launch":
         assert raised.value is error and len(made) == 1 and not triton_launch._remembered

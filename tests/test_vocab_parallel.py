@@ -9,10 +9,11 @@ import pytest
 import torch
 from cases import build, same_bits
 from processes import checks_of
+from rows import EVERYTHING, LOGPS
 
 from grpo_kernels import Objective, backends, grpo_loss
-from grpo_kernels.backends import RowTransform
 from grpo_kernels.distributed import VocabShard, merge
+from grpo_kernels.vocabulary.rows import RowTransform
 
 MODULE = "vocab_parallel_checks"
 
@@ -34,23 +35,27 @@ def test_parts_merge_to_the_whole(cuts: tuple[int, ...], backend: str) -> None:
     parts = []
     for lo, hi in pairwise(cuts):
         if lo == hi:
-            part = torch.tensor([-torch.inf, 0.0, torch.nan, 0.0])[:, None].expand(4, targets.numel())
+            part = torch.tensor([-torch.inf, 0.0, torch.nan, 0.0, 0.0, -1.0])[:, None].expand(6, targets.numel()).clone()
+            part[5] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)
         else:
-            stats = module.row_stats(logits[..., lo:hi], targets - lo, read, transform, True)
-            part = torch.stack([stats.max, stats.sum, stats.target, stats.weighted])
+            part = module.stats(logits[..., lo:hi], targets - lo, read, transform, EVERYTHING).values
         parts.append(part)
-    found = merge(torch.stack(parts), read)
+    starts = torch.tensor([[lo] * targets.numel() for lo, _ in pairwise(cuts)], dtype=torch.int32)
+    found = merge(torch.stack(parts), EVERYTHING, read, starts)
     logp = (logits[0].double() * 0.7).log_softmax(-1)
     expected = logp.gather(1, targets[:, None])[:, 0][read]
     plogp = torch.where(logp == -torch.inf, 0.0, logp.exp() * logp)
     torch.testing.assert_close(found.logps[read].double(), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found.entropy[read].double(), -plogp.sum(-1)[read], rtol=1e-6, atol=1e-6)
-    assert not found.logps[~read].any() and not found.entropy[~read].any()
+    torch.testing.assert_close(found.sum_squares[read].double(), logp.exp().square().sum(-1)[read], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.top_prob[read].double(), logp.exp().amax(-1)[read], rtol=1e-6, atol=1e-6)
+    assert torch.equal(found.top_id[read], logits[0].argmax(-1)[read]) and (found.top_id[~read] == -1).all()
+    assert not found.logps[~read].any() and not found.entropy[~read].any() and not found.sum_squares[~read].any()
 
 
 def test_no_part_has_the_target() -> None:
     partials = torch.tensor([[[0.0], [1.0], [torch.nan]], [[1.0], [2.0], [torch.nan]]])
-    assert merge(partials, None).logps.isnan().all()
+    assert merge(partials, LOGPS, None).logps.isnan().all()
 
 
 def test_without_a_group_one_rank_has_it_all(backend: str) -> None:

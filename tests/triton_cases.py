@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from rows import EVERYTHING, LOGPS, WITH_ENTROPY, slopes_of
 
 from grpo_kernels import TokenBatch, linear_grpo_loss
-from grpo_kernels.backends import RowTransform, two_visits
+from grpo_kernels.backends import eager, two_visits
 from grpo_kernels.backends import triton as backend
 from grpo_kernels.filters import TRUST_REGIONS, EntropyFloor, TrustRegion
 from grpo_kernels.kl import ESTIMATORS, WEIGHTINGS, Kl
@@ -24,6 +25,7 @@ from grpo_kernels.ops import ops
 from grpo_kernels.presets import PRESETS
 from grpo_kernels.surrogates import Cispo, Clip, Custom, PolicyGradient
 from grpo_kernels.token_stage import TokenRows
+from grpo_kernels.vocabulary.rows import RowTransform
 
 Tensor = torch.Tensor
 PLAIN = RowTransform(1.0, 0.0, 1.0)
@@ -120,13 +122,13 @@ def close(got: Tensor, want: Tensor, tolerance: Tensor | float, what: str) -> No
 
 
 def check(name: str, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out_dtype=None) -> Tensor:
-    """fused_loss against the reference and against row_stats + token_stage + row_grads; returns the gradient."""
+    """fused against the reference and against stats + token_stage + pull; returns the gradient."""
     n, V = rows.targets.numel(), logits.shape[-1]
     before = logits.clone()
     want = reference(name, logits, rows, objective, transform)
     dtype = out_dtype or logits.dtype
     outs = [torch.full(logits.shape, math.nan, dtype=dtype) for _ in range(2)]
-    fused = backend.fused_loss(logits, rows, objective, transform, outs[0])
+    fused = backend.fused(logits, rows, objective, transform, outs[0])
     visits = two_visits(backend, logits, rows, objective, transform, outs[1], 4)
     assert torch.equal(logits, before) or logits.isnan().any()
     # The rounding of the store, and fp32 arithmetic relative to the row's slopes.
@@ -209,7 +211,7 @@ def test_the_family_compiles_to_what_torch_runs(name: str) -> None:
     rows = make_rows(24, V, 12, objective, extra=True)
     logits = make_logits(24, V, torch.float32, seed=3)
     outs = [torch.full_like(logits, math.nan) for _ in range(2)]
-    fused = backend.fused_loss(logits, rows, objective, PLAIN, outs[0])
+    fused = backend.fused(logits, rows, objective, PLAIN, outs[0])
     visits = two_visits(backend, logits, rows, objective, PLAIN, outs[1], 8)
     for got, want in ((fused.losses, visits.losses), (outs[0], outs[1])):
         scale = want.abs().max()
@@ -248,7 +250,7 @@ def test_the_targets_gradient_is_right_where_p_is_near_1(dtype: torch.dtype, p: 
     want = reference("reinforce", logits, rows, objective, PLAIN).gradient.gather(1, rows.targets[:, None])
     assert (want < 2 * (1 - p)).all() and (want > (1 - p) / 2).all()
     out = torch.empty_like(logits)
-    backend.fused_loss(logits, rows, objective, PLAIN, out)
+    backend.fused(logits, rows, objective, PLAIN, out)
     got = out[0].double().gather(1, rows.targets[:, None])
     # The sum, 1 / p, is fp32: a few roundings of 1, of 6e-8 each.
     close(got, want, rounding(dtype) * want + 1e-6, "target gradient")
@@ -267,9 +269,9 @@ def test_logits_of_minus_infinity(dtype: torch.dtype) -> None:
     check("clip", logits, rows, FULL, RowTransform(1.5, 0.0, 0.7))
 
     logits[0, 2] = -math.inf
-    stats = backend.row_stats(logits, rows.targets, None, PLAIN, True)
+    stats = backend.stats(logits, rows.targets, None, PLAIN, WITH_ENTROPY)
     assert stats.max[2] == -math.inf and stats.logps[2].isnan() and stats.entropy[2].isnan()
-    fused = backend.fused_loss(logits, rows, FULL, PLAIN, None)
+    fused = backend.fused(logits, rows, FULL, PLAIN, None)
     assert fused.logps[2].isnan() and fused.entropy[2].isnan()
     assert fused.logps[[0, 1, 3, 4]].isfinite().all()
 
@@ -281,10 +283,10 @@ def test_nan_and_wild_targets_are_seen_in_rows_that_are_read() -> None:
     logits[0, 4, 5] = math.inf
     rows = make_rows(5, V, 5)
     rows.targets[1], rows.targets[2] = V, -1
-    fused = backend.fused_loss(logits, rows, FULL, PLAIN, None)
+    fused = backend.fused(logits, rows, FULL, PLAIN, None)
     assert fused.logps[[0, 1, 2, 4]].isnan().all() and fused.logps[3].isfinite()
     assert fused.entropy[[0, 4]].isnan().all() and fused.losses[[0, 1, 2, 4]].isnan().all()
-    stats = backend.row_stats(logits, rows.targets, None, PLAIN, True)
+    stats = backend.stats(logits, rows.targets, None, PLAIN, WITH_ENTROPY)
     assert torch.equal(stats.logps.isnan(), fused.logps.isnan())
 
 
@@ -304,11 +306,11 @@ def test_rows_that_are_not_read_are_zero_whatever_they_hold(inplace: bool) -> No
     targets = rows.targets.clone()
     targets[~read] = torch.tensor([-100, V, 2**31, 2**62])
     out = [torch.full_like(clean, math.nan), bad if inplace else torch.full_like(clean, math.nan)]
-    want = backend.fused_loss(clean, rows, FULL, transform, out[0])
-    got = backend.fused_loss(bad, replace(rows, targets=targets, **poison), FULL, transform, out[1])
+    want = backend.fused(clean, rows, FULL, transform, out[0])
+    got = backend.fused(bad, replace(rows, targets=targets, **poison), FULL, transform, out[1])
     for a, b in zip((*want, out[0][0]), (*got, out[1][0]), strict=True):
         assert torch.equal(a, b) and (b[~read] == 0).all() and (b[read] != 0).any()
-    stats = backend.row_stats(bad, targets, read, transform, True)
+    stats = backend.stats(bad, targets, read, transform, WITH_ENTROPY)
     assert (stats.logps[~read] == 0).all() and (stats.entropy[~read] == 0).all() and (stats.sum[~read] == 1).all()
 
 
@@ -316,16 +318,16 @@ def test_rows_without_a_slope_are_not_read_again() -> None:
     n, V = 4, 1031
     rows = make_rows(n, V, 7)
     logits = make_logits(n, V, torch.float32)
-    stats = backend.row_stats(logits, rows.targets, None, PLAIN, True)
+    stats = backend.stats(logits, rows.targets, None, PLAIN, WITH_ENTROPY)
     logits[0, 1], logits[0, 2] = math.nan, math.nan
     d_logps, d_entropy = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 1.0])
     for slopes, zero in ((d_entropy, [1, 2]), (None, [1, 2, 3])):
         out = torch.full_like(logits, math.nan)
-        backend.row_grads(logits, rows.targets, stats, stats.entropy, d_logps, slopes, PLAIN, out)
+        backend.pull(logits, rows.targets, stats, slopes_of(stats, d_logps, slopes), PLAIN, out)
         assert (out[0, zero] == 0).all() and out.isfinite().all() and out[0, 0].abs().sum() > 0.5
     out = torch.full_like(logits, math.nan)
     plain = replace(make_rows(n, V, 7, Objective()), advantages=d_logps)
-    backend.fused_loss(make_logits(n, V, torch.float32), plain, Objective(), PLAIN, out)
+    backend.fused(make_logits(n, V, torch.float32), plain, Objective(), PLAIN, out)
     assert (out[0, 1:] == 0).all() and (out[0, 0] != 0).all()
 
 
@@ -341,24 +343,24 @@ def test_where_the_gradient_goes(V: int) -> None:
     rows = make_rows(4, V, 9)
     logits = make_logits(4, V, torch.bfloat16)
     out = torch.full_like(logits, math.nan)
-    want = backend.fused_loss(logits, rows, FULL, PLAIN, out)
-    without = backend.fused_loss(logits, rows, FULL, PLAIN, None)
+    want = backend.fused(logits, rows, FULL, PLAIN, out)
+    without = backend.fused(logits, rows, FULL, PLAIN, None)
     own = logits.clone()
-    inplace = backend.fused_loss(own, rows, FULL, PLAIN, own)
+    inplace = backend.fused(own, rows, FULL, PLAIN, own)
     assert torch.equal(own, out)
     for a, b, c in zip(want, without, inplace, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
     check("clip", logits.float(), rows, FULL, PLAIN, torch.bfloat16)
 
     padded = torch.full((1, 4, V + 24), 3.0, dtype=torch.bfloat16)  # a wider buffer: what is beside the rows stays
-    backend.fused_loss(logits, rows, FULL, PLAIN, padded[..., :V])
+    backend.fused(logits, rows, FULL, PLAIN, padded[..., :V])
     assert torch.equal(padded[..., :V], out) and (padded[..., V:] == 3.0).all()
 
-    stats = backend.row_stats(own.copy_(logits), rows.targets, None, PLAIN, True)
+    stats = backend.stats(own.copy_(logits), rows.targets, None, PLAIN, WITH_ENTROPY)
     _, d_logps, d_entropy = FULL.token_stage(stats.logps, stats.entropy, rows)
     apart = torch.full_like(out, math.nan)
-    backend.row_grads(own, rows.targets, stats, stats.entropy, d_logps, d_entropy, PLAIN, apart)
-    backend.row_grads(own, rows.targets, stats, stats.entropy, d_logps, d_entropy, PLAIN, own)
+    backend.pull(own, rows.targets, stats, slopes_of(stats, d_logps, d_entropy), PLAIN, apart)
+    backend.pull(own, rows.targets, stats, slopes_of(stats, d_logps, d_entropy), PLAIN, own)
     assert torch.equal(own, apart)
 
 
@@ -366,23 +368,23 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     rows = make_rows(6, 1031, 10)
     logits = make_logits(6, 1031, torch.float32)
     out = torch.empty_like(logits)
-    whole = backend.fused_loss(logits, rows, FULL, PLAIN, out)
+    whole = backend.fused(logits, rows, FULL, PLAIN, out)
     alone = torch.empty_like(logits[:, :1])
     for i in (0, 3, 5):
-        part = backend.fused_loss(logits[:, i : i + 1], rows[i : i + 1], FULL, PLAIN, alone)
+        part = backend.fused(logits[:, i : i + 1], rows[i : i + 1], FULL, PLAIN, alone)
         assert torch.equal(alone[0, 0], out[0, i]) and all(torch.equal(a[i], b[0]) for a, b in zip(whole, part, strict=True))
 
 
 def test_a_range_of_rows() -> None:
     logits = make_logits(6, 1000, torch.float32).view(2, 3, 1000)
     rows, lo, hi = make_rows(6, 1000, 11), 1, 5
-    whole = backend.row_stats(logits, rows.targets, None, PLAIN, True)
-    part = backend.row_stats(logits, rows.targets[lo:hi], None, PLAIN, True, rows=(lo, hi))
-    assert all(torch.equal(a[lo:hi], b) for a, b in zip(whole, part, strict=True))
-    assert backend.row_stats(logits, rows.targets, None, PLAIN, False).weighted is None
+    whole = backend.stats(logits, rows.targets, None, PLAIN, WITH_ENTROPY)
+    part = backend.stats(logits, rows.targets[lo:hi], None, PLAIN, WITH_ENTROPY, rows=(lo, hi))
+    assert torch.equal(whole.at(slice(lo, hi)).values, part.values)
+    assert backend.stats(logits, rows.targets, None, PLAIN, LOGPS).weighted is None
     outs = [torch.full_like(logits, math.nan) for _ in range(2)]
-    backend.row_grads(logits, rows.targets, whole, None, rows.advantages, None, PLAIN, outs[0])
-    backend.row_grads(logits, rows.targets[lo:hi], part, None, rows.advantages[lo:hi], None, PLAIN, outs[1], rows=(lo, hi))
+    backend.pull(logits, rows.targets, whole, slopes_of(whole, rows.advantages), PLAIN, outs[0])
+    backend.pull(logits, rows.targets[lo:hi], part, slopes_of(part, rows.advantages[lo:hi]), PLAIN, outs[1], rows=(lo, hi))
     flat = [out.view(6, -1) for out in outs]
     assert torch.equal(flat[0][lo:hi], flat[1][lo:hi]) and flat[1][[0, 5]].isnan().all() and flat[0].isfinite().all()
 
@@ -390,9 +392,9 @@ def test_a_range_of_rows() -> None:
 def test_no_rows() -> None:
     logits = torch.empty(2, 0, 1000)
     rows = make_rows(0, 1000, 0)
-    assert all(x.shape == (0,) for x in backend.fused_loss(logits, rows, FULL, PLAIN, torch.empty_like(logits)))
-    stats = backend.row_stats(logits, rows.targets, None, PLAIN, True)
-    backend.row_grads(logits, rows.targets, stats, None, rows.advantages, None, PLAIN, torch.empty_like(logits))
+    assert all(x.shape == (0,) for x in backend.fused(logits, rows, FULL, PLAIN, torch.empty_like(logits)))
+    stats = backend.stats(logits, rows.targets, None, PLAIN, WITH_ENTROPY)
+    backend.pull(logits, rows.targets, stats, slopes_of(stats, rows.advantages), PLAIN, torch.empty_like(logits))
     backend.scale_(logits, torch.tensor(2.0))
 
 
@@ -434,7 +436,7 @@ def test_formulas_that_cannot_be_compiled_are_refused() -> None:
         (scope["typed"], "source"),
     ):
         with pytest.raises(ValueError, match=word):
-            backend.fused_loss(
+            backend.fused(
                 make_logits(1, 7, torch.float32), make_rows(1, 7, 0, Objective()), Objective(Custom(function)), PLAIN, None
             )
 
@@ -453,3 +455,23 @@ def test_from_hidden_states_rows_of_several_blocks(dtype: torch.dtype) -> None:
 
     for ours, plain in zip(gradients("triton"), gradients("eager"), strict=True):
         assert (ours.float() - plain.float()).norm() <= (1e-6 if dtype == torch.float32 else 4e-3) * plain.float().norm()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("transform", (PLAIN, RowTransform(-0.5, 3.0, 0.7), RowTransform(-1.0, 0.0, 1.3)), ids=str)
+@pytest.mark.parametrize("V", (5, 257, 1031))
+def test_sum_of_squares_and_largest_probability(V: int, transform: RowTransform, dtype: torch.dtype) -> None:
+    """All statistics, and the gradient of all slopes at once, beside eager PyTorch's; a row is not read."""
+    logits, n = make_logits(4, V, dtype), 4
+    targets = torch.tensor([0, V - 1, V // 2, 1])
+    read = torch.tensor([True, True, False, True])
+    ours = backend.stats(logits, targets, read, transform, EVERYTHING)
+    theirs = eager.stats(logits, targets, read, transform, EVERYTHING)
+    assert torch.equal(ours.top_id, theirs.top_id) and ours.top_id[2] == -1
+    torch.testing.assert_close(ours.values[:5], theirs.values[:5], rtol=3e-6, atol=2e-6)
+    slopes = slopes_of(theirs, *(torch.randn(3, n, generator=torch.Generator().manual_seed(V)) * read))
+    outs = [torch.full(logits.shape, torch.nan) for _ in range(2)]
+    for module, stats, out in ((backend, ours, outs[0]), (eager, theirs, outs[1])):
+        module.pull(logits, targets, stats, slopes, transform, out)
+    torch.testing.assert_close(outs[0], outs[1], rtol=2e-5, atol=2e-6)
+    assert not outs[0].view(n, V)[2].any() and outs[0].abs().max() > 1e-2

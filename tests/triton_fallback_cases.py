@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from rows import LOGPS
 from triton.runtime.errors import PTXASError
 from triton.runtime.interpreter import InterpretedFunction
 from triton_cases import FULL, PLAIN, check, make_logits, make_rows
@@ -23,7 +24,7 @@ from grpo_kernels.backends.triton_launch import KernelFailure
 from grpo_kernels.surrogates import Custom
 
 Tensor = torch.Tensor
-KERNELS = ("row_stats", "row_grads", "fused_loss", "scale")
+KERNELS = ("stats", "pull", "fused", "scale")
 OUT = triton.OutOfResources(262144, 232448, "shared memory")
 REASON = f"OutOfResources: {OUT}".rstrip(".")
 
@@ -45,7 +46,7 @@ Refuse = Callable[..., Counter[tuple[str, int]]]
 
 @pytest.fixture
 def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
-    """refuse("row_stats", above=256): tiles of more lanes raise, others run. Returns the launches, by (kernel, lanes)."""
+    """refuse("stats", above=256): tiles of more lanes raise, others run. Returns the launches, by (kernel, lanes)."""
     run = InterpretedFunction.run
 
     def set_up(*kernels: str, above: int = 0, error: Exception = OUT, compiling: bool = False) -> Counter[tuple[str, int]]:
@@ -109,7 +110,7 @@ def test_a_smaller_tile_is_right_and_remembered(above: int, dtype: torch.dtype, 
     logits, rows = make_logits(3, V, dtype), make_rows(3, V, 1)
     with pytest.warns(RuntimeWarning) as caught:
         check("clip", logits, rows, FULL, PLAIN)
-    names = ("fused_loss", "row_stats", "row_grads")
+    names = ("fused", "stats", "pull")
     tried = [2048 >> i for i in range(5) if 2048 >> i >= above]
     assert set(launches) == set(itertools.product(names, tried))
     assert all(launches[name, lanes] == 1 for name, lanes in launches if lanes > above)
@@ -146,7 +147,7 @@ def test_scaling_with_a_smaller_tile(refuse: Refuse) -> None:
 
 @pytest.mark.parametrize("inplace", (False, True))
 @pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("kernels", [*((name,) for name in KERNELS), ("fused_loss", "row_grads"), KERNELS], ids=" ".join)
+@pytest.mark.parametrize("kernels", [*((name,) for name in KERNELS), ("fused", "pull"), KERNELS], ids=" ".join)
 def test_eager_takes_the_calls_of_a_kernel_that_cannot_run(
     kernels: tuple[str, ...], name: str, inplace: bool, refuse: Refuse
 ) -> None:
@@ -165,9 +166,9 @@ def test_eager_takes_the_calls_of_a_kernel_that_cannot_run(
         assert abs(out.loss.item() - value.item()) <= 1e-6 * max(1.0, abs(value.item()))
 
     launches = refuse(*kernels)
-    used = {"one visit": {"fused_loss", "scale"}, "sequences": {"row_stats", "row_grads", "scale"}}[name]
-    if "fused_loss" in kernels:
-        used |= {"row_stats", "row_grads"}
+    used = {"one visit": {"fused", "scale"}, "sequences": {"stats", "pull", "scale"}}[name]
+    if "fused" in kernels:
+        used |= {"stats", "pull"}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
@@ -179,7 +180,7 @@ def test_eager_takes_the_calls_of_a_kernel_that_cannot_run(
     assert len(found) == len(used & set(kernels)) == len(set(found))
     for kernel in used & set(kernels):
         (message,) = (m for m in found if f"kernel {kernel} " in m)
-        instead = "second visit" if kernel == "fused_loss" else "eager PyTorch"
+        instead = "second visit" if kernel == "fused" else "eager PyTorch"
         for words in (instead, " x 4 ", REASON, "python -m grpo_kernels doctor"):
             assert words in message, message
 
@@ -215,22 +216,22 @@ def test_no_fallback_where_none_is_allowed(how: str, refuse: Refuse, monkeypatch
     hidden, weight, batch = case()
     logits = hidden @ weight.T
     before, version = logits.clone(), logits._version
-    launches = refuse("fused_loss", "row_stats", above=0)
+    launches = refuse("fused", "stats", above=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="kernel fused_loss does not run") as refusal:
+            with pytest.raises(RuntimeError, match="kernel fused does not run") as refusal:
                 grpo_loss(logits, batch, OBJECTIVES["one visit"], inplace=True, **options)
             assert all(words in str(refusal.value) for words in (REASON, "512 x 4 down to 128 x 4", 'backend="auto"', "doctor"))
-        with pytest.raises(RuntimeError, match="kernel row_stats does not run"):
+        with pytest.raises(RuntimeError, match="kernel stats does not run"):
             token_logprobs(logits, batch.targets, **options)
-    assert launches == {("fused_loss", 512): 1, ("fused_loss", 256): 1, ("fused_loss", 128): 1} | {
-        ("row_stats", 512): 1, ("row_stats", 256): 1, ("row_stats", 128): 1,
+    assert launches == {("fused", 512): 1, ("fused", 256): 1, ("fused", 128): 1} | {
+        ("stats", 512): 1, ("stats", 256): 1, ("stats", 128): 1,
     }  # fmt: skip
     assert torch.equal(logits, before) and logits._version == version
     # A smaller tile is no fallback.
     triton_launch._remembered.clear()
-    refuse("fused_loss", above=128)
+    refuse("fused", above=128)
     with pytest.warns(RuntimeWarning, match="runs with 128 x 4"):
         out = grpo_loss(logits, batch, OBJECTIVES["one visit"], inplace=True, **options)
     want = exact(OBJECTIVES["one visit"], before.double(), batch)
@@ -259,7 +260,7 @@ def test_an_error_of_the_device_is_not_swallowed(error: Exception, compiling: bo
         warnings.simplefilter("error")
         with pytest.raises(type(error)) as raised:
             grpo_loss(hidden @ weight.T, batch, OBJECTIVES["one visit"])
-    assert raised.value is error and not triton_launch._remembered and launches == {("fused_loss", 512): 1}
+    assert raised.value is error and not triton_launch._remembered and launches == {("fused", 512): 1}
 
 
 @pytest.mark.parametrize(
@@ -287,15 +288,15 @@ def test_what_the_compiler_refuses_goes_elsewhere(error: Exception, refuse: Refu
 
 
 def test_short_rows_have_no_smaller_tile(refuse: Refuse) -> None:
-    launches = refuse("row_stats")
+    launches = refuse("stats")
     with pytest.raises(KernelFailure, match="tiles of 32 x 4 logits: OutOfResources"):
-        backend.row_stats(make_logits(2, 7, torch.float32), torch.zeros(2, dtype=torch.int64), None, PLAIN, False)
-    assert launches == {("row_stats", 32): 1}
+        backend.stats(make_logits(2, 7, torch.float32), torch.zeros(2, dtype=torch.int64), None, PLAIN, LOGPS)
+    assert launches == {("stats", 32): 1}
 
 
 def test_another_kernel_is_tried_anew(refuse: Refuse) -> None:
     """What is remembered is of one dtype, one alignment, one transform."""
-    launches = refuse("row_stats", above=128)
+    launches = refuse("stats", above=128)
     targets = torch.zeros(2, dtype=torch.int64)
     calls: list[tuple[Tensor, Any, bool]] = [
         (make_logits(2, 1024, torch.float32), PLAIN, False), (make_logits(2, 2048, torch.bfloat16), PLAIN, False),
@@ -307,8 +308,8 @@ def test_another_kernel_is_tried_anew(refuse: Refuse) -> None:
     with pytest.warns(RuntimeWarning):
         for _ in range(2):
             for logits, transform, entropy in calls:
-                backend.row_stats(logits, targets, None, transform, entropy)
-    assert launches == {("row_stats", 256): len(calls), ("row_stats", 128): 2 * len(calls)}
+                backend.stats(logits, targets, None, transform, entropy)
+    assert launches == {("stats", 256): len(calls), ("stats", 128): 2 * len(calls)}
 
 
 def test_a_formula_that_triton_cannot_compile_runs_under_torch(refuse: Refuse) -> None:
@@ -326,7 +327,7 @@ def test_a_formula_that_triton_cannot_compile_runs_under_torch(refuse: Refuse) -
             (got,) = torch.autograd.grad(grpo_loss(logits, batch, objective).loss, logits)
     (message,) = messages(caught.list)
     assert "closure closes over width" in message and "second visit" in message
-    assert {name for name, _ in launches} >= {"row_stats", "row_grads"} and not any(n == "fused_loss" for n, _ in launches)
+    assert {name for name, _ in launches} >= {"stats", "pull"} and not any(n == "fused" for n, _ in launches)
     x = logits.detach().double().requires_grad_()
     logps = x.log_softmax(-1).gather(-1, batch.targets[..., None])[..., 0]
     loss = -(batch.advantages * logps * width)[batch.mask].sum() / batch.mask.sum()  # type: ignore[union-attr]

@@ -3,15 +3,16 @@
 A backend is a module with these functions, over logits `[A, T, V]` (any strides in the first two dimensions, unit stride
 in the last; fp32, bf16 or fp16) whose rows are counted in order, n = A * T, and per-row vectors `[n]`:
 
-    row_stats(logits, targets, read, transform, entropy, *, rows) -> RowStats
-    row_grads(logits, targets, stats, entropy, d_logps, d_entropy, transform, out, *, rows) -> None
-    fused_loss(logits, rows, objective, transform, out) -> FusedRows
+    stats(logits, targets, read, transform, names, *, rows) -> RowStats
+    pull(logits, targets, stats, slopes, transform, out, *, rows) -> None
+    fused(logits, rows, objective, transform, out) -> FusedRows
     scale_(gradient, factor) -> None            gradient *= factor (a 0-d tensor), without a pass over it when factor is 1
     WRITES_BEHIND_READS: bool       rows go from their first element to their last, so that a narrower gradient may lie in
                                     the memory of its row's logits, from the same address on
 
-`rows` = (lo, hi) takes those flat rows of the logits alone; the per-row vectors are then [hi - lo]. None: all rows.
-`out` may be the logits themselves, other memory, or that. `two_visits` below is the `fused_loss` of every backend that has no kernel for it.
+`names` are the partials to make, see `vocabulary/rows.py`. `rows` = (lo, hi) takes those flat rows of the logits alone; the
+per-row vectors are then [hi - lo]. None: all rows. `out` may be the logits themselves, other memory, or that. `two_visits`
+below is the `fused` of every backend that has no kernel for it.
 """
 
 from __future__ import annotations
@@ -25,51 +26,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from ..vocabulary.rows import RowStats, RowTransform, Slopes, partials_of
+
 if TYPE_CHECKING:
     from ..objective import Objective
     from ..token_stage import TokenRows
 
 Tensor = torch.Tensor
 
-
-class RowTransform(NamedTuple):
-    """z = softcap * tanh(x * scale / softcap) * inv_temperature, row by row; softcap 0 means none."""
-
-    scale: float
-    softcap: float
-    inv_temperature: float | Tensor  # a number, or fp32 [n]
-
-    def at(self, rows: slice | Tensor) -> RowTransform:
-        """The transform of these rows only."""
-        t = self.inv_temperature
-        return self if isinstance(t, float) else self._replace(inv_temperature=t[rows])
-
-
-class RowStats(NamedTuple):
-    """Mergeable partials of a row's softmax over transformed logits z, each fp32 [n].
-
-    A row that is not read holds (0, 1, 0, 0), so that its log-prob and entropy are exactly 0.
-    A row of only -inf holds (-inf, 0, 0); its log-prob and entropy are NaN, as torch's log_softmax has it. A NaN among the
-    logits is a NaN in sum, whatever max is."""
-
-    max: Tensor  # max_j z_j
-    sum: Tensor  # sum_j exp(z_j - max)
-    weighted: Tensor | None  # sum_j exp(z_j - max) (z_j - max), terms with exp = 0 counting 0; None if not asked for
-    target: Tensor  # z of the target; NaN if its id is outside [0, V)
-
-    @property
-    def logps(self) -> Tensor:
-        return (self.target - self.max) - torch.log(self.sum)
-
-    @property
-    def entropy(self) -> Tensor:
-        assert self.weighted is not None
-        # Rounding may take the entropy of a one-hot row a hair below 0. clamp keeps NaN.
-        return (torch.log(self.sum) - self.weighted / self.sum).clamp(min=0.0)
+WITH_ENTROPY = partials_of(("entropy",))
 
 
 class FusedRows(NamedTuple):
-    """What `fused_loss` returns: per-row fp32 [n]; the gradient went into `out`."""
+    """What `fused` returns: per-row fp32 [n]; the gradient went into `out`."""
 
     logps: Tensor
     entropy: Tensor
@@ -82,11 +51,11 @@ class Backend(Protocol):
     @property
     def WRITES_BEHIND_READS(self) -> bool: ...
     @property
-    def row_stats(self) -> Callable[..., RowStats]: ...
+    def stats(self) -> Callable[..., RowStats]: ...
     @property
-    def row_grads(self) -> Callable[..., None]: ...
+    def pull(self) -> Callable[..., None]: ...
     @property
-    def fused_loss(self) -> Callable[..., FusedRows]: ...
+    def fused(self) -> Callable[..., FusedRows]: ...
     @property
     def scale_(self) -> Callable[[Tensor, Tensor], None]: ...
 
@@ -108,13 +77,15 @@ def two_visits(
     for lo in range(0, n, block_rows):
         hi = min(lo + block_rows, n)
         block, block_transform = rows[lo:hi], transform.at(slice(lo, hi))
-        stats = backend.row_stats(logits, block.targets, block.read, block_transform, True, rows=(lo, hi))
+        stats = backend.stats(logits, block.targets, block.read, block_transform, WITH_ENTROPY, rows=(lo, hi))
         logps, entropy = stats.logps, stats.entropy
         losses, d_logps, d_entropy = objective.token_stage(logps, entropy, block)
         for whole, part in zip(result, (logps, entropy, losses), strict=True):
             whole[lo:hi] = part
         if out is not None:
-            backend.row_grads(logits, block.targets, stats, entropy, d_logps, d_entropy, block_transform, out, rows=(lo, hi))
+            upstream = {"logps": d_logps} if d_entropy is None else {"logps": d_logps, "entropy": d_entropy}
+            slopes = Slopes.of({"entropy": entropy}, upstream)
+            backend.pull(logits, block.targets, stats, slopes, block_transform, out, rows=(lo, hi))
     return result
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from .. import native
-from . import RowStats, RowTransform
+from ..vocabulary.rows import RowStats, RowTransform, Slopes
+from . import FusedRows, two_visits
 
 try:
     native.load()  # from wherever it is: the import below then finds it
@@ -21,7 +23,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from ..objective import Objective
     from ..token_stage import TokenRows
-    from . import FusedRows
 
 Tensor = torch.Tensor
 
@@ -53,17 +54,17 @@ def available() -> str | None:
     return None
 
 
-def row_stats(
+def stats(
     logits: Tensor,
     targets: Tensor,
     read: Tensor | None,
     transform: RowTransform,
-    entropy: bool,
+    names: tuple[str, ...],
     *,
     rows: tuple[int, int] | None = None,
 ) -> RowStats:
-    """Statistics of the flat rows lo..hi of logits [A, T, V] (all by default); targets, read and a per-row temperature
-    are cut to that range, [hi - lo]."""
+    """Partials of the flat rows lo..hi of logits [A, T, V] (all by default); targets, read and a per-row temperature are cut
+    to that range, [hi - lo]."""
     _, inner, vocab, outer_stride, inner_stride = _layout(logits)
     lo, hi = rows or (0, logits.shape[0] * inner)
     n = hi - lo
@@ -71,62 +72,55 @@ def row_stats(
     if read is not None:
         _check(read, torch.bool, n)
     fixed, per_row = _inverse_temperature(transform, n)
-    parts = torch.empty((4 if entropy else 3, n), dtype=torch.float32)
-    at = parts.data_ptr()
-    _cpu.row_stats(
+    result = RowStats.empty(names, n, logits.device)
+    at = {name: result.values.data_ptr() + 4 * n * i for i, name in enumerate(names)}
+    _cpu.stats(
         logits.data_ptr(), DTYPES[logits.dtype], inner, outer_stride, inner_stride, vocab, lo, n,
         targets.data_ptr(), 0 if read is None else read.data_ptr(),
         transform.scale, transform.softcap, fixed, per_row,
-        at, at + 4 * n, at + 12 * n if entropy else 0, at + 8 * n, torch.get_num_threads(),
+        at["max"], at["sum"], at["target"], at.get("weighted", 0), at.get("squares", 0), at.get("top", 0),
+        torch.get_num_threads(),
     )  # fmt: skip
-    cut = parts.unbind(0)
-    return RowStats(cut[0], cut[1], cut[3] if entropy else None, cut[2])
+    return result
 
 
-def row_grads(
+def pull(
     logits: Tensor,
     targets: Tensor,
     stats: RowStats,
-    entropy: Tensor | None,
-    d_logps: Tensor,
-    d_entropy: Tensor | None,
+    slopes: Slopes,
     transform: RowTransform,
     out: Tensor,
     *,
     rows: tuple[int, int] | None = None,
 ) -> None:
     """The gradient of the flat rows lo..hi of logits [A, T, V] into the same rows of out [A, T, V], which may be the
-    logits themselves. The per-row vectors are cut to that range, [hi - lo]; `entropy` is needed with `d_entropy`."""
+    logits themselves. The per-row vectors are cut to that range, [hi - lo]."""
     outer, inner, vocab, outer_stride, inner_stride = _layout(logits)
     lo, hi = rows or (0, outer * inner)
     n = hi - lo
     out_outer, out_inner, out_vocab, out_outer_stride, out_inner_stride = _layout(out)
     assert (out_outer, out_inner, out_vocab) == (outer, inner, vocab), (out.shape, logits.shape)
-    assert (d_entropy is None) or (entropy is not None)
     _check(targets, torch.int64, n)
-    for vector in (stats.max, stats.sum, stats.target, d_logps):
-        _check(vector, torch.float32, n)
-    if d_entropy is not None and entropy is not None:
-        _check(entropy, torch.float32, n)
-        _check(d_entropy, torch.float32, n)
+    for vector in (stats.max, stats.sum, stats.target, *slopes):
+        if vector is not None:
+            _check(vector, torch.float32, n)
     fixed, per_row = _inverse_temperature(transform, n)
-    _cpu.row_grads(
+    _cpu.pull(
         logits.data_ptr(), DTYPES[logits.dtype], inner, outer_stride, inner_stride,
         out.data_ptr(), DTYPES[out.dtype], out_outer_stride, out_inner_stride, vocab, lo, n,
         targets.data_ptr(), transform.scale, transform.softcap, fixed, per_row,
         stats.max.data_ptr(), stats.sum.data_ptr(), stats.target.data_ptr(),
-        0 if entropy is None else entropy.data_ptr(), d_logps.data_ptr(),
-        0 if d_entropy is None else d_entropy.data_ptr(), torch.get_num_threads(),
+        slopes.target.data_ptr(), _address(slopes.constant), _address(slopes.log), _address(slopes.prob),
+        torch.get_num_threads(),
     )  # fmt: skip
 
 
-def fused_loss(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None) -> FusedRows:
+def fused(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None) -> FusedRows:
     """Both visits of a block of rows one after the other, so that the second finds the block in cache."""
-    from . import cpu, two_visits
-
     threads = torch.get_num_threads()
     block_rows = max(last_level_cache(), BLOCK_BYTES_PER_THREAD * threads) // (logits.shape[-1] * logits.element_size())
-    return two_visits(cpu, logits, rows, objective, transform, out, max(block_rows, threads))
+    return two_visits(sys.modules[__name__], logits, rows, objective, transform, out, max(block_rows, threads))
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:
@@ -147,6 +141,10 @@ def _layout(x: Tensor) -> tuple[int, int, int, int, int]:
     plain = unit == 1 or vocab == 1 or x.numel() == 0  # contiguous() leaves the strides of nothing as they are
     assert plain and x.dtype in DTYPES and x.device.type == "cpu", (x.stride(), x.dtype, x.device)
     return outer, inner, vocab, outer_stride, inner_stride
+
+
+def _address(vector: Tensor | None) -> int:
+    return 0 if vector is None else vector.data_ptr()
 
 
 def _check(vector: Tensor, dtype: torch.dtype, n: int) -> None:

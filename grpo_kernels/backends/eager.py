@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from . import FusedRows, RowStats, RowTransform, two_visits
+from ..vocabulary.rows import RowStats, RowTransform, Slopes
+from . import FusedRows, two_visits
 
 if TYPE_CHECKING:
     from ..objective import Objective
@@ -78,88 +79,103 @@ class Exponentials(NamedTuple):
     """Of a block, fp32 [r, V], d = z - max: what both stages need of it."""
 
     e: Tensor  # exp(d)
-    ed: Tensor | None  # exp(d) d, and 0 where exp(d) is 0; None without entropy
+    ed: Tensor | None  # exp(d) d, and 0 where exp(d) is 0; None where nothing needs it
 
     @staticmethod
-    def of(z: Tensor, top: Tensor, entropy: bool, overwrite: bool) -> Exponentials:
+    def of(z: Tensor, top: Tensor, weighted: bool, overwrite: bool) -> Exponentials:
         """`overwrite`: z is a copy, whose memory may be used."""
         d = torch.sub(z, top[:, None], out=z if overwrite else None)
-        if not entropy:
+        if not weighted:
             return Exponentials(d.exp_(), None)
         e = torch.exp(d)
         return Exponentials(e, d.clamp_(min=-1e4).mul_(e))  # no infinity times 0
 
 
-def row_stats(
+def stats(
     logits: Tensor,
     targets: Tensor,
     read: Tensor | None,
     transform: RowTransform,
-    entropy: bool,
+    names: tuple[str, ...],
     *,
     rows: tuple[int, int] | None = None,
     keep: list[Exponentials] | None = None,
 ) -> RowStats:
-    """`keep` collects the exponentials of each block, for `row_grads` of the same rows."""
-    n = targets.numel()
-    top, total, weighted, chosen = (torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(4))
+    """`keep` collects the exponentials of each block, for `pull` of the same rows."""
+    result = RowStats.empty(names, targets.numel(), logits.device)
     for r, x in _blocks(logits, rows):
-        z = _transformed(x, transform, r)
+        z, block = _transformed(x, transform, r), result.at(r)
         ids, valid = _safe(targets[r], logits.shape[-1])
-        chosen[r] = torch.where(valid, z.gather(1, ids)[:, 0], torch.nan)
-        top[r] = z.amax(1)
-        block = Exponentials.of(z, top[r].masked_fill(top[r] == -torch.inf, 0.0), entropy, overwrite=z is not x)
-        total[r] = _row_sums(block.e)
-        if block.ed is not None:
-            weighted[r] = _row_sums(block.ed)
+        block.target.copy_(torch.where(valid, z.gather(1, ids)[:, 0], torch.nan))
+        top = z.amax(1)
+        block.max.copy_(top)
+        if "top" in names:
+            block.get("top").copy_(_first(z == top[:, None]))  # type: ignore[union-attr]
+        of = Exponentials.of(z, top.masked_fill(top == -torch.inf, 0.0), "weighted" in names, overwrite=z is not x)
+        block.sum.copy_(_row_sums(of.e))
+        if of.ed is not None:
+            block.get("weighted").copy_(_row_sums(of.ed))  # type: ignore[union-attr]
+        if "squares" in names:
+            block.get("squares").copy_(_row_sums(of.e * of.e))  # type: ignore[union-attr]
         if keep is not None:
-            keep.append(block)
+            keep.append(of)
     if read is not None:
-        chosen, top, weighted = (torch.where(read, x, 0.0) for x in (chosen, top, weighted))
-        total = torch.where(read, total, 1.0)
-    return RowStats(top, total, weighted if entropy else None, chosen)
+        empty = RowStats.not_read(names, 1, logits.device)
+        return RowStats(torch.where(read, result.values, empty.values), names)
+    return result
 
 
-def row_grads(
+def _first(found: Tensor) -> Tensor:
+    """[r, V] bool -> int32 [r]: the first column that is set, -1 where none is."""
+    return torch.where(found.any(1), found.to(torch.uint8).argmax(1), -1).to(torch.int32)
+
+
+def pull(
     logits: Tensor,
     targets: Tensor,
     stats: RowStats,
-    entropy: Tensor | None,
-    d_logps: Tensor,
-    d_entropy: Tensor | None,
+    slopes: Slopes,
     transform: RowTransform,
     out: Tensor,
     *,
     rows: tuple[int, int] | None = None,
     kept: list[Exponentials] | None = None,
 ) -> None:
-    """d_logits = d_logp (onehot - p) - d_entropy p (log p + H), times dz/dx, written into `out`. `kept`: what `row_stats` has
-    collected of these rows, with entropy; it is overwritten."""
+    """The gradient that `slopes` give, times dz/dx, written into `out`. `kept`: what `stats` has collected of these rows; it is
+    overwritten."""
     log_sum, logps = torch.log(stats.sum), stats.logps
-    slope = transform.scale * transform.inv_temperature  # dz/dx, times 1 - tanh^2 with softcap
-    constant, d_target = d_logps, -d_logps * torch.expm1(logps)  # expm1 is accurate where p is close to 1
-    if d_entropy is not None:
-        assert entropy is not None
-        constant = d_logps + d_entropy * (entropy - log_sum)
-        d_target = d_target - d_entropy * logps.exp() * (logps.clamp(min=-1e4) + entropy)
-    idle = d_logps == 0 if d_entropy is None else (d_logps == 0) & (d_entropy == 0)
-    per_e, per_ed = -constant * slope / stats.sum, None if d_entropy is None else -d_entropy * slope / stats.sum
-    d_target = d_target * slope
+    dz_dx = transform.scale * transform.inv_temperature  # times 1 - tanh^2 with softcap
+    # Of e = exp(d) at column j: e (per_e + per_ed d + per_ee e). The target's own is formed apart: expm1 is accurate where p
+    # is close to 1.
+    per_e, at_target, probs = -slopes.target, -slopes.target * torch.expm1(logps), logps.exp()
+    per_ed = per_ee = None
+    if slopes.constant is not None:
+        per_e, at_target = per_e + slopes.constant, at_target + probs * slopes.constant
+    if slopes.log is not None:
+        per_e, at_target = per_e - slopes.log * log_sum, at_target + slopes.log * probs * logps.clamp(min=-1e4)
+        per_ed = slopes.log * dz_dx / stats.sum
+    if slopes.prob is not None:
+        at_target = at_target + slopes.prob * probs * probs
+        per_ee = slopes.prob * dz_dx / (stats.sum * stats.sum)
+    per_e, at_target, idle = per_e * dz_dx / stats.sum, at_target * dz_dx, ~slopes.nonzero
     for i, ((r, x), (_, y)) in enumerate(zip(_blocks(logits, rows), _blocks(out, rows), strict=True)):
         if kept is None:
             z = _transformed(x, transform, r)
-            e, ed = Exponentials.of(z, stats.max[r], d_entropy is not None, overwrite=z is not x)
+            e, ed = Exponentials.of(z, stats.max[r], per_ed is not None, overwrite=z is not x)
         else:
             e, ed = kept[i]
         # fp32 gradients are made where they belong, others in the memory of the exponentials.
-        g = y if y.dtype == torch.float32 and not transform.softcap else e
-        torch.mul(e, per_e[r, None], out=g)
+        g = y if y.dtype == torch.float32 and not transform.softcap and per_ee is None else e
+        if per_ee is None:
+            torch.mul(e, per_e[r, None], out=g)
+        else:
+            torch.mul(e, per_ee[r, None] * e + per_e[r, None], out=g)
         if per_ed is not None:
             assert ed is not None
             g.addcmul_(ed, per_ed[r, None])
         ids, valid = _safe(targets[r], logits.shape[-1])
         # Where the target is none of these columns (it may be another rank's), they have no column of their own kind.
-        g.scatter_(1, ids, torch.where(valid[:, None], d_target[r, None], g.gather(1, ids)))
+        g.scatter_(1, ids, torch.where(valid[:, None], at_target[r, None], g.gather(1, ids)))
         if transform.softcap:
             t = x.to(torch.float32, copy=True).mul_(transform.scale / transform.softcap).tanh_()
             g.mul_(t.square_().neg_().add_(1.0))
@@ -175,15 +191,15 @@ class _Remembering:
     def __init__(self) -> None:
         self.kept: list[Exponentials] = []
 
-    def row_stats(self, *args: Any, **options: Any) -> RowStats:
+    def stats(self, *args: Any, **options: Any) -> RowStats:
         self.kept.clear()
-        return row_stats(*args, **options, keep=self.kept)
+        return stats(*args, **options, keep=self.kept)
 
-    def row_grads(self, *args: Any, **options: Any) -> None:
-        row_grads(*args, **options, kept=self.kept)
+    def pull(self, *args: Any, **options: Any) -> None:
+        pull(*args, **options, kept=self.kept)
 
 
-def fused_loss(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None) -> FusedRows:
+def fused(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None) -> FusedRows:
     return two_visits(cast(Any, _Remembering()), logits, rows, objective, transform, out, _block_rows(logits))
 
 

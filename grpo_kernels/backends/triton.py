@@ -1,6 +1,6 @@
 """Triton backend: one program per row at a time, the row read from device memory once and once more from L2.
 
-Nothing here knows RL: `fused_loss` compiles the formulas of token_stage.py into its kernel, see triton_formulas.py. Row
+Nothing here knows RL: `fused` compiles the formulas of token_stage.py into its kernel, see triton_formulas.py. Row
 counts, strides, scalars and parameters are runtime values, so no length and no schedule compiles anything after the first
 call of a kind; what is compile-time is the vocabulary's size class, dtypes, alignment and the presence of optional inputs.
 A kernel that does not fit or compile gets a smaller tile and then raises KernelFailure, see triton_launch.py.
@@ -20,7 +20,8 @@ import triton.language as tl
 from .. import token_stage
 from ..objective import Objective
 from ..token_stage import TokenRows
-from . import FusedRows, RowStats, RowTransform
+from ..vocabulary.rows import PARTIALS, RowStats, RowTransform, Slopes
+from . import FusedRows
 from .triton_formulas import compiled_formula
 from .triton_launch import Launch, run
 
@@ -96,46 +97,66 @@ def _dz_dx(u, scale, inv_t, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _fold(m, s, w, u, k, ENTROPY: tl.constexpr):
-    """Fold a tile of u into every lane's running max m, sum s of e^k(u - m) and sum w of e^k(u - m) (u - m)."""
+def _fold(m, s, w, q, u, k, KIND: tl.constexpr):
+    """Fold a tile of u into every lane's running max m, sum s of e^k(u - m), with KIND >= 1 sum w of e^k(u - m) (u - m), with
+    KIND = 2 sum q of e^2k(u - m)."""
     new = tl.maximum(m, tl.max(u, axis=1))
     base = tl.where(new == _NEG_INF, 0.0, new)
     d = u - base[:, None]
     e = tl.exp2(d * (k * _LOG2E))
     shift = m - base
     keep = tl.exp2(shift * (k * _LOG2E))
-    if ENTROPY:
+    if KIND >= 1:
         w = (w + s * tl.maximum(shift, _FLOOR)) * keep + tl.sum(e * tl.maximum(d, _FLOOR), axis=1)
-    return new, s * keep + tl.sum(e, axis=1), w
+    if KIND >= 2:
+        q = q * keep * keep + tl.sum(e * e, axis=1)
+    return new, s * keep + tl.sum(e, axis=1), w, q
 
 
 @triton.jit
 def _softmax_partials(
     row, V, k, scale, softcap,
-    SHAPE: tl.constexpr, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+    SHAPE: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """m = max u, s and w (see _fold) of one row."""
+    """m = max u, s, w and q (see _fold) of one row."""
     BLOCK: tl.constexpr = LANES * COLS
     cols = _columns(ALIGNED, LANES, COLS)
     m = tl.full((LANES,), _NEG_INF, tl.float32)
     s = tl.zeros((LANES,), tl.float32)
     w = tl.zeros((LANES,), tl.float32)
+    q = tl.zeros((LANES,), tl.float32)
     full = V // BLOCK * BLOCK
     for start in range(0, full, BLOCK):
         x = tl.load(row + start + cols, eviction_policy="evict_last").to(tl.float32)
-        m, s, w = _fold(m, s, w, _u(x, scale, softcap, SHAPE), k, ENTROPY)
+        m, s, w, q = _fold(m, s, w, q, _u(x, scale, softcap, SHAPE), k, KIND)
     if full < V:
         inside = full + cols < V
         x = tl.load(row + full + cols, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
         # -inf goes in after u: tanh and the mirror would make a number, or +inf, of it.
         u = tl.where(inside, _u(x, scale, softcap, SHAPE), _NEG_INF)
-        m, s, w = _fold(m, s, w, u, k, ENTROPY)
+        m, s, w, q = _fold(m, s, w, q, u, k, KIND)
     top = tl.max(m, axis=0)
     shift = m - tl.where(top == _NEG_INF, 0.0, top)
     keep = tl.exp2(shift * (k * _LOG2E))
-    if ENTROPY:
+    if KIND >= 1:
         w = (w + s * tl.maximum(shift, _FLOOR)) * keep
-    return top, tl.sum(s * keep, axis=0), tl.sum(w, axis=0)
+    if KIND >= 2:
+        q = q * keep * keep
+    return top, tl.sum(s * keep, axis=0), tl.sum(w, axis=0), tl.sum(q, axis=0)
+
+
+@triton.jit
+def _first_at(row, V, m, scale, softcap, SHAPE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr):
+    """The first column whose u is m, or -1. One more read of the row."""
+    BLOCK: tl.constexpr = LANES * COLS
+    cols = _columns(ALIGNED, LANES, COLS)
+    first = tl.full((LANES,), 2147483647, tl.int32)
+    for start in range(0, V, BLOCK):
+        inside = start + cols < V
+        u = _u(tl.load(row + start + cols, mask=inside, other=0.0).to(tl.float32), scale, softcap, SHAPE)
+        first = tl.minimum(first, tl.min(tl.where(inside & (u == m), start + cols, 2147483647), axis=1))
+    found = tl.min(first, axis=0)
+    return tl.where(found == 2147483647, -1, found)
 
 
 @triton.jit
@@ -164,49 +185,59 @@ def _write_zeros(out, V, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.co
 
 
 @triton.jit
-def _gradient(x, m, k, constant, linear, scale, softcap, inv_t, SHAPE: tl.constexpr, ENTROPY: tl.constexpr):
+def _gradient(x, m, k, constant, linear, quadratic, scale, softcap, inv_t, SHAPE: tl.constexpr, KIND: tl.constexpr):
     u = _u(x, scale, softcap, SHAPE)
     slope = _dz_dx(u, scale, inv_t, SHAPE)
     d = u - m
     factor = constant * slope
-    if ENTROPY:
+    if KIND >= 1:
         factor += linear * slope * tl.maximum(d, _FLOOR)
-    return tl.exp2(d * (k * _LOG2E)) * factor
+    e = tl.exp2(d * (k * _LOG2E))
+    if KIND >= 2:
+        factor += quadratic * slope * e
+    return e * factor
 
 
 @triton.jit
 def _write_gradient(
     row, out, V,
-    target, u_target, m, s, logp, entropy, d_logp, d_entropy,
+    target, u_target, m, s, logp, d_target, d_constant, d_log, d_prob,
     k, scale, softcap, inv_t,
-    SHAPE: tl.constexpr, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+    SHAPE: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """d loss / dx_j = (d_logp (1[j = target] - p_j) - d_entropy p_j (log p_j + H)) dz_j / dx_j, p_j = e^k(u_j - m) / s."""
+    """d loss / dx_j = (d_target (1[j = target] - p_j) + p_j (d_constant + d_log log p_j + d_prob p_j)) dz_j / dx_j, with
+    p_j = e^k(u_j - m) / s. KIND 0: d_target alone. 1: d_constant and d_log as well. 2: all."""
     BLOCK: tl.constexpr = LANES * COLS
     cols = _columns(ALIGNED, LANES, COLS)
-    # Without the target's own term this is e^k(u_j - m) (constant + linear (u_j - m)) dz_j / dx_j.
-    constant = -d_logp / s
-    linear = -d_entropy / s
-    if ENTROPY:
-        constant += linear * (entropy - tl.log(s))
-    linear *= k
+    # Without the target's own term this is e (constant + linear (u_j - m) + quadratic e) dz_j / dx_j, e = e^k(u_j - m).
+    constant = -d_target / s
+    linear = 0.0
+    quadratic = 0.0
+    if KIND >= 1:
+        constant += (d_constant - d_log * tl.log(s)) / s
+        linear = k * d_log / s
+    if KIND >= 2:
+        quadratic = d_prob / (s * s)
     full = V // BLOCK * BLOCK
     # Backwards: what was read last is the surest to be in L2 still.
     if full < V:
         inside = full + cols < V
         x = tl.load(row + full + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        g = _gradient(x, m, k, constant, linear, scale, softcap, inv_t, SHAPE, ENTROPY)
+        g = _gradient(x, m, k, constant, linear, quadratic, scale, softcap, inv_t, SHAPE, KIND)
         tl.store(out + full + cols, g.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_first")
     for done in range(0, full, BLOCK):
         at = full - BLOCK - done
         x = tl.load(row + at + cols, eviction_policy="evict_first").to(tl.float32)
-        g = _gradient(x, m, k, constant, linear, scale, softcap, inv_t, SHAPE, ENTROPY)
+        g = _gradient(x, m, k, constant, linear, quadratic, scale, softcap, inv_t, SHAPE, KIND)
         tl.store(out + at + cols, g.to(out.dtype.element_ty), eviction_policy="evict_first")
     # The target's gradient is formed apart: 1 - p_y cancels as p_y -> 1, -expm1(logp) does not, and adding 1 to a stored
     # 16-bit value would lose it. One store for the row, which the barrier orders behind the tiles' stores.
-    g = -d_logp * _expm1(logp)
-    if ENTROPY:
-        g -= d_entropy * tl.exp(logp) * (tl.maximum(logp, _FLOOR) + entropy)
+    g = -d_target * _expm1(logp)
+    if KIND >= 1:
+        factor = d_constant + d_log * tl.maximum(logp, _FLOOR)
+        if KIND >= 2:
+            factor += d_prob * tl.exp(logp)
+        g += tl.exp(logp) * factor
     g *= _dz_dx(u_target, scale, inv_t, SHAPE)
     tl.debug_barrier()
     tl.store(out + target, g.to(out.dtype.element_ty), mask=(target >= 0) & (target < V))
@@ -218,14 +249,15 @@ def _write_gradient(
 # fmt: off
 @triton.jit(do_not_specialize=[
     "stride_a", "stride_t", "T", "first", "targets", "read", "inv_temperature", "scale", "softcap",
-    "maxima", "sums", "weighted", "z_targets",
+    "maxima", "sums", "z_targets", "weighted", "squares", "tops",
 ])
-def _row_stats_kernel(
+def _stats_kernel(
     logits, stride_a: tl.int64, stride_t: tl.int64, V, T, first: tl.int64,  # [A, T, V]
     targets, read, inv_temperature, scale, softcap,                         # [n], n programs
-    maxima, sums, weighted, z_targets,                                      # [n]
+    maxima, sums, z_targets, weighted, squares, tops,                       # [n], the last three None where not wanted
     SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):
+    KIND: tl.constexpr = 2 if squares is not None else 1 if weighted is not None else 0
     i = tl.program_id(0).to(tl.int64)
     live = True
     if read is not None:
@@ -237,42 +269,57 @@ def _row_stats_kernel(
         row = logits + _row_offset(first + i, T, stride_a, stride_t, ALIGNED)
         k = _k(scale, softcap, inv_t, SHAPE)
         u = _target_u(row, tl.load(targets + i), V, scale, softcap, SHAPE)
-        m, s, w = _softmax_partials(row, V, k, scale, softcap, SHAPE, weighted is not None, ALIGNED, LANES, COLS)
+        m, s, w, q = _softmax_partials(row, V, k, scale, softcap, SHAPE, KIND, ALIGNED, LANES, COLS)
         tl.store(maxima + i, k * m)
         tl.store(sums + i, s)
         tl.store(z_targets + i, k * u)
         if weighted is not None:
             tl.store(weighted + i, k * w)
+        if squares is not None:
+            tl.store(squares + i, q)
+        if tops is not None:
+            tl.store(tops + i, _first_at(row, V, m, scale, softcap, SHAPE, ALIGNED, LANES, COLS))
     else:
         tl.store(maxima + i, 0.0)
         tl.store(sums + i, 1.0)
         tl.store(z_targets + i, 0.0)
         if weighted is not None:
             tl.store(weighted + i, 0.0)
+        if squares is not None:
+            tl.store(squares + i, 0.0)
+        if tops is not None:
+            tl.store(tops + i, -1)
 
 
 @triton.jit(do_not_specialize=[
     "stride_a", "stride_t", "out_stride_a", "out_stride_t", "T", "first", "targets", "maxima", "sums", "z_targets",
-    "entropies", "d_logps", "d_entropies", "inv_temperature", "scale", "softcap",
+    "d_targets", "d_constants", "d_logs", "d_probs", "inv_temperature", "scale", "softcap",
 ])
-def _row_grads_kernel(
+def _pull_kernel(
     logits, stride_a: tl.int64, stride_t: tl.int64,                        # [A, T, V]
     out, out_stride_a: tl.int64, out_stride_t: tl.int64,                   # [A, T, V], may be the logits
     V, T, first: tl.int64,
-    targets, maxima, sums, z_targets, entropies, d_logps, d_entropies,     # [n], n programs
+    targets, maxima, sums, z_targets,                                      # [n], n programs
+    d_targets, d_constants, d_logs, d_probs,                               # [n], all but the first None where there is none
     inv_temperature, scale, softcap,
     SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
-    ENTROPY: tl.constexpr = d_entropies is not None
-    d_logp = tl.load(d_logps + i)
-    d_entropy = d_logp * 0.0
-    entropy = d_entropy
-    active = d_logp != 0.0
-    if ENTROPY:
-        d_entropy = tl.load(d_entropies + i)
-        entropy = tl.load(entropies + i)
-        active = active | (d_entropy != 0.0)
+    KIND: tl.constexpr = 2 if d_probs is not None else 1 if d_constants is not None or d_logs is not None else 0
+    d_target = tl.load(d_targets + i)
+    d_constant = d_target * 0.0
+    d_log = d_constant
+    d_prob = d_constant
+    active = d_target != 0.0
+    if d_constants is not None:
+        d_constant = tl.load(d_constants + i)
+        active = active | (d_constant != 0.0)
+    if d_logs is not None:
+        d_log = tl.load(d_logs + i)
+        active = active | (d_log != 0.0)
+    if d_probs is not None:
+        d_prob = tl.load(d_probs + i)
+        active = active | (d_prob != 0.0)
     out_row = out + _row_offset(first + i, T, out_stride_a, out_stride_t, ALIGNED)
     if active:
         inv_t = inv_temperature
@@ -284,7 +331,7 @@ def _row_grads_kernel(
         s = tl.load(sums + i)
         z = tl.load(z_targets + i)
         _write_gradient(row, out_row, V, tl.load(targets + i), tl.div_rn(z, k), tl.div_rn(m, k), s, (z - m) - tl.log(s),
-                        entropy, d_logp, d_entropy, k, scale, softcap, inv_t, SHAPE, ENTROPY, ALIGNED, LANES, COLS)
+                        d_target, d_constant, d_log, d_prob, k, scale, softcap, inv_t, SHAPE, KIND, ALIGNED, LANES, COLS)
     else:
         _write_zeros(out_row, V, ALIGNED, LANES, COLS)
 
@@ -294,7 +341,7 @@ def _row_grads_kernel(
     "sampler_logps", "advantages", "policy_weight", "kl_weight", "entropy_weight", "nll_weight", "inv_temperature", "scale",
     "softcap", "surrogate_params", "trust_params", "entropy_floor", "ratio_bounds", "kl_clamps", "logps", "entropies", "losses",
 ])
-def _fused_loss_kernel(
+def _fused_kernel(
     logits, stride_a: tl.int64, stride_t: tl.int64,                        # [A, T, V]
     out, out_stride_a: tl.int64, out_stride_t: tl.int64,                   # [A, T, V], may be the logits, or None
     V, T, n,
@@ -308,7 +355,7 @@ def _fused_loss_kernel(
     STRAIGHT_THROUGH: tl.constexpr,
     SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):
-    BONUS: tl.constexpr = entropy_weight is not None
+    BONUS: tl.constexpr = 1 if entropy_weight is not None else 0
     for i in range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0)):
         live = True
         if read is not None:
@@ -322,7 +369,7 @@ def _fused_loss_kernel(
             # Before the first store: the gradient may go where the logits are. The reductions below are the barrier.
             k = _k(scale, softcap, inv_t, SHAPE)
             u = _target_u(row, target, V, scale, softcap, SHAPE)
-            m, s, w = _softmax_partials(row, V, k, scale, softcap, SHAPE, True, ALIGNED, LANES, COLS)
+            m, s, w, _ = _softmax_partials(row, V, k, scale, softcap, SHAPE, 1, ALIGNED, LANES, COLS)
             log_s = tl.log(s)
             logp = k * (u - m) - log_s
             entropy = log_s - k * w / s
@@ -357,7 +404,7 @@ def _fused_loss_kernel(
             if out is not None:
                 out_row = out + _row_offset(i, T, out_stride_a, out_stride_t, ALIGNED)
                 if (d_logp != 0.0) | (d_entropy != 0.0):
-                    _write_gradient(row, out_row, V, target, u, m, s, logp, entropy, d_logp, d_entropy,
+                    _write_gradient(row, out_row, V, target, u, m, s, logp, d_logp, -d_entropy * entropy, -d_entropy, 0.0,
                                     k, scale, softcap, inv_t, SHAPE, BONUS, ALIGNED, LANES, COLS)
                 else:
                     _write_zeros(out_row, V, ALIGNED, LANES, COLS)
@@ -394,7 +441,7 @@ def _scale_kernel(
 # ---- launches
 
 
-_INTERPRETED = not isinstance(_row_stats_kernel, triton.runtime.jit.JITFunction)
+_INTERPRETED = not isinstance(_stats_kernel, triton.runtime.jit.JITFunction)
 
 
 def available() -> str | None:
@@ -468,42 +515,38 @@ def _vector(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def row_stats(
+def stats(
     logits: Tensor,
     targets: Tensor,
     read: Tensor | None,
     transform: RowTransform,
-    entropy: bool,
+    names: tuple[str, ...],
     *,
     rows: tuple[int, int] | None = None,
 ) -> RowStats:
-    """Softmax partials of each row of logits [A, T, V]. `rows` = (lo, hi) takes those flat rows; vectors are [hi - lo]."""
+    """Partials of each row of logits [A, T, V]. `rows` = (lo, hi) takes those flat rows; vectors are [hi - lo]."""
     A, T, V = logits.shape
     lo, hi = (0, A * T) if rows is None else rows
     n = hi - lo
     _check_layout(logits, None, n)
-    maxima, sums, z_targets, *rest = torch.empty(4 if entropy else 3, n, dtype=torch.float32, device=logits.device).unbind(0)
-    weighted = rest[0] if entropy else None
-    stats = RowStats(maxima, sums, weighted, z_targets)
+    result = RowStats.empty(names, n, logits.device)
     if n == 0:
-        return stats
+        return result
     with _on_device(logits):
         scalars, flags = _transform_arguments(transform)
         arguments = (
             logits, logits.stride(0), logits.stride(1), V, T, lo, _vector(targets), _vector(read), *scalars,
-            maxima, sums, weighted, z_targets,
+            *map(result.get, PARTIALS),
         )  # fmt: skip
-        run(_row_stats_kernel, functools.partial(_launch, "visit", V, (logits,)), lambda _: n, arguments, flags)
-    return stats
+        run(_stats_kernel, functools.partial(_launch, "visit", V, (logits,)), lambda _: n, arguments, flags)
+    return result
 
 
-def row_grads(
+def pull(
     logits: Tensor,
     targets: Tensor,
     stats: RowStats,
-    entropy: Tensor | None,
-    d_logps: Tensor,
-    d_entropy: Tensor | None,
+    slopes: Slopes,
     transform: RowTransform,
     out: Tensor,
     *,
@@ -516,19 +559,16 @@ def row_grads(
     _check_layout(logits, out, n)
     if n == 0:
         return
-    if d_entropy is not None and entropy is None:
-        entropy = stats.entropy
     with _on_device(logits):
         scalars, flags = _transform_arguments(transform)
         arguments = (
             logits, logits.stride(0), logits.stride(1), out, out.stride(0), out.stride(1), V, T, lo,
-            _vector(targets), _vector(stats.max), _vector(stats.sum), _vector(stats.target),
-            None if d_entropy is None else _vector(entropy), _vector(d_logps), _vector(d_entropy), *scalars,
+            *map(_vector, (targets, stats.max, stats.sum, stats.target, *slopes)), *scalars,
         )  # fmt: skip
-        run(_row_grads_kernel, functools.partial(_launch, "visit", V, (logits, out)), lambda _: n, arguments, flags)
+        run(_pull_kernel, functools.partial(_launch, "visit", V, (logits, out)), lambda _: n, arguments, flags)
 
 
-def fused_loss(
+def fused(
     logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None
 ) -> FusedRows:  # fmt: skip
     """Per-token losses and, with `out`, d loss / d logits, in one visit of each row. Token-level objectives only."""
@@ -553,7 +593,7 @@ def fused_loss(
             *token_stage.scalars(objective).values(), logps, entropies, losses,
         )  # fmt: skip
         run(
-            _fused_loss_kernel, functools.partial(_launch, "fused", V, (logits, gradient)),
+            _fused_kernel, functools.partial(_launch, "fused", V, (logits, gradient)),
             lambda launch: min(n, multiprocessors * launch.programs_per_sm),
             arguments, {"TERMS": compiled_formula(token_stage.token_terms), **formulas, **flags},
         )  # fmt: skip

@@ -14,7 +14,8 @@ import torch
 
 from ..objective import Objective
 from ..token_stage import TokenRows
-from . import FusedRows, RowStats, RowTransform, eager, triton, two_visits, warn_once
+from ..vocabulary.rows import RowStats, RowTransform
+from . import FusedRows, eager, triton, two_visits, warn_once
 from .triton_formulas import FormulaRefused
 from .triton_launch import KernelFailure
 
@@ -31,22 +32,22 @@ def _or_else(ours: Callable[..., Any], plain: Callable[..., Any], *arguments: An
     return plain(*arguments, **rows)
 
 
-def row_stats(*arguments: Any, **rows: Any) -> RowStats:
-    return _or_else(triton.row_stats, eager.row_stats, *arguments, **rows)
+def stats(*arguments: Any, **rows: Any) -> RowStats:
+    return _or_else(triton.stats, eager.stats, *arguments, **rows)
 
 
-def row_grads(*arguments: Any, **rows: Any) -> None:
-    _or_else(triton.row_grads, eager.row_grads, *arguments, **rows)
+def pull(*arguments: Any, **rows: Any) -> None:
+    _or_else(triton.pull, eager.pull, *arguments, **rows)
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:
     _or_else(triton.scale_, eager.scale_, gradient, factor)
 
 
-def fused_loss(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None) -> FusedRows:
+def fused(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None) -> FusedRows:
     """Where the kernel with the formulas in it cannot run, kernels without them may: formulas are then torch's affair."""
     try:
-        return triton.fused_loss(logits, rows, objective, transform, out)
+        return triton.fused(logits, rows, objective, transform, out)
     except KernelFailure as failure:
         reason = failure.reason
     except FormulaRefused as refusal:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from ..backends import Backend, FusedRows, RowStats, RowTransform
+from ..backends import Backend, FusedRows
 from ..distributed import VocabShard
 from ..linear import Engine, Head
+from .rows import RowStats, RowTransform, Slopes, partials_of
 
 if TYPE_CHECKING:
     from ..objective import Objective
@@ -57,13 +58,13 @@ class Source(Protocol):
     """Where rows of logits come from. `tensors` are those that may get a gradient; vectors have one entry a row, [n]."""
 
     def stats(
-        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, entropy: bool
+        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
     ) -> RowStats:
         """Statistics of all rows; a row that is not read has log-prob and entropy 0."""
 
     def pull(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
-        entropy: Tensor | None, d_logps: Tensor, d_entropy: Tensor | None, transform: RowTransform,
+        slopes: Slopes, transform: RowTransform,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """Gradients of `tensors`, None where not wanted. Slopes of rows that are not read are 0."""
 
@@ -76,17 +77,17 @@ class Logits:
     inplace: bool = False
 
     def stats(
-        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, entropy: bool
+        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
     ) -> RowStats:
-        return self.backend.row_stats(tensors[0], targets, read, transform, entropy)
+        return self.backend.stats(tensors[0], targets, read, transform, names)
 
     def pull(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
-        entropy: Tensor | None, d_logps: Tensor, d_entropy: Tensor | None, transform: RowTransform,
+        slopes: Slopes, transform: RowTransform,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         (logits,) = tensors
         out = logits.detach() if self.inplace else torch.empty_like(logits)
-        self.backend.row_grads(logits, targets, stats, entropy, d_logps, d_entropy, transform, out)
+        self.backend.pull(logits, targets, stats, slopes, transform, out)
         if self.inplace:
             torch.autograd.graph.increment_version(logits)
         return (out,)
@@ -99,7 +100,7 @@ class Logits:
         out = None
         if wanted[0]:
             out = logits.detach() if self.inplace else torch.empty_like(logits)
-        result = self.backend.fused_loss(logits, rows, objective, transform, out)
+        result = self.backend.fused(logits, rows, objective, transform, out)
         if out is not None and self.inplace:
             torch.autograd.graph.increment_version(logits)
         return result, (out,)
@@ -122,15 +123,15 @@ class Hidden:
     active: int | None = None
 
     def stats(
-        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, entropy: bool
+        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
     ) -> RowStats:
         head = Head(tensors[0], tensors[1], tensors[2], self.dtype, self.shard)
         with torch.autocast(targets.device.type, enabled=False):
-            return Engine(head, self.backend).forward(self._rows(targets, read), targets, transform, entropy)
+            return Engine(head, self.backend).forward(self._rows(targets, read), targets, transform, names)
 
     def pull(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
-        entropy: Tensor | None, d_logps: Tensor, d_entropy: Tensor | None, transform: RowTransform,
+        slopes: Slopes, transform: RowTransform,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         weight = tensors[1]
         emptied = self.shard is None if weight.numel() == 0 else weight.untyped_storage().nbytes() == 0
@@ -142,11 +143,10 @@ class Hidden:
             )
         index = self._rows(targets, read)[: self.active]
         if targets.device.type == "cpu":
-            sloped = d_logps != 0 if d_entropy is None else (d_logps != 0) | (d_entropy != 0)
-            index = index[sloped[index]]
+            index = index[slopes.nonzero[index]]
         engine = Engine(Head(tensors[0], tensors[1], tensors[2], self.dtype, self.shard), self.backend, wanted)  # type: ignore[arg-type]
         with torch.autocast(targets.device.type, enabled=False):
-            engine.backward(index, targets, stats, entropy, d_logps, d_entropy, transform)
+            engine.backward(index, targets, stats, slopes, transform)
         return tuple(None if g is None else g.to(x.dtype) for g, x in zip(engine.gradients(), tensors, strict=True))
 
     def fused(
@@ -169,50 +169,61 @@ class Hidden:
 
 
 class VocabularyStage(torch.autograd.Function):
-    """(log-probs, entropy or None, partials), each fp32 with one entry a row; the partials have no gradient."""
+    """(log-probs, the statistics asked for, partials), each fp32 with one entry a row. The partials have no gradient, and of the
+    statistics those in `with_gradient` have one."""
 
     @staticmethod
     def forward(
         source: Source,
-        entropy: str,  # "none", "value" or "gradient"
+        statistics: tuple[str, ...],  # see STATISTICS
+        with_gradient: tuple[str, ...],
         targets: Tensor,  # int64 [n]
         read: Tensor | None,  # bool [n]
         scale: float,
         softcap: float,
         inv_temperature: float | Tensor,
         *tensors: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        transform = RowTransform(scale, softcap, inv_temperature)
-        stats = source.stats(tensors, targets, read, transform, entropy != "none")
-        return stats.logps, None if entropy == "none" else stats.entropy, torch.stack([stats.max, stats.sum, stats.target])
+    ) -> tuple[Tensor, ...]:
+        stats = source.stats(tensors, targets, read, RowTransform(scale, softcap, inv_temperature), partials_of(statistics))
+        return stats.logps, *(stats.statistic(name, read) for name in statistics), stats.values
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        source, entropy, targets, read, scale, softcap, inv_temperature, *tensors = inputs
-        _, H, partials = output
+        source, statistics, with_gradient, targets, read, scale, softcap, inv_temperature, *tensors = inputs
+        values = dict(zip(statistics, output[1:-1], strict=True))
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(partials, *([H] if entropy == "value" else []))
+        ctx.mark_non_differentiable(output[-1], *(x for name, x in values.items() if name not in with_gradient))
         per_row = isinstance(inv_temperature, Tensor)
-        ctx.source, ctx.numbers = source, (scale, softcap, None if per_row else inv_temperature)
-        ctx.save_for_backward(targets, read, inv_temperature if per_row else None, H, partials, *tensors)
+        ctx.source, ctx.statistics, ctx.with_gradient = source, statistics, with_gradient
+        ctx.numbers = (scale, softcap, None if per_row else inv_temperature)
+        kept = [values[name] for name in with_gradient]
+        ctx.save_for_backward(targets, read, inv_temperature if per_row else None, output[-1], *kept, *tensors)
 
     @staticmethod
-    def backward(ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        if d_logps is None and d_entropy is None:
-            return (None,) * (2 + len(saved))
-        gradients = gradient_once(_pull, ctx.source, ctx.needs_input_grad[7:], ctx.numbers, d_logps, d_entropy, *saved)
-        return *(None,) * 7, *gradients
+    def backward(ctx: Any, d_logps: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+        targets, read, inv_temperatures, partials, *saved = ctx.saved_tensors
+        values, tensors = saved[: len(ctx.with_gradient)], saved[len(ctx.with_gradient) :]
+        upstream = {"logps": d_logps} | dict(zip(ctx.statistics, others, strict=False))
+        given = tuple(name for name in ("logps", *ctx.with_gradient) if upstream[name] is not None)
+        if not given:
+            return (None,) * (8 + len(tensors))
+        numbers, wanted = RowTransform(*ctx.numbers), ctx.needs_input_grad[8:]
+        plan = _Pull(ctx.source, partials_of(ctx.statistics), wanted, numbers, given, ctx.with_gradient)
+        slopes = [upstream[name] for name in given]
+        gradients = gradient_once(_pull, plan, targets, read, inv_temperatures, partials, *slopes, *values, *tensors)
+        return *(None,) * 8, *gradients
 
 
 def vocabulary_stage(
-    source: Source, entropy: str, targets: Tensor, read: Tensor | None, transform: RowTransform, *tensors: Any
-) -> Any:
-    """`VocabularyStage` of these arguments: (log-probs, entropy or None, partials)."""
-    arguments = (source, entropy, *map(_savable, (targets, read, *transform)), *tensors)
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # torch.compile knows such a Function with gradients only
-        return VocabularyStage.forward(*arguments)
-    return VocabularyStage.apply(*arguments)
+    source: Source, statistics: tuple[str, ...], with_gradient: tuple[str, ...], targets: Tensor, read: Tensor | None,
+    transform: RowTransform, *tensors: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """(log-probs [n], the statistics by name), with the gradient of the source's tensors."""
+    arguments = (source, statistics, with_gradient, *map(_savable, (targets, read, *transform)), *tensors)
+    # torch.compile knows such a Function with gradients only.
+    bare = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    logps, *values = (VocabularyStage.forward if bare else VocabularyStage.apply)(*arguments)
+    return logps, dict(zip(statistics, values, strict=False))
 
 
 def _savable(x: Any) -> Any:
@@ -227,22 +238,22 @@ def _savable(x: Any) -> Any:
     return x
 
 
+class _Pull(NamedTuple):
+    """What the backward of `VocabularyStage` knows beside tensors."""
+
+    source: Source
+    partials: tuple[str, ...]
+    wanted: tuple[bool, ...]
+    transform: RowTransform  # without temperatures of rows
+    given: tuple[str, ...]  # statistics with an upstream gradient
+    kept: tuple[str, ...]  # statistics whose values were kept
+
+
 def _pull(
-    source: Source, wanted: tuple[bool, ...], numbers: tuple[float, float, float | None], d_logps: Tensor | None,
-    d_entropy: Tensor | None, targets: Tensor, read: Tensor | None, inv_temperatures: Tensor | None, H: Tensor | None,
-    partials: Tensor, *tensors: Tensor | None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    scale, softcap, inv_temperature = numbers
-    transform = RowTransform(scale, softcap, inv_temperature if inv_temperatures is None else inv_temperatures)  # type: ignore[arg-type]
-    if d_logps is None:
-        d_logps = torch.zeros_like(partials[0])
-    return source.pull(
-        tensors, wanted, targets, read, RowStats(partials[0], partials[1], None, partials[2]), H,
-        _slopes(d_logps, read), None if d_entropy is None else _slopes(d_entropy, read), transform,
-    )  # fmt: skip
-
-
-def _slopes(upstream: Tensor, read: Tensor | None) -> Tensor:
-    """An upstream gradient as contiguous fp32 [n], 0 where the row was not read (even if NaN arrives there)."""
-    upstream = upstream.to(torch.float32)
-    return (upstream if read is None else torch.where(read, upstream, 0.0)).contiguous()
+    plan: _Pull, targets: Tensor, read: Tensor | None, inv_temperatures: Tensor | None, partials: Tensor, *rest: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    one, two = len(plan.given), len(plan.given) + len(plan.kept)
+    upstream, values, tensors = rest[:one], rest[one:two], rest[two:]
+    slopes = Slopes.of(dict(zip(plan.kept, values, strict=True)), dict(zip(plan.given, upstream, strict=True)), read)  # type: ignore[arg-type]
+    transform = plan.transform if inv_temperatures is None else plan.transform._replace(inv_temperature=inv_temperatures)
+    return plan.source.pull(tensors, plan.wanted, targets, read, RowStats(partials, plan.partials), slopes, transform)

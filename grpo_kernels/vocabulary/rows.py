@@ -1,0 +1,216 @@
+"""What the vocabulary stage takes and gives for each row of logits: a transform, partials of its softmax, slopes.
+
+p is the softmax of a row's transformed logits z. Every loss of the package depends on z through statistics of p, whose
+gradients have one form (`Slopes`). Vectors have one entry a row, [n].
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class RowTransform(NamedTuple):
+    """z = softcap * tanh(x * scale / softcap) * inv_temperature, row by row; softcap 0 means none."""
+
+    scale: float
+    softcap: float
+    inv_temperature: float | Tensor  # a number, or fp32 [n]
+
+    def at(self, rows: slice | Tensor) -> RowTransform:
+        """The transform of these rows only."""
+        t = self.inv_temperature
+        return self if isinstance(t, float) else self._replace(inv_temperature=t[rows])
+
+
+#: Rows of the tensor that `stats` fills, in this order, and what stands there for a row that is not read.
+#:   max       max_j z_j
+#:   sum       sum_j e^(z_j - max)
+#:   target    z of the row's target; NaN if its id is outside [0, V)
+#:   weighted  sum_j e^(z_j - max) (z_j - max), terms with e^.. = 0 counting 0: for the entropy
+#:   squares   sum_j e^(2 (z_j - max)): for the sum of p^2
+#:   top       the first id whose z is max, -1 where there is none (the bits of an int32)
+PARTIALS = ("max", "sum", "target", "weighted", "squares", "top")
+ALWAYS = 3
+NOT_READ = {"max": 0.0, "sum": 1.0, "target": 0.0, "weighted": 0.0, "squares": 0.0, "top": -1}
+
+#: Statistics that may be asked for beside log-probs, and the partials that they need. The C++ and Triton kernels make squares
+#: and weighted together.
+STATISTICS = {"entropy": ("weighted",), "sum_squares": ("weighted", "squares"), "top_prob": (), "top_id": ("top",)}
+
+
+def partials_of(statistics: tuple[str, ...]) -> tuple[str, ...]:
+    """The partials that these statistics need, in the order of PARTIALS."""
+    needed = {partial for name in statistics for partial in STATISTICS[name]}
+    return tuple(name for i, name in enumerate(PARTIALS) if i < ALWAYS or name in needed)
+
+
+class RowStats(NamedTuple):
+    """Partials of each row's softmax, and the statistics that follow from them. Partials of parts of a row can be merged.
+
+    values   fp32 [q, n], a row for each of `names`.
+
+    A row of only -inf has max -inf and sum 0; its log-prob and entropy are NaN, as torch's log_softmax has it. A NaN among the
+    logits is a NaN in sum, whatever max is."""
+
+    values: Tensor
+    names: tuple[str, ...]
+
+    @classmethod
+    def empty(cls, names: tuple[str, ...], n: int, device: torch.device) -> RowStats:
+        return cls(torch.empty(len(names), n, dtype=torch.float32, device=device), names)
+
+    @classmethod
+    def not_read(cls, names: tuple[str, ...], n: int, device: torch.device) -> RowStats:
+        """Those of n rows that are not read: log-prob and entropy are exactly 0."""
+        stats = cls.empty(names, n, device)
+        for name in names:
+            stats.get(name).fill_(NOT_READ[name])  # type: ignore[union-attr]
+        return stats
+
+    def get(self, name: str) -> Tensor | None:
+        """A partial [n], a view of `values`; None if it was not asked for. `top` is int32."""
+        if name not in self.names:
+            return None
+        row = self.values[self.names.index(name)]
+        return row.view(torch.int32) if name == "top" else row
+
+    def at(self, rows: slice | Tensor) -> RowStats:
+        """Those of these rows only."""
+        return RowStats(self.values[:, rows], self.names)
+
+    @property
+    def max(self) -> Tensor:
+        return self.values[0]
+
+    @property
+    def sum(self) -> Tensor:
+        return self.values[1]
+
+    @property
+    def target(self) -> Tensor:
+        return self.values[2]
+
+    @property
+    def weighted(self) -> Tensor | None:
+        return self.get("weighted")
+
+    @property
+    def logps(self) -> Tensor:
+        return (self.target - self.max) - torch.log(self.sum)
+
+    @property
+    def entropy(self) -> Tensor:
+        assert self.weighted is not None
+        # Rounding may take the entropy of a one-hot row a hair below 0. clamp keeps NaN.
+        return (torch.log(self.sum) - self.weighted / self.sum).clamp(min=0.0)
+
+    @property
+    def sum_squares(self) -> Tensor:
+        """Sum of p^2: the probability that two draws from the row agree."""
+        squares = self.get("squares")
+        assert squares is not None
+        return squares / (self.sum * self.sum)
+
+    @property
+    def top_prob(self) -> Tensor:
+        """The largest probability of the row."""
+        return self.sum.reciprocal()
+
+    @property
+    def top_id(self) -> Tensor:
+        """int64: the id of the largest probability, the lowest where several are equal; -1 for a row that is not read."""
+        top = self.get("top")
+        assert top is not None
+        return top.to(torch.int64)
+
+    def statistic(self, name: str, read: Tensor | None) -> Tensor:
+        """A statistic of STATISTICS by name; 0 for a row that is not read, an id -1."""
+        value = getattr(self, name)
+        return torch.where(read, value, 0.0) if name == "top_prob" and read is not None else value
+
+
+class Slopes(NamedTuple):
+    """d loss / d z_j = target (1[j = y] - p_j) + p_j (constant + log log p_j + prob p_j), y the row's target.
+
+    Each is fp32 [n], contiguous; None where no row has such a term."""
+
+    target: Tensor
+    constant: Tensor | None = None
+    log: Tensor | None = None
+    prob: Tensor | None = None
+
+    @classmethod
+    def of(cls, stats: dict[str, Tensor], slopes: dict[str, Tensor], read: Tensor | None = None) -> Slopes:
+        """From d loss / d statistic of "logps", "entropy" and "sum_squares", and the values of the latter two. 0 where the row
+        was not read, even if NaN arrives there."""
+
+        def clean(x: Tensor) -> Tensor:
+            x = x.to(torch.float32)
+            return (x if read is None else torch.where(read, x, 0.0)).contiguous()
+
+        given = {name: clean(x) for name, x in slopes.items()}
+        target = given.get("logps")
+        constant = log = prob = None
+        if "entropy" in given:  # dH/dz_j = -p_j (log p_j + H)
+            log = -given["entropy"]
+            constant = log * stats["entropy"]
+        if "sum_squares" in given:  # 2 p_j (p_j - sum p^2)
+            prob = 2.0 * given["sum_squares"]
+            of_squares = -prob * stats["sum_squares"]
+            constant = of_squares if constant is None else constant + of_squares
+        if read is not None:
+            constant = None if constant is None else torch.where(read, constant, 0.0)
+        if target is None:
+            target = torch.zeros_like(next(iter(given.values())))
+        return cls(target, constant, log, prob)
+
+    def at(self, rows: slice | Tensor) -> Slopes:
+        """Those of these rows only."""
+        return Slopes(self.target[rows], *(None if x is None else x[rows] for x in self[1:]))
+
+    @property
+    def nonzero(self) -> Tensor:
+        """bool [n]: rows that can have a gradient. The gradient of the others is exactly 0."""
+        found = self.target != 0
+        for x in self[1:]:
+            if x is not None:
+                found = found | (x != 0)
+        return found
+
+
+def merge(values: Tensor, names: tuple[str, ...], read: Tensor | None, starts: Tensor | None = None) -> RowStats:
+    """Partials of parts of a row, `values` [parts, q, n], as those of the whole row.
+
+    A part of only -inf, or of no column, adds nothing. The target is that of the part that has it, NaN where none has it or
+    (parts that overlap) several do. `starts` int32 [parts, n]: the id of each part's first column, for `top`."""
+    parts = {name: values[:, i] for i, name in enumerate(names)}
+    merged = RowStats.empty(names, values.shape[2], values.device)
+    tops = parts["max"]
+    top = tops.amax(0)
+    empty = tops == -torch.inf
+    shift = torch.where(empty, 0.0, tops - top)
+    share = torch.where(empty, 0.0, shift.exp())
+    here = ~parts["target"].isnan()
+    found: dict[str, Any] = {
+        "max": top,
+        "sum": (share * parts["sum"]).sum(0),  # a NaN in any part stays one
+        "target": torch.where(here.sum(0) == 1, torch.where(here, parts["target"], 0.0).sum(0), torch.nan),
+    }
+    if "weighted" in parts:
+        found["weighted"] = (share * (parts["weighted"] + parts["sum"] * shift)).sum(0)
+    if "squares" in parts:
+        found["squares"] = (share * share * parts["squares"]).sum(0)
+    if "top" in parts:
+        assert starts is not None
+        ids = parts["top"].view(torch.int32)
+        last = torch.iinfo(torch.int32).max
+        first = torch.where((tops == top) & (ids >= 0), ids + starts, last).amin(0)
+        found["top"] = torch.where(first == last, -1, first)
+    for name in names:
+        x = found[name]
+        merged.get(name).copy_(x if read is None else torch.where(read, x, NOT_READ[name]))  # type: ignore[union-attr]
+    return merged
