@@ -75,6 +75,11 @@ def _row_sums(x: Tensor) -> Tensor:
     return x.sum(1) if x.shape[0] > 1 else x.expand(2, -1).sum(1)[:1]
 
 
+def may_hold(flags: Tensor) -> bool:
+    """Whether any is set. On a GPU to look would be to wait, so there any may be."""
+    return flags.device.type != "cpu" or bool(flags.any())
+
+
 class Exponentials(NamedTuple):
     """Of a block, fp32 [r, V], d = z - max: what both stages need of it."""
 
@@ -179,7 +184,7 @@ def pull(
         if transform.softcap:
             t = x.to(torch.float32, copy=True).mul_(transform.scale / transform.softcap).tanh_()
             g.mul_(t.square_().neg_().add_(1.0))
-        if idle.device.type != "cpu" or idle[r].any():  # on a GPU to look would be to wait
+        if may_hold(idle[r]):
             g.masked_fill_(idle[r, None], 0.0)
         if g is not y:
             y.copy_(g)
