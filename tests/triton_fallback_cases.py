@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from rows import LOGPS
+from rows import LOGPS, WITH_ENTROPY
 from triton.runtime.errors import PTXASError
 from triton.runtime.interpreter import InterpretedFunction
 from triton_cases import FULL, PLAIN, check, make_logits, make_rows
@@ -298,17 +298,17 @@ def test_another_kernel_is_tried_anew(refuse: Refuse) -> None:
     """What is remembered is of one dtype, one alignment, one transform."""
     launches = refuse("stats", above=128)
     targets = torch.zeros(2, dtype=torch.int64)
-    calls: list[tuple[Tensor, Any, bool]] = [
-        (make_logits(2, 1024, torch.float32), PLAIN, False), (make_logits(2, 2048, torch.bfloat16), PLAIN, False),
-        (make_logits(2, 2048, torch.float16), PLAIN, False),
-        (make_logits(2, 1023, torch.float32), PLAIN, False),
-        (make_logits(2, 1024, torch.float32), PLAIN._replace(softcap=3.0), False),
-        (make_logits(2, 1024, torch.float32), PLAIN, True),
+    calls: list[tuple[Tensor, Any, tuple[str, ...]]] = [
+        (make_logits(2, 1024, torch.float32), PLAIN, LOGPS), (make_logits(2, 2048, torch.bfloat16), PLAIN, LOGPS),
+        (make_logits(2, 2048, torch.float16), PLAIN, LOGPS),
+        (make_logits(2, 1023, torch.float32), PLAIN, LOGPS),
+        (make_logits(2, 1024, torch.float32), PLAIN._replace(softcap=3.0), LOGPS),
+        (make_logits(2, 1024, torch.float32), PLAIN, WITH_ENTROPY),
     ]  # fmt: skip
     with pytest.warns(RuntimeWarning):
         for _ in range(2):
-            for logits, transform, entropy in calls:
-                backend.stats(logits, targets, None, transform, entropy)
+            for logits, transform, names in calls:
+                backend.stats(logits, targets, None, transform, names)
     assert launches == {("stats", 256): len(calls), ("stats", 128): 2 * len(calls)}
 
 
