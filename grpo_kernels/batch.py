@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import difflib
-import inspect
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .advantages import group_advantages
 from .checks import describe, require
+from .estimators import ADVANTAGES, Evidence, lookup
 from .layout import as_mask, check_offsets, flat, per_token, sequence_ids
 from .row_counts import KINDS, UNSEEN, Counts, versions_of
 
@@ -123,25 +122,30 @@ class TokenBatch:
         *,
         group_size: int | None = None,
         groups: Tensor | None = None,
+        estimator: str = "group",
         **options: Any,
     ) -> TokenBatch:
         """A batch whose advantages are the group-normalised `rewards` [B]; see `group_advantages`.
 
-        group_size or groups says which completions answer one prompt. `options` are those of group_advantages (scale, eps,
-        baseline, ...) and the fields of TokenBatch (mask, old_logps, ...). Raises ValueError as both do."""
-        known = {f.name for f in fields(cls)}
-        own, theirs = known & options.keys(), set(inspect.signature(group_advantages).parameters)
-        for name in options.keys() - known - theirs:
-            near = difflib.get_close_matches(name, sorted((known | theirs) - {"targets", "advantages"}), 1)
-            hint = (
-                f"did you mean {near[0]}?" if near else "it takes the options of group_advantages and the fields of TokenBatch."
-            )
+        group_size or groups says which completions answer one prompt. estimator: another name of `estimators.ADVANTAGES`.
+        `options` are those of the estimator (scale, eps, baseline, ...), what it needs to know (`estimators.Evidence`:
+        greedy_rewards, ...) and the fields of TokenBatch (mask, old_logps, ...). Raises ValueError as all of these do."""
+        estimate = lookup(ADVANTAGES, estimator, "estimator")
+        ours, told = ({f.name for f in fields(spec)} for spec in (cls, Evidence))
+        known = ours | told | estimate.option_names
+        for name in options.keys() - known:
+            near = difflib.get_close_matches(name, sorted(known - {"targets", "advantages", "rewards"}), 1)
+            hint = f"did you mean {near[0]}?" if near else "it takes the options of the estimator and the fields of TokenBatch."
             raise TypeError(f"TokenBatch.from_rewards() got an unexpected keyword argument {name!r}: {hint}")
-        chosen = {name: value for name, value in options.items() if name not in own}
-        advantages = group_advantages(rewards, group_size=group_size, groups=groups, **chosen).to(targets.device)
+        own = ours & options.keys()
+        evidence = Evidence(
+            rewards, group_size=group_size, groups=groups, **{name: options[name] for name in told & options.keys()}
+        )
+        chosen = {name: value for name, value in options.items() if name not in ours | told}
+        advantages = estimate(evidence, **chosen).to(targets.device)
         if groups is None:
-            groups = torch.arange(advantages.numel(), device=targets.device) // (group_size or 1)
-        if "cu_seqlens" in own:  # as many sequences as tokens would read [B] as one per token
+            groups = torch.arange(rewards.shape[0], device=targets.device) // (group_size or 1)
+        if "cu_seqlens" in own and not estimate.per_token:  # as many sequences as tokens would read [B] as one per token
             advantages = advantages[:, None]
         return cls(targets, advantages, groups=groups.to(targets.device), **{name: options[name] for name in own})
 

@@ -108,6 +108,17 @@ def process_advantages(
     return tokens.shaped(tokens.to_go(gamma, normalised))
 
 
+def at_last_token(rewards: Tensor, *, mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Rewards per token, fp32 in the shape of the mask: `rewards` [B] at the last trained token of each sequence (one without any
+    loses it), 0 elsewhere.
+
+    mask, cu_seqlens   as in a TokenBatch. Raises ValueError naming the argument."""
+    tokens = _Tokens("mask", mask.to(torch.float32), mask, cu_seqlens)
+    if _float_tensor("rewards", rewards).shape != (tokens.sequences,):
+        raise ValueError(f"rewards has shape {list(rewards.shape)}: pass one for each of the {tokens.sequences} sequences.")
+    return tokens.shaped(tokens.at_last(_finite("rewards", rewards.detach().to(torch.float64))))
+
+
 def kl_in_reward(
     rewards: Tensor,
     logps: Tensor,
@@ -143,8 +154,7 @@ def kl_in_reward(
         whole = _finite("rewards", rewards.detach().to(torch.float64))
         if per == "sequence":
             return (whole - tokens.total(penalty)).to(torch.float32)
-        left = tokens.backwards(torch.ones_like(penalty), tokens.trained.double())  # trained tokens from here to the end
-        r = torch.where(left == 1, whole[tokens.sequence], 0.0)
+        r = tokens.at_last(whole)
     else:
         r = tokens.values("rewards", rewards)
     return tokens.total(r - penalty).to(torch.float32) if per == "sequence" else tokens.shaped(r - penalty)
@@ -286,6 +296,11 @@ class _Tokens:
         """Sum of x over the sequence up to and including each token."""
         follows = torch.cat((self.followed[-1:], self.followed[:-1]))  # the very last token is followed by none
         return _scan(follows.double().flip(0), x.flip(0), self.longest).flip(0)
+
+    def at_last(self, x: Tensor) -> Tensor:
+        """x [B] at the last trained token of each sequence, 0 at the others."""
+        left = self.backwards(torch.ones_like(self.trained, dtype=torch.float64), self.trained.double())  # from here to the end
+        return torch.where(self.trained & (left == 1), x[self.sequence], 0.0)
 
     def total(self, x: Tensor) -> Tensor:
         """Sum over each sequence, [B]."""

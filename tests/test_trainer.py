@@ -29,8 +29,8 @@ from grpo_kernels.trainer import TrainConfig, Trainer
 from grpo_kernels.training import checkpoints, randomness
 from grpo_kernels.training.data import encode, load_rows, prompts_of_step
 from grpo_kernels.training.report import read_metrics
-from grpo_kernels.training.rewards import call, number, resolve, score
-from grpo_kernels.training.sampling import Completions, choose, completion_logits, end_ids, sample
+from grpo_kernels.training.rewards import advantages, call, number, resolve, score
+from grpo_kernels.training.sampling import Completions, completion_logits, draw, end_ids, sample
 
 TIMES = {"seconds", "sampling_seconds", "tokens_per_second"}
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(4)]
@@ -151,6 +151,25 @@ def test_several_end_tokens(tok: Any) -> None:
     assert all(not {3, 5} & set(ids[:-1]) for ids in out.tokens)
 
 
+def choose(*arguments: Any) -> torch.Tensor:
+    return draw(*arguments)[0]
+
+
+def test_a_sampled_token_comes_with_its_log_prob_under_what_it_was_drawn_from() -> None:
+    """After temperature, top-k and top-p: what is left over adds up to 1."""
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(400, 4)
+    for options, shares in (
+        ((1.0, 1.0, 0), [0.5, 0.3, 0.15, 0.05]),
+        ((1.0, 1.0, 2), [0.625, 0.375, 0.0, 0.0]),
+        ((1.0, 0.79, 0), [0.625, 0.375, 0.0, 0.0]),
+        ((0.5, 1.0, 3), [0.25 / 0.3625, 0.09 / 0.3625, 0.0225 / 0.3625, 0.0]),
+    ):
+        tokens, logps = draw(logits, *options, lambda: torch.rand(400, dtype=torch.float64))
+        torch.testing.assert_close(logps, torch.tensor(shares).log()[tokens])
+        assert len(set(tokens.tolist())) == sum(share > 0 for share in shares)
+    assert draw(logits, 0.0, 1.0, 0, torch.rand)[1].eq(0).all()  # greedy: it could be no other
+
+
 def test_top_k_top_p_and_temperature() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(4000, 4)
 
@@ -210,17 +229,17 @@ def test_gradient_equals_policy_gradient_in_float64(tok: Any, tmp_path: Path) ->
     exact = copy.deepcopy(t.model).double()
     rows = prompts_of_step(t.train_rows, 0, 3, 0)
     completions = t.sample(rows, 4, temperature, generator=torch.Generator().manual_seed(0))
-    advantages = t.score(rows, completions, 4).advantages
+    of_each = t.credit.advantages(rows, completions, t.score(rows, completions, 4))
     width, loss = completions.prompt_width, 0.0
     for i, ids in enumerate(completions.tokens):
         real = completions.attention[i]
         prompt = completions.ids[i, :width][real[:width]]
         whole = torch.cat([prompt, torch.tensor(ids)])[None]
         logps = (exact(input_ids=whole).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
-        loss = loss - advantages[i].double() * logps[torch.arange(len(ids)), ids].mean() / 12
+        loss = loss - of_each[i].double() * logps[torch.arange(len(ids)), ids].mean() / 12
     expected = torch.autograd.grad(loss, list(exact.parameters()))
     t.optimizer.step = t.optimizer.zero_grad = lambda: None
-    t.update(completions, advantages)
+    t.update(completions, of_each)
     for p, gradient in zip(t.model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad.double(), gradient, rtol=1e-4, atol=1e-6)
 
@@ -275,7 +294,7 @@ def test_old_log_probs_are_those_before_the_first_update(tok: Any, tmp_path: Pat
         new.append(out.logps)
         return out
 
-    monkeypatch.setattr("grpo_kernels.trainer.linear_grpo_loss", watched)
+    monkeypatch.setattr("grpo_kernels.training.losses.linear_grpo_loss", watched)
     three = trainer(tok, tmp_path / "three", lr=1e-2, num_updates=3)
     metrics = three.train_step()
     assert old[0] is None and torch.equal(old[1], new[0]) and torch.equal(old[2], new[0])
@@ -327,25 +346,26 @@ def test_thirty_steps_raise_the_reward(tok: Any, tmp_path: Path) -> None:
 def scores(functions: list[Any], *, group_size: int = 2, tokens: Any = None, weights: Any = None, **columns: Any) -> Any:
     tokens = tokens or [[1, 2, 3], [1, 2], [4, 5], [6]]
     rewards = call(functions, prompts=["p"] * 4, completions=["a", "b", "c", "d"], tokens=tokens, columns=columns)
-    lengths = list(map(len, tokens))
-    return score(rewards, weights or [1.0] * len(functions), lengths=lengths, group_size=group_size, options={"scale": "group"})
+    found = score(rewards, weights or [1.0] * len(functions), list(map(len, tokens)))
+    c = TrainConfig(advantage_scale="group")
+    return found, advantages(found, c.estimate, c.estimate_steps, group_size=group_size)
 
 
 def test_outcome_rewards_add_with_their_weights() -> None:
-    result = scores([lambda p, c, **_: [1, 0, 2, 2], lambda p, c, **_: [0, 1, 5, 5]], weights=[1.0, 3.0])
+    result, found = scores([lambda p, c, **_: [1, 0, 2, 2], lambda p, c, **_: [0, 1, 5, 5]], weights=[1.0, 3.0])
     assert result.totals.tolist() == [1, 3, 17, 17] and result.first.tolist() == [1, 0, 2, 2]
     half = 1 / (2**0.5 + 1e-4)
-    torch.testing.assert_close(result.advantages, torch.tensor([-half, half, 0.0, 0.0]))
+    torch.testing.assert_close(found, torch.tensor([-half, half, 0.0, 0.0]))
 
 
 def test_process_rewards_are_normalised_over_the_steps_of_a_group() -> None:
     """DeepSeekMath 4.1.3 by hand: steps 1, 0 | 3 in the first group; a flat second group gives exactly 0."""
     steps = [[1.0, None, 0.0], [None, 3.0], [2.0, None], [2.0]]
-    result = scores([lambda p, c, **_: steps])
+    result, found = scores([lambda p, c, **_: steps])
     mean, std = 4 / 3, (((1 - 4 / 3) ** 2 + (4 / 3) ** 2 + (3 - 4 / 3) ** 2) / 2) ** 0.5 + 1e-4
     one, zero, three = ((r - mean) / std for r in (1, 0, 3))
     expected = torch.tensor([[one + zero, zero, zero], [three, three, 0], [0, 0, 0], [0, 0, 0]])
-    torch.testing.assert_close(result.advantages, expected)
+    torch.testing.assert_close(found, expected)
     assert result.totals.tolist() == [1, 3, 2, 2]
 
 
@@ -383,9 +403,9 @@ def test_wrong_rewards_raise(values: Any, message: str) -> None:
 
 def test_numbers_of_numpy_and_torch_are_rewards() -> None:
     numpy = pytest.importorskip("numpy")
-    plain = scores([lambda p, c, **_: [1, 0, 2, 2.5]])
+    _, plain = scores([lambda p, c, **_: [1, 0, 2, 2.5]])
     for values in (numpy.array([1, 0, 2, 2.5]), torch.tensor([1, 0, 2, 2.5]), (torch.tensor(1), numpy.float32(0), 2, 2.5)):
-        assert torch.equal(scores([lambda p, c, values=values, **_: values]).advantages, plain.advantages)
+        assert torch.equal(scores([lambda p, c, values=values, **_: values])[1], plain)
 
 
 def test_reward_functions_get_the_columns_of_their_prompt(tok: Any, tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_a_picture_that_fails_hides_no_error_of_a_reward(
     def failing(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         raise RuntimeError("the grader is gone")
 
-    monkeypatch.setattr("grpo_kernels.trainer.plot", lambda *_: 1 / 0)
+    monkeypatch.setattr("grpo_kernels.training.report.plot", lambda *_: 1 / 0)
     with pytest.raises(RuntimeError, match="the grader is gone"):
         trainer(tok, tmp_path / "a", rewards=[failing]).train()
     assert "curves.png is not drawn: ZeroDivisionError" in capsys.readouterr().err

@@ -14,7 +14,7 @@ pytest.importorskip("datasets")
 import transformers
 from test_trainer import tiny, trainer
 
-from grpo_kernels.trainer import LossParts, Trainer
+from grpo_kernels.training.losses import Losses, LossParts
 from grpo_kernels.training.sampling import completion_logits
 
 
@@ -55,14 +55,14 @@ def test_the_log_probs_that_are_trained_are_those_that_were_sampled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trained: list[tuple[Any, torch.Tensor]] = []
-    loss = Trainer.loss
+    loss = Losses.loss
 
-    def watched(self: Trainer, model: Any, completions: Any, *args: Any) -> LossParts:
+    def watched(self: Losses, model: Any, completions: Any, *args: Any) -> LossParts:
         out = loss(self, model, completions, *args)
         trained.append((completions, out.logps))
         return out
 
-    monkeypatch.setattr(Trainer, "loss", watched)
+    monkeypatch.setattr(Losses, "loss", watched)
     t = trainer(tok, tmp_path, model=MODELS["qwen3"](tok).train(), lr=0.0)
     t.train_step()
     ((completions, logps),) = trained

@@ -14,8 +14,11 @@ pytest.importorskip("datasets")
 from test_trainer import config, evens, lines, parameters, tiny, trainer
 
 from grpo_kernels import group_advantages
+from grpo_kernels.estimators import ADVANTAGES, CORRECTIONS, Evidence
 from grpo_kernels.trainer import Trainer
-from grpo_kernels.training.config import TRAINABLE
+from grpo_kernels.training.command_line import with_options
+from grpo_kernels.training.config import KNOWN, TRAINABLE
+from grpo_kernels.training.sampling import completion_logits
 
 
 def first_prompt_only(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
@@ -67,7 +70,7 @@ def test_advantages_follow_numerics_and_explicit_choices(tok: Any, tmp_path: Pat
     ):
         t = trainer(tok, tmp_path / str(i), rewards=[lambda *_, **__: rewards.tolist()], **changes)
         completions = t.sample(t.train_rows[:3], 4, 1.0)
-        found = t.score(t.train_rows[:3], completions, 4).advantages
+        found = t.credit.advantages(t.train_rows[:3], completions, t.score(t.train_rows[:3], completions, 4))
         assert torch.equal(found, group_advantages(rewards, group_size=4, **expected)), changes
 
 
@@ -106,7 +109,7 @@ def test_every_preset_trains(tok: Any, tmp_path: Path, preset: str) -> None:
         ({"drop_zero_variance": True, "beta": 0.1}, "drop_zero_variance=True"),
         ({"drop_zero_variance": True, "entropy_target": 0.1}, "drop_zero_variance=True"),
         ({"entropy_target": 0.2, "entropy_coef": -0.1}, "entropy_coef=-0.1"),
-        ({"advantage_baseline": "length"}, "advantage_baseline='length'"),
+        ({"advantage_baseline": "median"}, "advantage_baseline='median'"),
     ],
 )
 def test_refusals_name_the_field(tok: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -139,3 +142,97 @@ def test_beta_is_the_presets_own_unless_given(tmp_path: Path) -> None:
     assert config(tmp_path).objective.beta == 0
     assert config(tmp_path, numerics="liger").objective.beta == 0.04
     assert config(tmp_path, numerics="liger", beta=0.0).objective.beta == 0
+
+
+# ---- estimators and corrections by name
+
+
+def test_estimators_with_options_are_those_of_the_table(tok: Any, tmp_path: Path) -> None:
+    """What the trainer hands to an estimator: the rewards of greedy completions, log-probs and squares of the policy."""
+    for i, spec in enumerate(("rloo", "opo", "reinforce_pp:gamma=0.9,baseline=mean", "remax", "optimal_token", "gpg:eps=0.1")):
+        t = trainer(tok, tmp_path / str(i), advantages=spec, micro_batch=5, temperature=0.7)
+        rows = t.train_rows[:3]
+        completions = t.sample(rows, 4, 0.7, generator=torch.Generator().manual_seed(0))
+        scores = t.score(rows, completions, 4)
+        found = t.credit.advantages(rows, completions, scores)
+        logits = completion_logits(t.model, completions).float() / 0.7
+        logps = logits.log_softmax(-1)
+        greedy = t.score(rows, t.sample(rows, 1, 0.0), 1).totals.repeat_interleave(4)
+        name, options = with_options(spec)
+        evidence = Evidence(
+            scores.totals, group_size=4, mask=completions.mask, greedy_rewards=greedy,
+            old_logps=logps.gather(-1, completions.targets[..., None])[..., 0], sum_squares=logps.exp().square().sum(-1),
+        )  # fmt: skip
+        expected = ADVANTAGES[name](evidence, **options)
+        assert expected.abs().max() > 0.05, spec
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("spec", [name for name, e in ADVANTAGES.items() if set(e.needs) <= set(KNOWN)])
+def test_every_estimator_trains(tok: Any, tmp_path: Path, spec: str) -> None:
+    t = trainer(tok, tmp_path, advantages=spec, rewards=[evens, first_prompt_only])
+    start = parameters(t)
+    assert t.train_step()["grad_norm"] > 0
+    assert any(not torch.equal(start[name], p) for name, p in parameters(t).items())
+
+
+def test_a_sampler_that_cuts_the_tail_off_is_corrected(tok: Any, tmp_path: Path) -> None:
+    """The weight is the full softmax's probability over that of the tokens that top-p leaves; without top-p it is 1."""
+    for top_p in (0.6, 1.0):
+        t = trainer(tok, tmp_path / str(top_p), top_p=top_p, corrections=["importance_weights:high=inf"], micro_batch=5)
+        completions = t.sample(t.train_rows[:3], 4, 1.0, top_p, generator=torch.Generator().manual_seed(0))
+        batch = t.credit.batch(completions, torch.linspace(-1, 1, 12))
+        full = completion_logits(t.model, completions).log_softmax(-1).gather(-1, completions.targets[..., None])[..., 0]
+        assert batch.old_logps is None and batch.weights is not None
+        expected = (full - completions.logps).exp() * completions.mask
+        torch.testing.assert_close(batch.weights, expected.detach())
+        weights = batch.weights[completions.mask]
+        assert (weights.min() < 0.9 and weights.max() <= 1.0 + 1e-5) if top_p < 1 else torch.allclose(weights, torch.ones(()))
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_every_correction_trains(tok: Any, tmp_path: Path, name: str) -> None:
+    """With a sampler so sharp that weights differ; in micro-batches the gradient is that of the whole batch."""
+    spec = {"rejection_mask": "rejection_mask:low=0.5", "geometric_mask": "geometric_mask:low=0.8"}.get(name, name)
+    norms = []
+    for size in (0, 5):
+        t = trainer(tok, tmp_path / str(size), corrections=[spec], top_p=0.9, micro_batch=size, max_new_tokens=8)
+        norms.append(t.train_step()["grad_norm"])
+    assert norms[0] > 0 and norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_truncated_completions_leave_the_denominator(tok: Any, tmp_path: Path) -> None:
+    t = trainer(tok, tmp_path, corrections=["without_truncated"], group_size=8, preset="dapo")
+    completions = t.sample(t.train_rows[:3], 8, 1.0, generator=torch.Generator().manual_seed(0))
+    ended = torch.tensor([tok.eos_token_id in ids for ids in completions.tokens])
+    batch = t.credit.batch(completions, torch.linspace(-1, 1, 24))
+    assert 0 < ended.sum() < 24 and torch.equal(batch.mask, completions.mask & ended[:, None])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"advantages": "grpo"}, "advantages='grpo': it must be one of group, rloo"),
+        ({"advantages": "gae"}, "advantages='gae': it takes values, of which this trainer has none"),
+        ({"advantages": "process"}, "advantages='process': it takes steps"),
+        ({"advantages": "remax:scale=none"}, "scale='none': the advantages 'remax' have no such option"),
+        ({"advantages": "remax", "advantage_baseline": "mean"}, "baseline='mean': the advantages 'remax' have no such"),
+        ({"advantages": "group:scale"}, "'group:scale': options are written as name:key=value"),
+        ({"advantages": "group:eps=-1"}, "eps=-1"),
+        ({"corrections": ["ti"]}, "corrections='ti': it must be one of importance_weights, tis"),
+        ({"corrections": ["tis:low=3"]}, "high=2.0: the upper bound"),
+        ({"corrections": ["rejection_mask"]}, "pass low=, high= or both"),
+    ],
+    ids=str,
+)
+def test_estimators_and_corrections_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **changes)
+
+
+def test_options_as_text() -> None:
+    assert with_options("tis") == ("tis", {})
+    assert with_options("rejection_mask:metric=k1, low=-0.5,high=inf") == (
+        "rejection_mask", {"metric": "k1", "low": -0.5, "high": float("inf")},
+    )  # fmt: skip
+    assert with_options("tis:normalize=True,high=3")[1] == {"normalize": True, "high": 3}

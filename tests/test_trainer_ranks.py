@@ -70,6 +70,12 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], list[Any]]] = {
         {"steps": 4, "advantage_scale": "batch", "entropy_target": 50.0, "gradient_checkpointing": True, "loss": "logits"},
         {"tie_word_embeddings": True}, [evens, steps],
     ),
+    "tokens": (
+        {"steps": 2, "prompts_per_step": 5, "advantages": "optimal_token", "micro_batch": 3, "top_p": 0.8,
+         "corrections": ["tis:high=0.9,normalize=True", "without_truncated"]},
+        {}, [evens, steps],
+    ),
+    "greedy": ({"steps": 2, "advantages": "remax", "corrections": ["sequence_mask"], "top_k": 9}, {}, [evens]),
     "quantile": ({"steps": 3, "entropy_share": 0.3, "eval_steps": 2, "eval_prompts": 1, "eval_temperature": 1.0}, {}, [evens]),
 }  # fmt: skip
 

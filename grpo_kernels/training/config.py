@@ -1,23 +1,27 @@
-"""What a run is: one dataclass, which is also the command line (`python -m grpo_kernels train --help`)."""
+"""What a run is: one dataclass, whose fields are also the options of `python -m grpo_kernels train`."""
 
 from __future__ import annotations
 
-import argparse
 import math
-import types
 import typing
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
-from .. import advantages
-from ..advantages import SCALES, group_advantages
+from ..advantages import BASELINES, SCALES
+from ..advantages import NUMERICS as CONSTANTS
+from ..batch import TokenBatch
+from ..estimators import ADVANTAGES, CORRECTIONS, Estimator, Evidence, lookup
 from ..filters import EntropyQuantile
 from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
+from .command_line import with_options
 from .parallel import LAYOUTS
 
-BASELINES = ("mean", "leave-one-out", "none")  # those that need nothing but rewards
+#: What the trainer knows beside the rewards, for estimators of advantages; it has no critic.
+KNOWN = ("rewards", "columns", "reward_weights", "mask", "greedy_rewards", "old_logps", "sum_squares")
 #: a2po regresses on the reference's log-probs and values of its own, and distillation on a teacher: other inputs than here.
 TRAINABLE = tuple(name for name in PRESETS if name not in ("a2po", "distillation"))
 #: prime-rl's KL is to the sampler, which here is the policy itself.
@@ -71,6 +75,18 @@ class TrainConfig:
         0.0, "hold the entropy (nats per token) above this by moving the bonus's weight, which starts at entropy_coef; 0 = off"
     )
     entropy_share: float = _field(1.0, "train on this share of the tokens, those of the highest entropy (0.2: the 80/20 rule)")
+    advantages: str = _field(
+        "group",
+        "estimator of advantages, with options if any (reinforce_pp:gamma=0.99,baseline=mean): "
+        + ", ".join(name for name, e in ADVANTAGES.items() if set(e.needs) <= set(KNOWN)),
+    )
+    corrections: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "weights and masks for what the sampler does otherwise than the full softmax that is trained (top-p, top-k, "
+            "rounding), in this order, with options if any (tis:high=3): " + ", ".join(CORRECTIONS)
+        },
+    )
     advantage_baseline: str | None = _field(
         None, f"subtract from rewards: {', '.join(BASELINES)} (of the group); default: mean, or what `numerics` says"
     )
@@ -195,7 +211,7 @@ class TrainConfig:
         )
         check("keep_checkpoints", self.keep_checkpoints >= 2, "keep at least 2, so that a damaged one has a predecessor.")
         objective = self.objective  # what does not go together is refused now
-        group_advantages(torch.zeros(2), group_size=2, **self.advantage_options)
+        self.check_advantages()
         surrogate, bonus = objective.surrogate, self.entropy_coef != 0 or self.entropy_target != 0
         alone = surrogate.zero_at_zero_advantage and not surrogate.selects and self.entropy_share == 1
         check(
@@ -209,6 +225,48 @@ class TrainConfig:
             "there is no reference to refresh at beta=0: set beta above 0.",
         )
 
+    def check_advantages(self) -> None:
+        """Refuse unknown names, options and values, by using them on a batch of zeros."""
+        two, tokens = torch.zeros(2), torch.zeros(2, 1)
+        mask = tokens == 0
+        evidence = Evidence(
+            two, group_size=2, columns=tokens, reward_weights=[1.0], mask=mask, greedy_rewards=two, old_logps=tokens,
+            sum_squares=tokens + 1.0,
+        )  # fmt: skip
+        batch = TokenBatch(mask.long(), two, mask=mask, old_logps=tokens, sampler_logps=tokens)
+        try:
+            self.estimate(evidence)
+            for correct in self.corrected_by:
+                batch = correct(batch, finished=mask[:, 0])
+        except TypeError as error:  # an option that they do not have
+            raise ValueError(str(error)) from error
+
+    @property
+    def estimate(self) -> Callable[[Evidence], torch.Tensor]:
+        """The estimator of advantages with its options."""
+        name, options = with_options(self.advantages)
+        estimator = lookup(ADVANTAGES, name, "advantages")
+        lacking = [field for field in estimator.needs if field not in KNOWN]
+        if lacking:
+            raise ValueError(f"advantages={name!r}: it takes {', '.join(lacking)}, of which this trainer has none.")
+        return partial(estimator, **{**self._for_groups(estimator), **options})
+
+    @property
+    def estimate_steps(self) -> Callable[[Evidence], torch.Tensor]:
+        """The estimator for process rewards."""
+        return partial(ADVANTAGES["process"], **self._for_groups(ADVANTAGES["process"]))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What the estimator of advantages takes."""
+        return ADVANTAGES[with_options(self.advantages)[0]].needs
+
+    @property
+    def corrected_by(self) -> list[Callable[..., TokenBatch]]:
+        """The corrections with their options."""
+        named = [with_options(text) for text in self.corrections]
+        return [partial(lookup(CORRECTIONS, name, "corrections"), **options) for name, options in named]
+
     @property
     def objective(self) -> Objective:
         changes: dict[str, typing.Any] = {"entropy_coef": self.entropy_coef}
@@ -220,12 +278,12 @@ class TrainConfig:
             objective = replace(objective, filters=(*objective.filters, EntropyQuantile(self.entropy_share)))
         return objective
 
-    @property
-    def advantage_options(self) -> dict[str, typing.Any]:
-        """What `group_advantages` is called with."""
-        options = dict(advantages.NUMERICS.get(self.numerics or "", {}))
+    def _for_groups(self, estimator: Estimator) -> dict[str, typing.Any]:
+        """Baseline and scale as chosen, and the constants of `numerics` where the estimator has such options and says nothing."""
+        constants = CONSTANTS.get(self.numerics or "", {})
+        own = {n: value for n, value in constants.items() if n in estimator.option_names - estimator.options.keys()}
         chosen = {"baseline": self.advantage_baseline, "scale": self.advantage_scale}
-        return options | {name: value for name, value in chosen.items() if value is not None}
+        return own | {name: value for name, value in chosen.items() if value is not None}
 
     def lr_at(self, update: int) -> float:
         """The learning rate of an optimizer step; a plain function of its number, so there is nothing to save."""
@@ -237,30 +295,3 @@ class TrainConfig:
         if self.lr_schedule == "cosine":
             return self.lr * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
         return self.lr
-
-
-def parse_args(argv: list[str]) -> TrainConfig:
-    """TrainConfig from `--field value` arguments; a bad one ends the program with its message."""
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_kernels train",
-        description="Train a causal language model with GRPO.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    hints = typing.get_type_hints(TrainConfig)
-    for f in fields(TrainConfig):
-        kind = hints[f.name]
-        if isinstance(kind, types.UnionType):
-            kind = next(k for k in typing.get_args(kind) if k is not types.NoneType)
-        options: dict[str, typing.Any] = {"type": kind}
-        if kind is bool:
-            options = {"action": argparse.BooleanOptionalAction}
-        elif typing.get_origin(kind) is list:
-            options = {"type": typing.get_args(kind)[0], "nargs": "+"}
-        default = f.default if f.default_factory is MISSING else f.default_factory()
-        # argparse formats help with %, and shows defaults only where there is a text.
-        text = f.metadata["help"].replace("%", "%%")
-        parser.add_argument("--" + f.name.replace("_", "-"), default=default, required=default == "", help=text, **options)
-    try:
-        return TrainConfig(**vars(parser.parse_args(argv)))
-    except ValueError as error:
-        parser.error(str(error))

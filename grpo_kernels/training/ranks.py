@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+Tensor = torch.Tensor
 T = TypeVar("T")
 
 
@@ -44,6 +46,11 @@ class Ranks:
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value)
         return values
+
+    def rows(self, tensor: Tensor, width: int) -> Tensor:
+        """Tensors [b, t] of all ranks as one [B, width] on the CPU, filled up with 0."""
+        parts = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in self.gather(tensor.cpu())]
+        return torch.cat(parts)
 
     def any(self, flag: bool) -> bool:
         if self.world == 1:
@@ -81,3 +88,12 @@ class Ranks:
             dist.barrier()
             dist.destroy_process_group()
             self.made = False
+
+    def leave(self, status: int) -> int:
+        """The exit status of the program; of several processes each ends here with it, once all are done."""
+        if self.world > 1:
+            # DDP still holds the process group, whose destructor may wait for ever for a thread of gloo that waits for Python.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        return status

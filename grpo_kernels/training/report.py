@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..filters import EntropyQuantile
+from ..objective import Objective
 from . import require
+from .config import TrainConfig
+from .losses import LossParts
+from .output import OutputFolder
+from .ranks import Ranks
+from .rewards import Scores
 
 Tensor = torch.Tensor
 
@@ -21,6 +30,17 @@ PANELS = (
     ("KL to the reference", "kl"),
     ("entropy (nats per token)", "entropy"),
 )
+
+
+def of_update(outs: list[LossParts], objective: Objective, ranks: Ranks, *, weighted: bool) -> dict[str, float]:
+    """The metrics of an update from those of its parts on all ranks, without what parts do not tell."""
+    lines = numbers([out.metrics | {"loss": out.loss / ranks.world} for out in outs])
+    metrics = combine([line for part in ranks.gather(lines) for line in part])
+    if ranks.world > 1 and objective.filter(EntropyQuantile):
+        del metrics["kept"]  # which leaves out a quantile over ranks
+    if weighted:
+        del metrics["ess"]  # of weighted ratios, whose sum is not among the metrics
+    return metrics
 
 
 def numbers(lines: list[dict[str, Tensor]]) -> list[dict[str, float]]:
@@ -75,6 +95,47 @@ class MetricsLog:
 
     def close(self) -> None:
         self.file.close()
+
+
+class RunLog:
+    """What rank 0, which alone has the files, keeps of a run: its metrics, a progress bar, and at the end the picture."""
+
+    def __init__(self, config: TrainConfig, folder: OutputFolder, ranks: Ranks, step: int) -> None:
+        self.folder, self.ranks = folder, ranks
+        shown = config.progress and ranks.main
+        self.bar = require("tqdm").tqdm(total=config.steps, initial=step, disable=not shown, desc="grpo")
+        # A run that is complete keeps the evaluation after its last step.
+        self.metrics = MetricsLog(folder.metrics, resume_at=step + (step >= config.steps)) if ranks.main else None
+
+    def write(self, line: dict[str, Any]) -> None:
+        def on_main() -> None:
+            assert self.metrics is not None
+            self.metrics.write(line)
+
+        self.ranks.on_main(on_main)
+        if "loss" in line:  # of a step, and not of the last evaluation alone
+            self.bar.update()
+            self.bar.set_postfix({k: f"{line[k]:.3g}" for k in ("reward", "kl", "entropy") if k in line})
+
+    def close(self) -> None:
+        self.bar.close()
+        if self.metrics is None:
+            return
+        self.metrics.close()
+        try:
+            plot(self.folder.metrics, self.folder.picture)
+        except Exception as error:  # without a picture a run is one all the same
+            print(f"{self.folder.picture} is not drawn: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def timing(scores: Scores, started: float, sampled: float) -> dict[str, float]:
+    """Of a step that began at `started`, had its completions at `sampled`, and ends now."""
+    seconds = time.perf_counter() - started
+    return {
+        "seconds": seconds,
+        "sampling_seconds": sampled - started,
+        "tokens_per_second": sum(scores.lengths) / seconds,
+    }
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

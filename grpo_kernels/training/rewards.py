@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from ..advantages import group_advantages
-from ..returns import process_advantages
+from ..estimators import Evidence
 from . import require
 
 Tensor = torch.Tensor
@@ -181,40 +180,72 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Scores:
+    """What the reward functions said of the completions of all ranks: B completions, T tokens of the longest."""
+
     lengths: list[int]  # [B]: tokens
     totals: Tensor  # [B]: the weighted sum of all rewards; of process rewards, the sum over steps
     first: Tensor  # [B]: the first function's reward, which decides whether a prompt counts as solved
-    advantages: Tensor  # [B], or [B, T] with process rewards
+    outcomes: Tensor  # [B, K]: of the functions that give outcome rewards, with
+    weights: list[float]  # their K weights
+    steps: list[tuple[float, Tensor]]  # of those that give process rewards: weight, and [B, T] with NaN where no step ends
+
+    @property
+    def mask(self) -> Tensor:
+        """bool [B, T]"""
+        return torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
+
+    def summary(self, group_size: int) -> dict[str, float]:
+        grouped = self.totals.view(-1, group_size)
+        return {
+            "reward": self.totals.mean().item(),
+            "reward_std": self.totals.std(unbiased=False).item(),
+            "zero_variance_groups": (grouped.amax(1) == grouped.amin(1)).float().mean().item(),
+            "completion_length": sum(self.lengths) / len(self.lengths),
+        }
 
 
-def score(
-    rewards: list[Rewards], weights: list[float], *, lengths: list[int], group_size: int, options: dict[str, Any]
-) -> Scores:
-    """Turn the rewards of a whole batch into advantages. `lengths`: tokens of each completion, T is the largest. `options` are
-    those of `group_advantages`.
-
-    Outcome rewards are added with their weights and normalised within each group. Process rewards follow DeepSeekMath
-    (arXiv 2402.03300, section 4.1.3): all step rewards of a group are normalised together, and the advantage of a token
-    is the sum of the normalised rewards of the steps that end at it or later; times the weight, it is added to the
-    outcome's advantage."""
-    outcome = torch.zeros(len(lengths), dtype=torch.float64)
-    process = torch.zeros(len(lengths), max(lengths))
-    totals, first, per_token = torch.zeros_like(outcome), None, False
-    for reward, weight in zip(rewards, weights, strict=True):
+def score(rewards: list[Rewards], weights: list[float], lengths: list[int]) -> Scores:
+    """Add the rewards of a whole batch up. `lengths`: tokens of each completion."""
+    numbers = torch.zeros(len(rewards), len(lengths), dtype=torch.float64)
+    outcomes, steps = [], []
+    for k, (reward, weight) in enumerate(zip(rewards, weights, strict=True)):
         values: list[Any] = reward.values
-        if any(isinstance(v, (list, tuple)) for v in values):
-            per_token = True
-            steps = step_rewards(reward, lengths)
-            process += weight * process_advantages(steps, group_size=group_size, **options)
+        if any(isinstance(v, list) for v in values):
+            steps.append((weight, step_rewards(reward, lengths)))
             values = [math.fsum(r for r in v if r is not None) for v in values]
         else:
-            outcome += weight * torch.tensor(values, dtype=torch.float64)
-        numbers = torch.tensor(values, dtype=torch.float64)
-        totals += weight * numbers
-        first = numbers if first is None else first
-    assert first is not None
-    advantages = group_advantages(outcome, group_size=group_size, **options)
-    return Scores(lengths, totals, first, advantages[:, None] + process if per_token else advantages)
+            outcomes.append(k)
+        numbers[k] = torch.tensor(values, dtype=torch.float64)
+    totals = _weighted(numbers, weights)
+    return Scores(lengths, totals, numbers[0], numbers[outcomes].T, [weights[k] for k in outcomes], steps)
+
+
+def _weighted(columns: Tensor, weights: list[float]) -> Tensor:
+    """Term by term, so that equal completions have equal sums; a matrix product may add them in different orders."""
+    total = torch.zeros_like(columns[0]) if len(columns) else torch.zeros(columns.shape[1], dtype=torch.float64)
+    for column, weight in zip(columns, weights, strict=True):
+        total = total + weight * column
+    return total
+
+
+def advantages(
+    scores: Scores, estimate: Callable[..., Tensor], of_steps: Callable[..., Tensor], *, group_size: int, **known: Tensor
+) -> Tensor:
+    """[B], or [B, T] where the estimator is one of tokens or there are process rewards. `estimate` and `of_steps` are
+    entries of `estimators.ADVANTAGES`, `known` what they need beside the rewards.
+
+    Outcome rewards are added with their weights. Process rewards follow DeepSeekMath (arXiv 2402.03300, section 4.1.3): all
+    step rewards of a group are normalised together, and the advantage of a token is the sum of the normalised rewards of the
+    steps that end at it or later; times the weight, it is added to the outcome's advantage."""
+    evidence = Evidence(
+        _weighted(scores.outcomes.T, scores.weights), group_size=group_size, columns=scores.outcomes,
+        reward_weights=scores.weights, mask=scores.mask, **known,
+    )  # fmt: skip
+    found = estimate(evidence)
+    for weight, steps in scores.steps:
+        found = found[:, None] if found.dim() == 1 else found
+        found = found + weight * of_steps(Evidence(evidence.rewards, group_size=group_size, steps=steps))
+    return found
 
 
 def step_rewards(reward: Rewards, lengths: list[int]) -> Tensor:

@@ -25,6 +25,8 @@ class Completions:
     ids: Tensor  # [B, P + T] int64
     attention: Tensor  # [B, P + T] bool: prompt tokens and completion tokens up to and including the first end token
     prompt_width: int  # P
+    logps: Tensor | None = None  # [B, T] fp32: of each token under what it was drawn from, after temperature, top-k and top-p
+    finished: Tensor | None = None  # [B] bool: an end token was sampled, and not only the budget used up
 
     @property
     def targets(self) -> Tensor:
@@ -43,7 +45,8 @@ class Completions:
         return [ids[:length] for ids, length in rows]
 
     def __getitem__(self, rows: slice | Tensor) -> Completions:
-        return Completions(self.ids[rows], self.attention[rows], self.prompt_width)
+        logps, finished = (None if x is None else x[rows] for x in (self.logps, self.finished))
+        return Completions(self.ids[rows], self.attention[rows], self.prompt_width, logps, finished)
 
 
 def autocast(device: torch.device, dtype: torch.dtype, cache: bool = True) -> AbstractContextManager:
@@ -125,8 +128,10 @@ def sample(
     alive = torch.ones(len(ids), 1, dtype=torch.bool, device=device)
     if uniform is None:
         uniform = partial(torch.rand, len(ids), dtype=torch.float64, device=device)
+    logps = []
     for t in range(max_new_tokens):
-        token = choose(logits, temperature, top_p, top_k, uniform)[:, None]
+        token, logp = (x[:, None] for x in draw(logits, temperature, top_p, top_k, uniform))
+        logps.append(logp)
         ids = torch.cat([ids, token.masked_fill(~alive, ends[0])], 1)
         attention = torch.cat([attention, alive], 1)
         alive = alive & ~torch.isin(token, end_tensor)
@@ -140,13 +145,13 @@ def sample(
             use_cache=True,
         ).logits[:, -1]
     model.train(training)
-    return Completions(ids, attention, prompt_width)
+    return Completions(ids, attention, prompt_width, torch.cat(logps, 1), ~alive[:, 0])
 
 
-def choose(logits: Tensor, temperature: float, top_p: float, top_k: int, uniform: Callable[[], Tensor]) -> Tensor:
-    """One id per row of logits [B, V]: where the cumulative probability passes the row's number of `uniform`."""
+def draw(logits: Tensor, temperature: float, top_p: float, top_k: int, uniform: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """One id per row of logits [B, V], where the cumulative probability passes the row's number of `uniform`; and its log-prob."""
     if temperature == 0:
-        return logits.argmax(-1)
+        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
     logits = logits.float() / temperature
     if 0 < top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
@@ -160,4 +165,5 @@ def choose(logits: Tensor, temperature: float, top_p: float, top_k: int, uniform
     at = uniform()[:, None].to(torch.float64) * below[:, -1:]
     token = torch.searchsorted(below, at, right=True).clamp(max=probs.shape[-1] - 1)
     # At the very end of the range rounding can point at a token that cannot come.
-    return torch.where(probs.gather(-1, token) > 0, token, probs.argmax(-1, keepdim=True))[:, 0]
+    token = torch.where(probs.gather(-1, token) > 0, token, probs.argmax(-1, keepdim=True))
+    return token[:, 0], (probs.gather(-1, token) / below[:, -1:]).log().to(torch.float32)[:, 0]

@@ -1,0 +1,275 @@
+"""Every estimator of advantages and every correction of the sampler's mismatch by its name: one table of each, which
+`TokenBatch.from_rewards` and the reference trainer's options read.
+
+    advantages = ADVANTAGES["rloo"](Evidence(rewards, group_size=8))
+    batch = CORRECTIONS["tis"](batch, high=2.0)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .advantages import gpg_scale, greedy_baseline_advantages, group_advantages, pass_at_k_advantages
+from .checks import require
+from .corrections import (
+    importance_weights,
+    off_policy_sequence_mask,
+    rejection_mask,
+    second_moment_mask,
+    without_truncated,
+)
+from .returns import at_last_token, discounted_returns, gae, optimal_token_advantages, process_advantages, whiten
+
+if TYPE_CHECKING:
+    from .batch import TokenBatch
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """What is known of a batch of B completions, from which advantages are estimated. Per token: [B, T], or [N] with cu_seqlens.
+
+    rewards      float [B]: of each completion, those of several functions added up.
+    group_size, groups   which completions answer one prompt, as in `group_advantages`.
+    columns, reward_weights   [B, K] rewards of K functions, and their weights.
+    lengths      [B]: trained tokens; None: counted in the mask.
+    greedy_rewards   [B]: of the greedy completion of the same prompt.
+    mask, cu_seqlens   trained tokens, as in a TokenBatch.
+    steps        per token: the reward of the step that ends there, NaN where none does.
+    values       per token: a critic's value before the token.
+    old_logps, sum_squares   per token: log-probs under the policy that sampled, and the sum of its squared probabilities."""
+
+    rewards: Tensor
+    group_size: int | None = field(default=None, kw_only=True)
+    groups: Tensor | None = field(default=None, kw_only=True)
+    columns: Tensor | None = field(default=None, kw_only=True)
+    reward_weights: Sequence[float] | Tensor | None = field(default=None, kw_only=True)
+    lengths: Tensor | None = field(default=None, kw_only=True)
+    greedy_rewards: Tensor | None = field(default=None, kw_only=True)
+    mask: Tensor | None = field(default=None, kw_only=True)
+    cu_seqlens: Tensor | None = field(default=None, kw_only=True)
+    steps: Tensor | None = field(default=None, kw_only=True)
+    values: Tensor | None = field(default=None, kw_only=True)
+    old_logps: Tensor | None = field(default=None, kw_only=True)
+    sum_squares: Tensor | None = field(default=None, kw_only=True)
+
+
+_FIELDS = frozenset(f.name for f in dataclasses.fields(Evidence))
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """Advantages of an Evidence: `function`, called with the fields that it takes, and with options on top of `options`.
+
+    needs    fields without which it cannot be had: of those that the function takes, the ones that have no default there.
+    passes_to   functions whose options it takes too."""
+
+    name: str
+    function: Callable[..., Tensor]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    passes_to: tuple[Callable[..., Any], ...] = ()
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(name for name, p in self._takes.items() if p.default is p.empty)
+
+    @property
+    def per_token(self) -> bool:
+        return "mask" in self.needs or "steps" in self.needs
+
+    @property
+    def option_names(self) -> set[str]:
+        known = (p for function in (self.function, *self.passes_to) for p in inspect.signature(function).parameters.values())
+        return {p.name for p in known if p.kind is p.KEYWORD_ONLY} - _FIELDS
+
+    def __call__(self, evidence: Evidence, **options: Any) -> Tensor:
+        """fp32 [B], or per token. Raises ValueError where evidence is missing, TypeError for an option that it does not have."""
+        for name in self.needs:
+            require(getattr(evidence, name) is not None, name, None, f"the advantages {self.name!r} are estimated from it.")
+        for name, value in options.items():
+            if name not in self.option_names:
+                raise TypeError(f"{name}={value!r}: the advantages {self.name!r} have no such option.")
+        given = {name: getattr(evidence, name) for name in self._takes}
+        return self.function(**given, **{**self.options, **options})
+
+    @property
+    def _takes(self) -> dict[str, inspect.Parameter]:
+        return {name: p for name, p in inspect.signature(self.function).parameters.items() if name in _FIELDS}
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A change of a TokenBatch that was sampled by somebody else: `function`, with options on top of `options`. What it returns
+    multiplies the batch's weights, or is its mask."""
+
+    name: str
+    function: Callable[..., Tensor]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(
+        self, batch: TokenBatch, *, finished: Tensor | None = None, process_group: Any = None, **options: Any
+    ) -> TokenBatch:
+        """The corrected batch. finished, bool [B]: which completions ended by themselves. process_group: what is normalised over
+        the batch is so over these ranks. Raises TypeError for an option that it does not have, ValueError as the function does."""
+        parameters = inspect.signature(self.function).parameters
+        for name, value in options.items():
+            if name not in parameters:
+                raise TypeError(f"{name}={value!r}: the correction {self.name!r} has no such option.")
+        chosen = {**self.options, **options}
+        if self.function is without_truncated:
+            require(finished is not None, "finished", None, f"the correction {self.name!r} needs to know who ended.")
+            mask = torch.ones_like(batch.targets, dtype=torch.bool) if batch.mask is None else batch.mask
+            return dataclasses.replace(batch, mask=without_truncated(mask, finished, cu_seqlens=batch.cu_seqlens))  # type: ignore[arg-type]
+        if self.function is off_policy_sequence_mask:
+            chosen["logps"] = batch.old_logps
+        if "process_group" in parameters:
+            chosen["process_group"] = process_group
+        weights, before = self.function(batch, **chosen), batch.flat("weights")
+        return dataclasses.replace(batch, weights=weights if before is None else weights * before.view(weights.shape))
+
+
+# ---- estimators that are made of several functions
+
+
+def _group(
+    rewards: Tensor,
+    *,
+    group_size: int | None = None,
+    groups: Tensor | None = None,
+    lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    reward_weights: Sequence[float] | Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    if rewards.dim() == 2:  # of several functions, which are not added up yet
+        options["reward_weights"] = reward_weights
+    if options.get("baseline") == "length":
+        options["lengths"] = lengths if lengths is not None or mask is None else mask.reshape(len(rewards), -1).sum(1)
+    return group_advantages(rewards, group_size=group_size, groups=groups, **options)
+
+
+def _gdpo(
+    columns: Tensor,
+    reward_weights: Sequence[float] | Tensor,
+    *,
+    group_size: int | None = None,
+    groups: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Each reward function normalised by itself (GDPO, arXiv 2601.05242)."""
+    return group_advantages(columns, reward_weights=reward_weights, group_size=group_size, groups=groups, **options)
+
+
+def _gpg(rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None, **options: Any) -> Tensor:
+    """Centred rewards, times the share of the completions whose group has something to teach (GPG, arXiv 2504.02546)."""
+    which: dict[str, Any] = {"group_size": group_size, "groups": groups}
+    return gpg_scale(rewards, **which) * group_advantages(rewards, **which, **options)
+
+
+def _reinforce_pp(
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    group_size: int | None = None,
+    groups: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    baseline: str = "none",
+    gamma: float = 1.0,
+    **whitening: Any,
+) -> Tensor:
+    """Discounted returns of the completion's reward, less a baseline of its group if asked for, whitened over all tokens
+    (REINFORCE++, arXiv 2501.03262)."""
+    centred = group_advantages(rewards, group_size=group_size, groups=groups, baseline=baseline, scale="none")
+    per_token = at_last_token(centred, mask=mask, cu_seqlens=cu_seqlens)
+    return whiten(discounted_returns(per_token, gamma=gamma, mask=mask, cu_seqlens=cu_seqlens), mask, **whitening)
+
+
+def _gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    gamma: float = 1.0,
+    lam: float | Tensor = 0.95,
+    **whitening: Any,
+) -> Tensor:
+    """Generalised advantages of the completion's reward and a critic, whitened over all tokens."""
+    per_token = at_last_token(rewards, mask=mask, cu_seqlens=cu_seqlens)
+    return whiten(gae(per_token, values, gamma=gamma, lam=lam, mask=mask, cu_seqlens=cu_seqlens)[0], mask, **whitening)
+
+
+def _process(
+    steps: Tensor,
+    *,
+    group_size: int | None = None,
+    groups: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    return process_advantages(steps, group_size=group_size, groups=groups, cu_seqlens=cu_seqlens, **options)
+
+
+def _optimal_token(
+    rewards: Tensor,
+    old_logps: Tensor,
+    sum_squares: Tensor,
+    mask: Tensor,
+    *,
+    group_size: int | None = None,
+    groups: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    which: dict[str, Any] = {"mask": mask, "cu_seqlens": cu_seqlens}
+    per_token = at_last_token(rewards, **which)
+    return optimal_token_advantages(per_token, old_logps, sum_squares, group_size=group_size, groups=groups, **which)
+
+
+def _table(kind: Any, *entries: tuple[Any, ...]) -> dict[str, Any]:
+    return {entry[0]: kind(*entry) for entry in entries}
+
+
+#: Names are those of the papers. Dr. GRPO is "group" with scale="none"; the options are those of the functions.
+ADVANTAGES: dict[str, Estimator] = _table(
+    Estimator,
+    ("group", _group, {}, (group_advantages,)),
+    ("rloo", _group, {"baseline": "leave-one-out", "scale": "none"}, (group_advantages,)),
+    ("opo", _group, {"baseline": "length", "scale": "none"}, (group_advantages,)),
+    ("maxrl", _group, {"scale": "mean", "eps": 0.0}, (group_advantages,)),
+    ("gdpo", _gdpo, {"combine": "gdpo"}, (group_advantages,)),
+    ("pass_at_k", pass_at_k_advantages),
+    ("gpg", _gpg, {"scale": "none"}, (group_advantages,)),
+    ("remax", greedy_baseline_advantages),
+    ("reinforce_pp", _reinforce_pp, {}, (whiten,)),
+    ("gae", _gae, {}, (whiten,)),
+    ("process", _process, {}, (process_advantages, group_advantages)),
+    ("optimal_token", _optimal_token),
+)
+
+#: The table of `corrections` says who has which.
+CORRECTIONS: dict[str, Correction] = _table(
+    Correction,
+    ("importance_weights", importance_weights),
+    ("tis", importance_weights, {"high": 2.0}),
+    ("sequence_tis", importance_weights, {"level": "sequence", "high": 2.0}),
+    ("icepop", importance_weights, {"mode": "mask", "low": 0.5, "high": 5.0}),
+    ("sequence_mask", importance_weights, {"level": "sequence", "mode": "mask", "high": 3.0}),
+    ("rejection_mask", rejection_mask),
+    ("geometric_mask", rejection_mask, {"over": "mean", "low": 0.99, "high": 1.01}),
+    ("veto", rejection_mask, {"over": "min", "low": 1e-4}),
+    ("off_policy_mask", off_policy_sequence_mask, {"delta": 0.5}),
+    ("m2po", second_moment_mask, {"threshold": 0.04}),
+    ("without_truncated", without_truncated),
+)
+
+
+def lookup(table: Mapping[str, Any], name: str, argument: str) -> Any:
+    require(name in table, argument, name, f"it must be one of {', '.join(table)}.")
+    return table[name]

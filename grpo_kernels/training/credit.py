@@ -1,0 +1,60 @@
+"""Who earned what: the advantages of a batch by the estimator that the config names, and the corrections of its sampler."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from ..batch import TokenBatch
+from .config import TrainConfig
+from .data import Row
+from .losses import Losses
+from .parallel import ParallelModel
+from .ranks import Ranks
+from .rewards import Scores, advantages
+from .rollouts import Rollouts
+from .sampling import Completions
+
+Tensor = torch.Tensor
+
+
+class Credit:
+    def __init__(self, config: TrainConfig, policy: ParallelModel, losses: Losses, rollouts: Rollouts, ranks: Ranks) -> None:
+        self.config, self.policy, self.losses, self.rollouts, self.ranks = config, policy, losses, rollouts, ranks
+
+    def advantages(self, rows: list[Row], completions: Completions, scores: Scores) -> Tensor:
+        """Of this rank's completions, [B] or [B, T]; estimated from the scores of all ranks."""
+        needs, size, known = self.config.needs, self.config.group_size, dict[str, Tensor]()
+        if "greedy_rewards" in needs:
+            known["greedy_rewards"] = self.rollouts.greedy_rewards(rows)
+        for name, function in (("old_logps", self.losses.logps), ("sum_squares", self.losses.sum_squares)):
+            if name in needs:
+                known[name] = self.ranks.rows(self._of_policy(function, completions), max(scores.lengths))
+        found = advantages(scores, self.config.estimate, self.config.estimate_steps, group_size=size, **known)
+        prompts = self.ranks.share(self.config.prompts_per_step)
+        own = found[prompts.start * size : prompts.stop * size]
+        return (own if own.dim() == 1 else own[:, : completions.targets.shape[1]]).to(self.ranks.device)
+
+    def batch(self, completions: Completions, of_each: Tensor) -> TokenBatch:
+        """Completions and their advantages, with the weights and masks that the config names for what the sampler did otherwise
+        than the full softmax. Without old log-probs: the first update is on-policy all the same."""
+        batch = TokenBatch(completions.targets, of_each, mask=completions.mask)
+        if not self.config.corrections:
+            return batch
+        old = self._of_policy(self.losses.logps, completions)
+        batch = dataclasses.replace(batch, old_logps=old, sampler_logps=completions.logps)
+        group = torch.distributed.group.WORLD if self.ranks.world > 1 else None
+        for correct in self.config.corrected_by:
+            batch = correct(batch, finished=completions.finished, process_group=group)
+        return dataclasses.replace(batch, old_logps=None, sampler_logps=None)
+
+    def _of_policy(self, function: Any, completions: Completions) -> Tensor:
+        """Numbers per token [B, T] under the policy as it is, 0 at padding."""
+        count = len(completions.ids)
+        size = self.config.micro_batch or count
+        parts = [completions[at : at + size] for at in range(0, count, size)]
+        parts += [completions[:1]] * (max(self.ranks.gather(len(parts))) - len(parts))  # every rank makes as many passes
+        found = [self.policy.without_gradients(function, part) for part in parts]
+        return torch.cat(found)[:count] * completions.mask

@@ -1,0 +1,77 @@
+"""What a micro-batch costs: the fused loss of the policy, and log-probs of any model, from hidden states or from logits."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..batch import TokenBatch
+from ..logprobs import linear_logprobs, token_logprobs
+from ..losses import grpo_loss, linear_grpo_loss
+from ..objective import Denominators, Objective
+from ..transform import LogitTransform
+from .config import TrainConfig
+from .head import check_projection, completion_hidden, head_parameters, logit_transform
+from .parallel import ParallelModel
+from .sampling import Completions, autocast, completion_logits
+
+Tensor = torch.Tensor
+
+
+class LossParts(NamedTuple):
+    """Of `LossOutput`, the tensors: wrappers of a model look for them in what a forward returns."""
+
+    loss: Tensor
+    logps: Tensor
+    metrics: dict[str, Tensor]
+
+
+class Losses:
+    """`config.loss` for the model of a run; its methods run inside a forward of that model or of its reference."""
+
+    def __init__(self, config: TrainConfig, policy: ParallelModel, device: torch.device) -> None:
+        self.device, self.dtype, self.sharded = device, getattr(torch, config.dtype), policy.sharded
+        self.linear = config.loss == "linear"
+        self.backend = "eager" if config.loss == "eager" else config.backend
+        self.temperature = LogitTransform(config.temperature)  # of logits that the model's own forward gives
+        self.transform = self.temperature
+        if self.linear:
+            policy.without_gradients(check_projection)
+            self.transform = logit_transform(policy.model, config.temperature)
+        # A model that softcaps its logits needs their values in its own backward.
+        self.inplace = config.loss == "logits" and getattr(policy.model.config, "final_logit_softcapping", None) is None
+
+    def loss(
+        self, model: Any, completions: Completions, batch: TokenBatch, objective: Objective, normalizer: Tensor | Denominators
+    ) -> LossParts:
+        """The objective of one micro-batch: from hidden states, so that logits never exist, or from the model's logits."""
+        options: dict[str, Any] = {"transform": self.transform, "normalizer": normalizer, "backend": self.backend}
+        with self.autocast():
+            if self.linear:
+                hidden, (weight, bias) = completion_hidden(model, completions), head_parameters(model)
+                out = linear_grpo_loss(hidden, weight, batch, objective, bias=bias, **options)
+                return LossParts(out.loss, out.logps, out.metrics)
+            logits = completion_logits(model, completions)
+        out = grpo_loss(logits, batch, objective, inplace=self.inplace, **options)
+        return LossParts(out.loss, out.logps, out.metrics)
+
+    def logps(self, model: Any, completions: Completions) -> Tensor:
+        """[B, T]: log-probs of the sampled tokens."""
+        targets = completions.targets
+        options: dict[str, Any] = {"mask": completions.mask, "transform": self.transform, "backend": self.backend}
+        with self.autocast():
+            if self.linear:
+                hidden, (weight, bias) = completion_hidden(model, completions), head_parameters(model)
+                return linear_logprobs(hidden, weight, targets, bias=bias, **options)[0]
+            logits = completion_logits(model, completions)
+        return token_logprobs(logits, targets, **options)[0]
+
+    def sum_squares(self, model: Any, completions: Completions) -> Tensor:
+        """[B, T]: the sum of the squared probabilities of all tokens that might have been sampled."""
+        with self.autocast():
+            logits = completion_logits(model, completions)
+        return (logits.float() / self.temperature.temperature).softmax(-1).square().sum(-1)
+
+    def autocast(self) -> Any:
+        return autocast(self.device, self.dtype, cache=not self.sharded)
