@@ -184,7 +184,9 @@ def pull(
         if transform.softcap:
             t = x.to(torch.float32, copy=True).mul_(transform.scale / transform.softcap).tanh_()
             g.mul_(t.square_().neg_().add_(1.0))
-        if may_hold(idle[r]):
+        if idle.device.type == "cpu":
+            g.index_fill_(0, idle[r].nonzero()[:, 0], 0.0)
+        else:  # to ask which rows they are would make the host wait
             g.masked_fill_(idle[r, None], 0.0)
         if g is not y:
             y.copy_(g)
