@@ -2,5 +2,6 @@
 
 import os
 
-# Before torch loads OpenMP, and the same for all contenders: threads that spin take the core from whoever runs next.
+# Before torch loads OpenMP, so that it is the same for all contenders: waiting threads that spin would slow down the next
+# run.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

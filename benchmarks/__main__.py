@@ -1,4 +1,4 @@
-"""Everybody's loss side by side, checked against float64 and timed in one interleaved run.
+"""Our loss and those of other projects side by side: checked against float64, then timed in one interleaved run.
 
 python -m benchmarks                     all suites; a second run measures only what is missing or changed
 python -m benchmarks --quick             the smallest meaningful cells, under two minutes

@@ -1,8 +1,8 @@
 """What a cell of a table measures: its inputs, the loss in plain PyTorch, and the answer in float64.
 
-Rows are sequences of equal length, 16 by default, with one advantage each, which every trainer's contract allows. No ratio of new to
-old policy is near a clip bound: a contender that rounds its logits then moves a gradient by rounding only, and the gate
-can tell that from a wrong formula."""
+Rows form sequences of equal length, 16 by default, with one advantage each: every trainer supports that. No ratio of new to
+old policy is near a clip bound. Rounded logits therefore change a gradient by a rounding error only, which the gate can
+tell from a wrong formula."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class StepCase:
         return self.model(input_ids=self.ids, use_cache=False).logits[:, :-1]
 
     def step(self, loss: Tensor) -> Result:
-        """Backward and the optimizer's work. Its learning rate is 0, so that every run sees the same parameters."""
+        """The backward and an optimizer step. The learning rate is 0, so that every run sees the same parameters."""
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
@@ -243,10 +243,9 @@ def _blocks(cell: Cell, size: int, device: str) -> Iterator[slice]:
 
 @torch.no_grad()
 def reference(case: Case) -> Result:
-    """What the contract asks for, computed in float64, some rows at a time; returned in fp32.
-
-    The slope of the loss comes from autograd through `policy_loss`. The softmax's derivative, onehot - p, is written out:
-    at these sizes each pass over the logits counts."""
+    """What the contract asks for, computed in float64, some rows at a time, and returned in fp32. The slope of the loss
+    comes from autograd through `policy_loss`. The derivative of the softmax, onehot - p, is written out, because a pass
+    over logits of this size takes long."""
     if isinstance(case, StepCase):
         return _step_reference(case)
     cell, batch = case.cell, case.batch
@@ -299,7 +298,7 @@ def _loss_and_slope(logps: Tensor, batch: TokenBatch, part: slice, cell: Cell) -
 
 
 def _step_reference(case: StepCase) -> Result:
-    """The head and the loss in float64, the model's body as it is: all contenders share it."""
+    """The head and the loss are computed in float64. The model's body is not: all contenders share it."""
     assert case.cell.hidden is not None and case.batch.old_logps is not None
     weight = case.model.lm_head.weight
     with torch.enable_grad():
@@ -319,8 +318,9 @@ def _step_reference(case: StepCase) -> Result:
 
 @torch.no_grad()
 def errors(found: Result, expected: Result, scale: float = 1.0) -> dict[str, float]:
-    """The error of the loss by `scale`; the largest one of log-probs and entropies; of a gradient the relative one in the
-    Euclidean norm and that of its worst row; of a model's gradients the relative one of the worst parameter."""
+    """The error of the loss is divided by `scale`. Of log-probs and entropies it is the largest absolute error. Of a
+    gradient it is the relative error in the Euclidean norm, of all rows and of the worst row; of a model's gradients, that
+    of the worst parameter."""
     if found.keys() != expected.keys():
         raise ValueError(f"it returned {sorted(found)}, but the contract asks for {sorted(expected)}")
     off: dict[str, float] = {}
@@ -342,8 +342,8 @@ def _largest(values: list[float]) -> float:
 
 
 def _relative(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Of all rows together, and of the worst. A row of less than a fifth of the root mean square counts as one of that:
-    where the gradient nearly vanishes, rounding is all there is."""
+    """Relative errors of all rows together, and of the worst row. A row's norm counts as at least a fifth of the root mean
+    square of all rows: where the gradient nearly vanishes, all that is left is rounding."""
     pairs = zip(found.reshape(expected.shape).split(512), expected.split(512), strict=True)  # 512: no copies of everything
     norms = [((x.float() - y).norm(dim=-1).flatten(), y.norm(dim=-1).flatten()) for x, y in pairs]
     off, size = (torch.cat(parts) for parts in zip(*norms, strict=True))

@@ -1,14 +1,14 @@
-"""Everything a GPU has to be asked, in one call, within ten minutes:
+"""Checks, tunes and measures everything on a GPU, in one call of ten minutes:
 
     python -m benchmarks.gpu_kit --out DIR [--wheels DIR] [--minutes 10] [--stages env correctness ...] [--rehearse]
 
-Runs from the source tree on a machine without network that has torch and Triton; the peers' wheels come in a folder and
-are installed into a temporary one. The stages are those of gpu_stages.py, most of what each needs kept free for it: a
-process with a time limit, a log and a JSON file each, so that one that crashes or hangs costs the others nothing. After
-each stage, and every 20 seconds, DIR holds all that is known: summary.md, results.tar.gz (the JSON files and pictures),
-logs.tar.gz and a few of the pictures. `--rehearse` runs the same script on a CPU, small.
+Runs from the source tree on a machine without network that has torch and Triton; the peers' wheels come in a folder and are
+installed into a temporary one. The stages are those of gpu_stages.py. Each is a process with a time limit, a log and a JSON
+file, so that a crash or a hang does not affect the others; most of the time that later stages need is reserved for them.
+After each stage, and every 20 seconds, DIR holds everything found so far: summary.md, results.tar.gz (the JSON files and
+pictures), logs.tar.gz and a few of the pictures. `--rehearse` runs the same script on a CPU, small.
 
-How the results come home, for the tables and the pictures of the README:
+How to copy the results into the repository, for the tables and the pictures of the README:
 
     tar xzf DIR/results.tar.gz -C benchmarks results && python -m benchmarks.plots && python -m benchmarks.tables --write
 
@@ -22,7 +22,7 @@ TRL's fused head imports datasets, which needs dill and multiprocess; verl's log
 QuACK is another 102 MB: quack-kernels==0.6.5, apache-tvm-ffi==0.1.15.post2, torch-c-dlpack-ext==0.1.5 and, all ==4.8.1,
 nvidia-cutlass-dsl, nvidia-cutlass-dsl-libs-base, -libs-core and -libs-cu13. The stage env says which peers can be imported.
 
-This file uses the standard library only, so that it outlives whatever its stages meet."""
+This file uses the standard library only, so that no failure of a stage can end it."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ PACK_EVERY = 20.0  # seconds
 
 class Stage(NamedTuple):
     name: str
-    most: float  # seconds that it may take of a ten-minute call of all stages; other calls have more or less of all
-    kept: float  # of these, what earlier stages may not use up
+    most: float  # seconds in a ten-minute call of all stages; scaled for other calls
+    kept: float  # of these, reserved: earlier stages may not use them
 
 
 STAGES = (
@@ -65,7 +65,7 @@ STAGES = (
 
 
 class Kit:
-    """One call: where things are, and what became of the stages."""
+    """One call: its folders, and the outcome of each stage."""
 
     def __init__(self, out: Path, work: Path, wheels: Path | None = None, rehearse: bool = False) -> None:
         self.out, self.work, self.wheels, self.rehearse = out, work, wheels, rehearse
@@ -102,8 +102,8 @@ class Kit:
 def run_stage(
     command: Sequence[str], log: Path, seconds: float, environment: dict[str, str], meanwhile: Callable[[], None] = lambda: None
 ) -> str:
-    """Runs a command in a process group of its own, its output in `log`: "ok", how it failed, or that its time ran out.
-    Then whatever is left of the group is ended. `meanwhile` is called every PACK_EVERY seconds."""
+    """Runs a command in its own process group, with its output in `log`. Returns "ok", how it failed, or that its time ran
+    out, and ends what is left of the group. `meanwhile` is called every PACK_EVERY seconds."""
     deadline = time.monotonic() + seconds
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, process_group=0)
@@ -133,7 +133,7 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def run(kit: Kit, stages: Sequence[Stage], minutes: float) -> None:
-    """One stage after the other. What is kept for all of them makes up 80 % of the time."""
+    """Runs one stage after the other. The reserved seconds of all stages are scaled to 80 % of the time."""
     scale = 0.8 * 60 * minutes / max(1.0, sum(stage.kept for stage in stages))
     deadline = time.monotonic() + 58 * minutes  # the rest is for packing
     for i, stage in enumerate(stages):
@@ -155,7 +155,7 @@ def run(kit: Kit, stages: Sequence[Stage], minutes: float) -> None:
 
 
 def pack(kit: Kit) -> None:
-    """DIR holds what is known now; each file is replaced whole."""
+    """Writes everything found so far to DIR; each file is replaced at once."""
     (kit.work / "json" / "kit.json").write_text(json.dumps(kit.stages, indent=1))
     tables = kit.work / "tables.md"
     text = summary(kit) + (f"\n{tables.read_text()}" if tables.exists() else "")
@@ -174,8 +174,8 @@ def replace(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def archive(path: Path, folder: Path, names: Sequence[str]) -> None:
-    """The files of these names, and those in folders of these names. Stages write meanwhile: each file is read at once, and
-    one that is still being written, or is gone by now, stays out."""
+    """The files of these names, and those in folders of these names. Stages may be writing: each file is read at once, and
+    one that is incomplete or gone is left out."""
     with tarfile.open(path, "w:gz") as tar:
         for file in sorted(file for name in names for file in (folder / name, *(folder / name).rglob("*"))):
             if file.suffix == ".part" or not file.is_file():
@@ -200,11 +200,11 @@ class Target(NamedTuple):
 
 
 def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[Target]:
-    """What the project set out to reach on a GPU, and what this call measured."""
+    """The project's targets on a GPU, and what this call measured."""
     logits = times(suites, "logits", rows=8192, vocab=151936, dtype="bfloat16")
     hidden = times(suites, "hidden", rows=8192, hidden=4096, vocab=151936, dtype="bfloat16")
     inplace, layer2 = "grpo_kernels, in place", "grpo_kernels"
-    # A cell's own limit is what its active rows are due; this target is set against all rows.
+    # The limit of a cell counts its active rows only; this target is relative to all rows.
     half, dense = (times(suites, "active", rows=8192, hidden=4096, vocab=151936, active=a) for a in (0.5, 1.0))
     share = half[layer2] / dense["limit"] if layer2 in half and "limit" in dense else None
     memory = extra(suites, "hidden", layer2, rows=8192, hidden=4096, vocab=151936, dtype="bfloat16")
@@ -230,7 +230,7 @@ def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[
 
 
 def times(suites: dict[str, dict], suite: str, **shape: Any) -> dict[str, float]:
-    """{provider: ms} of the cell of this shape; "limit" is the fastest of what nobody can do without."""
+    """{provider: ms} of the cell of this shape; "limit" is the fastest of the limits."""
     cell = find(suites, suite, **shape)
     found = {row["name"]: row["ms"] for row in cell.get("providers", []) if row["status"] == "ok"}
     return found | ({"limit": cell["limit"]["ms"]} if cell.get("limit") else {})
@@ -263,7 +263,7 @@ def number(value: float | None) -> str:
 
 
 def summary(kit: Kit) -> str:
-    """Stages, targets, and what each stage has to say."""
+    """The stages, the targets, and the lines of each stage."""
     title = "Rehearsal on a CPU: no figure means anything" if kit.rehearse else "Results"
     lines = [f"# {title}", "", "| stage | outcome | s |", "|---|---|---|"]
     lines += [f"| {name} | {stage['status']} | {stage['seconds']:.0f} |" for name, stage in kit.stages.items()]

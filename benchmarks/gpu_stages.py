@@ -1,9 +1,9 @@
-"""What gpu_kit.py has done on a GPU machine, one stage to a process:
+"""The stages of gpu_kit.py, each in a process of its own:
 
     python -m benchmarks.gpu_stages STAGE --work DIR [--seconds 60] [--wheels DIR] [--rehearse]
 
-A stage writes DIR/json/STAGE.json each time it knows more, so that a crash or a timeout keeps what was found. `--rehearse`
-runs it on a CPU, small, with Triton's interpreter in place of a GPU; what only CUDA has is then left out and said so."""
+A stage writes DIR/json/STAGE.json after each step, so that its results survive a crash or a timeout. `--rehearse` runs it
+with small shapes on a CPU, with Triton's interpreter in place of a GPU; what needs CUDA is then left out, with a note."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class Kit:
-    """One stage at work: where it writes, how long it has, and what it found."""
+    """One running stage: its folder, its time limit, and its results."""
 
     def __init__(self, stage: str, work: Path, seconds: float, wheels: Path | None = None, rehearse: bool = False) -> None:
         self.stage, self.work, self.wheels, self.rehearse = stage, work, wheels, rehearse
@@ -70,13 +70,14 @@ class Kit:
         save(self.work / "json" / f"{self.stage}.json", self.found)
 
     def say(self, line: str, well: bool = True) -> None:
-        """A line of the summary, of what went well or not."""
+        """Adds a line to the summary."""
         self.well &= well
         print(line, flush=True)
         self.add(lines=[*self.found["lines"], line])
 
     def child(self, *command: str, seconds: float | None = None, **environment: str) -> int | None:
-        """The exit status of a command, its output in this stage's log; None if it took too long. "" unsets a variable."""
+        """The exit status of a command, whose output goes to this stage's log; None if it took too long. "" unsets a
+        variable."""
         values = {k: v for k, v in (os.environ | environment).items() if v or k not in environment}
         print(f"\n$ {' '.join(command)}", flush=True)
         try:
@@ -97,7 +98,8 @@ def outcome(status: int | None) -> str:
 
 
 def env(kit: Kit) -> None:
-    """Peers' wheels installed; what the machine is; what it moves and multiplies in a second; who can be measured."""
+    """Installs the peers' wheels; describes the machine; measures its bandwidth and flop rate; finds which peers can be
+    measured."""
     wheels = sorted(kit.wheels.glob("*.whl")) if kit.wheels else []
     installed = install(kit, wheels)
     for name, how in installed.items():
@@ -132,7 +134,7 @@ def env(kit: Kit) -> None:
 
 
 def install(kit: Kit, wheels: list[Path]) -> dict[str, str]:
-    """{wheel: outcome}; all at once, or one by one if a bad one among them stops that."""
+    """{wheel: outcome}. All are installed at once; if that fails, one by one."""
     options = ("--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--quiet")
     command = ("-m", "pip", "install", *options, "--target", str(kit.work / "site"))
     if wheels and kit.python(*command, *map(str, wheels)) == 0:
@@ -141,7 +143,7 @@ def install(kit: Kit, wheels: list[Path]) -> dict[str, str]:
 
 
 def peers(kit: Kit) -> None:
-    """Who of the comparison cannot be imported here, and why. In a process of its own: an import may crash."""
+    """The peers that cannot be imported here, and why. This runs in a process of its own, since an import may crash."""
     reasons: dict[str, str | None] = {}
     for contract in ("logits", "logits-forward", "hidden", "hidden-forward"):
         cell = Cell(contract, 16, 512, torch.bfloat16, None if contract.startswith("logits") else 128)
@@ -164,7 +166,7 @@ def peers(kit: Kit) -> None:
 
 # ---- correctness
 
-#: {group of the report: its files}. Kernels first: without them nothing else is worth a look.
+#: {group of the report: its files}. Kernels first: everything else depends on them.
 CASES = {
     "Triton kernels": ["triton_cases.py"],
     "real sizes": ["gpu_cases.py"],
@@ -181,8 +183,8 @@ REHEARSED = (
 
 
 def correctness(kit: Kit) -> None:
-    """The tests' own cases on the device, in one run: of each test, all values of its parameters first, their combinations
-    after that, see tests/on_device.py. To have no time for all combinations is no failure."""
+    """The cases of the tests on the device, in one run. Of each test, single values of the parameters come first and their
+    combinations later, see tests/on_device.py. Combinations that do not fit into the time are not a failure."""
     report = kit.work / "json" / "tests.jsonl"
     command = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "on_device"]
     if importlib.util.find_spec("xdist") and not kit.rehearse:  # few at a time, so that they keep their order
@@ -239,7 +241,8 @@ def tally(report: Path, files: list[str]) -> dict:
 
 
 def resources(kit: Kit) -> None:
-    """The kernel budget of this GPU: every specialisation compiled ahead of time, and those that just ran as loaded."""
+    """The resources of the kernels on this GPU: every specialisation compiled ahead of time, and those that have just run,
+    as loaded."""
     target = "sm_90" if kit.rehearse else f"sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
     quick = ("--quick",) if kit.rehearse else ()
     path = kit.work / "json" / "kernels.json"
@@ -319,7 +322,7 @@ def losses(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = 
 def recompilations(
     device: str, vocab: int, width: int, lengths: int = 30, schedules: int = 10, longest: int = 300
 ) -> int:  # fmt: skip
-    """Kernels and graphs made new by random lengths and schedules, after one call of each entry point."""
+    """Counts the kernels and graphs that random lengths and schedules compile, after one call of each entry point."""
     draw = random.Random(0)
 
     def step(length: int, schedule: tuple[float, ...]) -> None:
@@ -347,7 +350,7 @@ def recompilations(
         return count()
 
 
-#: What is documented to make the host wait, and why.
+#: The calls that are documented to make the host wait, and why.
 WAITS = {
     "linear_logprobs, masked": "rows are picked by the mask",
     "TokenBatch and linear_grpo_loss": "row counts, sent to the host when the batch is made, are needed right after",
@@ -355,8 +358,8 @@ WAITS = {
 
 
 def first_wait(step: Callable[[], Any]) -> str | None:
-    """Where `step` first makes the host wait for CUDA, None if nowhere. Torch's own mode does not see waits for an event:
-    one is a wait unless the event is over, and all before `step` is."""
+    """Where `step` first makes the host wait for CUDA; None if nowhere. The debug mode of torch does not report waits for
+    an event, so these are counted here, except for events that are over. Everything before `step` is over."""
 
     def wait(event: torch.cuda.Event) -> None:
         if not event.query():
@@ -390,7 +393,7 @@ def graph_replays(device: str, rows: int, vocab: int) -> bool:
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what is set up on first use must not be captured
+    with torch.cuda.stream(side):  # what is created at first use must not be captured
         step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -404,7 +407,7 @@ def graph_replays(device: str, rows: int, vocab: int) -> bool:
 
 
 def counters(kit: Kit) -> None:
-    """Compilations over lengths and schedules, waits of the host, capture as a CUDA graph."""
+    """Counts compilations over lengths and schedules and waits of the host; captures a CUDA graph."""
     vocab, width = (272, 8) if kit.rehearse else (32768, 256)
     few = {"lengths": 2, "schedules": 2, "longest": 2} if kit.rehearse else {}
     with on_triton(kit.rehearse):
@@ -449,7 +452,7 @@ def on_triton(rehearse: bool) -> Iterator[None]:
 
 def tune(kit: Kit) -> None:
     found: dict[str, dict] = {}
-    for i, kind in enumerate(("fused", "visit", "chunk")):  # a process each: a candidate may take CUDA down
+    for i, kind in enumerate(("fused", "visit", "chunk")):  # each in a process of its own: a candidate may break CUDA
         path = kit.work / "json" / f"tune-{kind}.json"
         small = ("--small",) if kit.rehearse else ()
         share = kit.left / (3 - i)
@@ -464,16 +467,17 @@ def tune(kit: Kit) -> None:
         kit.say(line)
 
 
-#: Most valuable first: what design targets speak of, then the sweeps.
+#: The most important first: the suites of the targets, then the sweeps.
 SUITES = ("logits", "hidden", "active", "step", "length", "hidden-frozen", "logits-forward", "hidden-forward", "rows", "vocab")
 
 
 def comparison(kit: Kit) -> None:
-    """All suites by all providers, a process each. One that breaks CUDA ends its process; the next goes on without it."""
+    """All suites with all providers, each suite in a process of its own. A provider that breaks CUDA ends its process; the
+    next process continues without it."""
     results, names = kit.work / "results", ("length",) if kit.rehearse else SUITES
     quick = ("--quick",) if kit.rehearse else ()
     for i, name in enumerate(names):
-        deadline = time.monotonic() + max(0.4, 1 / (len(names) - i)) * kit.left  # one that hangs leaves time to the others
+        deadline = time.monotonic() + max(0.4, 1 / (len(names) - i)) * kit.left  # a suite may hang
         status: int | None = LOST_DEVICE
         for _ in range(8):
             left = max(1.0, deadline - time.monotonic())
@@ -489,7 +493,7 @@ def comparison(kit: Kit) -> None:
 
 
 def name_the_command(results: Path) -> None:
-    """In the result files: what a reader can run, in place of a command with this call's temporary folder in it."""
+    """Writes a command into the result files that a reader can run: that of this call contains a temporary folder."""
     for path in results.glob("*/*.json"):
         record = load(path)
         for made in (record, *record["cells"]):
@@ -525,7 +529,7 @@ def small(kit: Kit) -> None:
 def plots(kit: Kit) -> None:
     """Tables and pictures from the result files."""
     results = kit.work / "results"
-    name_the_command(results)  # a comparison that was cut off has not done so
+    name_the_command(results)  # an interrupted comparison has not done this
     status = kit.python("-m", "benchmarks.plots", "--results", str(results))
     kit.say(f"plots: {outcome(status)}", well=status == 0)
     text = []

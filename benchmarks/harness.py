@@ -1,7 +1,7 @@
 """Clocks, memory and counters, for the CPU and CUDA; and what machine they ran on.
 
-Times are medians of runs interleaved over all contenders in one process, so that a machine that slows down slows down for
-everybody. Nothing here knows what is measured."""
+Times are medians. The runs of all contenders are interleaved in one process, so that a change of the machine's speed
+affects all of them. This file does not know what is measured."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def interleaved(
     warm_up: bool = True,
     attempt: Callable[[str, Callable[[], float]], float | None] = lambda name, run: run(),
 ) -> dict[str, dict]:
-    """{name: {ms, p20, p80, runs}}: each round runs every contender once, starting with another one each time.
+    """{name: {ms, p20, p80, runs}}. Each round runs every contender once; the order rotates from round to round.
 
-    `before(name)` runs untimed ahead of each run (it restores inputs that were overwritten). A contender leaves out later
-    rounds once it has `least` runs and has spent `seconds`, or three runs and has spent three times that: slow ones do not
-    cost the others their sample. A first round warms up, unless they are all warm. `attempt(name, run)` makes each run; it
-    may catch what that raises and return None, and the contender is dropped, without a time."""
+    `before(name)` runs untimed before each run, for example to restore inputs that were overwritten. A contender stops
+    taking part once it has `least` runs and `seconds` of time, or three runs and three times `seconds`: slow contenders
+    then do not limit the sample of the others. The first round is a warm-up, unless `warm_up` is False. `attempt(name,
+    run)` executes a run. It may catch an exception and return None: that contender is dropped."""
     names = list(runs)
     times: dict[str, list[float]] = {name: [] for name in names}
     for i in range(0 if warm_up else 1, most + 1):
@@ -81,7 +81,7 @@ def _enough(times: list[float], spent: float, least: int) -> bool:
 
 
 def timed(run: Callable[[], Any], device: str) -> tuple[Any, float]:
-    """(result, milliseconds). On CUDA between two events, the L2 cache flushed before."""
+    """(result, milliseconds). On CUDA the time between two events, after the L2 cache was flushed."""
     if device == "cpu":
         begin = time.perf_counter()
         result = run()
@@ -109,7 +109,7 @@ def _summary(times: list[float]) -> dict:
 
 
 def memory_in_use(device: str) -> int:
-    """Bytes: of tensors on CUDA, resident on a CPU (Linux), what the allocator holds back for reuse given back before."""
+    """Bytes of tensors on CUDA; resident bytes on a CPU (Linux), after the allocator has returned its free memory."""
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -127,10 +127,10 @@ def memory_free(device: str) -> int:
 
 
 def peak_memory(run: Callable[[], Any], device: str, baseline: int | None = None) -> int:
-    """Bytes by which memory in use rises at most while `run` runs, above `baseline` or what is in use just before.
+    """The peak of memory in use during `run`, in bytes above `baseline` (None: above what is in use just before).
 
-    On a CPU `run` should be warm: its code counts too. Free heap pages go back to the system first, so that nobody finds
-    memory that another contender left."""
+    On a CPU `run` should have run before, since its code counts too. Free heap pages are returned to the system first, so
+    that a run does not reuse what another contender has allocated."""
     before = memory_in_use(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -164,8 +164,8 @@ def _read(path: str, key: str) -> int:
 
 @contextmanager
 def compilations() -> Iterator[Callable[[], int]]:
-    """`with compilations() as count: ...; count()`: graphs that torch.compile made new, and specialisations of Triton
-    kernels that this process had not seen (from a cache on disk or not)."""
+    """`with compilations() as count: ...; count()`: the number of new graphs of torch.compile and of Triton specialisations
+    that are new to this process, whether compiled or loaded from a cache on disk."""
     from torch._dynamo.utils import counters
 
     kernels = 0
@@ -188,7 +188,8 @@ def compilations() -> Iterator[Callable[[], int]]:
 
 
 def host_syncs(run: Callable[[], Any]) -> int:
-    """How often the host waits for CUDA during `run`: as far as torch can tell, and for events, which it does not count."""
+    """How often the host waits for CUDA during `run`: what torch reports, and waits for events, which torch does not
+    report."""
     waits = 0
     wait = torch.cuda.Event.synchronize
 
@@ -250,8 +251,8 @@ def machine(device: str) -> dict:
 
 
 def require_kernels(device: str) -> None:
-    """SystemExit with the remedy where the kernels for `device` cannot run, or are not those of this checkout: what would be
-    measured is eager PyTorch, or code that is no longer there."""
+    """SystemExit with the remedy where the kernels for `device` are missing or out of date: eager PyTorch, or old code,
+    would be measured in their place."""
     if device == "cpu":
         reasons = [f"{f.problem}\n  -> {f.remedy}" for f in findings(needed=True) if f.blocks]
     else:
@@ -262,12 +263,12 @@ def require_kernels(device: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Variables that allocators and thread pools read; of a path, the name of the file."""
+    """Environment variables that allocators and thread pools read. A path is shortened to the name of the file."""
     return {name: value.rpartition("/")[2] for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT)}
 
 
 def library() -> str:
-    """A hash of the compiled module: which one ran, if there is one."""
+    """A hash of the compiled module, or "none"."""
     try:
         path = grpo_kernels.native.load().__file__
     except ImportError:
@@ -282,7 +283,7 @@ def _huge_pages() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages whose code is measured, as far as they are installed."""
+    """Versions of the packages whose code is measured, where they are installed."""
     found = {}
     for name in PACKAGES:
         try:

@@ -1,6 +1,7 @@
 """One cell of a table: every provider is checked against float64, then timed in one interleaved run.
 
-A wrong answer gets its errors and no time. What a provider cannot do, and why it failed, becomes a row as well."""
+Implementations that fail the float64 check are not timed; their row shows the errors. A provider that cannot take part, or
+that fails, has a row with the reason."""
 
 from __future__ import annotations
 
@@ -19,15 +20,16 @@ from benchmarks.cases import Case, Cell, Result, errors, make_case, reference
 from benchmarks.harness import compilations, gpu_state, host_syncs, interleaved, memory_free, memory_in_use, peak_memory
 from benchmarks.providers import Provider, Run, Unavailable, first_line, providers
 
-#: The largest error of each kind (see cases.errors), in 32 and in 16 bits: some times what rounding logits and gradients
-#: to that costs those who are right, and a fraction of what one wrong row or a missing term does.
+#: The largest error of each kind (see cases.errors) that passes, in 32 and in 16 bits. It is a small multiple of the error
+#: of a correct implementation that rounds logits and gradients to that precision, and a fraction of the error of one wrong
+#: row or one missing term.
 FULL = {"loss": 1e-4, "gradient": 1e-4, "worst row": 1e-3, "parameter": 1e-4, "value": 1e-4}
 HALF = {"loss": 1e-2, "gradient": 3e-2, "worst row": 0.3, "parameter": 0.1, "value": 0.15}
 GATE = {torch.float32: FULL, torch.bfloat16: HALF, torch.float16: HALF}
 
 
 class DeviceLost(RuntimeError):
-    """A provider left CUDA in a state that only a new process gets out of."""
+    """A provider broke CUDA for this process: only a new process can use it again."""
 
     def __init__(self, provider: str, reason: str) -> None:
         super().__init__(f"{provider}: {reason}")
@@ -51,15 +53,15 @@ def measure(
     known: dict[str, str] | None = None,
     candidates: list[Provider] | None = None,
 ) -> dict:
-    """The cell as the result files have it. `only` names the providers that take part beside the limits (None: all that
-    know the contract); `known` {provider: reason} are failures of an earlier process, not to be tried again."""
+    """The cell in the form of the result files. `only` names the providers that take part beside the limits (None: all that
+    support the contract). `known`, {provider: reason}, are failures of an earlier process, which are not tried again."""
     begin = time.perf_counter()
     chosen = providers(cell.contract) if candidates is None else candidates
     chosen = [p for p in chosen if only is None or p.limit or p.name in only]
     known = known or {}
     tried = [p for p in chosen if p.name not in known] if counters and cell.contract != "step" else []
     counts = {p: _compiles(p, cell, device) for p in tried}
-    torch._dynamo.reset()  # what torch.compile learned of other shapes would make it generalise
+    torch._dynamo.reset()  # otherwise torch.compile would generalise from the shapes that it has seen
     case = make_case(cell, device)
     expected = reference(case)
     rows, runs = [], {}
@@ -97,7 +99,7 @@ def measure(
     retries = _alloc_retries(device)
     times = interleaved(
         {name: run.call for name, run in runs.items()}, device, lambda name: _restore(runs[name]), attempt=attempt,
-        seconds=seconds, least=least, most=most, warm_up=device != "cpu",  # there, each has run for its check and its memory
+        seconds=seconds, least=least, most=most, warm_up=device != "cpu",  # on a CPU the check was one
     )  # fmt: skip
     state = gpu_state(device)
     limits = [{"name": r["name"], "ms": times[r["name"]]["ms"]} for r in rows if r.get("limit") and r["name"] in times]
@@ -118,7 +120,8 @@ def measure(
 def _checked(
     provider: Provider, run: Run, case: Case, device: str, expected: Result, memory: bool, counters: bool
 ) -> dict[str, Any]:
-    """The row's errors and, unless they are beyond the gate, what is measured in runs of its own."""
+    """The errors, and for a provider that passes the gate also what is measured in separate runs: memory and waits of the
+    host."""
     baseline = memory_in_use(device) if device == "cuda" else None
     scale = float(case.batch.advantages.abs().mean())
     row: dict[str, Any] = {"errors": _attempt(provider, device, lambda: _errors(run, expected, scale))}
@@ -147,7 +150,7 @@ def describe(cell: Cell) -> dict:
 
 
 def outside_gate(cell: Cell, found: dict[str, float]) -> str | None:
-    """Which error is beyond what rounding explains, in words."""
+    """The first error that is too large to be rounding, in words; None if there is none."""
     for name, value in found.items():
         most = GATE[cell.dtype][_kind(name)]
         if not value <= most:  # NaN as well
@@ -156,7 +159,7 @@ def outside_gate(cell: Cell, found: dict[str, float]) -> str | None:
 
 
 def _kind(name: str) -> str:
-    """Of an error, by its name."""
+    """The kind of an error, from its name."""
     if name == "loss":
         return name
     if name.endswith("worst row"):
@@ -165,9 +168,9 @@ def _kind(name: str) -> str:
 
 
 def derived(cell: Cell, ms: float) -> dict:
-    """Rates from a time: GB/s if the logits are read and written once (2U) or read twice and written (3U), TFLOP/s of the
-    products that are due, where rows of zero advantage (1 - a of them) take part in the first only, and as if all took part
-    in all ("tflops_dense")."""
+    """Rates from a time. GB/s: as if the logits were read and written once (2U), or read twice and written once (3U).
+    TFLOP/s: of the products that are needed, where rows of zero advantage (a share 1 - a) take part in the first product
+    only; "tflops_dense" counts all rows in all products."""
     if cell.contract == "step":
         return {}
     seconds = ms / 1e3
@@ -185,7 +188,7 @@ def derived(cell: Cell, ms: float) -> dict:
 
 
 def _compiles(provider: Provider, cell: Cell, device: str) -> int | None:
-    """None for a limit, and for a provider that does not get that far: its check will say why."""
+    """None for a limit, and for a provider that cannot run: its check reports the reason."""
     if provider.limit or provider.reason_against(cell, device, memory_free(device)):
         return None
     small = replace(cell, rows=64, vocab=4096, hidden=cell.hidden and 128, active=1.0)
@@ -197,7 +200,7 @@ def _compiles(provider: Provider, cell: Cell, device: str) -> int | None:
 
 @functools.cache
 def recompilations(provider: Provider, cell: Cell, device: str) -> int:
-    """What three further row counts make new after that of `cell`, in a fresh torch.compile."""
+    """New compilations at three further row counts after that of `cell`, starting with a reset torch.compile."""
 
     def once(rows: int) -> None:
         run = provider.make(make_case(replace(cell, rows=rows), device))
@@ -218,7 +221,7 @@ def _attempt(provider: Provider, device: str, step: Callable[[], Any]) -> Any:
             return step()
     except Unavailable:
         raise
-    except Exception as failure:  # other people's code may raise anything, and must not cost the others their figures
+    except Exception as failure:  # a peer's code may raise anything; the other providers are still measured
         reason = first_line(failure)
     if device == "cuda":
         try:
@@ -235,8 +238,9 @@ def _errors(run: Run, expected: Result, scale: float) -> dict[str, float]:
 
 
 def _extra(run: Run, device: str, baseline: int | None) -> int:
-    """Peak memory of a run beyond the inputs. `baseline` was in use before the provider's first run: what it keeps from
-    one run to the next counts too. (On a CPU its code would count as well, so there the state just before serves.)"""
+    """Peak memory of a run beyond the inputs. `baseline` was in use before the provider's first run, so that memory which
+    it keeps between runs is counted. (On a CPU the provider's code would be counted too, so the state just before the run
+    is used.)"""
     _restore(run)
     return peak_memory(run.call, device, baseline)
 
@@ -247,7 +251,7 @@ def _syncs(run: Run) -> int:
 
 
 def _alloc_retries(device: str) -> int:
-    """How often CUDA's allocator had to give memory back and ask again: times with such runs among them say little."""
+    """How often CUDA's allocator had to free memory and try again. Times with such runs among them are not reliable."""
     return torch.cuda.memory_stats().get("num_alloc_retries", 0) if device == "cuda" else 0
 
 
@@ -277,7 +281,7 @@ error: the worst of the loss (by the mean |advantage|), gradients and their wors
 
 
 def table(cell: dict) -> str:
-    """The cell as a table to read, then why those without a time have none."""
+    """The cell as a table, then the reasons of the providers that were not timed."""
     contract, rows = cell["contract"], cell["providers"]
     shape = " x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x])
     active = "" if cell["active"] == 1 else f", {cell['active']:.1%} of the sequences with an advantage"

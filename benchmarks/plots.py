@@ -2,8 +2,8 @@
 
     python -m benchmarks.plots [--results DIR] [--out DIR]
 
-Writes <out>/<machine>/<suite>.svg and .png (default: <results>/<machine>/plots/). A picture carries the numbers that it was
-drawn from, so that a test can tell whether it still shows what its result file says; the same file gives the same SVG."""
+Writes <out>/<machine>/<suite>.svg and .png (default: <results>/<machine>/plots/). A picture contains the numbers that it
+was drawn from, so that a test can compare them with the result file. The same result file gives the same SVG."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from benchmarks.tables import (
     times,
 )
 
-#: The ground is transparent: each of these reads on white and on GitHub's dark grey.
+#: The background is transparent: all of these colours can be read on white and on GitHub's dark grey.
 TEXT = "#797979"
 MUTED = "#8f8f8f"
 HIGHLIGHT = "#2f81f7"
@@ -85,7 +85,7 @@ class Bars:
     axis: str
     mark: float | None  # where the limit is
     bars: list[Bar]
-    wrong: list[str]  # who is named without a bar
+    wrong: list[str]  # providers that are named without a bar
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _curves(record: Record, dtype: str) -> list[Curves]:
 
 
 def _missing(record: Record, cells: list[Cell]) -> list[str]:
-    """Who was skipped, failed or, in a sweep, wrong; and where, unless everywhere."""
+    """The providers that were skipped, failed or, in a sweep, wrong; and the cells, unless it is all of them."""
     field = SWEEPS[record["suite"]][0] if record["suite"] in SWEEPS else "dtype"
     found: dict[str, dict[str, list[str]]] = {}
     for cell in cells:
@@ -254,9 +254,9 @@ def _draw_bars(shown: Picture, panels: list[Bars]) -> Figure:
         timed = {bar.name for bar in panel.bars}
         for y, name in enumerate(names):
             if name not in timed:
-                text = "wrong, no time" if name in panel.wrong else "skipped"
+                text = "wrong, not timed" if name in panel.wrong else "skipped"
                 axes.annotate(text, (0, y), (4, 0), textcoords="offset points", va="center", fontsize=8, style="italic")
-        if panel.mark is not None:  # in the gaps between bars, where no text is
+        if panel.mark is not None:  # between the bars, where there is no text
             gaps = [i - 0.5 for i in range(len(names) + 1)]
             axes.vlines([panel.mark] * len(gaps), [y - 0.15 for y in gaps], [y + 0.15 for y in gaps], color=TEXT, linewidth=1)
     return page
@@ -290,7 +290,7 @@ def _draw_curves(shown: Picture, panels: list[Curves]) -> Figure:
 
 
 def _scale(axes: Axes, panel: Curves) -> None:
-    """Ticks at what was measured, and heights in plain numbers."""
+    """Ticks at the measured sizes, and plain numbers on the vertical axis."""
     plain = FuncFormatter(lambda y, _: f"{y:,.10g}")
     heights = [y for curve in panel.curves for y in curve.y] or [1.0]
     if panel.log:
@@ -309,7 +309,7 @@ def _scale(axes: Axes, panel: Curves) -> None:
     labels = axes.get_xticklabels()
     for i in range(len(ticks) - 1):
         room = (places[i + 1] - places[i]) * axes.get_position().width * WIDTH
-        if room < 0.06 + sum(_width(_short(x), 8) for x in ticks[i : i + 2]) / 2:  # they make room for each other
+        if room < 0.06 + sum(_width(_short(x), 8) for x in ticks[i : i + 2]) / 2:  # they move apart
             labels[i].set_horizontalalignment("right")
             labels[i + 1].set_horizontalalignment("left")
 
@@ -322,8 +322,8 @@ def _short(x: float) -> str:
 
 
 def _name_ends(page: Figure, axes: Axes, panel: Curves) -> None:
-    """Each curve's name at the right, as near to its end as the others' names allow, and a line from its end to its name;
-    one that ends before the others says where instead."""
+    """Writes the name of each curve at the right, as near to its end as the other names allow, with a line from the end to
+    the name. The name of a curve that ends early says where it ends."""
     to_axes = axes.transScale + axes.transLimits
     inches = axes.get_position().height * page.get_figheight()
     last = max((curve.x[-1] for curve in panel.curves), default=0)
@@ -374,7 +374,7 @@ def _width(text: str, points: float, bold: bool = False) -> float:
 
 
 def described(shown: Picture) -> str:
-    """What a picture's file says of itself, in its field Description."""
+    """The field Description of a picture's file."""
     return json.dumps(asdict(shown), separators=(",", ":"))
 
 

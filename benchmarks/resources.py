@@ -1,10 +1,11 @@
-"""What the Triton kernels take of a GPU that need not be there: registers, accesses, occupancy, work per logit; and budgets.
+"""The resources that the Triton kernels need on a GPU, without a GPU: registers, accesses, occupancy, work per logit; and
+their budgets.
 
     python -m benchmarks.resources [--target sm_90 ...] [--quick] [--json FILE]
 
-Compiles the kernels as the library launches them, for each target, and reads assembly and binary. Exits with 1 when a
-budget (see `broken`) is exceeded. Nothing here is timed: figures per element are counted in the instructions (PTX, AMD's
-assembly) of the innermost loops; those of `scale_`, whose loop also holds the ragged end of a row, are derived."""
+Compiles the kernels for each target as the library launches them, and reads the assembly and the binary. Exits with 1 when
+a budget (see `broken`) is exceeded. Nothing is timed. Figures per element are counted in the instructions (PTX, AMD's
+assembly) of the innermost loops. Those of `scale_` are derived, because its loop also handles the end of a row."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU as Triton names it, and what one multiprocessor (compute unit) of it holds.
+    """A GPU by its name in Triton, and the resources of one multiprocessor (compute unit).
 
     NVIDIA: CUDA programming guide, technical specifications per compute capability. CDNA3: LLVM's AMDGPU usage guide."""
 
@@ -80,7 +81,7 @@ TARGETS = {
 
 
 class _Driver:
-    """Stands for Triton's driver. The device's name keeps these kernels apart from those of a real GPU."""
+    """Takes the place of Triton's driver. The name of the device separates these kernels from those of a real GPU."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -101,9 +102,8 @@ def device_name(target: str) -> str:
 
 @contextlib.contextmanager
 def compiling(target: str) -> Iterator[list[tuple[str, Any]]]:
-    """Launches compile for `target` and stop there; the list receives (kernel name, compiled kernel) of each.
-
-    So signatures, specialisation and cache keys are those of a real call."""
+    """Inside, a launch compiles for `target` and does not run; (kernel name, compiled kernel) is appended to the list.
+    Signatures, specialisation and cache keys are therefore those of a real call."""
     launches: list[tuple[str, Any]] = []
     run = JITFunction.run
 
@@ -124,7 +124,7 @@ def compiling(target: str) -> Iterator[list[tuple[str, Any]]]:
 
 @dataclass(frozen=True)
 class Case:
-    """One launch: what selects a compiled kernel, in the terms of a caller."""
+    """One launch: the choices of a caller that select a compiled kernel."""
 
     kernel: str
     logits: torch.dtype = torch.bfloat16
@@ -189,14 +189,14 @@ def token_rows(n: int, objective: Objective, without: str | None = None, offset:
 
 
 def _objectives() -> dict[str, Objective]:
-    """The formulas of all presets that take one pass, and what varies the terms besides the surrogate."""
+    """The formulas of all presets that take one pass, and of the other terms that a preset may have."""
     presets = {name: replace(preset, aggregate="token-mean") for name, preset in PRESETS.items() if preset.one_pass}
     grpo = presets["grpo"]
     kls = [*ESTIMATORS, "k3+", *(Kl("k3", weighting) for weighting in WEIGHTINGS), Kl("k3", clamp_log=20.0, clamp=10.0)]
     every = presets | {f"grpo + {kl if isinstance(kl, str) else _kl_name(kl)}": replace(grpo, beta=0.04, kl=kl) for kl in kls}
     every["grpo, entropy floor"] = replace(grpo, filters=(EntropyFloor(1.0),))
     every["grpo, bounded ratio"] = replace(grpo, log_ratio_bounds=(-20.0, 20.0))
-    # Presets of one formula differ in parameters, which compile nothing: the first name stays.
+    # Presets with the same formula differ in parameters only, which compile nothing new: the first name is kept.
     distinct = {
         (*formulas(o).values(), o.beta != 0, o.kl_spec.clamps is None, o.filters == (), o.log_ratio_bounds): name
         for name, o in reversed(every.items())
@@ -218,8 +218,8 @@ TRANSFORMS = {
 #: (vocabulary, stride of a row): long and short rows; aligned, not aligned, and an odd vocabulary in padded rows.
 SHORT = 8192
 LAYOUTS = ((151936, 151936), (50257, 50257), (50257, 50272), (1024, 1024), (1001, 1001))
-#: Logits and gradient at logits level; the last is a chunk of logits at hidden level. A gradient of fp16 logits waits for
-#: the loss scale, so the fused kernel sees them without one.
+#: Logits and gradient at logits level; the last is a chunk of logits at hidden level. The gradient of fp16 logits has to
+#: wait for the loss scale, so the fused kernel makes none for them.
 DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -229,8 +229,8 @@ DTYPES = (
 
 
 def cases() -> list[Case]:
-    """The launches of the library. Layouts, transforms and objectives are varied one at a time: the first two shape the loops
-    over a row, an objective is arithmetic on its few scalars."""
+    """The launches of the library. Layouts, transforms and objectives are varied one at a time: the first two change the
+    loops over a row, an objective changes only arithmetic on a few scalars."""
     found: dict[Case, None] = {}  # in order, once
     for (logits, gradient), entropy in product(DTYPES, (False, True)):
         base = Case("stats", logits, gradient, entropy=entropy)
@@ -307,7 +307,7 @@ def loops(assembly: str) -> list[list[str]]:
         stack += (new := successors[stack.pop()] - reached)
         reached |= new
     predecessors = {block: {p for p in reached if block in successors[p]} for block in reached}
-    dominators = {block: reached for block in reached} | {0: {0}}  # what every way from the entry to a block passes
+    dominators = {block: reached for block in reached} | {0: {0}}  # the blocks on every path from the entry to a block
     changed = True
     while changed:
         changed = False
@@ -317,7 +317,7 @@ def loops(assembly: str) -> list[list[str]]:
             dominators[block] = new
 
     def around(header: int) -> frozenset[int]:
-        """The natural loop of a header: what leads to the ends of its back edges without passing it."""
+        """The natural loop of a header: the blocks that lead to its back edges without passing through it."""
         inside, stack = {header}, [tail for tail in predecessors[header] if header in dominators[tail]]
         if not stack:
             return frozenset()
@@ -343,7 +343,7 @@ ARITHMETIC = (
     r"(?:@!?%p\d+ )?(?:v_)?(pk_)?(fmac?|div_fmas|max3|min3|add|sub|mul|max|min|div)(?:_f32|[.\w]*\.f32(x2)?(?:\.\w+)?\s)"
 )
 SPECIAL = r"(?:@!?%p\d+ )?(?:(?:ex2|lg2|rcp|rsq|sqrt|div\.full|div\.approx)\.|v_(?:exp|log|rcp|rsq|sqrt)_f32)"
-#: What is no instruction: directives, labels, comments.
+#: Lines that are not instructions: directives, labels, comments.
 NO_INSTRUCTION = r"$|[.;$/{})]|\w+:"
 
 
@@ -455,11 +455,11 @@ UNALIGNED_SPILL = {"fused": 128, "scale_": 32}
 
 
 def broken(case: Case, found: Report) -> list[str]:
-    """The budgets that a kernel exceeds, in words."""
+    """The budgets that a kernel exceeds, in words; empty if it meets all."""
     fused = case.kernel == "fused"
     threads, in_flight = backend.LAUNCH["fused" if fused else "visit"]
     stores = case.kernel != "stats" and case.gradient is not None
-    # What `LAUNCH` is made for: one program of these threads per multiprocessor, or as many threads in programs of short rows.
+    # `LAUNCH` is made for one program of so many threads per multiprocessor, or as many threads in programs of short rows.
     at_most = {
         "registers": (found.registers, TARGETS[found.target].registers // threads),
         "bytes spilled": (found.spilled + found.stack, 0 if case.aligned else UNALIGNED_SPILL.get(case.kernel, 0)),
@@ -468,7 +468,7 @@ def broken(case: Case, found: Report) -> list[str]:
     }
     at_least = {"resident threads": (found.programs * found.warps * TARGETS[found.target].gpu.warp_size, threads)}
     if case.aligned:
-        widest = max if case.kernel == "scale_" else min  # the loop of `scale_` holds the ragged end of a row too
+        widest = max if case.kernel == "scale_" else min  # the loop of `scale_` also handles the end of a row
         at_least["bits per load"] = (widest(found.loads, default=0), 128)
         if case.gradient is not None and stores:
             # A tile is as wide as an access to the logits: 16-bit gradients of fp32 logits are stored by 64 bits.

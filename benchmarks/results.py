@@ -1,5 +1,6 @@
-"""Result files, benchmarks/results/<machine>/<suite>.json: written after every cell, so that a run which is cut off goes on
-where it stopped. A cell is kept only while its fingerprint holds; a file never mixes figures of different code or machines."""
+"""Result files, benchmarks/results/<machine>/<suite>.json: written after every cell, so that an interrupted run continues
+where it stopped. A cell is measured again when its fingerprint changes: a file never mixes figures of different code or
+machines."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def save(path: Path, record: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Replaces the file at once, so that it is never half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(record, indent=1) + "\n")

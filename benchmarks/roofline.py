@@ -81,7 +81,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to meet a contract (see cases.CONTRACTS), by the passes over the logits or the products that it cannot avoid."""
+    """A way to compute a contract (see cases.CONTRACTS), described by the passes over the logits, or the products, that it
+    needs."""
 
     contract: str | None  # None: no contract of the benchmarks asks for it
     short: str
@@ -133,7 +134,7 @@ def estimate(rows: int, hidden: int, vocab: int, bandwidth: float, flops: float,
 
 @dataclass(frozen=True)
 class Rates:
-    """Where limits come from: bytes/s of reading, of reading and writing, and flop/s by dtype."""
+    """The rates that limits are computed from: bytes/s of reading, of reading and writing, and flop/s by dtype."""
 
     name: str
     read: float
@@ -210,7 +211,7 @@ def against(cell: dict[str, Any], sources: Sequence[Rates], device: str) -> Tabl
         mark, seen = f"({i + 1}) " if len(sources) > 1 else "", set[float]()
         for scheme in SCHEMES:
             limit = rates.ms(scheme, shape, cell["active"]) if scheme.contract == cell["contract"] else None
-            if limit is not None and limit not in seen:  # where every row has a gradient, two schemes are one
+            if limit is not None and limit not in seen:  # where every row has a gradient, two schemes are the same
                 found.append((f"{mark}{scheme.short} = {_ms(limit)} ms", limit))
                 seen.add(limit)
     rows = [["provider", "ms", "extra MB", *(f"% of {name}" for name, _ in found)]]

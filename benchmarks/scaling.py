@@ -24,10 +24,11 @@ from benchmarks.tables import figure, replace_block
 PAGE = Path(__file__).parent / "SCALING.md"
 COMMAND = "python -m benchmarks.scaling --write"
 
-#: Bytes a logit of losses that keep the logits, in fp32, counted from their elementwise passes. Held at the peak: eager's
-#: log-softmax, its upstream gradient and its gradient (as in the CPU benchmark); Megatron-LM's softmax, which its gradient
-#: overwrites. Moved, beside what products write and read: eager's log-softmax 4 + 4, zeros 4, its gradient 8 + 4; Megatron-LM's
-#: maximum 4, subtraction, exp, division and scaling 8 each, sum 4. 16-bit logits are cast, and so are their gradients: 6 each.
+#: Bytes a logit of losses that keep the logits, in fp32, counted from their elementwise passes. Bytes held at the peak:
+#: eager's log-softmax, its upstream gradient and its gradient (as in the CPU benchmark); Megatron-LM's softmax, which its
+#: gradient overwrites. Bytes moved, besides what products write and read: eager's log-softmax 4 + 4, zeros 4, its gradient
+#: 8 + 4; Megatron-LM's maximum 4, subtraction, exp, division and scaling 8 each, sum 4. 16-bit logits are cast, and so are
+#: their gradients: 6 each.
 EAGER_HELD, EAGER_MOVED = 12, 24
 MEGATRON_HELD, MEGATRON_MOVED = 4, 40
 CASTS_MOVED = 12
@@ -66,7 +67,7 @@ class Cluster:
     node: int = 8  # GPUs
 
     def link(self, ranks: int, stride: int = 1) -> float:
-        """Bytes/s of each rank of a group of every `stride`-th GPU. Those of one node share its network cards in a ring."""
+        """Bytes/s of each rank of a group of every `stride`-th GPU. In a ring, the GPUs of a node share its network cards."""
         inside = max(1, self.node // stride)
         return self.nvlink if ranks <= inside else min(self.nvlink, inside * self.network)
 
@@ -100,7 +101,7 @@ class Cost:
     collectives: int
 
     def seconds(self, at: Cluster, tp: int) -> float:
-        """Nothing overlaps."""
+        """Computation and communication are assumed not to overlap."""
         return self.flops / at.flops + self.moved / at.bandwidth + self.wire_seconds(at, tp)
 
     def wire_seconds(self, at: Cluster, tp: int) -> float:
@@ -135,8 +136,8 @@ def vocabulary_parallel(whole: Shape, tp: int, active: float) -> Cost:
 
 
 def weight_gathered(whole: Shape, tp: int, active: float) -> Cost:
-    """Our fused head of one device on N / tp rows, with the whole weight gathered and its fp32 gradient scattered. Counted at
-    its best: the layers in front are sequence-parallel, so nothing is sent for the hidden states."""
+    """Our fused head of one device on N / tp rows, with the whole weight gathered and its fp32 gradient scattered. This is
+    its best case: the layers in front are sequence-parallel, so no hidden states are sent."""
     own = vocabulary_parallel(replace(whole, rows=-(-whole.rows // tp)), 1, active)
     return replace(own, wire=reduce_scatter(weights(whole), tp), collectives=2 if tp > 1 else 0)
 
@@ -291,7 +292,7 @@ def time(s: Setup) -> Table:
 
 
 def interconnects(s: Setup) -> Table:
-    """V* by interconnect, and its share of the vocabulary: what the wire takes of the time that is saved."""
+    """V* by interconnect, and V* / V: the part of the saved time that communication takes."""
     model, tp = s.models[0], s.tp[-1]
     rows = [[f"V* of {model.name}, TP {tp}", "NVLink", "% of V", "network, one rank a node", "% of V"]]
     for at in s.compared:

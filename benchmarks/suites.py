@@ -1,4 +1,4 @@
-"""The suites: which cells are measured, by whom, on a CPU and on a GPU, and the loop over them."""
+"""The suites: which cells are measured on a CPU and on a GPU, with which providers, and the loop over them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ QWEN, LLAMA, GEMMA = 151936, 128256, 262144  # vocabularies
 FP32, BF16 = torch.float32, torch.bfloat16
 OURS, EAGER = "grpo_kernels", "eager PyTorch"
 FEW = (OURS, EAGER)
-#: In sweeps: nobody whose first call compiles for seconds per shape on a CPU, or whose run takes many times the others'.
+#: Providers of sweeps: without those that compile for seconds at each new shape on a CPU, or take many times as long as the
+#: others.
 SWEEP = (OURS, "grpo_kernels, layer 1 + loss", EAGER, "TRL fused head + loss")
 PEERS = (
     *SWEEP,
@@ -35,7 +36,7 @@ LOST_DEVICE = 75  # exit status: run the same command again (EX_TEMPFAIL)
 
 class Planned(NamedTuple):
     cell: Cell
-    only: tuple[str, ...] | None = None  # who takes part beside the limits; None: everybody
+    only: tuple[str, ...] | None = None  # providers that take part beside the limits; None: all
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def _active(device: str, quick: bool) -> list[Planned]:
 
 
 def _length(device: str, quick: bool) -> list[Planned]:
-    """Tokens of one batch: what fits. From 65,536 on they are one sequence."""
+    """By the number of tokens in a batch, up to what fits. From 65,536 on they are one sequence."""
     if device == "cuda":
         tokens, shape, dtype = (8192, 65536) if quick else (8192, 65536, 131072, 262144), (1024, QWEN), BF16
     else:
@@ -146,10 +147,10 @@ SUITES = {
 
 
 def run(suites: list[str], device: str, out: Path, quick: bool = False, fresh: bool = False) -> list[Path]:
-    """Measures what the result files under `out` do not hold yet, printing each cell; returns their paths. `fresh` measures
-    all of it again. A cell that cannot be measured is printed with the reason and left out; SystemExit at the end says so.
-    If a provider breaks CUDA for this process, that is written down and the process exits with LOST_DEVICE: the same
-    command goes on without that provider (fresh or not, until the code or the machine changes)."""
+    """Measures the cells that the result files under `out` do not hold yet, prints each, and returns the paths. With
+    `fresh` it measures all of them. A cell that cannot be measured is left out; SystemExit at the end names it. If a
+    provider breaks CUDA for this process, that is recorded and the process exits with LOST_DEVICE. The same command then
+    continues without that provider, until the code or the machine changes."""
     here = machine(device)
     folder = out / slug(device)
     print(heading(here), flush=True)
@@ -176,7 +177,7 @@ def run(suites: list[str], device: str, out: Path, quick: bool = False, fresh: b
                 results.save(path, _record(suite, here, [done[m] for _, m in plan if m in done], lost))
                 print(f"\n{failure}: CUDA is unusable in this process. Run the same command again.", file=sys.stderr)
                 raise SystemExit(LOST_DEVICE) from failure
-            except Exception as failure:  # the other cells are worth having
+            except Exception as failure:  # the other cells are still measured
                 unmeasured.append(f"{name}, {planned.cell}: {first_line(failure)}")
                 print(f"\n{unmeasured[-1]}", file=sys.stderr, flush=True)
                 continue
@@ -197,7 +198,7 @@ def heading(here: dict[str, Any]) -> str:
 
 
 def _effort(device: str, quick: bool) -> dict[str, Any]:
-    """What a cell may cost: seconds per provider, fewest runs, counters."""
+    """The effort for a cell: seconds per provider, fewest runs, whether to count."""
     if quick:
         return {"seconds": 0.2, "least": 5, "counters": False}
     return {"seconds": 0.5, "least": 20} if device == "cuda" else {"seconds": 1.0, "least": 5}

@@ -1,4 +1,4 @@
-"""What a swap into another trainer changes in time and memory: the examples that assert equal losses, measured.
+"""Time and memory before and after our loss replaces a trainer's own: the examples that assert equal losses, measured.
 
     python -m benchmarks.swaps [--write]
 

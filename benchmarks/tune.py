@@ -1,10 +1,10 @@
-"""Which launch settings are fastest: threads, accesses in flight and programs per multiprocessor of the row kernels, and
+"""Finds the fastest launch settings: threads, accesses in flight and programs per multiprocessor of the row kernels, and
 the chunk size from hidden states.
 
     python -m benchmarks.tune [--kind visit fused chunk] [--seconds 0.05] [--json FILE] [--small]
 
-Candidates are the package's own calls with another entry in its table of launches; nothing in it needs to change for a
-trial. Each is checked against float64 before it is timed, all of one workload interleaved. Prints a ranking for each kind
+A candidate is a call of the package with another entry in its table of launches, so a trial changes no code. Each is
+checked against float64 before it is timed; those of one workload are interleaved. Prints a ranking for each kind
 (the geometric mean, over its workloads, of the time relative to the best) and the table to paste. `--small` takes small
 shapes on the CPU: with TRITON_INTERPRET=1 the same lines run without a GPU, and no figure means anything."""
 
@@ -39,7 +39,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Rows:
-    """How a row kernel is launched. `programs` are resident on a multiprocessor at a time, and share its registers."""
+    """The launch of a row kernel. `programs` are resident on a multiprocessor at the same time and share its registers."""
 
     kind: str  # "visit" or "fused", see backend.LAUNCH
     threads: int
@@ -51,7 +51,7 @@ class Rows:
 
     @property
     def fits(self) -> bool:
-        """There are registers for the tile, 8 numbers for each access in flight, and for a few values beside it."""
+        """Whether the registers suffice for the tile (8 numbers for each access in flight) and a few other values."""
         return min(255, REGISTERS // (self.threads * self.programs)) >= 8 * self.accesses + 16
 
     @contextmanager
@@ -70,7 +70,7 @@ class Rows:
             mock.patch.object(backend, "_options", fewer_registers),
             mock.patch.object(backend, "_multiprocessors", lambda device: self.programs * multiprocessors(device)),
         ):
-            warnings.simplefilter("error", RuntimeWarning)  # of a smaller tile: then this one has failed
+            warnings.simplefilter("error", RuntimeWarning)  # a smaller tile was taken, so this one has failed
             yield
 
 
@@ -95,7 +95,7 @@ Setting = Rows | Chunk
 
 @dataclass(frozen=True)
 class Workload:
-    """A provider of the benchmarks whose time depends on one kind of setting."""
+    """A provider of the benchmarks whose time depends on this kind of setting."""
 
     kind: str
     provider: str
@@ -135,7 +135,7 @@ def workloads(small: bool) -> list[Workload]:
 
 
 def settings(kind: str, small: bool) -> list[Setting]:
-    """What is now in the package first, then the others."""
+    """The current setting of the package first, then the others."""
     if kind == "chunk":
         now = linear.CHUNK_BYTES["cuda"] // MIB
         return [Chunk(mib) for mib in dict.fromkeys((now, *((1,) if small else (200, 400, 800, 1600, 2400, 3200))))]
@@ -154,7 +154,8 @@ def settings(kind: str, small: bool) -> list[Setting]:
 
 
 def compile_once(job: tuple[Workload, Setting, str]) -> str | None:
-    """Fill Triton's cache on disk: what is compiled depends on the vocabulary, not on the rows. The reason if it cannot."""
+    """Compiles into Triton's cache on disk. Compiled kernels depend on the vocabulary, not on the rows. Returns the reason
+    of a failure, else None."""
     workload, setting, device = job
     try:
         run = workload.candidate(setting).make(make_case(replace(workload.cell, rows=16), device))
@@ -165,8 +166,8 @@ def compile_once(job: tuple[Workload, Setting, str]) -> str | None:
 
 
 def compile_all(jobs: list[tuple[Workload, Setting, str]], workers: int) -> None:
-    """In parallel, before anything is timed; `measure` meets failures again and reports them."""
-    context = multiprocessing.get_context("spawn")  # a fork would share the parent's CUDA context
+    """Compiles in parallel before anything is timed. A failure occurs again in `measure`, which reports it."""
+    context = multiprocessing.get_context("spawn")  # a forked process would share the parent's CUDA context
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         for (workload, setting, _), reason in zip(jobs, pool.map(compile_once, jobs), strict=True):
             if reason is not None:
@@ -174,7 +175,8 @@ def compile_all(jobs: list[tuple[Workload, Setting, str]], workers: int) -> None
 
 
 def ranking(cells: Sequence[dict]) -> list[tuple[str, float]]:
-    """[(setting, mean of its times relative to the best of each cell)], best first; only those right and timed everywhere."""
+    """[(setting, mean of its times relative to the best of each cell)], best first; only those that were right and timed in
+    every cell."""
     timed = [
         {row["name"]: row["ms"] for row in cell["providers"] if row["status"] == "ok" and not row.get("limit")}
         for cell in cells
@@ -231,7 +233,7 @@ def show_cell(cell: dict) -> None:
 
 
 def summary(found: dict) -> list[str]:
-    """The best of each kind beside what the package has, and what to paste."""
+    """The best of each kind, the current setting of the package, and the table to paste."""
     lines = []
     for kind, result in found.items():
         places = dict(result["ranking"])

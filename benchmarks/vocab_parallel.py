@@ -1,4 +1,4 @@
-"""What it costs to cut a vocabulary over two ranks, measured on this machine's CPU: two gloo processes of one thread each.
+"""The cost of a vocabulary that is cut over two ranks, measured on a CPU: two gloo processes of one thread each.
 
     python -m benchmarks.vocab_parallel [--write]
 
@@ -35,13 +35,13 @@ from grpo_kernels.distributed import VocabShard, _all_gather, merge
 FILE = RESULTS / "vocab_parallel.json"
 COMMAND = "python -m benchmarks.vocab_parallel --write"
 RANKS = 2
-QUIET = 0.5  # load average up to which nobody else was there
-BURST = 20  # exchanges in a run: one alone is too short for the clock
+QUIET = 0.5  # load average up to which the machine counts as idle
+BURST = 20  # exchanges in a run: a single one is too short to be timed
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Rows of a call, hidden size, whole vocabulary; rows of an exchange alone; runs of each contender."""
+    """Rows of a call, hidden size, whole vocabulary; rows of the exchanges that are timed alone; runs of each contender."""
 
     rows: int = 256
     hidden: int = 1024
@@ -91,8 +91,8 @@ def columns(case: Any, part: slice) -> Any:
 
 
 def as_whole(case: Any, logps: torch.Tensor, call: Call) -> Any:
-    """The case of a rank's columns as one without other ranks: targets among them, other policies as near as they were to
-    `logps`, those over the whole vocabulary."""
+    """The case with this rank's columns as its whole vocabulary. Targets are moved into it; the log-probs of other policies
+    keep their distance to `logps`, which are those over the whole vocabulary."""
     width = case.weight.shape[0] if isinstance(case, HiddenCase) else case.logits.shape[1]
     batch = replace(case.batch, targets=case.batch.targets % width)
     shift = call(replace(case, batch=batch), None)[0] - logps
@@ -104,7 +104,7 @@ def check(case: Any, found: Result, expected: Result) -> dict[str, float]:
     off = errors(found, expected, float(case.batch.advantages.abs().mean()))
     reason = outside_gate(case.cell, off)
     if reason is not None:
-        raise ValueError(f"{case.cell.contract}, {case.cell.dtype}: {reason}, so there is no time.")
+        raise ValueError(f"{case.cell.contract}, {case.cell.dtype}: {reason}, so it is not timed.")
     return off
 
 
@@ -130,7 +130,7 @@ def measure_call(name: str, dtype: torch.dtype, effort: Effort, rank: int) -> Re
         restore(contenders[x][0])
         dist.barrier()
 
-    # No limit of seconds: the ranks have to agree on the runs.
+    # No limit in seconds: all ranks have to make the same number of runs.
     taken = slower(interleaved({x: runs[x] for x in timed}, "cpu", prepare, seconds=math.inf, most=effort.runs))
     memory = {}
     for x in held:
@@ -165,7 +165,7 @@ def burst(step: Callable[[], Any]) -> None:
 
 
 def slower(timed: dict[str, dict]) -> dict[str, dict]:
-    """Of each contender, the times of the rank with the larger median."""
+    """The times of each contender on the rank with the larger median."""
     every: list[Any] = [None] * RANKS
     dist.all_gather_object(every, timed)
     return {name: max((x[name] for x in every), key=lambda x: x["ms"]) for name in timed}

@@ -7,7 +7,7 @@ import sys
 USAGE = """usage: python -m grpo_kernels {train,doctor} ...
 
   train    train a causal language model with GRPO (train --help lists every option)
-  doctor   say which kernels run on this machine and why, test them, time them, and what to mend (--quick, --json)
+  doctor   say which kernels run on this machine and why, test them, time them, and what to repair (--quick, --json)
 """
 
 

@@ -1,14 +1,14 @@
-"""python -m grpo_kernels doctor [--json] [--quick] [--without-native]: what runs here and why, whether it is right, what it
-gains, what to mend.
+"""python -m grpo_kernels doctor [--json] [--quick] [--without-native]: what runs here and why, whether it is right, how
+fast it is, and what to repair.
 
-Exit code: 0 all is well; 1 something is to be mended (`problems`); 2 wrong arguments. `advice` (slow settings, untested
-versions) does not change it. --quick leaves the step out. Where losses run on the CPU and the compiled module is missing or
-out of date, doctor says so and stops; --without-native tests the other backends all the same. --json prints one object
+Exit code: 0 all is well; 1 there are problems; 2 wrong arguments. `advice` (slow settings, untested versions) does not
+change it. --quick leaves the step out. Where losses run on the CPU and the compiled module is missing or out of date,
+doctor reports that and stops; with --without-native it tests the other backends all the same. --json prints one object
 instead of the report:
 
     healthy        bool, exit code 0
     problems       [{problem, remedy}]: kernels are missing or wrong
-    advice         [{problem, remedy}]: they run and are right, but something is in their way
+    advice         [{problem, remedy}]: kernels run and are right, but may be slow or not tested
     versions       {grpo_kernels, torch, cuda, hip, triton, python, os, libc, numpy, transformers, trl, ...: text or null}
     package        {path, kind: "checkout" | "editable install" | "install", shadows, source}
     native         {path, reason (why it is missing), compiler, isa (in use), isas, files}: the compiled module
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m grpo_kernels doctor",
         description=main.__doc__,
         allow_abbrev=False,
-        epilog="exit code: 0 all is well, 1 something is to be mended, 2 wrong arguments",
+        epilog="exit code: 0 all is well, 1 there are problems, 2 wrong arguments",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object; see grpo_kernels/doctor.py for its keys")
     parser.add_argument("--quick", action="store_true", help="leave out the step and its timing")
@@ -107,7 +107,8 @@ def examine(step: bool = True, say: Any = print, without_native: bool = False) -
 
 
 def tests(report: dict[str, Any], device: torch.device, step: bool, say: Any) -> list[Finding]:
-    """Each backend against float64, then a step of the one that "auto" takes: into `report`, and what is wrong with them."""
+    """Tests each backend against float64 and times a step of the one that "auto" takes. Writes into `report` and returns
+    the findings."""
     findings: list[Finding] = []
     tested = report["backends"]
     say("backends, value and gradient against float64:")
@@ -119,7 +120,7 @@ def tests(report: dict[str, Any], device: torch.device, step: bool, say: Any) ->
             findings += result_findings(name, result)
         else:
             tested[name] = {"available": False, "reason": reason}
-            # Why the compiled module is missing, `facts` knows better.
+            # `facts` has already reported a missing module, with the reason.
             if name == NATIVE[device.type] and (name != "cpu" or report["native"]["path"] is not None):
                 problem = f"the kernels for {device.type} tensors do not run: {reason}"
                 findings.append(Finding(problem, remedy_for(reason), True))
@@ -131,7 +132,7 @@ def tests(report: dict[str, Any], device: torch.device, step: bool, say: Any) ->
         for level in ("logits", "hidden"):
             try:
                 timed = measure(level, auto, device)
-            except Exception as error:  # most likely memory; the findings so far must not be lost
+            except Exception as error:  # most likely out of memory; the other findings are still reported
                 findings.append(Finding(f"a step from {level} failed: {first_line(error)}", remedy_for(str(error)), True))
                 continue
             report["step"].append(asdict(timed))
@@ -141,7 +142,7 @@ def tests(report: dict[str, Any], device: torch.device, step: bool, say: Any) ->
 
 
 def facts(device: torch.device) -> tuple[dict[str, Any], list[Finding]]:
-    """What there is, and what is wrong with it, before anything runs."""
+    """The machine, the package and its settings, and the findings about them, before anything runs."""
     versions = {"grpo_kernels": __version__, **environment.versions()}
     package, (module, loaded) = native.package(), native.module()
     cpu, gpu = machine.cpu(), machine.gpus()
@@ -191,7 +192,7 @@ def result_findings(name: str, result: Report) -> list[Finding]:
 
 
 def remedy_for(message: str) -> str:
-    """What to do about a failure."""
+    """What to do about a failure with this message."""
     known = next((remedy for part, remedy in REMEDIES if part.lower() in message.lower()), None)
     other = (
         'train with another backend (backend="eager" is always there), install the package again, and if that does not help '
@@ -290,7 +291,7 @@ def _text_of_findings(report: dict[str, Any]) -> str:
     for kind in ("advice", "problems"):
         if report[kind]:
             lines += ["", f"{kind}:", *(f"  {f['problem']}\n    -> {f['remedy']}" for f in report[kind])]
-    return "\n".join([*lines, "", "all is well" if report["healthy"] else "something is to be mended: see problems"])
+    return "\n".join([*lines, "", "all is well" if report["healthy"] else "there are problems, see above"])
 
 
 def _finite(x: Any) -> Any:

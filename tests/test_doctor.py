@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def sound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with nothing to mend, whatever this one is like: what is left to find is in the tests that are run."""
+    """A machine with no problems, whatever this one is like: what is left to find is in the tests that are run."""
     monkeypatch.setattr(doctor, "facts", lambda device: (FACTS(device)[0], []))
 
 

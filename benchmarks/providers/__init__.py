@@ -1,5 +1,5 @@
-"""Who is measured. Each module registers what one project offers; a provider states which contracts, devices and dtypes
-it supports, and turns a case into something to run. One that cannot take part says why, and shows up with that reason."""
+"""The implementations that are measured. Each module registers those of one project. A provider states which contracts,
+devices and dtypes it supports, and makes a callable from a case. One that cannot take part is listed with the reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Unavailable(Exception):
 @dataclass
 class Run:
     call: Callable[[], Any]  # a Result, but for a limit
-    restore: Callable[[], None] | None = None  # brings back what `call` overwrites; untimed, before each call
+    restore: Callable[[], None] | None = None  # restores what `call` overwrites; runs untimed before each call
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Provider:
     make: Callable[[Any], Run]
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = DTYPES
-    limit: bool = False  # not a contender: what the hardware needs for the least that the contract asks for
-    memory: Callable[[Cell], float] | None = None  # bytes beyond the inputs, where that may be more than there is
+    limit: bool = False  # not a contender: the least time that the hardware needs for the contract
+    memory: Callable[[Cell], float] | None = None  # bytes beyond the inputs, for providers that may need more than is free
 
     def reason_against(self, cell: Cell, device: str, free: float) -> str | None:
-        """Why it does not take part in `cell`, as far as that can be told without trying."""
+        """The reason why it cannot take part in `cell`, where that is known without a run; else None."""
         if device not in self.devices:
             return f"runs on {' and '.join(self.devices)} only"
         if cell.dtype not in self.dtypes:
@@ -50,7 +50,7 @@ _registry: list[Provider] = []
 
 
 def provider(name: str, *contracts: str, **fields: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Registers the decorated function, which takes a case and returns a Run, or just what a Run calls."""
+    """Registers the decorated function, which takes a case and returns a Run or its callable."""
 
     def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def as_run(case: Any) -> Run:
@@ -64,7 +64,7 @@ def provider(name: str, *contracts: str, **fields: Any) -> Callable[[Callable[[A
 
 
 def peer(module: str, package: str) -> ModuleType:
-    """A module of another project, or Unavailable: `package` is what pip calls it."""
+    """A module of another project. Raises Unavailable; `package` is the project's name for pip."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:

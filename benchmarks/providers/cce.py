@@ -1,6 +1,6 @@
-"""Apple's Cut Cross-Entropy: negative log-probs from hidden states, with the loss in torch. Its kernel leaves out blocks of
-small gradients, which the softmax of a random head consists of nearly everywhere: more than of a trained one, so that its
-filtered time here is a lower bound. Once as it comes, once without that filter. On a CPU it offers a torch.compile version."""
+"""Apple's Cut Cross-Entropy: negative log-probs from hidden states, with the loss in torch. Its kernel skips blocks whose
+gradients are small. A random head has more such blocks than a trained one, so the filtered time here is a lower bound. It
+is measured with and without that filter. On a CPU its torch.compile version is measured."""
 
 from __future__ import annotations
 

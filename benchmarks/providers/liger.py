@@ -1,4 +1,4 @@
-"""Liger Kernel: its two GRPO losses, whole, with their defaults."""
+"""Liger Kernel: its two whole GRPO losses, with their defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def triton_loss(case: LogitsCase) -> Run:
     loss_of = peer("liger_kernel.transformers.grpo_loss", "liger-kernel").triton_grpo_loss
     cell, batch = case.cell, case.batch
     shape = (cell.sequences, cell.length)
-    # It takes the model's logits of one position more per sequence, which it leaves alone: made here, untimed.
+    # It takes logits of one more position per sequence and does not read it. They are made here, untimed.
     longer = torch.zeros(shape[0], shape[1] + 1, cell.vocab, dtype=cell.dtype, device=case.logits.device, requires_grad=True)
     targets, advantages = batch.targets.view(shape), batch.advantages.view(shape)[:, 0].contiguous()
     assert batch.old_logps is not None and batch.ref_logps is not None
@@ -40,7 +40,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _fused_linear(case: HiddenCase | StepCase) -> Loss:
-    """The loss of hidden states [B, T, H] and a weight [V, H]. One advantage per sequence is all it takes."""
+    """The loss of hidden states [B, T, H] and a weight [V, H]. It takes one advantage per sequence only."""
     module = peer("liger_kernel.chunked_loss", "liger-kernel")
     loss_of = module.LigerFusedLinearGRPOLoss(
         beta=0.0, use_ref_model=False, epsilon_low=CLIP[0], epsilon_high=CLIP[1], loss_type="dapo"

@@ -1,9 +1,7 @@
-"""What the hardware needs for the least that a contract asks for, measured in the same run: one read and one write of
-the logits (into other memory that is warm, or in place), one read, or the bare matrix products with fresh results as a
-caller would have them.
-
-The products are those that are due: rows of zero advantage take part in the first only. By torch.mm in the operands'
-dtype, and by the kernels that the engine uses for several chunks (fp32 logits and sums, gradients rounded at the end)."""
+"""The limits: the least work that a contract needs, measured in the same run. That is one read and one write of the logits
+(into other warm memory, or in place), one read, or the bare matrix products into new memory. Rows of zero advantage take
+part in the first product only. The products are made by torch.mm in the dtype of the operands, and by the kernels of our
+engine (fp32 logits and sums, gradients rounded at the end)."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def copy(case: LogitsCase) -> Call:
 
 @provider("in-place pass", "logits", limit=True)
 def in_place(case: LogitsCase) -> Call:
-    """On a CPU less than a copy, whose destination is read from memory before it is written."""
+    """On a CPU this is less than a copy, which reads its destination from memory before it writes it."""
     return lambda: case.buffer.neg_()
 
 
@@ -62,7 +60,8 @@ def by_torch(case: HiddenCase) -> Run:
 
 
 class _Untimed:
-    """A tensor of the size of the logits, made ahead of each run and gone after it: the others have that memory."""
+    """A tensor of the size of the logits. It is made before each run and freed after it, so that other contenders can use
+    the memory."""
 
     def __init__(self, made: Callable[[], Tensor]) -> None:
         self.made = made
@@ -76,7 +75,7 @@ class _Untimed:
 
 
 def _gradient(products: Products, rows: Tensor) -> Tensor:
-    """Something in the place and the dtype that the engine has the gradient of its logits in."""
+    """A stand-in for the gradient of the logits, in the memory and the dtype that the engine uses."""
     logits = products.logits(rows)
     values = logits.clone()
     return products.gradient_buffer(logits, exact=False).copy_(values)

@@ -17,7 +17,8 @@ Call = Callable[[], Result]
 
 
 def native(case: Case) -> str:
-    """The backend of the kernels, by name: "auto" might fall back to eager PyTorch, and its times would pass for theirs."""
+    """The backend of the kernels, by name: with "auto" a fallback to eager PyTorch would be timed as if it were the
+    kernels."""
     name = NATIVE[case.batch.targets.device.type]
     reason = backends.unavailable(name)
     if reason is not None:
@@ -30,8 +31,9 @@ def objective(cell: Cell) -> Objective:
 
 
 def _fused(case: LogitsCase, backend: str, inplace: bool = False, upstream: float = 1.0) -> Call:
-    """The batch is made in the run, as a trainer makes one per step: counting its rows is part of the price. An `upstream`
-    gradient other than 1 costs a scaling; half of the denominator makes up for a half."""
+    """The batch is made in the timed run, as a trainer makes one per step, so that counting its rows is timed as well. An
+    `upstream` gradient other than 1 costs a scaling of the gradient; the normalizer is multiplied by it too, so that the
+    result is the same."""
     wanted = objective(case.cell)
     normalizer = None if upstream == 1 else upstream * case.cell.rows
 

@@ -1,5 +1,5 @@
-"""PyTorch without kernels of anyone: eager with the softmax in fp32, as trainers do; in the operands' own 16 bits; and
-torch.compile over head, log-softmax and loss together."""
+"""Plain PyTorch: eager with the softmax in fp32, as trainers have it; eager in the 16 bits of the operands; and
+torch.compile of head, log-softmax and loss together."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def logps_of_hidden(hidden: Tensor, weight: Tensor, targets: Tensor, upcast: boo
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One compiled function for all cases, as a program has it."""
+    """One compiled function for all cases, as in a real program."""
     return torch.compile(function)
 
 
@@ -137,6 +137,6 @@ def step(case: StepCase) -> Call:
 
 @provider("torch.compile", "step", memory=whole_logits)
 def compiled_step(case: StepCase) -> Call:
-    """Of the loss: the model's body is the same for all."""
+    """Only the loss is compiled: the model's body is the same for all."""
     loss = compiled(loss_of_logits)
     return lambda: case.step(loss(case.logits(), case.batch, case.cell.beta))

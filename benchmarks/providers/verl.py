@@ -1,7 +1,7 @@
 """verl: its linear cross-entropy kernel, and its log-probs of given logits, each with the loss in torch.
 
-`import verl` starts with Ray and the tokenizers. The kernel needs neither: the packages above it are put in place without
-running their __init__, and its module is imported as usual."""
+`import verl` imports Ray and tokenizers, which the kernel does not need. The parent packages are therefore created without
+running their __init__, and the module of the kernel is imported as usual."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def kernel_forward(case: HiddenCase) -> Call:
     return torch.no_grad()(lambda: {"logps": logps()})
 
 
-# Without flash-attn, whose kernel it calls where there is one, it loops over sequences in eager PyTorch.
+# It calls flash-attn's kernel where that is installed, and loops over sequences in eager PyTorch otherwise.
 EAGER = "" if importlib.util.find_spec("flash_attn") else " (no flash-attn)"
 
 
@@ -58,7 +58,7 @@ def logprobs(case: LogitsCase) -> Call:
     shape = (case.cell.sequences, case.cell.length)
 
     def run() -> Result:
-        # A view, as a trainer's logits are the output of something: its flash-attn path overwrites them in the backward.
+        # A view, because its flash-attn path overwrites the logits in the backward, which a leaf does not allow.
         logps = logprobs_from_logits(case.logits.view(*shape, -1), case.batch.targets.view(shape)).view(-1)
         return case.gradients(policy_loss(logps, case.batch, case.cell.beta))
 

@@ -75,11 +75,6 @@ def _row_sums(x: Tensor) -> Tensor:
     return x.sum(1) if x.shape[0] > 1 else x.expand(2, -1).sum(1)[:1]
 
 
-def may_hold(flags: Tensor) -> bool:
-    """Whether any is set. On a GPU to look would be to wait, so there any may be."""
-    return flags.device.type != "cpu" or bool(flags.any())
-
-
 class Exponentials(NamedTuple):
     """Of a block, fp32 [r, V], d = z - max: what both stages need of it."""
 

@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """What is not as it should be, and what to do about it."""
+    """A problem, and what to do about it."""
 
     problem: str
     remedy: str
     grave: bool  # True: kernels are missing or wrong. False: they run and are right, but may be slow or rounded.
-    blocks: bool = False  # nothing is worth a test or a timing before this is mended
+    blocks: bool = False  # tests and timings mean nothing before this is repaired
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an exception and the first line of its message that says something."""
+    """The type of an exception and the first line of its message that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

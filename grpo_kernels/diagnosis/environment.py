@@ -29,7 +29,7 @@ WATCHED = ("OMP_", "KMP_", "GOMP_", "MKL_", "CUDA_", "HIP_", "ROCR_", "NVIDIA_TF
 
 
 def version(package: str) -> str | None:
-    """Of an installed package; None if there is none."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -67,7 +67,8 @@ def version_findings(found: Mapping[str, str | None], torch_requires: Sequence[s
 
 
 def tested_trainers() -> dict[str, tuple[str, ...]]:
-    """{package: versions} of the adapters, read from their sources: to import them might import the trainer."""
+    """{package: tested versions} of the adapters. They are read from the sources, because importing an adapter may import
+    its trainer."""
     packages = {"trl_head": "trl", "unsloth": "unsloth_zoo"}
     found = {}
     for path in sorted((Path(__file__).parents[1] / "integrations").glob("*.py")):
@@ -81,7 +82,7 @@ def tested_trainers() -> dict[str, tuple[str, ...]]:
 
 
 def variables() -> dict[str, str]:
-    """The variables of the environment that matter here, as far as they are set."""
+    """The environment variables that matter here and are set."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(WATCHED)}
 
 

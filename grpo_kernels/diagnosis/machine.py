@@ -1,4 +1,4 @@
-"""Processor, threads, memory and GPUs, and what their limits mean for us."""
+"""Processor, threads, memory and GPUs, and the findings about them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def thread_findings(found: Mapping[str, Any], environ: Mapping[str, str]) -> lis
 
 
 def memory_available() -> int | None:
-    """Bytes that this process may still ask for; None where the system does not say."""
+    """Bytes that this process can still allocate; None where the system does not say."""
     found = re.search(r"^MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     limit = cgroup_limits(Path("/sys/fs/cgroup"), _read("/proc/self/cgroup"))[1]
     known = [x for x in (int(found[1]) * 1024 if found else None, limit) if x is not None]
@@ -81,7 +81,7 @@ def memory_available() -> int | None:
 def cgroup_limits(root: Path, membership: str) -> tuple[float | None, int | None]:
     """(processors, bytes still free) that control groups grant; None where they set no limit.
 
-    `membership` is /proc/self/cgroup. A container may see its own group as the root, so both places are looked at."""
+    `membership` is /proc/self/cgroup. A container may see its own group as the root, so both places are read."""
     processors, memory = [], []
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -102,7 +102,7 @@ def cgroup_limits(root: Path, membership: str) -> tuple[float | None, int | None
                 processors.append(int(quota) / int(period[0]))
             if limit.strip().isdecimal() and used.strip().isdecimal():
                 cache = re.search(r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
-                memory.append(max(0, int(limit) - int(used) + (int(cache[1]) if cache else 0)))  # files give way
+                memory.append(max(0, int(limit) - int(used) + (int(cache[1]) if cache else 0)))  # files can be dropped
     return min(processors, default=None), min(memory, default=None)
 
 

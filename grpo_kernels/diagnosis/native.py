@@ -28,14 +28,14 @@ def module() -> tuple[dict[str, Any], ModuleType | None]:
     except ImportError as error:
         return found | {"reason": str(error)}, None
     found["path"] = native.__file__
-    for name in ("compiler", "isa", "isas"):  # one that is older than all of them is stale, which `stale` will say
+    for name in ("compiler", "isa", "isas"):  # a module without them is out of date, which `stale` reports
         if hasattr(native, name):
             found[name] = getattr(native, name)()
     return found, native
 
 
 def findings(needed: bool) -> list[Finding]:
-    """All that is to be said of the compiled module here. `needed`: losses run on the CPU."""
+    """The findings about the compiled module here. `needed`: losses run on the CPU."""
     return module_findings(*module(), package(), processor()[1], needed)
 
 
@@ -65,7 +65,7 @@ def module_findings(
 
 
 def best_isa(flags: frozenset[str]) -> str | None:
-    """The best instruction set of csrc/module.cpp that a processor with these flags runs; None if it is not known to us."""
+    """The best instruction set of csrc/module.cpp for a processor with these flags; None if none of them is known."""
     if not flags:
         return None
     if flags >= {"avx512f", "avx512bw", "avx512dq", "avx512vl"}:
@@ -74,7 +74,7 @@ def best_isa(flags: frozenset[str]) -> str | None:
 
 
 def stale(native: ModuleType) -> list[str]:
-    """Signs that the module was built from other sources than those beside it."""
+    """The reasons to believe that the module was built from other sources than those beside it."""
     reasons = []
     for node in ast.parse((PACKAGE / "_cpu.pyi").read_text()).body:
         if isinstance(node, ast.FunctionDef):
@@ -92,7 +92,7 @@ def stale(native: ModuleType) -> list[str]:
 
 
 def parameters(function: Any) -> int | None:
-    """Of a compiled function, as nanobind describes it; None if it does not."""
+    """The number of parameters of a compiled function, as nanobind describes it; None if it does not."""
     try:
         described = ast.parse(function.__nb_signature__[0][0] + ": ...").body[0]
         assert isinstance(described, ast.FunctionDef)

@@ -1,4 +1,5 @@
-"""A backend against float64: formulas written out here in plain PyTorch and differentiated by autograd, none of them ours.
+"""A backend against float64. The formulas are written here in plain PyTorch and differentiated by autograd, and share no
+code with the package.
 
 Shape suffixes: B sequences, T tokens each, V vocabulary, H hidden size.
 """
@@ -22,16 +23,17 @@ Tensor = torch.Tensor
 
 BETA, ENTROPY_COEF, TEMPERATURE, CAP, MAX_TOKENS = 0.04, 0.02, 0.7, 1.2, 50
 
-#: Largest errors that rounding explains: of loss, log-probs and entropy in absolute terms, of gradients relative to the
-#: largest entry (of a row of d_logits and d_hidden: a lost row must not hide behind larger ones). Values are fp32 whatever
-#: the dtype of the logits; gradients are rounded to it, those from hidden states more than once.
+#: The largest errors that rounding can cause. Those of loss, log-probs and entropy are absolute. Those of gradients are
+#: relative to the largest entry; of d_logits and d_hidden to the largest entry of each row, so that a lost row shows.
+#: Values are fp32 for every dtype of the logits. Gradients are rounded to that dtype, those from hidden states more than
+#: once.
 VALUE_LIMIT = 5e-5
 GRADIENT_LIMIT = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
 
 
 @dataclass
 class Inputs:
-    """Tokens that any of the objectives below can be computed on. What is masked is NaN."""
+    """The inputs of all objectives below. Masked entries are NaN."""
 
     hidden: Tensor  # [B, T, H]
     weight: Tensor  # [V, H]
@@ -65,7 +67,7 @@ def make_inputs(B: int, T: int, V: int, H: int, dtype: torch.dtype) -> Inputs:
     return Inputs(hidden, weight, targets, mask, advantages, old, ref, torch.randn(2, B, T, generator=g))
 
 
-# ---- objectives: (log-probs, entropies, inputs) -> loss, in float64, masked tokens being 0 in both; and what we call them
+# ---- objectives: (log-probs, entropies, inputs) -> loss in float64, where masked tokens are 0 in both; and our names of them
 
 Formula = Callable[[Tensor, Tensor, Inputs], Tensor]
 
@@ -99,7 +101,7 @@ def capped_weight(logps: Tensor, entropy: Tensor, x: Inputs) -> Tensor:
 
 
 def log_probs(logps: Tensor, entropy: Tensor, x: Inputs) -> Tensor:
-    """Layer 1: any gradient that a trainer's own loss might send back."""
+    """Layer 1, with gradients that a trainer's own loss might send back."""
     return (x.upstream.double() * torch.stack([logps, entropy])).sum()
 
 
@@ -117,7 +119,7 @@ CASES = (
     Case("capped weight", capped_weight, Objective(Cispo(cap=CAP), aggregate="constant", max_tokens=MAX_TOKENS)),
     Case("log-probs and entropy", log_probs, None),
 )
-#: (B, T, V, H) and how many of the cases: an odd vocabulary, and one of a real size (rows of many tiles).
+#: (B, T, V, H) and the number of cases: for an odd vocabulary, and for one of a real size (rows of many tiles).
 SHAPES = (((3, 4, 1003, 64), 4), ((2, 2, 128_257, 8), 1))
 LEVELS = ("logits", "hidden")
 
@@ -136,7 +138,7 @@ class Check:
 
 @dataclass
 class Report:
-    """What the self-test of one backend found."""
+    """The result of the self-test of one backend."""
 
     checks: list[Check]
     seconds: float
@@ -169,7 +171,7 @@ def self_test(backend: str, device: torch.device) -> Report:
             checks.append(check)
             try:
                 check.errors = errors(results(case, level, inputs, backend, device), wanted)
-            except Exception as error:  # a kernel that does not compile must not cost the rest of the report
+            except Exception as error:  # a kernel that does not compile must not end the report
                 check.failure = first_line(error)
                 continue
             check.failure = beyond_limits(check.errors, dtype)
@@ -189,7 +191,7 @@ def _tests() -> list[tuple[Case, str, Inputs, dict[str, Tensor]]]:
 
 
 def leaves_of(level: str, x: Inputs) -> dict[str, Tensor]:
-    """What gradients are asked for, in the dtype of the inputs. The logits are computed in float64 and rounded."""
+    """The tensors whose gradients are compared, in the dtype of the inputs. The logits are computed in float64 and rounded."""
     if level == "hidden":
         return {"hidden": x.hidden, "weight": x.weight}
     return {"logits": (x.hidden.double() @ x.weight.double().t()).to(x.hidden.dtype)}
@@ -198,7 +200,7 @@ def leaves_of(level: str, x: Inputs) -> dict[str, Tensor]:
 def expected(case: Case, level: str, x: Inputs) -> dict[str, Tensor]:
     """{"loss", "logps", "entropy", "d_...": ...} in float64."""
     leaves = {name: leaf.double().requires_grad_() for name, leaf in leaves_of(level, x).items()}
-    # Of trained tokens only: no NaN comes near the gradients.
+    # Trained tokens only, so that no NaN reaches the gradients.
     logits = leaves["hidden"][x.mask] @ leaves["weight"].t() if level == "hidden" else leaves["logits"][x.mask]
     log_p = (logits / TEMPERATURE).log_softmax(-1)
     nothing = torch.zeros(x.mask.shape, dtype=torch.float64)
@@ -209,7 +211,7 @@ def expected(case: Case, level: str, x: Inputs) -> dict[str, Tensor]:
 
 
 def results(case: Case, level: str, x: Inputs, backend: str, device: torch.device) -> dict[str, Tensor]:
-    """The same of a backend. strict: no fallback may pass for it."""
+    """The same from a backend, with strict=True: a fallback would be tested in its place."""
     leaves = {name: leaf.to(device).requires_grad_() for name, leaf in leaves_of(level, x).items()}
     x = Inputs(**{name: tensor.to(device) for name, tensor in vars(x).items()})
     options: dict[str, Any] = {"transform": LogitTransform(TEMPERATURE), "backend": backend, "strict": True}
@@ -240,13 +242,13 @@ def _error(name: str, found: Tensor, wanted: Tensor) -> float:
     largest = wanted.abs().max()
     if name == "d_weight":
         return float(off.max() / largest)
-    # Rows that are 0 or nearly so are held against the largest.
+    # Rows that are 0, or nearly, are compared with the largest row.
     rows = wanted.abs().amax(-1)
     return float((off.amax(-1) / torch.where(rows > 1e-2 * largest, rows, largest)).max())
 
 
 def beyond_limits(found: dict[str, float], dtype: torch.dtype) -> str | None:
-    """Which error is larger than rounding explains, in words."""
+    """The first error that is larger than rounding can cause, in words; None if there is none."""
     for name, error in found.items():
         limit = GRADIENT_LIMIT[dtype] if name.startswith("d_") else VALUE_LIMIT
         if not error <= limit:  # NaN as well

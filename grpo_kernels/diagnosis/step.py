@@ -20,12 +20,12 @@ from .machine import memory_available
 
 Tensor = torch.Tensor
 
-#: (vocabulary, hidden size) of a model for each device, and where there is little memory.
+#: (vocabulary, hidden size) of a model for each device. SMALL_VOCAB is taken where there is little memory.
 SIZES = {"cpu": (151_936, 896), "cuda": (151_936, 4096)}
 SMALL_VOCAB = 32_000
 MOST_ROWS = {"cpu": 256, "cuda": 8192}
 PROBE_ROWS = 64
-EAGER_SECONDS = 0.6  # that many rows are taken for which eager PyTorch needs about this long
+EAGER_SECONDS = 0.6  # the number of rows is chosen so that eager PyTorch takes about this long
 #: Bytes per logit and per element of the head at the peak of eager PyTorch or of ours: copies in bf16 and fp32, gradients.
 LOGIT_BYTES, HEAD_BYTES = 20, 12
 SECONDS = 2.5  # for the rounds of one level
@@ -100,7 +100,7 @@ def _shape(level: str, device: torch.device) -> Step:
     vocab, width = SIZES[device.type]
     if free < 3 * HEAD_BYTES * vocab * width:
         vocab, width = SMALL_VOCAB, min(width, 1024)
-    # fp32 on a CPU: where products of bf16 are slow, and for logits because trainers make them so there.
+    # fp32 on a CPU: from hidden states where bf16 products are slow, from logits because trainers have fp32 logits there.
     fp32 = device.type == "cpu" and (level == "logits" or cpu_products.available() is not None)
     head = HEAD_BYTES * vocab * width if level == "hidden" else 0
     rows = min(MOST_ROWS[device.type], int((free / 2 - head) / (LOGIT_BYTES * vocab)))
@@ -111,7 +111,7 @@ def _shape(level: str, device: torch.device) -> Step:
 
 
 def _head(step: Step, device: torch.device) -> Tensor:
-    """[V, H]. The same few rows again and again: random numbers for all take longer than what is measured."""
+    """[V, H]. A few random rows, repeated: random numbers for all rows would take longer than the measurement."""
     assert step.hidden is not None
     few = 2 / step.hidden**0.5 * torch.randn(1013, step.hidden, generator=torch.Generator().manual_seed(1))
     few = few.to(device, getattr(torch, step.dtype))
@@ -169,13 +169,13 @@ def contenders(step: Step, backend: str, device: torch.device, head: Tensor | No
 
 
 def interleaved(chosen: list[Contender], device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each; a machine that slows down slows down for all of them."""
+    """Milliseconds of each. The runs are interleaved, so that a change of the machine's speed affects all of them."""
     times: dict[str, list[float]] = {c.name: [] for c in chosen}
     for contender in chosen:
-        timed(contender, device)  # compiles kernels, and takes memory that later runs find
+        timed(contender, device)  # compiles kernels and fills the allocator
     begin = time.perf_counter()
     for done in range(MOST):
-        if time.perf_counter() - begin > (SECONDS if done >= LEAST else 4 * SECONDS):  # the latter on a machine that is busy
+        if time.perf_counter() - begin > (SECONDS if done >= LEAST else 4 * SECONDS):  # more on a busy machine
             break
         for contender in chosen:
             times[contender.name].append(timed(contender, device))
@@ -195,8 +195,8 @@ def timed(contender: Contender, device: torch.device) -> float:
 
 
 def extra_memory(contender: Contender, device: torch.device) -> float | None:
-    """MB that a run needs beyond its inputs, at its peak; None where the system does not tell. It has run before: on a CPU
-    its code would count."""
+    """MB that a run needs beyond its inputs, at its peak; None where the system does not say. It has run before, since its
+    code would be counted on a CPU."""
     contender.restore()
     gc.collect()
     if device.type == "cuda":
@@ -207,7 +207,7 @@ def extra_memory(contender: Contender, device: torch.device) -> float | None:
         _wait(device)
         return (torch.cuda.max_memory_allocated() - before) / 1e6
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc: nobody is to find memory that another contender left
+    if hasattr(libc, "malloc_trim"):  # glibc: returns free memory, so that a run does not reuse what another has allocated
         libc.malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
