@@ -22,8 +22,9 @@ from on_device import OnDevice
 
 pytest.importorskip("triton")
 
-from benchmarks import gpu_kit, gpu_stages, resources, suites, tune
+from benchmarks import gpu_kit, gpu_stages, suites, tune
 from benchmarks.gpu_kit import Kit, Stage
+from benchmarks.launches import compiling, token_rows
 from benchmarks.providers import Provider, Unavailable, providers
 from grpo_kernels import Objective, linear
 from grpo_kernels.backends import triton as backend
@@ -368,11 +369,11 @@ def test_candidates_have_registers_and_what_is_now_comes_first(kind: str) -> Non
 def test_a_setting_reaches_the_compiler_and_is_taken_back() -> None:
     launch, options, chunk = dict(backend.LAUNCH), backend._options, dict(linear.CHUNK_BYTES)
     objective = Objective.preset("dapo")
-    rows = resources.token_rows(2, objective)
+    rows = token_rows(2, objective)
     logits = torch.zeros(1, 2, 151936, dtype=torch.bfloat16)
 
     def metadata(setting: tune.Rows) -> Any:
-        with setting.applied(), resources.compiling("sm_90") as launches:
+        with setting.applied(), compiling("sm_90") as launches:
             backend.fused(logits, rows, objective, RowTransform(1.0, 0.0, 1.0), logits)
         return launches[0][1].metadata
 
@@ -460,7 +461,7 @@ def test_a_replay_is_compared_with_a_plain_call(cuda: list[str], monkeypatch: py
 
 
 def test_loaded_kernels_are_read_from_tritons_cache() -> None:
-    with resources.compiling("sm_90") as launches:
+    with compiling("sm_90") as launches:
         backend.scale_(torch.zeros(3, 1040), torch.ones(()))
     assert gpu_stages.loaded_kernels() == []  # compiled, but not loaded
     ((_, kernel),) = launches

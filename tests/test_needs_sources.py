@@ -80,7 +80,8 @@ def test_kernels_hardly_take_shared_memory(target: str) -> None:
     pytest.importorskip("triton")
     from triton.runtime.jit import JITFunction
 
-    from benchmarks.resources import QUICK, report
+    from benchmarks.launches import QUICK
+    from benchmarks.resources import report
     from grpo_kernels.backends import triton as backend
 
     if not isinstance(backend._stats_kernel, JITFunction):

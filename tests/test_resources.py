@@ -14,22 +14,10 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from benchmarks import resources
-from benchmarks.resources import (
-    OBJECTIVES,
-    QUICK,
-    TARGETS,
-    Case,
-    Report,
-    bits,
-    broken,
-    cases,
-    code,
-    compiling,
-    flops,
-    loops,
-    report,
-)
+from benchmarks import assembly, resources
+from benchmarks.assembly import bits, code, flops, loops
+from benchmarks.launches import OBJECTIVES, QUICK, SHORT, TARGETS, TRANSFORMS, Case, cases, compiling
+from benchmarks.resources import Report, broken, report
 from grpo_kernels.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(
@@ -58,9 +46,9 @@ def test_the_cases_are_what_the_library_launches() -> None:
     assert len({(case.kernel, str(case)) for case in every}) == len(every)  # so a line of the report says which it is
     for kernel in ("stats", "pull", "fused"):
         these = [case for case in every if case.kernel == kernel]
-        assert {case.transform for case in these} == set(resources.TRANSFORMS)
+        assert {case.transform for case in these} == set(TRANSFORMS)
         assert {case.logits for case in these} == {torch.float32, torch.bfloat16, torch.float16}
-        assert {(case.vocab > resources.SHORT, case.aligned, case.entropy) for case in these} == {
+        assert {(case.vocab > SHORT, case.aligned, case.entropy) for case in these} == {
             (long, aligned, entropy) for long in (False, True) for aligned in (False, True) for entropy in (False, True)
         }
     assert {case.objective for case in every} == set(OBJECTIVES) and {"grpo", "cispo", "grpo + k1", "grpo + k3"} < set(
@@ -169,7 +157,7 @@ def test_occupancy_agrees_with_the_compiler(case: Case) -> None:
         case.launch()
     ((_, kernel),) = launches
     stated = int(code(kernel).split("; Occupancy: ")[1].split()[0])
-    assert TARGETS["gfx942"].occupancy(1, resources.taken(kernel)["registers"], 0)[0] in (
+    assert TARGETS["gfx942"].occupancy(1, assembly.taken(kernel)["registers"], 0)[0] in (
         4 * stated,
         TARGETS["gfx942"].programs,
     )
@@ -200,7 +188,7 @@ $L__BB0_6:
 def test_the_loop_over_rows_is_not_taken_for_one_over_a_row() -> None:
     """Its end stands above its start, and one way around it passes no other loop."""
     (inner,) = loops(NESTED)
-    assert resources.accesses(resources.LOAD, inner) == [128] and not resources.accesses(resources.STORE, inner)
+    assert assembly.accesses(assembly.LOAD, inner) == [128] and not assembly.accesses(assembly.STORE, inner)
     assert sum(map(flops, inner)) == 2
 
 

@@ -21,7 +21,8 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from benchmarks.resources import STORE, Case, bits, code, compiling, device_name, token_rows
+from benchmarks.assembly import STORE, bits, code
+from benchmarks.launches import Case, compiling, device_name, token_rows
 from grpo_kernels.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(

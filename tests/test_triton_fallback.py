@@ -19,7 +19,7 @@ import triton
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
-from benchmarks.resources import compiling, token_rows
+from benchmarks.launches import compiling, token_rows
 from grpo_kernels import backends
 from grpo_kernels.backends import triton as backend
 from grpo_kernels.backends import triton_launch

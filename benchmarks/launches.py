@@ -1,0 +1,257 @@
+"""The launches of our Triton kernels: which there are, and how to compile them ahead of time for a GPU that is not here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from grpo_kernels.backends import triton as backend
+from grpo_kernels.batch import TokenBatch
+from grpo_kernels.filters import EntropyFloor
+from grpo_kernels.kl import ESTIMATORS, WEIGHTINGS, Kl
+from grpo_kernels.objective import Objective
+from grpo_kernels.presets import PRESETS
+from grpo_kernels.token_stage import TokenRows, formulas
+from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, partials_of
+
+Tensor = torch.Tensor
+
+# ---- targets
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU by its name in Triton, and the resources of one multiprocessor (compute unit).
+
+    NVIDIA: CUDA programming guide, technical specifications per compute capability. CDNA3: LLVM's AMDGPU usage guide."""
+
+    gpu: GPUTarget
+    shared: int  # bytes
+    reserved: int = 1024  # bytes of shared memory that each program takes besides its own
+    registers: int = 65536
+    warps: int = 64
+    programs: int = 32
+
+    def occupancy(self, warps: int, registers: int, shared: int) -> tuple[int, str]:
+        """(programs resident at a time, what limits them) of programs of so many warps and registers per thread."""
+        # Four partitions, each with its share of the registers, given to a warp in eights per thread.
+        warp_registers = -(-registers // 8) * 8 * self.gpu.warp_size
+        held = 4 * (self.registers // 4 // warp_registers)
+        limits = {
+            "registers": held // warps,
+            "threads": self.warps // warps,
+            "programs": self.programs,
+            "shared memory": self.shared // (shared + self.reserved) if shared else self.programs,
+        }
+        limit = min(limits, key=lambda name: limits[name])
+        return limits[limit], limit
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 164 << 10),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 228 << 10),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 228 << 10),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 << 10, reserved=0, registers=131072, warps=32, programs=16),
+}
+
+
+class _Driver:
+    """Takes the place of Triton's driver. The name of the device separates these kernels from those of a real GPU."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self.target].gpu
+
+    def get_current_device(self) -> str:
+        return device_name(self.target)
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+def device_name(target: str) -> str:
+    return f"ahead-of-time {target}"
+
+
+@contextlib.contextmanager
+def compiling(target: str) -> Iterator[list[tuple[str, Any]]]:
+    """Inside, a launch compiles for `target` and does not run; (kernel name, compiled kernel) is appended to the list.
+    Signatures, specialisation and cache keys are therefore those of a real call."""
+    launches: list[tuple[str, Any]] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        launches.append((self.__name__, kernel))
+        return kernel
+
+    with (
+        mock.patch.object(triton.runtime.driver, "_active", _Driver(target)),
+        mock.patch.object(JITFunction, "run", compile_only),
+    ):
+        yield launches
+
+
+# ---- what the library launches
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch: the choices of a caller that select a compiled kernel."""
+
+    kernel: str
+    logits: torch.dtype = torch.bfloat16
+    gradient: torch.dtype | None = torch.bfloat16  # None: the fused loss without one
+    vocab: int = 151936
+    stride: int = 151936
+    transform: str = "linear"
+    entropy: bool = False  # of stats and pull; the bonus of the fused loss
+    squares: bool = False  # of stats and pull: sum of squares and largest probability
+    objective: str = "grpo"  # a key of OBJECTIVES
+    without: str | None = None  # a tensor that the batch lacks: "mask", "old_logps"
+
+    @property
+    def partials(self) -> tuple[str, ...]:
+        return partials_of(("entropy",) * self.entropy + ("sum_squares", "top_id") * self.squares)
+
+    @property
+    def aligned(self) -> bool:
+        return self.stride % 16 == 0
+
+    def __str__(self) -> str:
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", None: "no gradient"}
+        words = [names[self.logits]]
+        if self.kernel in ("pull", "fused") and self.gradient != self.logits:
+            words.append(f"-> {names[self.gradient]}")
+        words += [f"V {self.vocab}", "aligned" if self.aligned else "unaligned"]
+        words += ["padded"] * (self.stride > self.vocab)
+        if self.kernel != "scale_":
+            words += [self.transform] + ["entropy"] * self.entropy + ["squares"] * self.squares
+        if self.kernel == "fused":
+            words.append(self.objective)
+        words += [f"no {self.without}"] * (self.without is not None)
+        return ", ".join(words).replace(", ->", " ->")
+
+    def launch(self) -> None:
+        n = 2
+        logits = torch.zeros(1, n, self.stride, dtype=self.logits)[..., : self.vocab]
+        out = None if self.gradient is None else torch.zeros(1, n, self.stride, dtype=self.gradient)[..., : self.vocab]
+        transform = TRANSFORMS[self.transform](n)
+        objective = replace(OBJECTIVES[self.objective], entropy_coef=0.01 if self.entropy else 0.0)
+        rows = token_rows(n, objective, self.without)
+        if self.kernel == "fused":
+            backend.fused(logits, rows, objective, transform, out)
+        elif self.kernel == "stats":
+            backend.stats(logits, rows.targets, rows.read, transform, self.partials)
+        elif self.kernel == "pull":
+            assert out is not None
+            stats = RowStats.not_read(self.partials, n, logits.device)
+            zeros = [torch.zeros(n) for _ in range(4)]
+            slopes = Slopes(*zeros) if self.squares else Slopes(*zeros[:3]) if self.entropy else Slopes(zeros[0])
+            backend.pull(logits, rows.targets, stats, slopes, transform, out)
+        else:
+            backend.scale_(logits, torch.ones(()))
+
+
+def token_rows(n: int, objective: Objective, without: str | None = None, offset: int = 0) -> TokenRows:
+    """Vectors [n] that start at `offset` in their memory."""
+    targets, zeros = torch.zeros(1, n + offset, dtype=torch.int64), torch.zeros(1, n + offset)
+    optional: dict[str, Tensor] = {"mask": targets == 0, "old_logps": zeros, "ref_logps": zeros}
+    batch = TokenBatch(targets, zeros, **{name: x for name, x in optional.items() if name != without})
+    return objective.token_rows(batch, normalizer=1.0)[offset:]
+
+
+def _objectives() -> dict[str, Objective]:
+    """The formulas of all presets that take one pass, and of the other terms that a preset may have."""
+    presets = {name: replace(preset, aggregate="token-mean") for name, preset in PRESETS.items() if preset.one_pass}
+    grpo = presets["grpo"]
+    kls = [*ESTIMATORS, "k3+", *(Kl("k3", weighting) for weighting in WEIGHTINGS), Kl("k3", clamp_log=20.0, clamp=10.0)]
+    every = presets | {f"grpo + {kl if isinstance(kl, str) else _kl_name(kl)}": replace(grpo, beta=0.04, kl=kl) for kl in kls}
+    every["grpo, entropy floor"] = replace(grpo, filters=(EntropyFloor(1.0),))
+    every["grpo, bounded ratio"] = replace(grpo, log_ratio_bounds=(-20.0, 20.0))
+    # Presets with the same formula differ in parameters only, which compile nothing new: the first name is kept.
+    distinct = {
+        (*formulas(o).values(), o.beta != 0, o.kl_spec.clamps is None, o.filters == (), o.log_ratio_bounds): name
+        for name, o in reversed(every.items())
+    }
+    return {name: every[name] for name in reversed(distinct.values())}
+
+
+def _kl_name(kl: Kl) -> str:
+    return f"{kl.estimator}, {'clamped' if kl.clamps else f'{kl.weighting} weighting'}"
+
+
+OBJECTIVES = _objectives()
+TRANSFORMS = {
+    "linear": lambda n: RowTransform(1.0, 0.0, 1.0),
+    "temperature per row": lambda n: RowTransform(1.0, 0.0, torch.ones(n)),
+    "mirrored": lambda n: RowTransform(-0.5, 0.0, 1.0),
+    "softcap": lambda n: RowTransform(1.0, 30.0, 1.25),
+}
+#: (vocabulary, stride of a row): long and short rows; aligned, not aligned, and an odd vocabulary in padded rows.
+SHORT = 8192
+LAYOUTS = ((151936, 151936), (50257, 50257), (50257, 50272), (1024, 1024), (1001, 1001))
+#: Logits and gradient at logits level; the last is a chunk of logits at hidden level. The gradient of fp16 logits has to
+#: wait for the loss scale, so the fused kernel makes none for them.
+DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.float32, torch.bfloat16),
+)
+
+
+def cases() -> list[Case]:
+    """The launches of the library. Layouts, transforms and objectives are varied one at a time: the first two change the
+    loops over a row, an objective changes only arithmetic on a few scalars."""
+    found: dict[Case, None] = {}  # in order, once
+    for (logits, gradient), entropy in product(DTYPES, (False, True)):
+        base = Case("stats", logits, gradient, entropy=entropy)
+        around = [replace(base, vocab=vocab, stride=stride) for vocab, stride in LAYOUTS]
+        around += [replace(base, transform=transform) for transform in TRANSFORMS]
+        for case in around:
+            if logits == gradient:
+                found[case] = None
+            found[replace(case, kernel="pull")] = None
+            found[replace(case, kernel="fused", gradient=None if logits == torch.float16 else gradient)] = None
+    for name in OBJECTIVES:
+        found[Case("fused", objective=name)] = None
+        found[Case("fused", torch.float32, torch.bfloat16, objective=name, entropy=True)] = None
+    found[Case("fused", without="mask")] = None
+    found[Case("fused", without="old_logps")] = None
+    found[Case("fused", gradient=None)] = None
+    found[Case("stats", torch.float32, without="mask")] = None  # as from hidden states
+    for logits, gradient in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)):
+        found[Case("stats", logits, gradient, squares=True)] = None
+        found[Case("pull", logits, gradient, squares=True)] = None
+    for dtype, padding in product((torch.float32, torch.bfloat16, torch.float16), (0, 16, 1)):
+        found[Case("scale_", dtype, dtype, stride=151936 + padding)] = None
+    return list(found)
+
+
+#: A few of each kernel, to compile in seconds.
+QUICK = [
+    Case("stats"),
+    Case("stats", torch.float32, torch.float32, entropy=True),
+    Case("stats", torch.float16, torch.float16, vocab=50257, stride=50257),
+    Case("pull", entropy=True),
+    Case("pull", torch.float32, torch.float32, transform="softcap"),
+    Case("pull", torch.float32, torch.bfloat16),
+    Case("fused"),
+    Case("fused", torch.float32, torch.bfloat16, entropy=True, objective="grpo + k3"),
+    Case("fused", torch.float32, torch.float32, transform="softcap", entropy=True),
+    Case("fused", vocab=50257, stride=50257),
+    Case("fused", vocab=1024, stride=1024),
+    Case("scale_"),
+]
