@@ -78,7 +78,7 @@ class Trainer:
         except BaseException:
             self.folder.release()
             raise
-        self.step, self.stopped_by, self.mid_update = 0, 0, False  # steps done; the signal that ended the run
+        self.step, self.stopped_by, self.mid_update = 0, 0, False  # steps done; the signal that stopped the run, if one did
         self.rng = randomness.state(self.device)
 
     def start(self, loaded: setup.Loaded) -> None:
@@ -110,6 +110,7 @@ class Trainer:
     def train(self) -> bool:
         """Run up to `config.steps`. True when done; False when stopped by SIGINT or SIGTERM, with everything saved."""
         self.ranks.on_main(self.folder.hold)
+        self.stopped_by = 0
         try:
             if self.config.resume:
                 self.restore()

@@ -612,10 +612,27 @@ def test_a_signal_ends_the_step_and_saves(tok: Any, tmp_path: Path, straight: An
 
     before = signal.getsignal(number)
     t = seeded_run(tok, tmp_path, steps=6, rewards=[interrupting])
-    assert not t.train() and t.step == 3
+    assert not t.train() and t.step == 3 and t.stopped_by == number
     assert signal.getsignal(number) is before
     assert len(lines(tmp_path)) == 3 and (tmp_path / "curves.png").exists()
-    assert_same(resumed(tok, tmp_path), straight)
+    again = resumed(tok, tmp_path)
+    assert_same(again, straight)
+    assert again.stopped_by == 0
+
+
+def test_a_stopped_trainer_goes_on_when_it_is_asked_to(tok: Any, tmp_path: Path, straight: Any) -> None:
+    signals = [signal.SIGTERM]
+
+    @wraps(noisy)
+    def interrupting(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        while signals:
+            os.kill(os.getpid(), signals.pop())
+        return noisy(prompts, completions)
+
+    t = seeded_run(tok, tmp_path, steps=6, rewards=[interrupting])
+    assert not t.train() and t.step == 1
+    assert t.train() and t.stopped_by == 0
+    assert_same(t, straight)
 
 
 def test_a_run_that_fails_keeps_its_steps(tok: Any, tmp_path: Path, straight: Any) -> None:

@@ -8,6 +8,9 @@ per completion. It takes what it needs by name and swallows the rest with **_. I
     a number              the outcome reward, or
     a list                process rewards, one entry per sampled token: a number where a step of the reasoning ends,
                           None elsewhere.
+
+Numbers are finite; what is none of this raises ValueError. Prompts are texts, as the model sees them. Of random numbers those of
+torch, Python and NumPy that everybody shares come back when a run is resumed; a generator of one's own does not.
 """
 
 from __future__ import annotations
