@@ -161,14 +161,8 @@ class TrainConfig:
         for name in ("steps", "prompts_per_step", "group_size", "num_updates", "max_prompt_tokens", "max_new_tokens"):
             check(name, getattr(self, name) >= 1, "it must be at least 1.")
         for name in (
-            "ref_refresh_steps",
-            "micro_batch",
-            "top_k",
-            "warmup_steps",
-            "weight_decay",
-            "eval_steps",
-            "checkpoint_steps",
-        ):
+            "ref_refresh_steps", "micro_batch", "top_k", "warmup_steps", "weight_decay", "eval_steps", "checkpoint_steps"
+        ):  # fmt: skip
             check(name, getattr(self, name) >= 0, "it must be 0 or more.")
         for name, choices in (
             ("preset", TRAINABLE),
