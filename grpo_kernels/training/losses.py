@@ -34,8 +34,7 @@ class Losses:
         self.device, self.dtype, self.sharded = device, getattr(torch, config.dtype), policy.sharded
         self.linear = config.loss == "linear"
         self.backend = "eager" if config.loss == "eager" else config.backend
-        self.temperature = LogitTransform(config.temperature)  # of logits that the model's own forward gives
-        self.transform = self.temperature
+        self.transform = LogitTransform(config.temperature)  # of logits that the model's own forward gives
         if self.linear:
             policy.without_gradients(check_projection)
             self.transform = logit_transform(policy.model, config.temperature)
@@ -58,20 +57,21 @@ class Losses:
 
     def logps(self, model: Any, completions: Completions) -> Tensor:
         """[B, T]: log-probs of the sampled tokens."""
-        targets = completions.targets
-        options: dict[str, Any] = {"mask": completions.mask, "transform": self.transform, "backend": self.backend}
-        with self.autocast():
-            if self.linear:
-                hidden, (weight, bias) = completion_hidden(model, completions), head_parameters(model)
-                return linear_logprobs(hidden, weight, targets, bias=bias, **options)[0]
-            logits = completion_logits(model, completions)
-        return token_logprobs(logits, targets, **options)[0]
+        return self._layer_1(model, completions)[0]
 
     def sum_squares(self, model: Any, completions: Completions) -> Tensor:
         """[B, T]: the sum of the squared probabilities of all tokens that might have been sampled."""
+        return self._layer_1(model, completions, also=("sum_squares",))[2]["sum_squares"]
+
+    def _layer_1(self, model: Any, completions: Completions, **options: Any) -> Any:
+        targets = completions.targets
+        options |= {"mask": completions.mask, "transform": self.transform, "backend": self.backend}
         with self.autocast():
+            if self.linear:
+                hidden, (weight, bias) = completion_hidden(model, completions), head_parameters(model)
+                return linear_logprobs(hidden, weight, targets, bias=bias, **options)
             logits = completion_logits(model, completions)
-        return (logits.float() / self.temperature.temperature).softmax(-1).square().sum(-1)
+        return token_logprobs(logits, targets, **options)
 
     def autocast(self) -> Any:
         return autocast(self.device, self.dtype, cache=not self.sharded)
