@@ -52,13 +52,27 @@ def _column(x: float | Tensor, rows: slice) -> float | Tensor:
     return x if isinstance(x, float) else x[rows, None]
 
 
-def _transformed(x: Tensor, transform: RowTransform, rows: slice) -> Tensor:
-    """z [r, V] fp32: x itself where nothing is to be done, else a copy."""
+class Scratch:
+    """fp32 memory for blocks, taken once: an allocator gives what is freed after each block back to the system, and pages are
+    slow to come again."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, int], Tensor] = {}
+
+    def like(self, x: Tensor, name: str, block: int = 0) -> Tensor:
+        held = self.held.get((name, block))
+        if held is None or held.numel() < x.numel():
+            held = self.held[name, block] = torch.empty(x.numel(), dtype=torch.float32, device=x.device)
+        return held[: x.numel()].view(x.shape)
+
+
+def _transformed(x: Tensor, transform: RowTransform, rows: slice, copy: Tensor) -> Tensor:
+    """z [r, V] fp32: x itself where nothing is to be done, else in the memory of `copy`."""
     factor = _column(transform.inv_temperature, rows)
     plain = isinstance(factor, float) and factor * transform.scale == 1.0 and not transform.softcap
     if x.dtype == torch.float32 and plain:
         return x
-    z = x.to(torch.float32, copy=True)
+    z = copy.copy_(x)
     if transform.softcap:
         return z.mul_(transform.scale / transform.softcap).tanh_().mul_(transform.softcap * factor)
     return z if plain else z.mul_(transform.scale * factor)
@@ -82,12 +96,13 @@ class Exponentials(NamedTuple):
     ed: Tensor | None  # exp(d) d, and 0 where exp(d) is 0; None where nothing needs it
 
     @staticmethod
-    def of(z: Tensor, top: Tensor, weighted: bool, overwrite: bool) -> Exponentials:
-        """`overwrite`: z is a copy, whose memory may be used."""
-        d = torch.sub(z, top[:, None], out=z if overwrite else None)
+    def of(z: Tensor, top: Tensor, weighted: bool, d: Tensor, e: Tensor | None) -> Exponentials:
+        """In the memory of `d`, which may be z's, and with `weighted` also of `e`."""
+        torch.sub(z, top[:, None], out=d)
         if not weighted:
             return Exponentials(d.exp_(), None)
-        e = torch.exp(d)
+        assert e is not None
+        torch.exp(d, out=e)
         return Exponentials(e, d.clamp_(min=-1e4).mul_(e))  # no infinity times 0
 
 
@@ -100,18 +115,23 @@ def stats(
     *,
     rows: tuple[int, int] | None = None,
     keep: list[Exponentials] | None = None,
+    scratch: Scratch | None = None,
 ) -> RowStats:
-    """`keep` collects the exponentials of each block, for `pull` of the same rows."""
+    """`keep` collects the exponentials of each block, for `pull` of the same rows; they are in `scratch`."""
+    scratch, weighted = scratch or Scratch(), "weighted" in names
     result = RowStats.empty(names, targets.numel(), logits.device)
     for r, x in _blocks(logits, rows):
-        z, block = _transformed(x, transform, r), result.at(r)
+        own = 0 if keep is None else len(keep)
+        memory = scratch.like(x, "d", own)
+        z, block = _transformed(x, transform, r, memory), result.at(r)
         ids, valid = _safe(targets[r], logits.shape[-1])
         block.target.copy_(torch.where(valid, z.gather(1, ids)[:, 0], torch.nan))
         top = z.amax(1)
         block.max.copy_(top)
         if "top" in names:
             block.get("top").copy_(_first(z == top[:, None]))  # type: ignore[union-attr]
-        of = Exponentials.of(z, top.masked_fill(top == -torch.inf, 0.0), "weighted" in names, overwrite=z is not x)
+        e = scratch.like(x, "e", own) if weighted else None
+        of = Exponentials.of(z, top.masked_fill(top == -torch.inf, 0.0), weighted, memory, e)
         block.sum.copy_(_row_sums(of.e))
         if of.ed is not None:
             block.get("weighted").copy_(_row_sums(of.ed))  # type: ignore[union-attr]
@@ -158,10 +178,13 @@ def pull(
         at_target = at_target + slopes.prob * probs * probs
         per_ee = slopes.prob * dz_dx / (stats.sum * stats.sum)
     per_e, at_target, idle = per_e * dz_dx / stats.sum, at_target * dz_dx, ~slopes.nonzero
+    scratch = Scratch()
     for i, ((r, x), (_, y)) in enumerate(zip(_blocks(logits, rows), _blocks(out, rows), strict=True)):
         if kept is None:
-            z = _transformed(x, transform, r)
-            e, ed = Exponentials.of(z, stats.max[r], per_ed is not None, overwrite=z is not x)
+            memory = scratch.like(x, "d")
+            second = scratch.like(x, "e") if per_ed is not None else None
+            z = _transformed(x, transform, r, memory)
+            e, ed = Exponentials.of(z, stats.max[r], per_ed is not None, memory, second)
         else:
             e, ed = kept[i]
         # fp32 gradients are made where they belong, others in the memory of the exponentials.
@@ -192,10 +215,11 @@ class _Remembering:
 
     def __init__(self) -> None:
         self.kept: list[Exponentials] = []
+        self.scratch = Scratch()
 
     def stats(self, *args: Any, **options: Any) -> RowStats:
         self.kept.clear()
-        return stats(*args, **options, keep=self.kept)
+        return stats(*args, **options, keep=self.kept, scratch=self.scratch)
 
     def pull(self, *args: Any, **options: Any) -> None:
         pull(*args, **options, kept=self.kept)
