@@ -128,6 +128,8 @@ def _local(name: str, x: Tensor, partial: bool = False) -> Tensor:
 def split_rows(batch: TokenBatch, rows: TokenRows, objective: Objective) -> tuple[Tensor, int]:
     """(indices of the rows that are read, those that can have a gradient first, each kind in order; how many of them can),
     without waiting for the device."""
+    if rows.read is None and rows.active is None:
+        return torch.arange(rows.targets.numel(), device=rows.targets.device), rows.targets.numel()
     rank = torch.full_like(rows.targets, 2)
     for value, mask in ((1, rows.read), (0, rows.active)):
         rank = torch.full_like(rank, value) if mask is None else torch.where(mask, value, rank)

@@ -17,6 +17,7 @@ below is the `fused` of every backend that has no kernel for it.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -76,7 +77,8 @@ def two_visits(
     result = FusedRows(*(torch.empty(n, dtype=torch.float32, device=logits.device) for _ in FusedRows._fields))
     for lo in range(0, n, block_rows):
         hi = min(lo + block_rows, n)
-        block, block_transform = rows[lo:hi], transform.at(slice(lo, hi))
+        whole_batch = hi - lo == n  # small batches: cutting a dozen vectors takes longer than their rows
+        block, block_transform = (rows, transform) if whole_batch else (rows[lo:hi], transform.at(slice(lo, hi)))
         stats = backend.stats(logits, block.targets, block.read, block_transform, WITH_ENTROPY, rows=(lo, hi))
         logps, entropy = stats.logps, stats.entropy
         losses, d_logps, d_entropy = objective.token_stage(logps, entropy, block)
@@ -95,6 +97,7 @@ BACKENDS = ("eager", "cpu", "triton")
 _warned: set[str] = set()
 
 
+@functools.cache
 def load(name: str) -> Any:
     """The backend module, imported on first use: `import grpo_kernels` needs neither Triton nor a compiler."""
     return importlib.import_module(f".{name}", __name__)
