@@ -34,18 +34,10 @@ from benchmarks.measure import table
 from benchmarks.providers import Unavailable, providers
 from benchmarks.results import load, save
 from benchmarks.suites import LOST_DEVICE
-from grpo_kernels import (
-    LogitTransform,
-    Objective,
-    TokenBatch,
-    backends,
-    grpo_loss,
-    linear_grpo_loss,
-    linear_logprobs,
-    token_logprobs,
-)
-from grpo_kernels.backends import triton as backend
-from grpo_kernels.surrogates import Clip
+from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels.formulas.surrogates import Clip
+from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary.backends import triton as backend
 
 Tensor = torch.Tensor
 ROOT = Path(__file__).parent.parent

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-import grpo_kernels.native
-from grpo_kernels import backends
+import grpo_kernels.vocabulary.native
 from grpo_kernels.diagnosis.native import findings
+from grpo_kernels.vocabulary import backends
 
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 256 << 20  # beyond every L2
@@ -246,7 +246,7 @@ def machine(device: str) -> dict:
     else:
         found["name"] = found["cpu"]
         if reason is None:
-            found["instruction set"] = grpo_kernels.native.load().isa()
+            found["instruction set"] = grpo_kernels.vocabulary.native.load().isa()
     return found
 
 
@@ -270,7 +270,7 @@ def environment() -> dict[str, str]:
 def library() -> str:
     """A hash of the compiled module, or "none"."""
     try:
-        path = grpo_kernels.native.load().__file__
+        path = grpo_kernels.vocabulary.native.load().__file__
     except ImportError:
         return "none"
     assert path is not None

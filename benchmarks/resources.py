@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.assembly import LOAD, NO_INSTRUCTION, SPECIAL, STORE, accesses, code, flops, loops, taken
 from benchmarks.launches import QUICK, SHORT, TARGETS, Case, cases, compiling
-from grpo_kernels.backends import triton as backend
+from grpo_kernels.vocabulary.backends import triton as backend
 
 
 @dataclass(frozen=True)

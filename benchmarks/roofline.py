@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import results
 from benchmarks.harness import RESULTS
-from grpo_kernels.linear import CHUNK_BYTES
+from grpo_kernels.vocabulary.hidden import CHUNK_BYTES
 
 # ---- counted
 

@@ -17,8 +17,8 @@ from benchmarks import results
 from benchmarks.harness import RESULTS
 from benchmarks.roofline import estimate, given, render
 from benchmarks.suites import SUITES
+from grpo_kernels.formulas.surrogates import PolicyGradient
 from grpo_kernels.presets import NUMERICS, PRESETS
-from grpo_kernels.surrogates import PolicyGradient
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

@@ -30,8 +30,9 @@ import torch
 from benchmarks.cases import Cell, make_case
 from benchmarks.measure import measure
 from benchmarks.providers import Provider, Run, first_line, providers
-from grpo_kernels import backends, linear
-from grpo_kernels.backends import triton as backend
+from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary import hidden as linear
+from grpo_kernels.vocabulary.backends import triton as backend
 
 REGISTERS = 65536  # of a multiprocessor
 MIB = 1 << 20

@@ -30,7 +30,9 @@ from benchmarks.roofline import Table, render
 from benchmarks.scaling import PAGE
 from benchmarks.tables import DTYPES, Record, figure, replace_block, size, times, worst
 from grpo_kernels import grpo_loss, linear_grpo_loss, token_logprobs
-from grpo_kernels.distributed import VocabShard, _all_gather, merge
+from grpo_kernels.distributed import VocabShard
+from grpo_kernels.vocabulary.rows import merge, partials_of
+from grpo_kernels.vocabulary.shard import all_gather
 
 FILE = RESULTS / "vocab_parallel.json"
 COMMAND = "python -m benchmarks.vocab_parallel --write"
@@ -151,8 +153,8 @@ def measure_exchange(rows: int, runs: int) -> Record:
     """Microseconds of one all-gather of four partials a row, and of their merge."""
     partials, everyone = torch.rand(4, rows), torch.empty(RANKS, 4, rows)
     steps = {
-        "all-gather": lambda: _all_gather(everyone, partials[None], None),
-        "merge": lambda: merge(everyone, None),
+        "all-gather": lambda: all_gather(everyone, partials[None], None),
+        "merge": lambda: merge(everyone, partials_of(("entropy",)), None),
     }
     bursts: dict[str, Callable[[], Any]] = {name: partial(burst, step) for name, step in steps.items()}
     timed = interleaved(bursts, "cpu", lambda _: dist.barrier(), seconds=math.inf, most=2 * runs)

@@ -1,5 +1,5 @@
 // The binding of the products: addresses as integers, sizes and strides in elements, threads shared out.
-// backends/cpu_products.py checks the tensors; here, what cannot be right whatever they are.
+// vocabulary/backends/cpu_products.py checks the tensors; here, what cannot be right whatever they are.
 #include <nanobind/nanobind.h>
 
 #include <atomic>

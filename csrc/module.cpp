@@ -1,5 +1,5 @@
-// The Python binding: addresses as integers, sizes and strides in elements. backends/cpu.py knows the tensors and checks
-// them; here a call is only refused if its arguments cannot be right whatever the tensors are.
+// The Python binding: addresses as integers, sizes and strides in elements. vocabulary/backends/cpu.py knows the tensors and
+// checks them; here a call is only refused if its arguments cannot be right whatever the tensors are.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -21,7 +21,7 @@ extern const Kernels kernels_avx512bf16, kernels_avx512, kernels_avx2;
 #endif
 extern const Kernels kernels_baseline;
 
-// grpo_kernels/native.py reads this from the file, before it loads a module that another build has left.
+// grpo_kernels/vocabulary/native.py reads this from the file, before it loads a module that another build has left.
 extern const char built_from[];
 const char built_from[] = "grpo_kernels built from sha256:" GRPO_SOURCES;
 
@@ -176,7 +176,7 @@ void use_isa(const std::string& name) {
 }  // namespace
 
 NB_MODULE(_cpu, m) {
-    m.doc() = "CPU kernels of grpo_kernels; use them through grpo_kernels.backends.cpu.";
+    m.doc() = "CPU kernels of grpo_kernels; use them through grpo_kernels.vocabulary.backends.cpu.";
     m.def("stats", &stats);
     m.def("pull", &pull);
     m.def("scale", &scale);

@@ -27,11 +27,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from grpo_kernels.trainer import TrainConfig, Trainer
 from grpo_kernels.training import checkpoints, require
 from grpo_kernels.training.output import OutputFolder
 from grpo_kernels.training.rewards import exact
 from grpo_kernels.training.sampling import Completions, completion_logits, left_pad, sample
+from grpo_kernels.training.trainer import TrainConfig, Trainer
 
 NAMES = ("al", "bo", "cy", "di", "jo", "mo")
 CHARS = "0123456789+-=?. " + "".join(sorted(set("".join((*NAMES, "had", "got", "lost")))))

@@ -16,8 +16,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 from grpo_kernels import Objective, TokenBatch, grpo_loss
-from grpo_kernels.backends import unavailable
-from grpo_kernels.surrogates import Custom, check_surrogate, ops
+from grpo_kernels.formulas.surrogates import Custom, check_surrogate, ops
+from grpo_kernels.vocabulary.backends import unavailable
 
 
 def huber(logp, old_logp, advantage, params):

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from examples import arithmetic
-from grpo_kernels.trainer import TrainConfig, Trainer
 from grpo_kernels.training import require
 from grpo_kernels.training.report import read_metrics
+from grpo_kernels.training.trainer import TrainConfig, Trainer
 
 
 def digits(prompts: list[str], completions: list[str], **_: Any) -> list[float]:

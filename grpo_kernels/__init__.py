@@ -2,16 +2,11 @@
 
 __version__ = "0.2.0.dev0"  # before the imports, one of which compares it
 
-from .advantages import group_advantages
 from .batch import TokenBatch
-from .custom import Custom, check_surrogate
-from .filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
-from .kl import Kl, check_kl
-from .logprobs import linear_logprobs, token_logprobs
-from .losses import LossOutput, grpo_loss, linear_grpo_loss
-from .model import loss_from_model
-from .objective import Denominators, Objective
-from .surrogates import (
+from .formulas.custom import Custom, check_surrogate
+from .formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
+from .formulas.kl import Kl, check_kl
+from .formulas.surrogates import (
     A2po,
     Cispo,
     Clip,
@@ -24,6 +19,11 @@ from .surrogates import (
     Sapo,
     Vespo,
 )
+from .logprobs import linear_logprobs, token_logprobs
+from .losses import LossOutput, grpo_loss, linear_grpo_loss
+from .model import loss_from_model
+from .objective import Denominators, Objective
+from .rewards.advantages import group_advantages
 from .transform import LogitTransform
 
 __all__ = [

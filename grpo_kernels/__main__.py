@@ -14,11 +14,11 @@ USAGE = """usage: python -m grpo_kernels {train,doctor} ...
 def main(argv: list[str]) -> int:
     command, *rest = argv or ["--help"]
     if command == "train":
-        from .trainer import main as train
+        from .training.trainer import main as train
 
         return train(rest)
     if command == "doctor":
-        from .doctor import main as doctor
+        from .diagnosis.doctor import main as doctor
 
         return doctor(rest)
     asked = command in ("-h", "--help")

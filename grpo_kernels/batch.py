@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from .checks import describe, require
-from .estimators import ADVANTAGES, Evidence, lookup
 from .layout import as_mask, check_offsets, flat, per_token, sequence_ids
+from .rewards.estimators import ADVANTAGES, Evidence, lookup
 from .row_counts import KINDS, UNSEEN, Counts, versions_of
 
 Tensor = torch.Tensor

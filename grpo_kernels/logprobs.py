@@ -7,11 +7,11 @@ from typing import Any, overload
 import torch
 
 from .checks import require
-from .distributed import VocabShard
 from .layout import as_mask, check_targets, flat
-from .linear import check_head
 from .operators import hidden_source, leaves_the_graph, logits_source, outside
 from .transform import LogitTransform, as_transform
+from .vocabulary.hidden import check_head
+from .vocabulary.shard import VocabShard
 from .vocabulary.stage import Source, vocabulary_stage
 
 Tensor = torch.Tensor

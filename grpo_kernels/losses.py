@@ -10,15 +10,15 @@ import torch
 
 from .batch import TokenBatch
 from .checks import describe, require
-from .distributed import VocabShard
+from .formulas.ops import bounded_exp
+from .formulas.token_stage import TokenRows, kl_of_rows
 from .layout import check_targets, per_token
-from .linear import Head, check_head, split_rows
 from .objective import Denominators, Objective
 from .operators import hidden_source, is_traced, leaves_the_graph, logits_source, outside
-from .ops import bounded_exp
-from .token_stage import TokenRows, kl_of_rows
 from .transform import LogitTransform, as_transform
+from .vocabulary.hidden import Head, check_head
 from .vocabulary.rows import RowTransform
+from .vocabulary.shard import VocabShard
 from .vocabulary.stage import Hidden, Logits, Source, gradient_once, vocabulary_stage
 
 Tensor = torch.Tensor
@@ -277,6 +277,20 @@ def objective_loss(
         return x if rows.trained is None else torch.where(rows.trained, x, 0.0)
 
     return _loss_of_logps(flat_rows(logps), None if entropy is None else flat_rows(entropy), batch, objective, rows)
+
+
+def split_rows(batch: TokenBatch, rows: TokenRows, objective: Objective) -> tuple[Tensor, int]:
+    """(indices of the rows that are read, those that can have a gradient first, each kind in order; how many of them can),
+    without waiting for the device."""
+    if rows.read is None and rows.active is None:
+        return torch.arange(rows.targets.numel(), device=rows.targets.device), rows.targets.numel()
+    rank = torch.full_like(rows.targets, 2)
+    for value, mask in ((1, rows.read), (0, rows.active)):
+        rank = torch.full_like(rank, value) if mask is None else torch.where(mask, value, rank)
+    order = torch.argsort(rank, stable=True)
+    active = batch.count(objective.active_rows, rows.active)
+    read = active if rows.read is rows.active else batch.count("trained", rows.read)
+    return order[:read], active
 
 
 def _reference_head(

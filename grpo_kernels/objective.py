@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from . import token_stage
 from .batch import TokenBatch
 from .checks import LARGEST, SMALLEST, as_number, require, require_number, require_whole, values_are_checked
-from .filters import EntropyFloor, EntropyQuantile, Filter, OffPolicySequences, TrustRegion
-from .kl import Kl, as_kl
+from .formulas import token_stage
+from .formulas.filters import EntropyFloor, EntropyQuantile, Filter, OffPolicySequences, TrustRegion
+from .formulas.kl import Kl, as_kl
+from .formulas.surrogates import LEVELS, Clip, Custom, Dro, Surrogate
+from .formulas.token_stage import TokenRows
 from .layout import flat
-from .surrogates import LEVELS, Clip, Custom, Dro, Surrogate
-from .token_stage import TokenRows
 
 Tensor = torch.Tensor
 F = TypeVar("F", bound=Filter)
@@ -124,7 +124,7 @@ class Objective:
             require(not pulls, "log_ratio_bounds", self.log_ratio_bounds, remedy)
 
     def _check_filters(self) -> None:
-        remedy = "pass a tuple of filters, for example (TrustRegion('tv'),), see grpo_kernels.filters."
+        remedy = "pass a tuple of filters, for example (TrustRegion('tv'),), see grpo_kernels.formulas.filters."
         fine = isinstance(self.filters, tuple) and all(isinstance(f, Filter) for f in self.filters)
         require(fine, "filters", self.filters, remedy)
         kinds = [type(f) for f in self.filters]

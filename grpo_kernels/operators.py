@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from . import backends
-from .distributed import VocabShard, check_shard, on_shard
 from .layout import check_targets, logit_rows
-from .linear import Head
+from .vocabulary import backends
+from .vocabulary.hidden import Head
 from .vocabulary.rows import RowStats, RowTransform, Slopes
+from .vocabulary.shard import VocabShard, check_shard, on_shard
 from .vocabulary.stage import Hidden, Logits, Source
 
 Tensor = torch.Tensor

@@ -10,10 +10,9 @@ import math
 from dataclasses import fields, replace
 from typing import Any
 
-from .filters import TrustRegion
-from .kl import Kl
-from .objective import Objective
-from .surrogates import (
+from .formulas.filters import TrustRegion
+from .formulas.kl import Kl
+from .formulas.surrogates import (
     A2po,
     Cispo,
     Clip,
@@ -26,6 +25,7 @@ from .surrogates import (
     Sapo,
     Vespo,
 )
+from .objective import Objective
 
 _GRPO = Objective(aggregate="seq-mean-token-mean")
 

@@ -11,9 +11,9 @@ import torch
 from oracle import Spec
 
 from grpo_kernels import LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss
-from grpo_kernels.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
-from grpo_kernels.kl import Kl
-from grpo_kernels.surrogates import (
+from grpo_kernels.formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
+from grpo_kernels.formulas.kl import Kl
+from grpo_kernels.formulas.surrogates import (
     A2po,
     Cispo,
     Clip,

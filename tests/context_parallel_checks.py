@@ -14,11 +14,11 @@ from oracle import Spec
 from vocab_parallel_checks import counted
 
 from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss
-from grpo_kernels.corrections import importance_weights, off_policy_sequence_mask, rejection_mask
 from grpo_kernels.distributed import VocabShard, global_normalizer
-from grpo_kernels.filters import EntropyQuantile
+from grpo_kernels.formulas.filters import EntropyQuantile
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.objective import AGGREGATES
+from grpo_kernels.rewards.corrections import importance_weights, off_policy_sequence_mask, rejection_mask
 
 Tensor = torch.Tensor
 SINGLE = {"advantages"}  # fields with one value per sequence

@@ -17,8 +17,8 @@ from oracle import Spec
 from test_token_stage import AGGREGATES, BONUSES, BOUNDS, FILTERS, KLS, SURROGATES, Option
 
 from grpo_kernels import Denominators, Objective, TokenBatch
-from grpo_kernels.filters import OffPolicySequences, TrustRegion
-from grpo_kernels.surrogates import Cispo, Clip, ClipCov, ImportanceSampling, PolicyGradient, Sapo
+from grpo_kernels.formulas.filters import OffPolicySequences, TrustRegion
+from grpo_kernels.formulas.surrogates import Cispo, Clip, ClipCov, ImportanceSampling, PolicyGradient, Sapo
 
 Tensor = torch.Tensor
 

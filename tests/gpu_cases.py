@@ -21,7 +21,7 @@ from linear_cases import build_linear, in_chunks, run_linear
 
 from grpo_kernels import LossOutput, Objective, TokenBatch, grpo_loss, token_logprobs
 from grpo_kernels.distributed import VocabShard
-from grpo_kernels.products import HalfProducts, Products, TensorCoreProducts
+from grpo_kernels.vocabulary.products import HalfProducts, Products, TensorCoreProducts
 
 Tensor = torch.Tensor
 ON_GPU = torch.zeros(()).device.type == "cuda"

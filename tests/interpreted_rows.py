@@ -9,7 +9,7 @@ import torch
 from cases import same_bits
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, token_logprobs
-from grpo_kernels.backends import triton as backend
+from grpo_kernels.vocabulary.backends import triton as backend
 
 Tensor = torch.Tensor
 N = 9

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from cases import LENGTHS, Case, around, assert_no_worse, inside_lengths, pack
 from oracle import Spec
 
-from grpo_kernels import LossOutput, Objective, linear, linear_grpo_loss, linear_logprobs
+from grpo_kernels import LossOutput, Objective, linear_grpo_loss, linear_logprobs
+from grpo_kernels.vocabulary import hidden as linear
 
 Tensor = torch.Tensor
 Gradients = dict[str, Tensor]

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_kernels.advantages import (
+from grpo_kernels.formulas.kl import Kl
+from grpo_kernels.rewards.advantages import (
     NUMERICS,
     a2po_values,
     gpg_scale,
@@ -20,8 +21,7 @@ from grpo_kernels.advantages import (
     pass_at_k_advantages,
     zero_variance,
 )
-from grpo_kernels.kl import Kl
-from grpo_kernels.returns import (
+from grpo_kernels.rewards.returns import (
     WHITENING,
     discounted_returns,
     gae,

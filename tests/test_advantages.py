@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_kernels import TokenBatch, group_advantages
-from grpo_kernels.advantages import NUMERICS, zero_variance
+from grpo_kernels.rewards.advantages import NUMERICS, zero_variance
 
 SCALES = ["group", "batch", "none"]
 

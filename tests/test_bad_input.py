@@ -12,8 +12,8 @@ import torch
 from cases import snapshot
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, group_advantages, grpo_loss, linear_logprobs, token_logprobs
-from grpo_kernels.filters import TrustRegion
-from grpo_kernels.surrogates import Cispo, Clip
+from grpo_kernels.formulas.filters import TrustRegion
+from grpo_kernels.formulas.surrogates import Cispo, Clip
 
 B, T, V = 3, 4, 11
 IDS = torch.arange(B * T).view(B, T) % V
@@ -290,7 +290,7 @@ def test_a_bad_temperature_in_a_masked_row_is_fine() -> None:
 
 def test_nothing_is_computed_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place, a refusal after the work would have destroyed the logits."""
-    from grpo_kernels.backends import eager
+    from grpo_kernels.vocabulary.backends import eager
 
     def forbidden(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a kernel ran")
@@ -304,7 +304,7 @@ def test_nothing_is_computed_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -
 
 def test_no_fallback_for_a_backend_that_was_asked_for() -> None:
     """RuntimeError, because the input is right and the machine is not; with the reason and the way out."""
-    from grpo_kernels import backends
+    from grpo_kernels.vocabulary import backends
 
     reason = backends.unavailable("triton")
     with pytest.raises(RuntimeError, match='backend="triton" cannot run') as error:
@@ -313,7 +313,7 @@ def test_no_fallback_for_a_backend_that_was_asked_for() -> None:
 
 
 def test_fallback_warns_once_and_strict_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo_kernels import backends
+    from grpo_kernels.vocabulary import backends
 
     monkeypatch.setattr(backends, "unavailable", lambda name: None if name == "eager" else "a made-up reason")
     monkeypatch.setattr(backends, "_warned", set())

@@ -24,8 +24,9 @@ from benchmarks import measure as measuring
 from benchmarks.cases import CLIP, CONTRACTS, Cell, HiddenCase, LogitsCase, StepCase, errors, make_case, policy_loss, reference
 from benchmarks.measure import DeviceLost, derived, measure, outside_gate, table
 from benchmarks.providers import Provider, Unavailable, peer, providers
-from grpo_kernels import TokenBatch, backends
+from grpo_kernels import TokenBatch
 from grpo_kernels.diagnosis import Finding
+from grpo_kernels.vocabulary import backends
 
 FP32, BF16 = torch.float32, torch.bfloat16
 QUICKLY = {"seconds": 0.0, "least": 1, "counters": False, "memory": False}

@@ -22,10 +22,10 @@ from grpo_kernels import (
     token_logprobs,
 )
 from grpo_kernels.distributed import VocabShard
+from grpo_kernels.formulas.surrogates import Surrogate
 from grpo_kernels.head import FusedLMHead
 from grpo_kernels.objective import Denominators
 from grpo_kernels.operators import TracedHidden, TracedLogits
-from grpo_kernels.surrogates import Surrogate
 from grpo_kernels.vocabulary.stage import VocabularyStage
 
 Tensor = torch.Tensor

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from grpo_kernels import TokenBatch, layout
-from grpo_kernels.corrections import (
+from grpo_kernels.rewards.corrections import (
     correction_metrics,
     importance_weights,
     off_policy_sequence_mask,

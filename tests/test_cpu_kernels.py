@@ -11,7 +11,7 @@ import pytest
 import torch
 from rows import EVERYTHING, LOGPS, WITH_ENTROPY, slopes_of
 
-from grpo_kernels.backends import cpu
+from grpo_kernels.vocabulary.backends import cpu
 from grpo_kernels.vocabulary.rows import RowStats, RowTransform
 
 if cpu.available() is not None:

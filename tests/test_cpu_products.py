@@ -13,7 +13,7 @@ import pytest
 import torch
 from processes import finish, start
 
-from grpo_kernels.backends import cpu_products
+from grpo_kernels.vocabulary.backends import cpu_products
 
 if cpu_products.available() is not None:
     pytest.skip(cpu_products.available() or "", allow_module_level=True)
@@ -223,7 +223,7 @@ def test_no_rows() -> None:
 WITHOUT_MEMORY = """
 import resource, sys
 import torch
-from grpo_kernels.backends import cpu_products
+from grpo_kernels.vocabulary.backends import cpu_products
 
 def statm():
     return [int(pages) * resource.getpagesize() for pages in open("/proc/self/statm").read().split()[:2]]

@@ -25,7 +25,7 @@ from linear_cases import assert_near
 from processes import finish, start
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
-from grpo_kernels.backends import cpu_products
+from grpo_kernels.vocabulary.backends import cpu_products
 
 Tensor = torch.Tensor
 Fields = dict[str, Tensor]

@@ -12,7 +12,7 @@ from processes import finish, start
 
 from grpo_kernels import Objective, TokenBatch, grpo_loss
 from grpo_kernels.distributed import global_normalizer
-from grpo_kernels.kl import Kl
+from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.objective import AGGREGATES, Denominators
 
 Tensor = torch.Tensor

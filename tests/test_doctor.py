@@ -20,8 +20,9 @@ import torch
 from processes import WITHOUT
 
 import grpo_kernels
-from grpo_kernels import backends, doctor, kl
-from grpo_kernels.diagnosis import Finding, environment, machine, native, self_test, step
+from grpo_kernels.diagnosis import Finding, doctor, environment, machine, native, self_test, step
+from grpo_kernels.formulas import kl
+from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary.rows import RowStats, Slopes
 
 CPU = torch.device("cpu")
@@ -372,10 +373,10 @@ def test_why_the_module_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ("_cpu" + EXTENSION_SUFFIXES[0], "its file is there but does not load (no)"),
     ):
         (tmp_path / file).write_text("")
-        monkeypatch.setattr(grpo_kernels.native, "PACKAGE", tmp_path)
-        assert expected in grpo_kernels.native.why_missing("no")
+        monkeypatch.setattr(grpo_kernels.vocabulary.native, "PACKAGE", tmp_path)
+        assert expected in grpo_kernels.vocabulary.native.why_missing("no")
         (tmp_path / file).unlink()
-    assert "was not built" in grpo_kernels.native.why_missing("no")
+    assert "was not built" in grpo_kernels.vocabulary.native.why_missing("no")
 
 
 def test_a_checkout_that_hides_an_installed_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

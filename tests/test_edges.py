@@ -26,9 +26,9 @@ from grpo_kernels import (
     linear_grpo_loss,
     token_logprobs,
 )
-from grpo_kernels.kl import Kl
-from grpo_kernels.returns import whiten
-from grpo_kernels.surrogates import Clip
+from grpo_kernels.formulas.kl import Kl
+from grpo_kernels.formulas.surrogates import Clip
+from grpo_kernels.rewards.returns import whiten
 
 Tensor = torch.Tensor
 

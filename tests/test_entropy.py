@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_kernels import TokenBatch
-from grpo_kernels.corrections import importance_weights
-from grpo_kernels.entropy import AdaptiveEntropyCoef, entropy_threshold
+from grpo_kernels.rewards.corrections import importance_weights
+from grpo_kernels.rewards.entropy import AdaptiveEntropyCoef, entropy_threshold
 
 Tensor = torch.Tensor
 LOWEST = torch.finfo(torch.float32).min

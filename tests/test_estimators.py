@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import TokenBatch, advantages, corrections, estimators, group_advantages, returns
-from grpo_kernels.estimators import ADVANTAGES, CORRECTIONS, Evidence
+from grpo_kernels import TokenBatch, group_advantages
+from grpo_kernels.rewards import advantages, corrections, estimators, returns
+from grpo_kernels.rewards.estimators import ADVANTAGES, CORRECTIONS, Evidence
 
 B, T = 8, 3
 

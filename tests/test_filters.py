@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oracle import Margin, Spec, Tokens
 
 from grpo_kernels import Objective, TokenBatch
-from grpo_kernels.filters import (
+from grpo_kernels.formulas.filters import (
     TRUST_REGIONS,
     EntropyFloor,
     EntropyQuantile,
@@ -22,7 +22,7 @@ from grpo_kernels.filters import (
     OffPolicySequences,
     TrustRegion,
 )
-from grpo_kernels.surrogates import Clip, ImportanceSampling
+from grpo_kernels.formulas.surrogates import Clip, ImportanceSampling
 
 Tensor = torch.Tensor
 F64 = torch.float64

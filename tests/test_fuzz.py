@@ -25,8 +25,8 @@ from grpo_kernels import (
     loss_from_model,
     token_logprobs,
 )
-from grpo_kernels.backends import cpu
 from grpo_kernels.batch import shift_targets
+from grpo_kernels.vocabulary.backends import cpu
 
 Tensor = torch.Tensor
 

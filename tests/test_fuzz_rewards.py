@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from test_fuzz import MANY, few
 
 from grpo_kernels import TokenBatch, group_advantages
-from grpo_kernels.corrections import importance_weights, rejection_mask
-from grpo_kernels.returns import discounted_returns, gae
+from grpo_kernels.rewards.corrections import importance_weights, rejection_mask
+from grpo_kernels.rewards.returns import discounted_returns, gae
 
 Tensor = torch.Tensor
 

@@ -26,8 +26,9 @@ from benchmarks import gpu_kit, gpu_stages, suites, tune
 from benchmarks.gpu_kit import Kit, Stage
 from benchmarks.launches import compiling, token_rows
 from benchmarks.providers import Provider, Unavailable, providers
-from grpo_kernels import Objective, linear
-from grpo_kernels.backends import triton as backend
+from grpo_kernels import Objective
+from grpo_kernels.vocabulary import hidden as linear
+from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.vocabulary.rows import RowTransform
 
 ROOT = Path(__file__).parent.parent

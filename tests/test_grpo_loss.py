@@ -25,7 +25,7 @@ from cases import (
 )
 
 from grpo_kernels import LogitTransform, Objective, grpo_loss, token_logprobs
-from grpo_kernels.surrogates import Clip, Custom, ops
+from grpo_kernels.formulas.surrogates import Clip, Custom, ops
 
 Tensor = torch.Tensor
 BOTH = ("dapo", "grpo, k3 and entropy", "gspo")  # token-level, everything on, sequence-level

@@ -15,9 +15,9 @@ from linear_cases import build_linear
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from grpo_kernels import LogitTransform, TokenBatch, group_advantages, grpo_loss, linear_logprobs, token_logprobs
-from grpo_kernels.backends import eager
-from grpo_kernels.corrections import importance_weights
 from grpo_kernels.distributed import global_normalizer
+from grpo_kernels.rewards.corrections import importance_weights
+from grpo_kernels.vocabulary.backends import eager
 
 Tensor = torch.Tensor
 WAITS = (DataDependentOutputException, DynamicOutputShapeException)

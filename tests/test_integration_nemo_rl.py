@@ -13,9 +13,9 @@ import torch
 from trainers import DATA, MASK, B, T, V, assert_same, clipped, log_softmax_of, mean_of, stand_in, value_and_gradient
 
 from grpo_kernels import Objective
+from grpo_kernels.formulas.kl import Kl
+from grpo_kernels.formulas.surrogates import Cispo, Clip, PolicyGradient
 from grpo_kernels.integrations import nemo_rl
-from grpo_kernels.kl import Kl
-from grpo_kernels.surrogates import Cispo, Clip, PolicyGradient
 
 Tensor = torch.Tensor
 

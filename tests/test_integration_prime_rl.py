@@ -9,8 +9,8 @@ import pytest
 import torch
 from trainers import DATA, MASK, B, Data, H, T, V, assert_same, clipped, double, log_softmax_of, stand_in, value_and_gradient
 
+from grpo_kernels.formulas.surrogates import Cispo, Clip
 from grpo_kernels.integrations import prime_rl
-from grpo_kernels.surrogates import Cispo, Clip
 
 Tensor = torch.Tensor
 

@@ -28,8 +28,8 @@ from trainers import (
 )
 
 from grpo_kernels import Objective
+from grpo_kernels.formulas.surrogates import Cispo, Clip, Sapo
 from grpo_kernels.integrations import skyrl
-from grpo_kernels.surrogates import Cispo, Clip, Sapo
 
 Tensor = torch.Tensor
 

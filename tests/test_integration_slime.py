@@ -12,8 +12,8 @@ import torch
 from trainers import DATA, MASK, Data, V, assert_same, clipped, log_softmax_of, stand_in, value_and_gradient
 
 from grpo_kernels import Objective
+from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.integrations import slime
-from grpo_kernels.kl import Kl
 
 Tensor = torch.Tensor
 

@@ -117,7 +117,7 @@ def test_nothing_is_trained(patched: FusedLoss, plain: Any) -> None:  # noqa: F8
 
 def test_rows_that_are_projected(patched: FusedLoss, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Prompts, padding and tool tokens never; tokens of advantage 0 once, for the metrics, and never with skip_inactive."""
-    from grpo_kernels.linear import Engine
+    from grpo_kernels.vocabulary.hidden import Engine
 
     data, rows = parity.with_tools(plain), []
     chunks = Engine._chunks

@@ -12,8 +12,8 @@ import torch
 from oracle import Spec
 
 from grpo_kernels import Objective
-from grpo_kernels.kl import ESTIMATORS, SCORES, WEIGHTINGS, Kl, as_kl, check_kl, kl_terms
-from grpo_kernels.ops import ops
+from grpo_kernels.formulas.kl import ESTIMATORS, SCORES, WEIGHTINGS, Kl, as_kl, check_kl, kl_terms
+from grpo_kernels.formulas.ops import ops
 
 Tensor = torch.Tensor
 F64 = torch.float64

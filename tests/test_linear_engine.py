@@ -26,7 +26,8 @@ from linear_cases import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from grpo_kernels import Objective, TokenBatch, linear, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Objective, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels.vocabulary import hidden as linear
 
 Tensor = torch.Tensor
 BOTH = ("dapo", "grpo, k3 and entropy", "gspo")  # token-level, everything on, sequence-level
@@ -228,7 +229,7 @@ def test_chunk_count_changes_only_rounding(
 
 
 def test_chunk_rows_do_not_depend_on_the_number_of_rows(backend: str) -> None:
-    from grpo_kernels import backends
+    from grpo_kernels.vocabulary import backends
 
     sizes = set()
     for n in (1, 300, 5000):

@@ -24,7 +24,7 @@ from linear_cases import (
 )
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, linear_grpo_loss, linear_logprobs
-from grpo_kernels.products import products_for
+from grpo_kernels.vocabulary.products import products_for
 
 Tensor = torch.Tensor
 BOTH = ("dapo", "grpo, k3 and entropy", "gspo")  # token-level, everything on, sequence-level

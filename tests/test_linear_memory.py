@@ -19,7 +19,8 @@ MEASURE = f"""
 import json
 import torch
 from benchmarks.harness import peak_memory
-from grpo_kernels import Objective, TokenBatch, linear, linear_grpo_loss, linear_logprobs, products
+from grpo_kernels import Objective, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels.vocabulary import hidden as linear, products
 
 torch.manual_seed(0)
 linear.CHUNK_BYTES["cpu"] = {LOGITS}

@@ -14,16 +14,8 @@ from rows import WITH_ENTROPY, slopes_of
 from test_linear_engine import Allocations
 from test_token_logprobs import ours, random_rows, reference
 
-from grpo_kernels import (
-    LogitTransform,
-    Objective,
-    TokenBatch,
-    backends,
-    grpo_loss,
-    linear_grpo_loss,
-    linear_logprobs,
-    token_logprobs,
-)
+from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary.rows import RowTransform
 
 Tensor = torch.Tensor

@@ -60,7 +60,7 @@ def test_no_atomics_and_nothing_that_tunes_itself() -> None:
 
 def test_kernels_are_launched_on_the_device_of_their_data() -> None:
     """Which need not be the current one."""
-    tree = ast.parse((ROOT / "grpo_kernels" / "backends" / "triton.py").read_text())
+    tree = ast.parse((ROOT / "grpo_kernels" / "vocabulary" / "backends" / "triton.py").read_text())
 
     def launches(node: ast.AST) -> list[ast.AST]:
         return [x for x in ast.walk(node) if isinstance(x, ast.Call) and getattr(x.func, "id", None) == "run"]
@@ -82,7 +82,7 @@ def test_kernels_hardly_take_shared_memory(target: str) -> None:
 
     from benchmarks.launches import QUICK
     from benchmarks.resources import report
-    from grpo_kernels.backends import triton as backend
+    from grpo_kernels.vocabulary.backends import triton as backend
 
     if not isinstance(backend._stats_kernel, JITFunction):
         pytest.skip("TRITON_INTERPRET=1: there is nothing to compile")

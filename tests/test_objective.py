@@ -11,9 +11,9 @@ import torch
 from cases import build
 
 from grpo_kernels import Denominators, Objective, TokenBatch
-from grpo_kernels.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
-from grpo_kernels.kl import Kl
-from grpo_kernels.surrogates import (
+from grpo_kernels.formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
+from grpo_kernels.formulas.kl import Kl
+from grpo_kernels.formulas.surrogates import (
     A2po,
     Cispo,
     Clip,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_kernels import Objective, TokenBatch, grpo_loss, token_logprobs
-from grpo_kernels.filters import EntropyFloor, EntropyQuantile
+from grpo_kernels.formulas.filters import EntropyFloor, EntropyQuantile
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.presets import PRESETS
 

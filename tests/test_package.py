@@ -20,7 +20,7 @@ import torch
 from processes import WITHOUT
 
 import grpo_kernels
-from grpo_kernels import backends, native
+from grpo_kernels.vocabulary import backends, native
 
 
 def python(
@@ -159,7 +159,7 @@ WHICH += "\nprint(getattr(sys.modules.get('grpo_kernels._cpu'), '__file__', None
 
 def test_a_checkout_runs_the_compiled_module_that_was_installed_from_it(checkout: Path, site: Path) -> None:
     out = run(WHICH, source=checkout, site=site)
-    assert out.splitlines() == ["[]", "grpo_kernels.backends.cpu", str(site / "grpo_kernels" / MODULE)]
+    assert out.splitlines() == ["[]", "grpo_kernels.vocabulary.backends.cpu", str(site / "grpo_kernels" / MODULE)]
     done = python("-m", "grpo_kernels", "doctor", "--quick", source=checkout, site=site)
     assert done.returncode == 0 and "hides the installed package" in done.stdout and "  cpu      ok: " in done.stdout, (
         done.stdout
@@ -195,7 +195,7 @@ def test_a_checkout_never_runs_another_builds_module_and_says_what_to_do(
 ) -> None:
     spoil(checkout, site)
     warned, backend, module = run(WHICH, source=checkout, site=site).splitlines()
-    assert backend == "grpo_kernels.backends.eager" and module == "None"
+    assert backend == "grpo_kernels.vocabulary.backends.eager" and module == "None"
     assert warned.count("falls back to eager") == 1
     assert f"the installed copy in {site / 'grpo_kernels'} {reason}" in warned and f"-e {checkout}`" in warned
     done = python("-m", "grpo_kernels", "doctor", source=checkout, site=site)

@@ -25,7 +25,7 @@ pytest.importorskip("liger_kernel")
 from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss
-from grpo_kernels.surrogates import Cispo, Clip, Sapo, Vespo
+from grpo_kernels.formulas.surrogates import Cispo, Clip, Sapo, Vespo
 
 Tensor = torch.Tensor
 

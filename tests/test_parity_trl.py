@@ -32,11 +32,11 @@ from trl.experimental.gmpo import GMPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, group_advantages, grpo_loss, linear_grpo_loss, linear_logprobs
-from grpo_kernels.advantages import NUMERICS as ADVANTAGE_NUMERICS
-from grpo_kernels.corrections import importance_weights, without_truncated
-from grpo_kernels.entropy import AdaptiveEntropyCoef
-from grpo_kernels.filters import EntropyQuantile, OffPolicySequences
-from grpo_kernels.surrogates import A2po, Cispo, Clip, Gmpo, Sapo, Vespo
+from grpo_kernels.formulas.filters import EntropyQuantile, OffPolicySequences
+from grpo_kernels.formulas.surrogates import A2po, Cispo, Clip, Gmpo, Sapo, Vespo
+from grpo_kernels.rewards.advantages import NUMERICS as ADVANTAGE_NUMERICS
+from grpo_kernels.rewards.corrections import importance_weights, without_truncated
+from grpo_kernels.rewards.entropy import AdaptiveEntropyCoef
 
 Tensor = torch.Tensor
 

@@ -30,11 +30,11 @@ from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 from grpo_kernels import Objective, TokenBatch, group_advantages, grpo_loss
-from grpo_kernels.advantages import NUMERICS, gpg_scale, greedy_baseline_advantages, pass_at_k_advantages
-from grpo_kernels.corrections import importance_weights, rejection_mask
-from grpo_kernels.kl import Kl
-from grpo_kernels.returns import WHITENING, discounted_returns, gae, optimal_token_advantages, whiten
-from grpo_kernels.surrogates import Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, PolicyGradient, Sapo
+from grpo_kernels.formulas.kl import Kl
+from grpo_kernels.formulas.surrogates import Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, PolicyGradient, Sapo
+from grpo_kernels.rewards.advantages import NUMERICS, gpg_scale, greedy_baseline_advantages, pass_at_k_advantages
+from grpo_kernels.rewards.corrections import importance_weights, rejection_mask
+from grpo_kernels.rewards.returns import WHITENING, discounted_returns, gae, optimal_token_advantages, whiten
 
 Tensor = torch.Tensor
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from grpo_kernels import Objective, TokenBatch
-from grpo_kernels.filters import TrustRegion
-from grpo_kernels.kl import Kl
-from grpo_kernels.presets import NUMERICS, PRESETS
-from grpo_kernels.surrogates import (
+from grpo_kernels.formulas.filters import TrustRegion
+from grpo_kernels.formulas.kl import Kl
+from grpo_kernels.formulas.surrogates import (
     A2po,
     Cispo,
     Clip,
@@ -28,6 +27,7 @@ from grpo_kernels.surrogates import (
     Vespo,
     check_surrogate,
 )
+from grpo_kernels.presets import NUMERICS, PRESETS
 
 MEAN, SUM = "seq-mean-token-mean", "seq-mean-token-sum"
 

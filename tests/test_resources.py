@@ -18,7 +18,7 @@ from benchmarks import assembly, resources
 from benchmarks.assembly import bits, code, flops, loops
 from benchmarks.launches import OBJECTIVES, QUICK, SHORT, TARGETS, TRANSFORMS, Case, cases, compiling
 from benchmarks.resources import Report, broken, report
-from grpo_kernels.backends import triton as backend
+from grpo_kernels.vocabulary.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import roofline
 from benchmarks.cases import CONTRACTS
 from benchmarks.roofline import GPUS, SCHEMES, Rates, Shape, against, estimate, given, measured, render
-from grpo_kernels.linear import CHUNK_BYTES
+from grpo_kernels.vocabulary.hidden import CHUNK_BYTES
 
 QWEN = Shape(8192, 4096, 151936)
 

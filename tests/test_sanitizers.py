@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import finish, start
 
-from grpo_kernels.backends import cpu
+from grpo_kernels.vocabulary.backends import cpu
 
 if cpu.available() is not None:
     pytest.skip(cpu.available() or "", allow_module_level=True)
@@ -28,7 +28,7 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location("grpo_kernels._cpu", sys.argv[1])
 sys.modules["grpo_kernels._cpu"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-from grpo_kernels.backends import cpu
+from grpo_kernels.vocabulary.backends import cpu
 assert cpu._cpu is module
 import pytest
 sys.exit(pytest.main(sys.argv[2:]))

@@ -17,7 +17,7 @@ from benchmarks.roofline import Shape
 from benchmarks.scaling import MODELS, SCHEMES, cluster, megatron, vocabulary_parallel, weight_gathered
 from grpo_kernels import Objective, TokenBatch, linear_grpo_loss
 from grpo_kernels.distributed import VocabShard, global_normalizer
-from grpo_kernels.linear import CHUNK_BYTES, Engine
+from grpo_kernels.vocabulary.hidden import CHUNK_BYTES, Engine
 
 H200 = cluster("h200")
 N, H, V = 32768, 4096, 151936

@@ -18,7 +18,7 @@ from torch.autograd import grad
 
 from benchmarks.cases import Output
 from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss, token_logprobs
-from grpo_kernels.backends import cpu
+from grpo_kernels.vocabulary.backends import cpu
 
 pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed (extra dev)")
 

@@ -11,7 +11,7 @@ from linear_cases import build_linear
 
 from grpo_kernels import LogitTransform, linear_logprobs, token_logprobs
 from grpo_kernels.distributed import VocabShard
-from grpo_kernels.returns import optimal_token_advantages
+from grpo_kernels.rewards.returns import optimal_token_advantages
 
 Tensor = torch.Tensor
 ALL = ("sum_squares", "top_prob", "top_id")

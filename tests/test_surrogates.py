@@ -12,9 +12,10 @@ import pytest
 import torch
 from oracle import Spec
 
-from grpo_kernels import Objective, TokenBatch, grpo_loss, surrogates
-from grpo_kernels.ops import bounded_exp, finite, ops
-from grpo_kernels.surrogates import (
+from grpo_kernels import Objective, TokenBatch, grpo_loss
+from grpo_kernels.formulas import surrogates
+from grpo_kernels.formulas.ops import bounded_exp, finite, ops
+from grpo_kernels.formulas.surrogates import (
     A2po,
     Cispo,
     Clip,

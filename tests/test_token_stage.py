@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from oracle import Spec
 
 from grpo_kernels import Objective, TokenBatch
-from grpo_kernels.filters import EntropyFloor, EntropyQuantile, Filter, OffPolicySequences, TrustRegion
-from grpo_kernels.kl import Kl
-from grpo_kernels.surrogates import (
+from grpo_kernels.formulas.filters import EntropyFloor, EntropyQuantile, Filter, OffPolicySequences, TrustRegion
+from grpo_kernels.formulas.kl import Kl
+from grpo_kernels.formulas.surrogates import (
     A2po,
     Cispo,
     Clip,

@@ -25,12 +25,12 @@ import transformers
 
 from grpo_kernels import TokenBatch, linear_grpo_loss
 from grpo_kernels.__main__ import main as command_line
-from grpo_kernels.trainer import TrainConfig, Trainer
 from grpo_kernels.training import checkpoints, randomness
 from grpo_kernels.training.data import encode, load_rows, prompts_of_step
 from grpo_kernels.training.report import read_metrics
 from grpo_kernels.training.rewards import advantages, call, number, resolve, score
 from grpo_kernels.training.sampling import Completions, completion_logits, draw, end_ids, sample
+from grpo_kernels.training.trainer import TrainConfig, Trainer
 
 TIMES = {"seconds", "sampling_seconds", "tokens_per_second"}
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(4)]

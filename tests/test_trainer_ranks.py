@@ -32,11 +32,11 @@ from test_trainer import PROMPTS, config, evens, lines, tiny
 
 from examples.arithmetic import tokenizer as arithmetic_tokenizer
 from grpo_kernels.__main__ import main as command_line
-from grpo_kernels.trainer import Trainer
 from grpo_kernels.training import checkpoints, randomness
 from grpo_kernels.training.loading import pick_device
 from grpo_kernels.training.ranks import Ranks
 from grpo_kernels.training.report import read_metrics
+from grpo_kernels.training.trainer import Trainer
 
 Tensor = torch.Tensor
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ import torch
 from rows import WITH_ENTROPY, slopes_of
 
 from grpo_kernels.objective import Objective
-from grpo_kernels.surrogates import Cispo, Clip, Custom, PolicyGradient, Surrogate
+from grpo_kernels.formulas.surrogates import Cispo, Clip, Custom, PolicyGradient, Surrogate
 from grpo_kernels.vocabulary.rows import RowTransform
 
 pytest.importorskip("triton")
@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.assembly import STORE, bits, code
 from benchmarks.launches import Case, compiling, device_name, token_rows
-from grpo_kernels.backends import triton as backend
+from grpo_kernels.vocabulary.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
@@ -93,7 +93,7 @@ def test_no_length_and_no_schedule_compiles_again(columns: int) -> None:
 
 
 SOURCE = """
-from grpo_kernels.surrogates import ops
+from grpo_kernels.formulas.surrogates import ops
 
 def bent(logp, old_logp, advantage, params):
     r = ops.exp(logp - old_logp)
@@ -130,7 +130,7 @@ def test_each_formula_has_its_own_kernel(tmp_path: Path) -> None:
 ANNOTATED = """
 import torch
 from torch import Tensor
-from grpo_kernels.surrogates import ops
+from grpo_kernels.formulas.surrogates import ops
 
 
 def scaled(x: Tensor, by: float) -> "torch.Tensor":

@@ -11,9 +11,10 @@ from cases import build, same_bits
 from processes import checks_of
 from rows import EVERYTHING, LOGPS
 
-from grpo_kernels import Objective, backends, grpo_loss
-from grpo_kernels.distributed import VocabShard, merge
-from grpo_kernels.vocabulary.rows import RowTransform
+from grpo_kernels import Objective, grpo_loss
+from grpo_kernels.distributed import VocabShard
+from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary.rows import RowTransform, merge
 
 MODULE = "vocab_parallel_checks"
 

@@ -8,7 +8,7 @@ import torch
 from benchmarks import results, vocab_parallel
 from benchmarks.cases import Cell, HiddenCase, make_case, reference
 from benchmarks.vocab_parallel import CALLS, FILE, PAGE, RANKS, Effort, as_whole, check, columns
-from grpo_kernels import backends
+from grpo_kernels.vocabulary import backends
 
 needs_kernels = pytest.mark.skipif(backends.unavailable("cpu") is not None, reason="the C++ kernels do not run here")
 

@@ -16,15 +16,15 @@ import torch
 from rows import EVERYTHING, LOGPS, WITH_ENTROPY, slopes_of
 
 from grpo_kernels import TokenBatch, linear_grpo_loss
-from grpo_kernels.backends import eager, two_visits
-from grpo_kernels.backends import triton as backend
-from grpo_kernels.filters import TRUST_REGIONS, EntropyFloor, TrustRegion
-from grpo_kernels.kl import ESTIMATORS, WEIGHTINGS, Kl
+from grpo_kernels.formulas.filters import TRUST_REGIONS, EntropyFloor, TrustRegion
+from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
+from grpo_kernels.formulas.ops import ops
+from grpo_kernels.formulas.surrogates import Cispo, Clip, Custom, PolicyGradient
+from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.objective import Objective
-from grpo_kernels.ops import ops
 from grpo_kernels.presets import PRESETS
-from grpo_kernels.surrogates import Cispo, Clip, Custom, PolicyGradient
-from grpo_kernels.token_stage import TokenRows
+from grpo_kernels.vocabulary.backends import eager, two_visits
+from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.vocabulary.rows import RowTransform
 
 Tensor = torch.Tensor

@@ -17,11 +17,12 @@ from triton.runtime.errors import PTXASError
 from triton.runtime.interpreter import InterpretedFunction
 from triton_cases import FULL, PLAIN, check, make_logits, make_rows
 
-from grpo_kernels import Objective, TokenBatch, backends, grpo_loss, linear_grpo_loss, token_logprobs
-from grpo_kernels.backends import triton as backend
-from grpo_kernels.backends import triton_launch
-from grpo_kernels.backends.triton_launch import KernelFailure
-from grpo_kernels.surrogates import Custom
+from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss, token_logprobs
+from grpo_kernels.formulas.surrogates import Custom
+from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.vocabulary.backends import triton_launch
+from grpo_kernels.vocabulary.backends.triton_launch import KernelFailure
 
 Tensor = torch.Tensor
 KERNELS = ("stats", "pull", "fused", "scale")

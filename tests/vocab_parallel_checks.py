@@ -19,12 +19,12 @@ from grpo_kernels import (
     TokenBatch,
     distributed,
     grpo_loss,
-    linear,
     linear_grpo_loss,
     linear_logprobs,
     token_logprobs,
 )
 from grpo_kernels.distributed import VocabShard
+from grpo_kernels.vocabulary import hidden as linear
 
 Tensor = torch.Tensor
 V = 61

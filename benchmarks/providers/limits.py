@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.cases import HiddenCase, LogitsCase
 from benchmarks.providers import Run, provider
-from grpo_kernels.products import Products, products_for
+from grpo_kernels.vocabulary.products import Products, products_for
 
 Tensor = torch.Tensor
 Call = Callable[[], Any]

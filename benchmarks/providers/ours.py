@@ -11,7 +11,8 @@ import torch
 from benchmarks.cases import Case, Cell, HiddenCase, LogitsCase, Result, StepCase, policy_loss
 from benchmarks.harness import NATIVE
 from benchmarks.providers import Unavailable, provider
-from grpo_kernels import Objective, backends, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels import Objective, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels.vocabulary import backends
 
 Call = Callable[[], Result]
 

@@ -1,4 +1,4 @@
-"""The parts of `python -m grpo_kernels doctor`, one question per file; `grpo_kernels/doctor.py` puts them together."""
+"""The parts of `python -m grpo_kernels doctor`, one question per file; `grpo_kernels/diagnosis/doctor.py` puts them together."""
 
 from __future__ import annotations
 

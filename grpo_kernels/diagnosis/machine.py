@@ -117,7 +117,7 @@ def _read(path: str | Path) -> str:
 
 
 def gpus() -> dict[str, Any]:
-    """{"available", "reason" (why not), "other", "driver", "devices"}, see grpo_kernels/doctor.py."""
+    """{"available", "reason" (why not), "other", "driver", "devices"}, see grpo_kernels/diagnosis/doctor.py."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     other = None if accelerator is None or accelerator.type == "cuda" else accelerator.type
     found: dict[str, Any] = {"available": torch.cuda.is_available(), "reason": None, "other": other}

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..native import PACKAGE, build_command, built_from, load, module_files, package, sources
+from ..vocabulary.native import PACKAGE, build_command, built_from, load, module_files, package, sources
 from . import Finding
 from .machine import processor
 

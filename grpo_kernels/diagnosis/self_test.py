@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
-from ..surrogates import Cispo, Clip
+from ..formulas.surrogates import Cispo, Clip
 from . import first_line
 
 Tensor = torch.Tensor

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import Objective, TokenBatch, grpo_loss, linear_grpo_loss
-from ..backends import cpu_products
+from ..vocabulary.backends import cpu_products
 from .machine import memory_available
 
 Tensor = torch.Tensor

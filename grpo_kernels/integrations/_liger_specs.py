@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from ..batch import TokenBatch
 from ..checks import require, values_are_checked
-from ..kl import Kl
+from ..formulas.kl import Kl
+from ..formulas.surrogates import Cispo, Clip, Sapo, Surrogate, Vespo
+from ..formulas.token_stage import TokenRows
 from ..objective import Objective
-from ..surrogates import Cispo, Clip, Sapo, Surrogate, Vespo
-from ..token_stage import TokenRows
 
 Tensor = torch.Tensor
 

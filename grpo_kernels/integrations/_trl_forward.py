@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from ..batch import TokenBatch
+from ..formulas.token_stage import TokenRows
 from ..head import plain_head
 from ..logprobs import linear_logprobs
 from ..losses import LossOutput, linear_grpo_loss
 from ..objective import Objective
-from ..token_stage import TokenRows
 from ..transform import LogitTransform
 from ._trl_specs import router
 from .trl_head import gathered

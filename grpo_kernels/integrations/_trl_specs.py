@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..batch import TokenBatch
-from ..filters import EntropyQuantile, Filter, OffPolicySequences
+from ..formulas.filters import EntropyQuantile, Filter, OffPolicySequences
+from ..formulas.surrogates import Cispo, Clip, Sapo, Surrogate, Vespo
 from ..objective import Objective
-from ..surrogates import Cispo, Clip, Sapo, Surrogate, Vespo
 
 Tensor = torch.Tensor
 

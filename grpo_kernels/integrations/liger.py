@@ -27,12 +27,12 @@ import torch
 
 from ..batch import TokenBatch
 from ..checks import require
+from ..formulas.ops import bounded_exp
+from ..formulas.token_stage import TokenRows, kl_of_rows
 from ..layout import of_a_leaf
 from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import grpo_loss, linear_grpo_loss, total
 from ..objective import Objective
-from ..ops import bounded_exp
-from ..token_stage import TokenRows, kl_of_rows
 from ..transform import LogitTransform
 from ._liger_specs import (
     UNCLIPPED,

@@ -30,15 +30,15 @@ from typing import Any
 import torch
 
 from ..batch import TokenBatch
-from ..corrections import importance_weights, rejection_mask
 from ..distributed import VocabShard
-from ..kl import Kl, k3
+from ..formulas.kl import Kl, k3
+from ..formulas.ops import bounded_exp
+from ..formulas.surrogates import Cispo, Clip, PolicyGradient
+from ..formulas.token_stage import kl_of_rows
 from ..logprobs import token_logprobs
 from ..losses import LossOutput, grpo_loss, objective_loss
 from ..objective import Objective
-from ..ops import bounded_exp
-from ..surrogates import Cispo, Clip, PolicyGradient
-from ..token_stage import kl_of_rows
+from ..rewards.corrections import importance_weights, rejection_mask
 from ._shared import even_shard
 
 Tensor = torch.Tensor

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 
 from ..batch import TokenBatch
-from ..corrections import importance_weights, rejection_mask
+from ..formulas.surrogates import Clip
 from ..logprobs import token_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
-from ..surrogates import Clip
+from ..rewards.corrections import importance_weights, rejection_mask
 from ..transform import LogitTransform
 from ._shared import at_least_one, entropy_from_logits, plain, scored_batch
 from ._slots import Slots, check_version

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
+from ..formulas.ops import bounded_exp
 from ..logprobs import linear_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
-from ..ops import bounded_exp
 from ..presets import NUMERICS
 from ..transform import LogitTransform
 from ._shared import plain, scored_batch

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
+from ..formulas.surrogates import A2po, Cispo, ClipCov, Dro, KlCov
 from ..logprobs import linear_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
-from ..surrogates import A2po, Cispo, ClipCov, Dro, KlCov
 from ._shared import default_group, entropy_from_logits, even_shard, logprobs_from_logits, plain, scored_batch
 from ._slots import Slots, check_version
 

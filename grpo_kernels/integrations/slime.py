@@ -28,13 +28,13 @@ from typing import Any
 import torch
 
 from ..batch import TokenBatch
-from ..kl import Kl
+from ..formulas.kl import Kl
+from ..formulas.ops import bounded_exp
+from ..formulas.surrogates import Cispo, Clip
+from ..formulas.token_stage import kl_of_rows
 from ..logprobs import token_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
-from ..ops import bounded_exp
-from ..surrogates import Cispo, Clip
-from ..token_stage import kl_of_rows
 from ._shared import default_group, even_shard, plain, scored_batch
 from ._slots import Slots, check_version
 

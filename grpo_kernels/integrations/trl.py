@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..architectures import language_model
-from ..token_stage import TokenRows
+from ..formulas.token_stage import TokenRows
 from . import _trl_specs as specs
 from ._slots import check_version
 from ._trl_forward import Forward, LossCall

@@ -42,12 +42,12 @@ from typing import Any
 import torch
 
 from ..batch import TokenBatch
-from ..filters import TrustRegion
+from ..formulas.filters import TrustRegion
+from ..formulas.surrogates import Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, PolicyGradient, Sapo
 from ..logprobs import linear_logprobs
 from ..losses import LossOutput, objective_loss
 from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
-from ..surrogates import Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, PolicyGradient, Sapo
 from ..transform import LogitTransform
 from ._shared import at_least_one, entropy_from_logits, even_shard, logprobs_from_logits, plain, scored_batch
 from ._slots import NotCovered, Slots, check_version

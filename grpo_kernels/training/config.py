@@ -10,13 +10,13 @@ from functools import partial
 
 import torch
 
-from ..advantages import BASELINES, SCALES
-from ..advantages import NUMERICS as CONSTANTS
 from ..batch import TokenBatch
-from ..estimators import ADVANTAGES, CORRECTIONS, Estimator, Evidence, lookup
-from ..filters import EntropyQuantile
+from ..formulas.filters import EntropyQuantile
 from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
+from ..rewards.advantages import BASELINES, SCALES
+from ..rewards.advantages import NUMERICS as CONSTANTS
+from ..rewards.estimators import ADVANTAGES, CORRECTIONS, Estimator, Evidence, lookup
 from .command_line import with_options
 from .parallel import LAYOUTS
 

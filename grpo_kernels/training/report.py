@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..filters import EntropyQuantile
+from ..formulas.filters import EntropyQuantile
 from ..objective import Objective
 from . import require
 from .config import TrainConfig

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..estimators import Evidence
+from ..rewards.estimators import Evidence
 from . import require
 
 Tensor = torch.Tensor

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..entropy import AdaptiveEntropyCoef
+from ..rewards.entropy import AdaptiveEntropyCoef
 from . import checkpoints, randomness
 from .config import TrainConfig
 from .output import OutputFolder

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from ..backends import Backend, FusedRows
-from ..distributed import VocabShard
-from ..linear import Engine, Head
+from .backends import Backend, FusedRows
+from .hidden import Engine, Head
 from .rows import RowStats, RowTransform, Slopes, partials_of
+from .shard import VocabShard
 
 if TYPE_CHECKING:
+    from ..formulas.token_stage import TokenRows
     from ..objective import Objective
-    from ..token_stage import TokenRows
 
 Tensor = torch.Tensor
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..objective import Objective
-from ..token_stage import TokenRows
-from ..vocabulary.rows import RowStats, RowTransform
+from ...formulas.token_stage import TokenRows
+from ...objective import Objective
+from ..rows import RowStats, RowTransform
 from . import FusedRows, eager, triton, two_visits, warn_once
 from .triton_formulas import FormulaRefused
 from .triton_launch import KernelFailure

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .batch import TokenBatch
-from .checks import describe
+from ..batch import TokenBatch
+from ..checks import describe
 from .filters import TRUST_REGIONS, EntropyFloor, TrustRegion
 from .kl import Kl, kl_terms
 from .ops import ops
 
 if TYPE_CHECKING:
-    from .objective import Objective
+    from ..objective import Objective
 
 Tensor = torch.Tensor
 

@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import token_stage
-from ..objective import Objective
-from ..token_stage import TokenRows
-from ..vocabulary.rows import PARTIALS, RowStats, RowTransform, Slopes
+from ...formulas import token_stage
+from ...formulas.token_stage import TokenRows
+from ...objective import Objective
+from ..rows import PARTIALS, RowStats, RowTransform, Slopes
 from . import FusedRows
 from .triton_formulas import compiled_formula
 from .triton_launch import Launch, run

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from ..checks import LARGEST, require, require_number, values_are_checked
+from ..formulas.kl import Kl, as_kl, kl_terms
+from ..layout import as_mask, check_offsets, per_token, sequence_ids
 from .advantages import group_advantages
-from .checks import LARGEST, require, require_number, values_are_checked
 from .groups import Groups, group_ids
-from .kl import Kl, as_kl, kl_terms
-from .layout import as_mask, check_offsets, per_token, sequence_ids
 
 Tensor = torch.Tensor
 

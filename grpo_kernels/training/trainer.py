@@ -26,25 +26,25 @@ from typing import Any
 
 import torch
 
-from .distributed import global_normalizer
-from .entropy import AdaptiveEntropyCoef
-from .training import randomness, setup
-from .training.batches import micro_batches
-from .training.command_line import parse_args
-from .training.config import TrainConfig
-from .training.credit import Credit
-from .training.data import Row, prompts_of_step
-from .training.losses import Losses, LossParts
-from .training.output import OutputFolder
-from .training.parallel import ParallelModel
-from .training.ranks import Ranks
-from .training.recompute import check_recomputing, recomputing
-from .training.report import RunLog, of_update, timing
-from .training.rewards import RewardFunction
-from .training.rollouts import Rollouts
-from .training.sampling import Completions
-from .training.saving import Saved
-from .training.stopping import stop_after_step
+from ..distributed import global_normalizer
+from ..rewards.entropy import AdaptiveEntropyCoef
+from . import randomness, setup
+from .batches import micro_batches
+from .command_line import parse_args
+from .config import TrainConfig
+from .credit import Credit
+from .data import Row, prompts_of_step
+from .losses import Losses, LossParts
+from .output import OutputFolder
+from .parallel import ParallelModel
+from .ranks import Ranks
+from .recompute import check_recomputing, recomputing
+from .report import RunLog, of_update, timing
+from .rewards import RewardFunction
+from .rollouts import Rollouts
+from .sampling import Completions
+from .saving import Saved
+from .stopping import stop_after_step
 
 __all__ = ["LossParts", "TrainConfig", "Trainer", "main"]
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import __version__
+from .. import __version__
 
 NAME = "grpo_kernels._cpu"
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 
 
 def load() -> ModuleType:
@@ -38,7 +38,7 @@ def load() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules[NAME] = module
-    sys.modules[__package__]._cpu = module  # type: ignore[attr-defined]  # what an ordinary import does as well
+    sys.modules["grpo_kernels"]._cpu = module  # type: ignore[attr-defined]  # what an ordinary import does as well
     return module
 
 

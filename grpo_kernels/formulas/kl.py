@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .checks import SMALLEST, require, require_number
+from ..checks import SMALLEST, require, require_number
 from .derivatives import check_returned, compare, log_probs
 from .ops import bounded_exp, finite, ops
 

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from ..vocabulary.rows import RowStats, RowTransform, Slopes, partials_of
+from ..rows import RowStats, RowTransform, Slopes, partials_of
 
 if TYPE_CHECKING:
-    from ..objective import Objective
-    from ..token_stage import TokenRows
+    from ...formulas.token_stage import TokenRows
+    from ...objective import Objective
 
 Tensor = torch.Tensor
 

@@ -9,7 +9,7 @@ import torch
 from . import cpu
 
 if cpu.available() is None:
-    from .. import _cpu
+    from ... import _cpu
 
 Tensor = torch.Tensor
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import LARGEST, require, require_clip_widths, require_number
+from ..checks import LARGEST, require, require_clip_widths, require_number
 from .custom import Surrogate
 from .ops import bounded_exp, ops
 

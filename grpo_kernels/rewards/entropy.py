@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .checks import LARGEST, require, require_number
+from ..checks import LARGEST, require, require_number
 
 Tensor = torch.Tensor
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .checks import require_whole
+from ..checks import require_whole
 
 Tensor = torch.Tensor
 

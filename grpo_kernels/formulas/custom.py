@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .checks import require
+from ..checks import require
 from .derivatives import by_autograd, check_returned, compare, log_probs
 
 Tensor = torch.Tensor
@@ -74,7 +74,7 @@ class Surrogate:
 class Custom(Surrogate):
     """Your own surrogate, which then runs in every backend and inside the fused Triton kernel.
 
-        from grpo_kernels.surrogates import Custom, ops
+        from grpo_kernels.formulas.surrogates import Custom, ops
 
         def squared(logp, old_logp, advantage, params):       # a module-level function, params a tuple of floats
             x = logp - old_logp

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from ..vocabulary.rows import RowStats, RowTransform, Slopes
+from ..rows import RowStats, RowTransform, Slopes
 from . import FusedRows, two_visits
 
 if TYPE_CHECKING:
-    from ..objective import Objective
-    from ..token_stage import TokenRows
+    from ...formulas.token_stage import TokenRows
+    from ...objective import Objective
 
 Tensor = torch.Tensor
 

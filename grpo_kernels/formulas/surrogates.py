@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import LARGEST, SMALLEST, require_clip_widths, require_number
+from ..checks import LARGEST, SMALLEST, require_clip_widths, require_number
 from .covariance import ClipCov, KlCov, covariance
 from .custom import LEVELS, Custom, Surrogate, check_surrogate
 from .ops import bounded_exp, ops

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from .backends import Backend, FusedRows
-from .batch import TokenBatch
-from .distributed import VocabShard, check_shard, refuse_managed
-from .objective import Objective
 from .products import products_for
-from .token_stage import TokenRows
-from .vocabulary.rows import RowStats, RowTransform, Slopes
+from .rows import RowStats, RowTransform, Slopes
+
+if TYPE_CHECKING:
+    from ..formulas.token_stage import TokenRows
+    from ..objective import Objective
+from .shard import VocabShard, check_shard, refuse_managed
 
 Tensor = torch.Tensor
 
@@ -123,20 +125,6 @@ def _local(name: str, x: Tensor, partial: bool = False) -> Tensor:
     from torch.distributed.tensor import Partial
 
     return x.to_local(grad_placements=[Partial()] * len(placements) if partial else None)  # type: ignore[attr-defined]
-
-
-def split_rows(batch: TokenBatch, rows: TokenRows, objective: Objective) -> tuple[Tensor, int]:
-    """(indices of the rows that are read, those that can have a gradient first, each kind in order; how many of them can),
-    without waiting for the device."""
-    if rows.read is None and rows.active is None:
-        return torch.arange(rows.targets.numel(), device=rows.targets.device), rows.targets.numel()
-    rank = torch.full_like(rows.targets, 2)
-    for value, mask in ((1, rows.read), (0, rows.active)):
-        rank = torch.full_like(rank, value) if mask is None else torch.where(mask, value, rank)
-    order = torch.argsort(rank, stable=True)
-    active = batch.count(objective.active_rows, rows.active)
-    read = active if rows.read is rows.active else batch.count("trained", rows.read)
-    return order[:read], active
 
 
 class Engine:

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import native
-from ..vocabulary.rows import RowStats, RowTransform, Slopes
+from ..rows import RowStats, RowTransform, Slopes
 from . import FusedRows, two_visits
 
 try:
     native.load()  # from wherever it is: the import below then finds it
-    from .. import _cpu
+    from ... import _cpu
 except ImportError as error:
     _cpu = None  # type: ignore[assignment]
     _import_error = str(error)
 
 if TYPE_CHECKING:
-    from ..objective import Objective
-    from ..token_stage import TokenRows
+    from ...formulas.token_stage import TokenRows
+    from ...objective import Objective
 
 Tensor = torch.Tensor
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from .checks import LARGEST, SMALLEST, require, require_number
+from ..checks import LARGEST, SMALLEST, require, require_number
 from .groups import Groups, group_ids
-from .reward_tensors import check_choice, check_eps, read_lengths, read_rewards, read_weights
+from .tensors import check_choice, check_eps, read_lengths, read_rewards, read_weights
 
 Tensor = torch.Tensor
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..checks import require
 from .advantages import gpg_scale, greedy_baseline_advantages, group_advantages, pass_at_k_advantages
-from .checks import require
 from .corrections import (
     importance_weights,
     off_policy_sequence_mask,
@@ -27,7 +27,7 @@ from .corrections import (
 from .returns import at_last_token, discounted_returns, gae, optimal_token_advantages, process_advantages, whiten
 
 if TYPE_CHECKING:
-    from .batch import TokenBatch
+    from ..batch import TokenBatch
 
 Tensor = torch.Tensor
 

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .checks import LARGEST, require, require_number
-from .corrections import off_policy_sequence_mask
-from .entropy import entropy_threshold
+from ..checks import LARGEST, require, require_number
+from ..rewards.corrections import off_policy_sequence_mask
+from ..rewards.entropy import entropy_threshold
 from .ops import bounded_exp, ops
 
 if TYPE_CHECKING:
-    from .batch import TokenBatch
+    from ..batch import TokenBatch
     from .token_stage import TokenRows
 
 Tensor = torch.Tensor

@@ -13,7 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..ops import ops
+from ...formulas.ops import ops
 
 
 class FormulaRefused(ValueError):

@@ -46,11 +46,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .checks import LARGEST, SMALLEST, require, require_number
-from .layout import as_mask, sequence_ids
+from ..checks import LARGEST, SMALLEST, require, require_number
+from ..layout import as_mask, sequence_ids
 
 if TYPE_CHECKING:
-    from .batch import TokenBatch
+    from ..batch import TokenBatch
 
 Tensor = torch.Tensor
 

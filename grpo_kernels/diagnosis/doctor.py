@@ -43,10 +43,11 @@ from typing import Any
 
 import torch
 
-from . import __version__, backends
-from .diagnosis import Finding, environment, first_line, machine, native
-from .diagnosis.self_test import Report, self_test
-from .diagnosis.step import Step, measure
+from .. import __version__
+from ..vocabulary import backends
+from . import Finding, environment, first_line, machine, native
+from .self_test import Report, self_test
+from .step import Step, measure
 
 NATIVE = {"cpu": "cpu", "cuda": "triton"}
 
@@ -73,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
         epilog="exit code: 0 all is well, 1 there are problems, 2 wrong arguments",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object; see grpo_kernels/doctor.py for its keys")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object; see grpo_kernels/diagnosis/doctor.py for its keys"
+    )
     parser.add_argument("--quick", action="store_true", help="leave out the step and its timing")
     parser.add_argument(
         "--without-native", action="store_true", help="go on where the compiled module is missing or out of date"

@@ -1,0 +1,234 @@
+"""A vocabulary that ranks share: which part is whose, and a backend that merges what the ranks find of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..checks import as_number, require, require_whole
+from .backends import Backend, FusedRows, two_visits
+from .rows import RowStats, RowTransform, Slopes, merge
+
+if TYPE_CHECKING:
+    from ..formulas.token_stage import TokenRows
+    from ..objective import Objective
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's part of a vocabulary that the ranks of a group share: `shard=` of the four loss and log-prob functions.
+
+        shard = VocabShard.of(lm_head.weight, group)  # once; all ranks of the group call
+        out = linear_grpo_loss(hidden, lm_head.weight, batch, objective, shard=shard)
+
+    start   the id of this rank's first row of the head (column of the logits).
+    vocab   number of ids in the whole vocabulary. Rows beyond it are padding: they take no part in the softmax and get a
+            gradient of exactly 0.
+    group   the process group; None: the default group. Without torch.distributed there is one rank.
+    reduce_hidden   True: the gradient of the hidden states is summed over the group here, one all-reduce a call. False: each
+            rank gets its own share of it, for a model whose layer in front sums them up (Megatron's
+            copy_to_tensor_model_parallel_region, or the reduce-scatter of sequence parallelism).
+
+    Every id in [0, vocab) belongs to exactly one rank; parts may be uneven, and a rank may have none. All ranks of the group
+    pass the same rows (hidden states, targets, batch) and their own weight or logits, and get the same loss, log-probs and
+    entropies, bitwise. A loss is that of the rows, not of a rank: denominators are over the data-parallel ranks only.
+
+    Per call from logits, and per chunk of rows from hidden states, there is one all-gather of the rows' softmax partials:
+    16 bytes a row and rank (12 without entropy). The backward of log-probs has none but the sum of d_hidden.
+    Source: the split softmax of Megatron-LM (arXiv 1909.08053, section 3), with the statistics merged in one exchange as
+    online softmax merges tiles (arXiv 1805.02867).
+
+    Raises ValueError naming the field that is wrong.
+    """
+
+    start: int
+    vocab: int
+    group: Any = None
+    reduce_hidden: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("start", 0), ("vocab", 1)):
+            require_whole(name, getattr(self, name), f"it is a whole number of ids, at least {least}.", least)
+            object.__setattr__(self, name, as_number(getattr(self, name)))
+        require(isinstance(self.reduce_hidden, bool), "reduce_hidden", self.reduce_hidden, "pass True or False.")
+        require(
+            _rank(self.group) >= 0, "group", self.group, "this rank is not in it: pass the group that it shares the head with."
+        )
+
+    @classmethod
+    def of(
+        cls, weight: Tensor, group: Any = None, *, vocab: int | None = None, dim: int = 0, reduce_hidden: bool = True
+    ) -> VocabShard:
+        """The shard that `weight` [V / ranks, H] is: the ranks' parts in the order of the ranks, of any sizes.
+
+        weight  this rank's rows of the head as a plain tensor: the ranks exchange their sizes, once, for which the host waits.
+                Or a DTensor with Shard(dim) of a one-dimensional tensor-parallel mesh, for example from parallelize_module,
+                which knows them: no exchange, and `group` is the mesh's. A parameter that FSDP has sharded looks the same and
+                is none, since its ranks hold other rows: make the shard in the forward of a module that FSDP gathers.
+        vocab   number of real ids, if the head is padded; None: all are.
+        dim     of `weight` that the vocabulary is cut along; -1 for logits.
+
+        Raises ValueError on a DTensor that is cut in another way."""
+        placements = getattr(weight, "placements", None)
+        if placements is None:
+            width = weight.shape[dim]
+            widths = [width]
+            if _ranks(group) > 1:
+                size = torch.tensor([width], device=weight.device)
+                sizes = torch.empty(_ranks(group), dtype=size.dtype, device=size.device)
+                all_gather(sizes, size, group)
+                widths = sizes.tolist()
+            ends = list(accumulate(widths, initial=0))
+            start, whole = ends[_rank(group)], ends[-1]
+        else:
+            mesh, whole = weight.device_mesh, weight.shape[dim]  # type: ignore[attr-defined]
+            refuse_managed("weight", weight)
+            if not _cut_along(weight, dim) or group is not None:
+                raise ValueError(
+                    f"weight is a DTensor with placements {placements}: it must be cut by Shard({dim}) over a mesh of one "
+                    "dimension, which is the group then (leave group out)."
+                )
+            group = mesh.get_group()
+            start = min(mesh.get_local_rank() * -(-whole // mesh.size()), whole)  # as torch.chunk cuts
+        if vocab is not None:
+            require(isinstance(vocab, int) and 1 <= vocab <= whole, "vocab", vocab, f"the ranks hold {whole} rows in all.")
+        return cls(start, whole if vocab is None else vocab, group, reduce_hidden)
+
+    def local(self, name: str, x: Tensor, dim: int) -> Tensor:
+        """The local tensor of x, a DTensor that is cut along `dim`; a plain tensor as it is. `name`: what an error calls it."""
+        placements = getattr(x, "placements", None)
+        if placements is None:
+            return x
+        refuse_managed(name, x)
+        if not _cut_along(x, dim):
+            raise ValueError(
+                f"{name} is a DTensor with placements {placements}: with shard= it must be cut by Shard({dim}) over a mesh of one "
+                "dimension, or be the plain tensor of this rank."
+            )
+        return x.to_local()  # type: ignore[attr-defined]
+
+    def sum_hidden(self, d_hidden: Tensor) -> Tensor:
+        """d_hidden, the gradient of the hidden states [N, H], over all ranks, in place, if that is ours to do."""
+        if self.reduce_hidden and _ranks(self.group) > 1:
+            dist.all_reduce(d_hidden, group=self.group)
+        return d_hidden
+
+
+def check_shard(shard: VocabShard | None) -> None:
+    if shard is not None and not isinstance(shard, VocabShard):
+        raise ValueError(
+            f"shard={shard!r}: pass a VocabShard, for example VocabShard.of(lm_head.weight, group), or leave it out."
+        )
+
+
+class VocabParallel:
+    """A backend for rows that are spread over the ranks of a shard: the one of this rank, and one exchange."""
+
+    def __init__(self, backend: Backend, shard: VocabShard) -> None:
+        self.backend, self.shard = backend, shard
+        self.WRITES_BEHIND_READS = backend.WRITES_BEHIND_READS
+        self.scale_ = backend.scale_
+
+    def stats(
+        self, logits: Tensor, targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...],
+        *, rows: tuple[int, int] | None = None,
+    ) -> RowStats:  # fmt: skip
+        """Statistics of whole rows from this rank's part of them, the same on all ranks."""
+        own, n = self._own(logits), targets.numel()
+        if own.shape[-1]:
+            partials = self.backend.stats(own, targets - self.shard.start, read, transform, names, rows=rows).values
+        else:
+            partials = RowStats.not_read(names, n, logits.device).values
+            for row, nothing in zip(partials, (-torch.inf, 0.0, torch.nan), strict=False):
+                row.fill_(nothing)
+        # The first column of each rank goes with the ids of its largest logits, which count from there.
+        first = torch.full((1, n), self.shard.start, dtype=torch.int32, device=logits.device).view(torch.float32)
+        sent = torch.cat([partials, first]) if "top" in names else partials
+        ranks = _ranks(self.shard.group)
+        everyone = sent[None]
+        if ranks > 1:
+            everyone = torch.empty(ranks, *sent.shape, dtype=torch.float32, device=logits.device)
+            all_gather(everyone, sent[None], self.shard.group)
+        starts = everyone[:, -1].view(torch.int32) if "top" in names else None
+        return merge(everyone[:, : len(names)], names, read, starts)
+
+    def pull(
+        self, logits: Tensor, targets: Tensor, stats: RowStats, slopes: Slopes, transform: RowTransform, out: Tensor,
+        *, rows: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        """This rank's columns of the gradient, from statistics of whole rows."""
+        own = self._own(logits)
+        if own.shape[-1]:
+            self.backend.pull(own, targets - self.shard.start, stats, slopes, transform, self._own(out), rows=rows)
+        padding = out[..., own.shape[-1] :]
+        if padding.numel():
+            at = torch.arange(*(rows or (0, logits.shape[0] * logits.shape[1])), device=out.device)
+            padding[at // out.shape[1], at % out.shape[1]] = 0
+
+    def fused(
+        self, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None
+    ) -> FusedRows:
+        """Two visits with the exchange between them."""
+        return two_visits(self, logits, rows, objective, transform, out, max(1, rows.targets.numel()))
+
+    def _own(self, logits: Tensor) -> Tensor:
+        """The columns that are ids; the others are padding."""
+        return logits[..., : min(logits.shape[-1], max(0, self.shard.vocab - self.shard.start))]
+
+
+def on_shard(backend: Backend, shard: VocabShard | None) -> Backend:
+    """The backend for rows of which this rank has the part `shard`; None: it has whole rows."""
+    return backend if shard is None else VocabParallel(backend, shard)
+
+
+def is_managed(x: Any) -> bool:
+    """Whether FSDP2 or replicate() holds this DTensor as a parameter of its own. Its placements do not tell: a shard of FSDP
+    looks like one of tensor parallelism, but its ranks have other rows, and its gradient is reduced by hooks only."""
+    try:
+        from torch.distributed._composable_state import _module_state_mapping
+
+        states = {state for state in (ref() for ref in _module_state_mapping.values()) if state is not None}
+        for state in states:
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            for group in filter(None, groups):
+                if any(x is p.sharded_param or _same_storage(x, p.sharded_param) for p in group.fsdp_params):
+                    return True
+    except (ImportError, AttributeError):  # private to torch: where it has changed, nothing is known
+        pass
+    return False
+
+
+def refuse_managed(name: str, x: Any) -> None:
+    if is_managed(x):
+        raise ValueError(
+            f"{name} is a DTensor, a parameter of FSDP or replicate() outside its module's forward, where it is not gathered and no "
+            "hook reduces its gradient: call FusedLMHead, or do this in the forward of the module that owns the parameter."
+        )
+
+
+def _same_storage(a: Any, b: Any) -> bool:
+    a, b = a._local_tensor, b._local_tensor
+    return a.numel() > 0 and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def _cut_along(x: Any, dim: int) -> bool:
+    """Whether a DTensor's ranks have consecutive parts of it along `dim`, and nothing else."""
+    return len(x.placements) == 1 and x.placements[0].is_shard() and x.placements[0].dim % x.dim() == dim % x.dim()
+
+
+def all_gather(out: Tensor, x: Tensor, group: Any) -> None:
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(out, x, group=group)  # its name since torch 2.13
+
+
+def _ranks(group: Any) -> int:
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def _rank(group: Any) -> int:
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
