@@ -103,7 +103,7 @@ def test_a_backend_asked_for_by_name_never_falls_back() -> None:
     with pytest.raises(ValueError, match=r"backend='cuda'.*auto or one of eager, cpu, triton"):
         backends.pick("cuda", torch.device("cpu"))
     out = run(
-        "import torch\nfrom grpo_kernels import backends\n"
+        "import torch\nfrom grpo_kernels.vocabulary import backends\n"
         "for name in ('cpu', 'triton'):\n"
         "    try:\n        backends.pick(name, torch.device('cpu'))\n"
         "    except RuntimeError as e:\n        print(e)",
@@ -153,7 +153,7 @@ def describe(site: Path, version: str) -> None:
     about.write_text(f"Metadata-Version: 2.1\nName: grpo_kernels\nVersion: {version}\n")
 
 
-WHICH = f"{LOSS}\nfrom grpo_kernels import backends\nprint(backends.pick('auto', torch.device('cpu')).__name__)"
+WHICH = f"{LOSS}\nfrom grpo_kernels.vocabulary import backends\nprint(backends.pick('auto', torch.device('cpu')).__name__)"
 WHICH += "\nprint(getattr(sys.modules.get('grpo_kernels._cpu'), '__file__', None))"
 
 
@@ -271,7 +271,7 @@ def test_without_a_compiler_it_installs_and_doctor_says_what_is_missing(sdist: P
     assert not [*site.rglob("*.so")]
     out = run(f"import grpo_kernels\nassert grpo_kernels.__file__.startswith({str(site)!r})\n{LOSS}", source=site)
     assert out.count("falls back to eager") == 1 and "doctor" in out
-    out = run("from grpo_kernels import doctor\nprint('status', doctor.main(['--without-native']))", source=site)
+    out = run("from grpo_kernels.diagnosis import doctor\nprint('status', doctor.main(['--without-native']))", source=site)
     assert "cpu      not available: " in out and "C++17 compiler" in out and "status 1" in out
 
 

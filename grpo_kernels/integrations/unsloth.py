@@ -79,7 +79,8 @@ def selective_log_softmax(
 
     logit_scale_multiply, logit_scale_divide, logit_softcapping   of the logits, in this order, before temperature; 0: without.
     fp32_lm_head   True: products in fp32 whatever autocast says; None: as UNSLOTH_VLLM_FP32_LM_HEAD has it.
-    support_...    a softmax over the sampler's kept set of tokens is left to Unsloth.
+    support_top_k, support_top_p, support_min_p, support_excluded_ids   a softmax over the sampler's kept set: left to Unsloth.
+    support_triton_sampler   how the sampler breaks ties in that set: without one it says nothing.
     chunks, max_rows_per_chunk, fused_linear   choose among Unsloth's own ways, and nothing here."""
     if support_top_k > 0 or support_top_p < 1 or support_min_p > 0 or support_excluded_ids is not None:
         raise NotCovered("a softmax over a kept set of tokens (support_top_k, ...)")
