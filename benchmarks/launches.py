@@ -14,13 +14,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.formulas.filters import EntropyFloor
 from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
+from grpo_kernels.formulas.token_stage import TokenRows, formulas
 from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
-from grpo_kernels.formulas.token_stage import TokenRows, formulas
+from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, partials_of
 
 Tensor = torch.Tensor

@@ -13,8 +13,8 @@ import pytest
 import torch
 from rows import WITH_ENTROPY, slopes_of
 
-from grpo_kernels.objective import Objective
 from grpo_kernels.formulas.surrogates import Cispo, Clip, Custom, PolicyGradient, Surrogate
+from grpo_kernels.objective import Objective
 from grpo_kernels.vocabulary.rows import RowTransform
 
 pytest.importorskip("triton")

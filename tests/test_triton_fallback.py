@@ -20,12 +20,12 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 from benchmarks.launches import compiling, token_rows
+from grpo_kernels.formulas.surrogates import Custom
+from grpo_kernels.objective import Objective
 from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.vocabulary.backends import triton_launch
 from grpo_kernels.vocabulary.backends.triton_launch import KernelFailure
-from grpo_kernels.objective import Objective
-from grpo_kernels.formulas.surrogates import Custom
 from grpo_kernels.vocabulary.rows import RowTransform
 
 compiles = pytest.mark.skipif(
