@@ -25,6 +25,7 @@ from .model import loss_from_model
 from .objective import Denominators, Objective
 from .rewards.advantages import group_advantages
 from .transform import LogitTransform
+from .vocabulary.backends import use
 
 __all__ = [
     "A2po",
@@ -57,4 +58,5 @@ __all__ = [
     "linear_logprobs",
     "loss_from_model",
     "token_logprobs",
+    "use",
 ]

@@ -600,6 +600,8 @@ def test_adapters_are_compared_with_the_versions_that_they_accept() -> None:
     ("environ", "expected"),
     [
         ({"GRPO_KERNELS_STRICT": "1", "GRPO_KERNELS_CHECK": "0", "TRITON_INTERPRET": "", "OMP_NUM_THREADS": "3"}, None),
+        ({"GRPO_KERNELS_BACKEND": "eager"}, None),
+        ({"GRPO_KERNELS_BACKEND": "egaer"}, "grave: GRPO_KERNELS_BACKEND=egaer names no backend.*auto, eager, cpu, triton"),
         ({"GRPO_KERNELS_STRICT": "true"}, "GRPO_KERNELS_STRICT=true has no effect -> set GRPO_KERNELS_STRICT=1"),
         ({"GRPO_KERNELS_STRICKT": "1"}, "GRPO_KERNELS_STRICKT is not a setting.*GRPO_KERNELS_STRICT, GRPO_KERNELS_CHECK"),
     ],

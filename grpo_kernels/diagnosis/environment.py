@@ -12,12 +12,14 @@ from pathlib import Path
 
 import torch
 
+from ..vocabulary.backends import BACKENDS
 from . import Finding, numbers
 
 OPTIONAL = ("numpy", "transformers", "trl", "accelerate", "deepspeed", "liger-kernel", "flash-attn", "verl", "vllm")
 OLDEST_TORCH = (2, 9)
 
 SETTINGS = {
+    "GRPO_KERNELS_BACKEND": "auto, eager, cpu or triton: what runs where a call leaves backend at auto",
     "GRPO_KERNELS_STRICT": "1: a fallback to eager raises instead of warning",
     "GRPO_KERNELS_CHECK": "1: ids, temperatures and offsets are checked on a GPU too, which waits for it at each call",
     "GRPO_KERNELS_ANY_VERSION": "1: adapters take versions of a trainer that they were not tested with",
@@ -89,7 +91,11 @@ def variables() -> dict[str, str]:
 def setting_findings(environ: Mapping[str, str]) -> list[Finding]:
     findings = []
     for name, value in environ.items():
-        if name in SETTINGS and value not in ("", "0", "1"):
+        if name == "GRPO_KERNELS_BACKEND":
+            if value not in ("auto", *BACKENDS):
+                remedy = f"set it to one of {', '.join(('auto', *BACKENDS))}, or unset it"
+                findings.append(Finding(f"{name}={value} names no backend, and every call raises", remedy, True))
+        elif name in SETTINGS and value not in ("", "0", "1"):
             findings.append(Finding(f"{name}={value} has no effect", f"set {name}=1, or unset it", False))
         elif name.startswith("GRPO_KERNELS_") and name not in SETTINGS and not name.startswith("GRPO_KERNELS_TEST"):
             known = ", ".join(s for s in SETTINGS if s.startswith("GRPO_KERNELS_"))

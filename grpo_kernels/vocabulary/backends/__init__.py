@@ -17,16 +17,19 @@ below is the `fused` of every backend that has no kernel for it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from ...checks import require
 from ..rows import RowStats, RowTransform, Slopes, partials_of
 
 if TYPE_CHECKING:
@@ -111,14 +114,58 @@ def unavailable(name: str) -> str | None:
         return f"it cannot be imported ({error})"
 
 
+#: (backend, strict) of the innermost block of `use`, if there is one.
+_in_use: ContextVar[tuple[str, bool] | None] = ContextVar("grpo_kernels.use", default=None)
+
+
+@contextlib.contextmanager
+def use(*, backend: str | None = None, strict: bool | None = None) -> Iterator[None]:
+    """Inside the block, calls that leave `backend` at "auto" run on this one, and `strict` makes a fallback an error.
+
+        with grpo_kernels.use(backend="eager"):
+            out = linear_grpo_loss(hidden, weight, batch, objective)
+
+    backend   "auto", "eager", "cpu" or "triton"; None leaves it as it is outside. A call's own `backend=` goes first.
+    strict    True: a fallback to eager PyTorch raises RuntimeError. False: it warns, unless the call says strict=True. None
+              leaves it as it is outside.
+
+    Blocks nest, and hold in their own thread or task. In the environment of a process GRPO_KERNELS_BACKEND and
+    GRPO_KERNELS_STRICT=1 say the same; a block goes before them. The backward of a loss runs where its forward ran.
+    Raises ValueError for an unknown name."""
+    if backend is not None:
+        check_name(backend)
+    require(strict is None or isinstance(strict, bool), "strict", strict, "pass True, False or None.")
+    outer = _settings()
+    token = _in_use.set((outer[0] if backend is None else backend, outer[1] if strict is None else strict))
+    try:
+        yield
+    finally:
+        _in_use.reset(token)
+
+
+def _settings() -> tuple[str, bool]:
+    """(backend, strict) of the innermost block of `use`, else of the environment."""
+    in_use = _in_use.get()
+    if in_use is not None:
+        return in_use
+    return os.environ.get("GRPO_KERNELS_BACKEND", "auto"), os.environ.get("GRPO_KERNELS_STRICT", "0") == "1"
+
+
+def check_name(backend: object) -> None:
+    known = ("auto", *BACKENDS)
+    require(backend in known, "backend", backend, f"it must be one of {', '.join(known)}.")
+
+
 def pick(backend: str, device: torch.device, strict: bool = False) -> Backend:
-    """The backend module for data on `device`.
+    """The backend module for data on `device`. "auto" is first replaced by what `use` or GRPO_KERNELS_BACKEND says.
 
     "auto" takes the native one (cpu on a CPU, triton on a GPU) and falls back to eager with one warning per reason, also
-    for a single call whose Triton kernel cannot run; strict=True, or GRPO_KERNELS_STRICT=1 in the environment, raises
-    RuntimeError instead. A backend asked for by name never falls back: RuntimeError says why it cannot run. ValueError for
+    for a single call whose Triton kernel cannot run; strict=True, also of `use` or GRPO_KERNELS_STRICT, raises RuntimeError
+    instead. A backend asked for by name never falls back: RuntimeError says why it cannot run. ValueError for
     an unknown name. (A Triton kernel that only needs a smaller tile gets it, with a warning, whatever is asked for.)"""
-    strict = strict or os.environ.get("GRPO_KERNELS_STRICT", "0") == "1"
+    chosen, always_strict = _settings()
+    backend, strict = chosen if backend == "auto" else backend, strict or always_strict
+    check_name(backend)
     native = {"cpu": "cpu", "cuda": "triton"}.get(device.type)
     if backend == "auto":
         reason = f"no kernels for {device.type} tensors" if native is None else unavailable(native)
@@ -132,8 +179,6 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> Backend:
             raise RuntimeError(f"{message} (strict mode: no fallback)")
         warn_once(message)
         return load("eager")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: it must be auto or one of {', '.join(BACKENDS)}.")
     reason = unavailable(backend)
     if reason is None and backend == "cpu" and device.type != "cpu":
         reason = f"the data is on {device}"
