@@ -649,6 +649,27 @@ def test_slot_labels_dtypes_and_no_rows() -> None:
     assert none.shape == (0,) and not torch.autograd.grad(none.sum(), weight)[0].any()
 
 
+def test_slot_makes_the_statistics_of_sft_and_wpo() -> None:
+    """`is_top1` feeds SFT's mean_token_accuracy, `log_sum_sq_probs` the weights of WPO; neither has a gradient."""
+    hidden, weight, bias, targets = operands()
+    outputs = ("log_probs", "entropy", "log_sum_sq_probs", "is_top1")
+    logits = torch.nn.functional.linear(hidden, weight, bias).detach()
+    targets = targets.clone()
+    targets[:5] = logits[:5].argmax(-1)
+    arguments = (hidden, weight, bias, targets, 0.8, 7, None, 1.0, outputs)
+    want = ChunkedLogProbFunction.apply(*arguments)
+    with fused_lm_head(strict=True) as slot:
+        got = utils._ChunkedLogProbFunction.apply(*arguments)
+    assert slot.counts == {"fused": 1} and got[3] is want[3] is None
+    counted = targets >= 0
+    for ours, theirs in zip(got[:3], want[:3], strict=True):
+        torch.testing.assert_close(ours[counted], theirs[counted], rtol=1e-5, atol=1e-5)
+    assert torch.equal(got[4][counted], want[4][counted]) and got[4][:5][counted[:5]].all() and not got[4][~counted].any()
+    assert not got[2].requires_grad and not got[4].requires_grad and not got[4][counted].all()
+    gradients = [torch.autograd.grad((x[0] + x[1])[counted].sum(), hidden)[0] for x in (got, want)]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+
+
 def test_slot_hands_over_what_it_does_not_make() -> None:
     hidden, weight, bias, targets = operands()
     every = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -656,7 +677,7 @@ def test_slot_hands_over_what_it_does_not_make() -> None:
     sharded = weight.detach().clone()
     sharded.ds_id = 3
     for arguments, reason in (
-        ((hidden, weight, bias, targets, 0.8, 7, None, 1.0, every), "is_top1, log_sum_sq_probs, mean_logits asked for"),
+        ((hidden, weight, bias, targets, 0.8, 7, None, 1.0, every), "mean_logits asked for"),
         ((*wide, targets, 0.8, 7, None, 1.0, ("entropy",)), "float64"),
         ((hidden, weight, bias, targets, 0.8, 7, None, 0.0, ("entropy",)), "logit_scale is 0"),
         ((hidden, sharded, bias, targets, 0.8, 7, None, 1.0, ("entropy",)), "ZeRO-3"),

@@ -34,6 +34,8 @@ Tensor = torch.Tensor
 TESTED = ("1.16",)
 SLOT = "_ChunkedLogProbFunction"
 EVERY_OUTPUT = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+#: What the fused head makes of them, and the statistic of `linear_logprobs(also=)` that it needs for it.
+FUSED_OUTPUTS = {"entropy": None, "log_sum_sq_probs": "sum_squares", "is_top1": "top_id"}
 
 
 def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
@@ -82,13 +84,14 @@ def log_probs(
     logit_scale: float = 1.0,
     outputs: tuple[str, ...] = EVERY_OUTPUT,
 ) -> tuple[Tensor | None, ...]:
-    """(log-probs, entropy or None, None, None, None), fp32 [N], of hidden [N, H], weight [V, H], bias [V] and targets [N]: what
-    `apply` of TRL's autograd function gives. A row whose target is -100 gives 0.
+    """(log-probs, entropy, log of the sum of squared probabilities, None, whether the target is the largest logit), fp32 and bool
+    [N], of hidden [N, H], weight [V, H], bias [V] and targets [N]: what `apply` of TRL's autograd function gives, with None for what
+    `outputs` does not ask for. A row whose target is -100 gives 0.
 
     temperature, final_logit_softcapping, logit_scale   as in `LogitTransform`.
-    outputs      what TRL wants beside the log-probs: "entropy"; anything else is left to TRL.
+    outputs      what TRL wants beside the log-probs: "entropy", "log_sum_sq_probs", "is_top1"; "mean_logits" is left to TRL.
     chunk_size   not needed."""
-    others = sorted(set(outputs) - {"log_probs", "entropy"})
+    others = sorted(set(outputs) - {"log_probs", *FUSED_OUTPUTS})
     if others:
         raise NotCovered(f"{', '.join(others)} asked for")
     if hasattr(weight, "ds_id"):
@@ -99,13 +102,20 @@ def log_probs(
     average_gathered(weight)
     if bias is not None:
         average_gathered(bias)
-    logps, entropy = linear_logprobs(
-        hidden, weight, targets.clamp(min=0), bias=bias, entropy="entropy" in outputs,
+    also = tuple(statistic for output, statistic in FUSED_OUTPUTS.items() if statistic and output in outputs)
+    logps, entropy, *found = linear_logprobs(
+        hidden, weight, targets.clamp(min=0), bias=bias, entropy="entropy" in outputs, also=also,
         transform=LogitTransform(float(temperature), final_logit_softcapping, float(logit_scale)),
     )  # fmt: skip
+    statistics: dict[str, Tensor] = found[0] if found else {}
     counted = targets >= 0
-    logps = torch.where(counted, logps, 0.0)
-    return logps, None if entropy is None else torch.where(counted, entropy, 0.0), None, None, None
+
+    def of_counted(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.where(counted, x, 0.0)
+
+    squares, top = statistics.get("sum_squares"), statistics.get("top_id")
+    log_squares = None if squares is None else of_counted(squares.detach().log())
+    return of_counted(logps), of_counted(entropy), log_squares, None, None if top is None else (top == targets) & counted
 
 
 def gathered(parameter: Tensor) -> Tensor:
