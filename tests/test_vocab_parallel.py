@@ -9,12 +9,13 @@ import pytest
 import torch
 from cases import build, same_bits
 from processes import checks_of
-from rows import EVERYTHING, LOGPS
+from rows import EVERYTHING, LOGPS, slopes_of
 
 from grpo_kernels import Objective, grpo_loss
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary.rows import RowTransform, merge
+from grpo_kernels.vocabulary.shard import on_shard
 
 MODULE = "vocab_parallel_checks"
 
@@ -70,3 +71,22 @@ def test_without_a_group_one_rank_has_it_all(backend: str) -> None:
     if backend != "triton":  # its fused kernel is another one
         assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
+
+
+def test_a_shards_backend_takes_a_range_of_rows(backend: str) -> None:
+    """As every backend does: the block by block visits of a loss ask for it. Padding of those rows becomes 0, others stay."""
+    case = build()
+    V, n = case.logits.shape[-1], case.targets.numel()
+    module = on_shard(backends.load(backend), VocabShard(0, V - 3))  # three columns are padding
+    logits, targets = case.logits.clone(), case.targets.reshape(-1).clamp(max=V - 4)
+    transform, lo, hi = RowTransform(1.0, 0.0, 1.0), 5, n - 4
+    whole = module.stats(logits, targets, None, transform, EVERYTHING)
+    part = module.stats(logits, targets[lo:hi], None, transform, EVERYTHING, rows=(lo, hi))
+    assert torch.equal(part.values, whole.values[:, lo:hi])
+    slopes = slopes_of(whole, torch.ones(n), torch.ones(n))
+    outs = [torch.full_like(logits, torch.nan) for _ in range(2)]
+    module.pull(logits, targets, whole, slopes, transform, outs[0])
+    module.pull(logits, targets[lo:hi], part, slopes.at(slice(lo, hi)), transform, outs[1], rows=(lo, hi))
+    all_rows, some_rows = (out.view(n, V) for out in outs)
+    assert torch.equal(some_rows[lo:hi], all_rows[lo:hi]) and not all_rows[:, -3:].any() and all_rows.abs().max() > 0.1
+    assert some_rows[:lo].isnan().all() and some_rows[hi:].isnan().all()

@@ -336,3 +336,17 @@ def test_a_formula_that_triton_cannot_compile_runs_under_torch(refuse: Refuse) -
     for options in ({"strict": True}, {"backend": "triton"}):
         with pytest.raises(ValueError, match="closure closes over width"):
             grpo_loss(logits, batch, objective, **options)  # type: ignore[arg-type]
+
+
+def test_a_value_error_that_is_no_refused_formula_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a defect, or the caller's mistake: falling back would hide it behind a warning about speed."""
+
+    def broken(*_: Any) -> Any:
+        raise ValueError("something else is wrong")
+
+    monkeypatch.setattr(backend, "fused", broken)
+    hidden, weight, batch = case()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="something else is wrong"):
+            grpo_loss(hidden @ weight.T, batch, OBJECTIVES["one visit"])
