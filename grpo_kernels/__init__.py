@@ -1,7 +1,6 @@
 """grpo_kernels: the GRPO loss at the speed of the hardware, in any trainer."""
 
-__version__ = "0.2.0.dev0"  # before the imports, one of which compares it
-
+from ._version import __version__ as __version__
 from .batch import TokenBatch
 from .formulas.custom import Custom, check_surrogate
 from .formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion

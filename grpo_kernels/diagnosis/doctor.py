@@ -43,7 +43,7 @@ from typing import Any
 
 import torch
 
-from .. import __version__
+from .._version import __version__
 from ..vocabulary import backends
 from . import Finding, environment, first_line, machine, native
 from .self_test import Report, self_test

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .. import __version__
+from .._version import __version__
 
 NAME = "grpo_kernels._cpu"
 PACKAGE = Path(__file__).parents[1]

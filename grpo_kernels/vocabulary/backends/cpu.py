@@ -13,16 +13,16 @@ from .. import native
 from ..rows import RowStats, RowTransform, Slopes
 from . import FusedRows, two_visits
 
-try:
-    native.load()  # from wherever it is: the import below then finds it
-    from ... import _cpu
-except ImportError as error:
-    _cpu = None  # type: ignore[assignment]
-    _import_error = str(error)
-
 if TYPE_CHECKING:
+    from ... import _cpu
     from ...formulas.token_stage import TokenRows
     from ...objective import Objective
+else:
+    try:
+        _cpu = native.load()
+    except ImportError as error:
+        _cpu = None
+        _import_error = str(error)
 
 Tensor = torch.Tensor
 

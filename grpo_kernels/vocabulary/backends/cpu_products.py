@@ -7,9 +7,7 @@ from __future__ import annotations
 import torch
 
 from . import cpu
-
-if cpu.available() is None:
-    from ... import _cpu
+from .cpu import _cpu
 
 Tensor = torch.Tensor
 
