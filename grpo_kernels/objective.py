@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from .formulas.kl import Kl, as_kl
 from .formulas.surrogates import LEVELS, Clip, Custom, Dro, Surrogate
 from .formulas.token_stage import TokenRows
 from .layout import flat
+from .published import preset_fields
 
 Tensor = torch.Tensor
 F = TypeVar("F", bound=Filter)
@@ -138,12 +139,10 @@ class Objective:
 
     @classmethod
     def preset(cls, name: str, *, numerics: str | None = None, **changes: Any) -> Objective:
-        """A published objective by name (see presets.py), with fields replaced by `changes`.
+        """A published objective by name (see published.py), with fields replaced by `changes`.
 
         numerics: "trl", "verl", "openrlhf", ...: that trainer's constants, clamps and denominators."""
-        from .presets import preset  # which is made of objectives
-
-        return preset(name, numerics, changes)
+        return cls(**preset_fields(name, numerics, changes, known=tuple(f.name for f in fields(cls))))
 
     def filter(self, kind: type[F]) -> F | None:
         """The filter of this kind, if there is one."""
