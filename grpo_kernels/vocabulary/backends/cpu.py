@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ... import _cpu
     from ...formulas.token_stage import TokenRows
     from ...objective import Objective
+
+    _import_error: str
 else:
     try:
         _cpu = native.load()
