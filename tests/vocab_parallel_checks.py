@@ -17,7 +17,6 @@ from grpo_kernels import (
     LossOutput,
     Objective,
     TokenBatch,
-    distributed,
     grpo_loss,
     linear_grpo_loss,
     linear_logprobs,
@@ -25,6 +24,7 @@ from grpo_kernels import (
 )
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.vocabulary import hidden as linear
+from grpo_kernels.vocabulary import shard as exchange
 
 Tensor = torch.Tensor
 V = 61
@@ -256,7 +256,7 @@ def check_dtensor_head(rank: int, ranks: int) -> None:
 def counted() -> Iterator[dict[str, list[int]]]:
     """Bytes of each collective, by name; any other than these two fails."""
     sizes: dict[str, list[int]] = {"all_gather": [], "all_reduce": []}
-    gather, reduce = distributed._all_gather, dist.all_reduce
+    gather, reduce = exchange.all_gather, dist.all_reduce
 
     def all_gather(out: Tensor, x: Tensor, group: Any) -> None:
         sizes["all_gather"].append(x.numel() * x.element_size())
@@ -269,7 +269,7 @@ def counted() -> Iterator[dict[str, list[int]]]:
     others = ("all_gather", "broadcast", "barrier", "reduce_scatter_tensor", "all_to_all_single", "all_gather_object")
     refuse = {name: mock.Mock(side_effect=AssertionError(f"a collective of its own: {name}")) for name in others}
     with (
-        mock.patch.object(distributed, "_all_gather", all_gather),
+        mock.patch.object(exchange, "all_gather", all_gather),
         mock.patch.multiple(dist, all_reduce=all_reduce, **refuse),
     ):
         yield sizes
