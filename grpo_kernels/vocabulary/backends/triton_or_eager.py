@@ -1,23 +1,25 @@
-"""The Triton backend as backend="auto" has it: a call whose kernel cannot run goes to eager PyTorch, with a warning.
+"""The Triton backend that backend="auto" uses: a call whose kernel cannot run is computed by eager PyTorch, with a warning.
 
-That a kernel cannot run is known before any of it has: the logits are still what they were, also where the gradient goes
-into their memory. Values are the same to rounding; statistics of one may go into the gradient of the other.
+Launch failures are detected before anything is written, so the logits are intact, also where the gradient overwrites them. The two
+backends agree to rounding, so the gradient may be computed by one from statistics of the other.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...formulas.token_stage import TokenRows
-from ...objective import Objective
 from ..rows import RowStats, RowTransform
 from . import FusedRows, eager, triton, two_visits, warn_once
 from .triton_formulas import FormulaRefused
 from .triton_launch import KernelFailure
+
+if TYPE_CHECKING:
+    from ...formulas.token_stage import TokenRows
+    from ...objective import Objective
 
 Tensor = torch.Tensor
 

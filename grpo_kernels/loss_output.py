@@ -1,0 +1,103 @@
+"""What a loss returns, and the metrics of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .batch import TokenBatch
+from .checks import describe
+from .formulas.ops import bounded_exp
+from .formulas.token_stage import TokenRows, kl_of_rows
+from .objective import Objective
+
+Tensor = torch.Tensor
+
+
+@dataclass(eq=False, repr=False)
+class LossOutput:
+    """What a fused loss returns.
+
+    loss      0-d fp32, differentiable: the sum of all weighted per-token terms.
+    logps     fp32, the shape of targets, detached; 0 where masked.
+    entropy   likewise, in nats.
+    rows      the batch's flat rows as the loss weighed them, for statistics of one's own.
+    metrics   computed on first use, see below.
+    """
+
+    loss: Tensor
+    logps: Tensor
+    entropy: Tensor
+    _objective: Objective = field(repr=False)
+    _batch: TokenBatch = field(repr=False)
+    rows: TokenRows = field(repr=False)
+    _log_ratio: Tensor | None = field(default=None, repr=False)  # fp32 [n] at the objective's level, where a loss made it
+    _metrics: dict[str, Tensor] | None = field(default=None, repr=False)
+    __repr__ = describe
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """0-d fp32 tensors on the device of the data (reading one waits for it, making them does not), computed on first use,
+        from the batch's tensors as they are then. Means are over the trained tokens of this batch; with skip_inactive=True,
+        over those that were read.
+
+        tokens           trained tokens
+        ratio_mean, ratio_min, ratio_max     of the ratio at the objective's level (1 when on-policy), bounded at e^60
+        clip_low         share of tokens with A < 0 and a ratio below the lower bound
+        clip_high        share of tokens with A > 0 and a ratio above the upper bound
+        ess              effective sample size of ratio * weights, as a share: (sum r)^2 / (tokens * sum r^2)
+        zero_advantage   share of all trained tokens whose advantage is exactly 0
+        entropy          mean entropy in nats
+        kl               mean of the KL estimator, weighted as it is in the loss (only with beta != 0)
+        kept             share of tokens that all filters of this process keep (only with filters)
+        """
+        if self._metrics is None:
+            self._metrics = self._measured()
+        return self._metrics
+
+    def _measured(self) -> dict[str, Tensor]:
+        rows, logps = self.rows, self.logps.reshape(-1)
+        everywhere = torch.ones_like(logps, dtype=torch.bool)
+        trained = everywhere if rows.trained is None else rows.trained
+        read = everywhere if rows.read is None else rows.read
+        count = read.sum().to(torch.float32)
+        tokens = count.clamp(min=1.0)
+
+        def mean(x: Tensor) -> Tensor:
+            return torch.where(read, x, 0.0).sum() / tokens
+
+        def extreme(x: Tensor, reduce: Any, start: float) -> Tensor:
+            if x.numel() == 0:
+                return x.new_ones(())
+            return torch.where(count > 0, reduce(torch.where(read, x, start)), 1.0)
+
+        x = self._objective.log_ratio(logps, rows, self._batch) if self._log_ratio is None else self._log_ratio
+        ratio = bounded_exp(x)
+        low, high = self._objective.surrogate.clipped(ratio, rows.advantages)
+        weight = ratio if rows.weights is None or self._objective.surrogate.absorbs_weights else ratio * rows.weights
+        weight = torch.where(read, weight, 0.0).to(torch.float64)  # the square of a runaway ratio is beyond fp32
+        metrics = {
+            "tokens": trained.sum().to(torch.float32),
+            "ratio_mean": mean(ratio),
+            "ratio_min": extreme(ratio, torch.amin, math.inf),
+            "ratio_max": extreme(ratio, torch.amax, -math.inf),
+            "clip_low": mean(low.to(torch.float32)),
+            "clip_high": mean(high.to(torch.float32)),
+            "ess": (weight.sum().square() / (tokens * weight.square().sum()).clamp(min=1e-30)).to(torch.float32),
+            "zero_advantage": (trained & (rows.advantages == 0)).sum() / trained.sum().clamp(min=1).to(torch.float32),
+            "entropy": mean(self.entropy.reshape(-1)),
+        }
+        if rows.ref_logps is not None:
+            metrics["kl"] = mean(kl_of_rows(self._objective, logps, rows, x)[0])
+        if self._objective.filters:
+            kept = read
+            for f in self._objective.filters:
+                over_ranks = self._batch.context_group is not None and not f.one_pass
+                if over_ranks or getattr(f, "process_group", None) is not None:
+                    continue  # to look at metrics must not be a collective
+                kept = kept & f.keep(logps, self.entropy.reshape(-1), rows, self._batch)
+            metrics["kept"] = kept.sum() / tokens
+        return metrics
