@@ -20,10 +20,10 @@ bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks.tables --write
 
 docs: $(VENV)/ready
-	$(BIN)/python tests/reference.py build/docs
+	$(BIN)/python tests/repository/reference.py build/docs
 
 matrix: $(VENV)/ready
-	$(BIN)/python tests/matrix.py
+	$(BIN)/python tests/repository/matrix.py
 
 # torch goes first: constraints.txt names the build that everything else is tested with.
 $(VENV)/ready: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)

@@ -160,11 +160,12 @@ def peers(kit: Kit) -> None:
 
 #: {group of the report: its files}. Kernels first: everything else depends on them.
 CASES = {
-    "Triton kernels": ["triton_cases.py"],
-    "real sizes": ["gpu_cases.py"],
+    "Triton kernels": ["vocabulary/triton_cases.py"],
+    "real sizes": ["core/gpu_cases.py"],
     "objectives": [
-        "test_grpo_loss.py", "test_linear_grpo_loss.py", "test_token_logprobs.py", "test_linear_logprobs.py",
-        "test_grpo_loss_autograd.py", "test_token_logprobs_autograd.py", "test_linear_engine.py", "test_distributed.py",
+        "core/test_grpo_loss.py", "core/test_linear_grpo_loss.py", "core/test_token_logprobs.py", "core/test_linear_logprobs.py",
+        "core/test_grpo_loss_autograd.py", "core/test_token_logprobs_autograd.py", "vocabulary/test_linear_engine.py",
+        "core/test_distributed.py",
     ],
 }  # fmt: skip
 PROCESSES = 12
@@ -176,9 +177,9 @@ REHEARSED = (
 
 def correctness(kit: Kit) -> None:
     """The cases of the tests on the device, in one run. Of each test, single values of the parameters come first and their
-    combinations later, see tests/on_device.py. Combinations that do not fit into the time are not a failure."""
+    combinations later, see tests/support/on_device.py. Combinations that do not fit into the time are not a failure."""
     report = kit.work / "json" / "tests.jsonl"
-    command = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "on_device"]
+    command = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "support.on_device"]
     if importlib.util.find_spec("xdist") and not kit.rehearse:  # few at a time, so that they keep their order
         command += ["-n", str(min(PROCESSES, os.cpu_count() or 1)), "--maxschedchunk=2"]
     if importlib.util.find_spec("pytest_timeout"):
@@ -207,14 +208,15 @@ def correctness(kit: Kit) -> None:
 
 
 def tally(report: Path, files: list[str]) -> dict:
-    """What tests/on_device.py wrote about these files: {"collected", "first", "ran", "passed", "failed", "skipped",
+    """What tests/support/on_device.py wrote about these files: {"collected", "first", "ran", "passed", "failed", "skipped",
     "largest": {recorded property: its maximum}}."""
     lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    names = {Path(file).name for file in files}
     sizes = {
-        what: sum(count for line in lines for file, count in line.get(what, {}).items() if Path(file).name in files)
+        what: sum(count for line in lines for file, count in line.get(what, {}).items() if Path(file).name in names)
         for what in ("collected", "first")
     }
-    lines = [line for line in lines if "test" in line and Path(line["test"].split("::")[0]).name in files]
+    lines = [line for line in lines if "test" in line and Path(line["test"].split("::")[0]).name in names]
     largest: dict[str, float] = {}
     for line in lines:
         test = re.sub(r".*::|\[.*", "", line["test"])

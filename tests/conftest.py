@@ -14,10 +14,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
-from processes import run_checks
-from trainers import ROOTS, VERSIONS
 
 import grpo_kernels
+from support.processes import run_checks
+from support.trainers import ROOTS, VERSIONS
 
 PACKAGE = grpo_kernels.__name__
 

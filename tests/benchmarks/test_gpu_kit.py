@@ -1,0 +1,667 @@
+"""The GPU kit without a GPU: its runner, what it packs and concludes, the lines that only CUDA runs (against stand-ins), and
+rehearsals on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from support.cases import OBJECTIVES
+from support.on_device import OnDevice
+
+pytest.importorskip("triton")
+
+from benchmarks import gpu_kit, gpu_stages, suites, tune
+from benchmarks.gpu_kit import Kit, Stage
+from benchmarks.launches import compiling, token_rows
+from benchmarks.providers import Provider, Unavailable, providers
+from grpo_kernels import Objective
+from grpo_kernels.vocabulary import hidden as linear
+from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.vocabulary.rows import RowTransform
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+# ---- the runner
+
+
+@pytest.mark.parametrize(
+    "code, outcome",
+    [
+        ("print('fine')", "ok"),
+        ("print('before'); raise SystemExit(3)", "exit status 3"),
+        ("raise ValueError('crashed')", "exit status 1"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
+    ],
+)
+def test_a_stage_that_ends(code: str, outcome: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert gpu_kit.run_stage(python(code), log, 30, dict(os.environ)) == outcome
+    for said in ("fine", "before", "crashed"):
+        assert (said in code) == (said in log.read_text())
+
+
+def test_a_stage_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_kit, "PACK_EVERY", 0.2)
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    packed: list[float] = []
+    begin = time.monotonic()
+    log = tmp_path / "log"
+    outcome = gpu_kit.run_stage(python(code), log, 2, dict(os.environ), lambda: packed.append(time.monotonic()))
+    assert outcome == "out of time after 2 s" and time.monotonic() - begin < 10 and len(packed) >= 3
+    pid = int(log.read_text())
+    for _ in range(50):  # whoever inherits it has to collect it
+        status = Path(f"/proc/{pid}/stat")
+        if not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("the stage's child is still running")
+
+
+def write_json(kit: Kit, name: str, **found: Any) -> str:
+    return f"import pathlib; pathlib.Path({str(kit.work / 'json' / name)!r} + '.json').write_text({json.dumps(found)!r}); "
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Kit:
+    return Kit(tmp_path / "out", tmp_path / "work")
+
+
+def test_the_others_go_on(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash and a hang cost only themselves, and what they had written is kept."""
+    codes = {
+        "env": write_json(kit, "env", lines=["a fine machine"]),
+        "correctness": write_json(kit, "correctness", lines=["half of it"], groups={}) + "import os; os.abort()",
+        "counters": write_json(kit, "counters", lines=["counted"], recompilations=0) + "import time; time.sleep(100)",
+        "tune": write_json(kit, "tune", lines=["tuned"]) + "print('log of tune')",
+    }
+    monkeypatch.setattr(Kit, "command", lambda self, stage, seconds: python(codes[stage]))
+    gpu_kit.run(kit, [Stage(name, 0.5 if name == "counters" else 100, 2) for name in codes], minutes=1)
+    assert [kit.stages[name]["status"] for name in codes] == ["ok", "ended by SIGABRT", "out of time after 3 s", "ok"]
+    text = (kit.out / "summary.md").read_text()
+    for line in ("a fine machine", "half of it", "counted", "tuned", "ended by SIGABRT"):
+        assert line in text
+    with tarfile.open(kit.out / "results.tar.gz") as tar:
+        names = tar.getnames()
+        stages = json.load(tar.extractfile("json/kit.json"))  # type: ignore[arg-type]
+    assert {f"json/{name}.json" for name in codes} <= set(names) and stages == kit.stages
+    with tarfile.open(kit.out / "logs.tar.gz") as tar:
+        assert b"log of tune" in tar.extractfile("logs/tune.txt").read()  # type: ignore[union-attr]
+
+
+def test_time_is_kept_for_what_comes_later(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 seconds in all: the first may not touch the 8 of the third; nothing is left for the second."""
+    seconds: dict[str, float] = {}
+
+    def command(self: Kit, stage: str, limit: float) -> list[str]:
+        seconds[stage] = limit
+        return python("import time; time.sleep(100)" if stage == "greedy" else "pass")
+
+    monkeypatch.setattr(Kit, "command", command)
+    begin = time.monotonic()
+    gpu_kit.run(kit, [Stage("greedy", 600, 0), Stage("modest", 600, 0), Stage("kept", 300, 240)], minutes=1 / 6)
+    assert time.monotonic() - begin < 12
+    assert kit.stages["greedy"]["status"].startswith("out of time") and kit.stages["modest"]["status"] == "no time left"
+    assert kit.stages["kept"]["status"] == "ok" and 7 < seconds["kept"] <= 8 and 1 < seconds["greedy"] < 2
+
+
+def test_stages_of_the_real_call_fit_into_it() -> None:
+    assert {stage.name for stage in gpu_kit.STAGES} == gpu_stages.STAGES.keys() - {"small", "peers"}
+    assert 450 < sum(stage.kept for stage in gpu_kit.STAGES) < 500  # seconds of ten minutes, so that they are what they say
+    assert all(stage.kept <= stage.most for stage in gpu_kit.STAGES)
+
+
+def test_what_comes_back_is_few_files_with_plain_names(kit: Kit) -> None:
+    plots = kit.work / "results" / "a-gpu" / "plots"
+    plots.mkdir(parents=True)
+    for name in gpu_stages.SUITES:
+        for kind in ("png", "svg"):
+            (plots / f"{name}.{kind}").write_text(name)
+    (plots.parent / "hidden.json").write_text('{"cells": []}')
+    (kit.work / "tables.md").write_text("a table")
+    for _ in range(2):
+        gpu_kit.pack(kit)
+        found = {path.name for path in kit.out.iterdir()}
+        assert found == {*(f"{name}.png" for name in gpu_kit.PICTURES), "logs.tar.gz", "results.tar.gz", "summary.md"}
+    assert len(found) <= 8 and (kit.out / "hidden.png").read_text() == "hidden"
+    assert (kit.out / "summary.md").read_text().endswith("a table") and "a table" not in gpu_kit.summary(kit)
+    with tarfile.open(kit.out / "results.tar.gz") as tar:
+        assert {"results/a-gpu/plots/rows.svg", "results/a-gpu/hidden.json", "tables.md"} <= set(tar.getnames())
+
+
+def test_files_that_stages_write_meanwhile_do_not_stop_the_packing(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One half written, one that is gone between the listing and the reading."""
+    for name in ("whole.json", "half.part", "gone.json"):
+        (kit.work / "json" / name).write_text("{}")
+    read = Path.read_bytes
+
+    def vanishing(path: Path) -> bytes:
+        if path.name == "gone.json":
+            path.unlink()
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", vanishing)
+    gpu_kit.pack(kit)
+    with tarfile.open(kit.out / "results.tar.gz") as tar:
+        assert tar.getnames() == ["json/kit.json", "json/whole.json"]
+
+
+def test_a_folder_of_wheels_that_is_none() -> None:
+    with pytest.raises(SystemExit):
+        gpu_kit.main(["--out", "unused", "--wheels", "/no/such/folder"])
+
+
+# ---- conclusions
+
+
+def row(name: str, ms: float, status: str = "ok", **more: Any) -> dict:
+    return {"name": name, "status": status} | ({"ms": ms} if status == "ok" else {}) | more
+
+
+def cell(rows: list[dict], limit: float, **shape: Any) -> dict:
+    base = {"rows": 8192, "vocab": 151936, "dtype": "bfloat16", "hidden": None, "active": 1.0}
+    return base | shape | {"limit": {"name": "limit", "ms": limit}, "providers": rows}
+
+
+SUITES = {
+    "logits": {
+        "cells": [
+            cell([], 9.0, vocab=128256),
+            cell(
+                [
+                    row("grpo_kernels, in place", 1.1),
+                    row("Liger GRPO loss", 3.3),
+                    row("TRL kernel + loss", 0, "wrong"),
+                    row("copy", 1.0),
+                ],
+                1.0,
+            ),
+        ]
+    },
+    "hidden": {
+        "cells": [
+            cell([row("grpo_kernels", 48.0, extra_mb=4096.0), row("TRL fused head + loss", 60.0)], 40.0, hidden=4096),
+        ]
+    },
+    # Half of the rows are due two thirds of the products; the target is set against all three of all rows.
+    "active": {
+        "cells": [
+            cell([row("grpo_kernels", 48.0)], 40.0, hidden=4096),
+            cell([row("grpo_kernels", 28.0)], 26.7, hidden=4096, active=0.5),
+        ]
+    },
+}
+
+
+def test_targets_are_read_off_the_results() -> None:
+    waits = dict.fromkeys(("linear_grpo_loss", "TokenBatch", "by a mask"), "batch.py:3 .item()") | {"grpo_loss": None}
+    counters = {"recompilations": 0, "waits": waits, "documented": {"by a mask": "it has to", "grpo_loss": "now and then"}}
+    correctness = {"groups": {"real sizes": {"largest": {"test_from_hidden_states, logps": 2e-6, "d_hidden": 1e-3}}}}
+    found = {t.what: (t.measured, t.met) for t in gpu_kit.targets(SUITES, counters, correctness)}
+    assert list(found.values()) == [
+        ("1.1", True), ("3", True), ("not measured", None),
+        ("1.2", False), ("3.81", True), ("1.25", False), ("not measured", None),
+        ("0.7", True),
+        ("0", True), ("2", False), ("1", True), ("2e-06", True),
+    ]  # fmt: skip
+    assert all(t.met is None for t in gpu_kit.targets({}, {}, {}))
+    half = SUITES | {"active": {"cells": SUITES["active"]["cells"][1:]}}
+    assert [t.met for t in gpu_kit.targets(half, {}, {}) if "half" in t.what] == [None]  # its own limit does not stand in
+
+
+def test_targets_speak_of_providers_that_there_are() -> None:
+    """A provider that is renamed must not turn a target into "not measured"."""
+    suites: dict[str, dict] = {}
+    for suite, contract in (("logits", "logits"), ("hidden", "hidden"), ("active", "hidden")):
+        rows = [row(one.name, 1.0, extra_mb=1.0) for one in providers(contract)]
+        shape = {"hidden": None if contract == "logits" else 4096}
+        suites[suite] = {"cells": [cell(rows, 1.0, active=share, **shape) for share in (1.0, 0.5)]}
+    missing = [t.what for t in gpu_kit.targets(suites, {"recompilations": 0, "waits": {}}, {}) if t.met is None]
+    assert missing == ["log-probs from hidden states, error"]
+    for workload in tune.workloads(small=False):
+        assert workload.candidate(tune.Chunk(1)).name == "1 MiB"
+
+
+def test_outcomes_of_tests_are_written_at_once_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('x', [1.0, 3.0, 2.0])\n"
+        "def test_records(x, record_property): record_property('error', x)\n"
+        "def test_fails(): assert 1 == 2, 'so wrong'\n"
+        "@pytest.fixture\n"
+        "def broken(): raise OSError('no disk')\n"
+        "def test_errs(broken): pass\n"
+        "def test_skips(): pytest.skip('not today')\n"
+        "@pytest.mark.parametrize('x', range(4))\n"
+        "def test_cut_off(x):\n"
+        "    import os\n"
+        "    if x == 3: os._exit(1)\n"  # the last of all
+    )
+    report = tmp_path / "report.jsonl"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "GRPO_KERNELS_TEST_REPORT": str(report)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "support.on_device", "test_it.py"]
+    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=100).returncode == 1
+    found = gpu_stages.tally(report, ["test_it.py"])
+    assert (found["collected"], found["first"], found["ran"]) == (10, 10, 9)
+    assert found["passed"] == 6 and found["largest"] == {"test_records, error": 3.0}
+    assert [line["message"].split("\n")[0] for line in found["failed"]] == ["AssertionError: so wrong", "OSError: no disk"]
+    assert len(found["skipped"]) == 1 and "not today" in found["skipped"][0]
+    for other in (gpu_stages.tally(report, ["test_other.py"]), gpu_stages.tally(tmp_path / "none", ["test_it.py"])):
+        assert other["collected"] == other["passed"] == 0 and not other["failed"]
+
+
+@pytest.mark.parametrize(
+    "status, ran, outcome, well",
+    [
+        (0, 3, "passed", True),
+        (None, 3, "passed", True),
+        (None, 2, "passed", False),
+        (None, 3, "failed", False),
+        (1, 3, "passed", False),
+    ],
+)
+def test_no_time_for_all_combinations_is_no_failure(
+    status: int | None, ran: int, outcome: str, well: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five tests of each file, three of which have all values."""
+    found = stage("correctness", tmp_path)
+
+    def python(*_: str, GRPO_KERNELS_TEST_REPORT: str, **more: Any) -> int | None:
+        files = [f"tests/{file}" for files in gpu_stages.CASES.values() for file in files]
+        lines: list[dict] = [{"collected": dict.fromkeys(files, 5), "first": dict.fromkeys(files, 3)}]
+        lines += [
+            {"test": f"{file}::test_it[{i}]", "outcome": outcome, "message": "", "properties": {}}
+            for file in files
+            for i in range(ran)
+        ]
+        Path(GRPO_KERNELS_TEST_REPORT).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return status
+
+    monkeypatch.setattr(found, "python", python)
+    gpu_stages.correctness(found)
+    assert found.well is well and f"{ran} of 5 ran, 3 have" in found.found["lines"][0]
+
+
+def collected(*arguments: str) -> list[str]:
+    """Node ids in the order of on_device.py."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "GRPO_KERNELS_TEST_BACKENDS": "triton"}
+    environment.pop("GRPO_KERNELS_TEST_REPORT", None)
+    plugin = ("-p", "no:cacheprovider", "-p", "support.on_device")
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *plugin, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    return [re.sub(r"^tests/\w+/", "", line) for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_a_run_that_is_cut_off_has_seen_every_kernel_and_objective() -> None:
+    """The first wave: all values of all parameters; kernels first, then what is one kernel of its own, then the rest."""
+    found = collected(
+        *(f"tests/{file}" for file in ("vocabulary/triton_cases.py", "core/gpu_cases.py", "core/test_grpo_loss.py"))
+    )
+    again = next(i for i in range(1, len(found)) if found[i].startswith("triton") and not found[i - 1].startswith("triton"))
+    first = found[:again]
+    assert again < len(found) / 2 and len(set(found)) == len(found)
+    assert {test.split("[")[0] for test in first} == {test.split("[")[0] for test in found}
+    assert {test for test in found if "family" in test} <= set(first)
+    for where in ("gpu_cases.py::test_objectives", "test_grpo_loss.py::test_objective_matches_oracle"):
+        names = [test.split("triton-")[1] for test in first if test.startswith(where)]
+        order = [next(name for name in OBJECTIVES if text.rpartition("-torch")[0] in (name, f"{name}-1040", f"{name}-1031"))
+                 for text in names]  # fmt: skip
+        assert set(order) == OBJECTIVES.keys()
+        several = [not OBJECTIVES[name][0]().one_pass for name in order]
+        assert several == sorted(several) and any(several)
+
+
+def test_tensors_are_made_on_the_device() -> None:
+    plain = torch.randn(4, generator=torch.Generator().manual_seed(3))
+    with OnDevice("meta"):
+        for made in (
+            torch.zeros(3), torch.tensor([1, 2]), torch.arange(5), torch.full((2,), 1.0), torch.empty(2, 3), torch.linspace(0, 1, 3),
+            torch.randn(4, generator=torch.Generator()), torch.randint(7, (3,)), torch.zeros_like(torch.ones(3)),
+        ):  # fmt: skip
+            assert made.device.type == "meta"
+        leaf = torch.randn(3, requires_grad=True)
+        assert leaf.is_leaf and leaf.requires_grad and leaf.device.type == "meta"
+        assert torch.zeros(3, device="cpu").device.type == "cpu"
+        ours: dict[str, Any] = {"__name__": "grpo_kernels.somewhere", "torch": torch}
+        exec("made = torch.zeros(3), torch.empty(2)", ours)  # a device that the package forgot must show
+        assert {x.device.type for x in ours["made"]} == {"cpu"}
+    with OnDevice("cpu"):
+        assert torch.equal(torch.randn(4, generator=torch.Generator().manual_seed(3)), plain)
+
+
+# ---- tuning
+
+
+def tuned_cell(**ms: float | str) -> dict:
+    rows = [row(name, 0, "wrong", reason=value) if isinstance(value, str) else row(name, value) for name, value in ms.items()]
+    return {"providers": [*rows, row("copy", 0.1, limit=True)]}
+
+
+def test_the_ranking_takes_only_settings_that_were_right_everywhere() -> None:
+    cells = [tuned_cell(a=2.0, b=1.0, c=0.5, d=4.0), tuned_cell(a=1.0, b=2.0, c="off", d=8.0)]
+    found = tune.ranking(cells)
+    assert [name for name, _ in found] == ["a", "b", "d"]
+    assert found[0][1] == pytest.approx(2**0.5) and found[2][1] == pytest.approx(32**0.5)
+    assert tune.ranking([tuned_cell(a="off")]) == [] and tune.ranking([]) == []
+
+
+@pytest.mark.parametrize("kind", ["visit", "fused"])
+def test_candidates_have_registers_and_what_is_now_comes_first(kind: str) -> None:
+    found = tune.settings(kind, small=False)
+    assert found[0] == tune.Rows(kind, *backend.LAUNCH[kind]) and len(set(map(str, found))) == len(found) > 15
+    assert all(s.fits and s.threads * s.programs <= 2048 for s in found)  # type: ignore[union-attr]
+    assert not tune.Rows(kind, 1024, 8).fits
+
+
+def test_a_setting_reaches_the_compiler_and_is_taken_back() -> None:
+    launch, options, chunk = dict(backend.LAUNCH), backend._options, dict(linear.CHUNK_BYTES)
+    objective = Objective.preset("dapo")
+    rows = token_rows(2, objective)
+    logits = torch.zeros(1, 2, 151936, dtype=torch.bfloat16)
+
+    def metadata(setting: tune.Rows) -> Any:
+        with setting.applied(), compiling("sm_90") as launches:
+            backend.fused(logits, rows, objective, RowTransform(1.0, 0.0, 1.0), logits)
+        return launches[0][1].metadata
+
+    wide, narrow = metadata(tune.Rows("fused", 512, 4)), metadata(tune.Rows("fused", 256, 2, programs=2))
+    assert (wide.num_warps, wide.maxnreg) == (16, 128) and (narrow.num_warps, narrow.maxnreg) == (8, 128)
+    with tune.Rows("fused", 256, 2, programs=2).applied():
+        assert backend._multiprocessors(torch.device("cpu")) == 8
+    with tune.Chunk(7).applied():
+        assert linear.CHUNK_BYTES["cuda"] == 7 << 20
+    assert launch == backend.LAUNCH and backend._options is options and chunk == linear.CHUNK_BYTES
+
+
+def test_what_to_paste() -> None:
+    now = str(tune.Rows("fused", *backend.LAUNCH["fused"]))
+    found = {
+        "fused": {"ranking": [("x", 1.0), (now, 1.1)], "best": {"threads": 256, "accesses": 8, "programs": 2}, "now": now},
+        "chunk": {"ranking": [("800 MiB", 1.0)], "best": {"mib": 800}, "now": "800 MiB"},
+        "visit": {"ranking": [], "best": None, "now": ""},
+    }
+    lines = tune.summary(found)
+    assert "10.0 % slower" in lines[0] and 'CHUNK_BYTES["cuda"] = 800 << 20' in lines and "no setting was right" in lines[2]
+    assert any("2 programs per SM" in line for line in lines)
+    scope: dict[str, Any] = {}
+    exec(lines[-1], scope)
+    assert scope["LAUNCH"] == {**backend.LAUNCH, "fused": (256, 8)}
+
+
+# ---- what only CUDA runs
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stand-ins for the parts of torch.cuda that the stages use; the list receives the sync debug modes that were set."""
+    modes: list[str] = []
+
+    @contextlib.contextmanager
+    def entered(_: Any) -> Iterator[None]:
+        yield
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            assert isinstance(other, Stream)
+
+    class Event:
+        def query(self) -> bool:
+            return self.over
+
+        def synchronize(self) -> None:
+            pass
+
+        def __init__(self, over: bool) -> None:
+            self.over = over
+
+    for name, value in {
+        "synchronize": lambda: None, "set_sync_debug_mode": modes.append, "Stream": Stream, "current_stream": Stream,
+        "stream": entered, "graph": entered, "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "get_device_capability": lambda: (9, 0), "Event": Event,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    return modes
+
+
+def test_the_first_wait_is_found_and_the_mode_taken_back(cuda: list[str]) -> None:
+    def waits() -> None:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    assert gpu_stages.first_wait(lambda: None) is None and cuda == ["error", "default"]
+    found = gpu_stages.first_wait(waits)
+    assert found is not None and found.startswith("test_gpu_kit.py:") and "raise RuntimeError" in found
+    with pytest.raises(RuntimeError, match="out of memory"):
+        gpu_stages.first_wait(lambda: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    assert cuda == ["error", "default"] * 3
+    # An event that is over costs nothing, one that is not is a wait that torch's mode does not see.
+    assert gpu_stages.first_wait(lambda: torch.cuda.Event(True).synchronize()) is None  # type: ignore[call-arg]
+    found = gpu_stages.first_wait(lambda: torch.cuda.Event(False).synchronize())  # type: ignore[call-arg]
+    assert found is not None and "a synchronizing event" in found
+    torch.cuda.Event(False).synchronize()  # type: ignore[call-arg]
+
+
+def test_a_replay_is_compared_with_a_plain_call(cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in replays nothing, so only equal logits give equal results."""
+    assert not gpu_stages.graph_replays("cpu", 8, 31)
+    monkeypatch.setattr(torch, "randn", lambda *shape, device: torch.ones(*shape))
+    assert gpu_stages.graph_replays("cpu", 8, 31)
+
+
+def test_loaded_kernels_are_read_from_tritons_cache() -> None:
+    with compiling("sm_90") as launches:
+        backend.scale_(torch.zeros(3, 1040), torch.ones(()))
+    assert gpu_stages.loaded_kernels() == []  # compiled, but not loaded
+    ((_, kernel),) = launches
+    kernel.module, kernel.n_regs, kernel.n_spills = object(), 40, 0
+    found = {"kernel": "_scale_kernel", "registers": 40, "spills": 0}
+    found |= {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
+    assert gpu_stages.loaded_kernels() == [found]
+    kernel.module = None
+
+
+def stage(name: str, tmp_path: Path, **options: Any) -> gpu_stages.Kit:
+    (tmp_path / "json").mkdir(exist_ok=True)
+    return gpu_stages.Kit(name, tmp_path, 60, **options)
+
+
+def test_counters_on_a_gpu(cuda: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the stage but CUDA itself, on the CPU's backend."""
+    found = stage("counters", tmp_path)
+    found.device = "cpu"
+    monkeypatch.setattr(gpu_stages, "recompilations", lambda *args: 0)
+    monkeypatch.setattr(gpu_stages, "losses", lambda *args: {"grpo_loss": lambda: None})
+    monkeypatch.setattr(gpu_stages, "graph_replays", lambda *args: True)
+    gpu_stages.counters(found)
+    written = json.loads((tmp_path / "json" / "counters.json").read_text())
+    assert written["recompilations"] == 0 and written["graph"] is True
+    assert written["waits"] == {"grpo_loss": None, "TokenBatch, masked": None, "TokenBatch": None} and found.well
+
+
+@pytest.mark.parametrize("name, well", [("grpo_loss", False), ("linear_logprobs, masked", True)])
+def test_a_documented_wait_is_reported_but_no_failure(
+    name: str, well: bool, cuda: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = stage("counters", tmp_path)
+    found.device = "cpu"
+    monkeypatch.setattr(gpu_stages, "recompilations", lambda *args: 0)
+    monkeypatch.setattr(gpu_stages, "losses", lambda *args: {name: lambda: torch.cuda.Event(False).synchronize()})  # type: ignore[call-arg]
+    monkeypatch.setattr(gpu_stages, "graph_replays", lambda *args: True)
+    gpu_stages.counters(found)
+    assert found.found["waits"][name] is not None and found.well is well
+    assert any(name in line and ("documented" in line) is well for line in found.found["lines"])
+
+
+def test_what_is_documented_to_wait_is_called() -> None:
+    assert gpu_stages.WAITS.keys() <= gpu_stages.losses("cpu", 8, 31, 8, torch.float32).keys()
+
+
+def test_resources_on_a_gpu(cuda: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = stage("resources", tmp_path)
+    commands: list[tuple[str, ...]] = []
+
+    def child(*command: str, **_: Any) -> int:
+        commands.append(command)
+        kernels = [{"kernel": "fused", "case": "a case", "beyond budget": ["fp64 1, at most 0"]}]
+        (tmp_path / "json" / "kernels.json").write_text(json.dumps({"kernels": kernels}))
+        return 1
+
+    monkeypatch.setattr(found, "python", child)
+    monkeypatch.setattr(gpu_stages, "losses", lambda *args: {})
+    monkeypatch.setattr(
+        gpu_stages, "loaded_kernels", lambda: [{"kernel": "k", "registers": 40, "spills": 0, "shared": 64, "warps": 16}]
+    )
+    gpu_stages.resources(found)
+    lines = json.loads((tmp_path / "json" / "resources.json").read_text())["lines"]
+    assert "sm_90" in commands[0] and not found.well
+    for line, part in zip(lines, ("1 beyond their budgets", "fp64 1", "40 registers"), strict=True):
+        assert part in line
+
+
+def test_a_suite_that_breaks_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each suite is a process; one that a provider broke is run again without it, one that hangs leaves time to the others."""
+    found, ran, limits = stage("comparison", tmp_path), [], []
+    lost = {"logits": [gpu_stages.LOST_DEVICE, gpu_stages.LOST_DEVICE, 0], "hidden": [1], "step": [None]}
+
+    def python(*command: str, seconds: float, **_: Any) -> int | None:
+        ran.append(command[command.index("--suite") + 1 :])
+        limits.append(seconds)
+        return lost.get(ran[-1][0], [0]).pop(0)
+
+    monkeypatch.setattr(found, "python", python)
+    gpu_stages.comparison(found)
+    assert ran == [(name,) for name in ("logits", "logits", *gpu_stages.SUITES)]
+    assert all(limit < 0.41 * 60 for limit in limits[:-2]) and limits[-1] > 50
+    outcomes = {line.split(":")[0]: line.rsplit(", ", 1)[1] for line in found.found["lines"]}
+    assert outcomes == dict.fromkeys(gpu_stages.SUITES, "ok") | {"hidden": "exit status 1", "step": "took too long"}
+    assert not found.well
+
+
+def test_suites_are_those_of_the_benchmarks_in_another_order() -> None:
+    assert sorted(gpu_stages.SUITES) == sorted(suites.SUITES)
+
+
+def test_result_files_name_a_command_that_a_reader_can_run(tmp_path: Path) -> None:
+    path = tmp_path / "a-gpu" / "hidden.json"
+    path.parent.mkdir()
+    made = {"command": "python -m benchmarks --out /tmp/gpu-kit-x/results", "date": "a day"}
+    path.write_text(json.dumps({**made, "cells": [{**made, "rows": 1}, {"rows": 2}]}))
+    gpu_stages.name_the_command(tmp_path)
+    here = {"command": "python -m benchmarks.gpu_kit", "date": "a day"}
+    assert json.loads(path.read_text()) == {**here, "cells": [{**here, "rows": 1}, {"rows": 2}]}
+
+
+# ---- peers
+
+
+def test_who_cannot_be_imported_is_said_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(case: Any) -> Any:
+        raise Unavailable("not installed: pip install that")
+
+    found = [
+        Provider("here", ("logits",), lambda case: None),  # type: ignore[arg-type, return-value]
+        Provider("gone", ("logits",), missing),
+        Provider("elsewhere", ("logits",), missing, devices=("cuda",)),
+        Provider("a limit", ("logits",), missing, limit=True),
+    ]
+    monkeypatch.setattr(gpu_stages, "providers", lambda contract: found)
+    kit = stage("peers", tmp_path, rehearse=True)
+    gpu_stages.peers(kit)
+    assert kit.found["reasons"] == {"here": None, "gone": "not installed: pip install that", "elsewhere": "runs on cuda only"}
+    assert "not measured: gone: not installed: pip install that" in kit.found["lines"] and kit.well
+
+
+def test_a_bad_wheel_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, ...]] = []
+    kit, wheels = stage("env", tmp_path), [Path("good.whl"), Path("bad.whl")]
+
+    def python(*command: str) -> int:
+        calls.append(command)
+        return int("bad.whl" in command)
+
+    monkeypatch.setattr(kit, "python", python)
+    assert gpu_stages.install(kit, wheels) == {"good.whl": "ok", "bad.whl": "exit status 1"} and len(calls) == 3
+    assert gpu_stages.install(kit, wheels[:1]) == {"good.whl": "ok"} and len(calls) == 4
+    assert gpu_stages.install(kit, []) == {} and len(calls) == 4
+
+
+def test_the_sanitizer_runs_small_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\necho "$@"\nshift 4\nexec "$@"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = stage("memcheck", tmp_path, rehearse=True)
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(found, "child", lambda *command, **_: commands.append(command) or 9 * (len(commands) - 1))
+    gpu_stages.memcheck(found)
+    assert found.found["lines"] == ["memcheck: ok", "racecheck: exit status 9"] and not found.well
+    assert commands[0][:6] == (str(tool), "--tool", "memcheck", "--error-exitcode", "9", sys.executable)
+
+
+def test_children_time_out_and_inherit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNWANTED", "1")
+    found = stage("env", tmp_path)
+    assert found.python("-c", "import time; time.sleep(60)", seconds=0.5) is None
+    code = "import os; print('variables', os.environ.get('UNWANTED'), os.environ['WANTED'])"
+    assert found.python("-c", code, UNWANTED="", WANTED="2") == 0
+    assert "variables None 2" in capfd.readouterr().out
+
+
+# ---- rehearsals
+
+
+def rehearse(out: Path, *stages: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "benchmarks.gpu_kit", "--out", str(out), "--rehearse", "--stages", *stages]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=590)
+    logs = "" if not (out / "logs.tar.gz").exists() else read_all(out / "logs.tar.gz")
+    return done.returncode, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}\n{logs[-4000:]}"
+
+
+def read_all(archive: Path) -> str:
+    with tarfile.open(archive) as tar:
+        return "\n".join(tar.extractfile(m).read().decode() for m in tar.getmembers() if m.isfile())  # type: ignore[union-attr]
+
+
+def test_rehearsal_of_the_first_stages(tmp_path: Path) -> None:
+    status, text = rehearse(tmp_path, "env", "counters", "memcheck")
+    assert status == 0, text
+    assert "recompilations over random lengths and schedules: 0" in text and "product" in text
+
+
+@pytest.mark.slow
+def test_rehearsal_of_everything(tmp_path: Path) -> None:
+    status, text = rehearse(tmp_path, *(s.name for s in gpu_kit.STAGES))
+    assert status == 0, text
+    summary = (tmp_path / "summary.md").read_text()
+    assert summary.count("| ok |") == len(gpu_kit.STAGES) and "0 failed" in summary and "LAUNCH = {" in summary
+    assert len(list(tmp_path.iterdir())) <= 8
+
+
+@pytest.mark.slow
+def test_rehearsal_of_the_sanitizers_calls(tmp_path: Path) -> None:
+    (tmp_path / "json").mkdir()
+    command = [sys.executable, "-m", "benchmarks.gpu_stages", "small", "--work", str(tmp_path), "--rehearse"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "small calls: done" in done.stdout, done.stderr[-2000:]

@@ -1,0 +1,302 @@
+"""Whole cases at random against float64: layouts, strides, dtypes, masks, transforms, objectives, extreme values.
+
+A few in the default run; thousands with `-m nightly`, as many as GRPO_KERNELS_FUZZ says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_kernels import (
+    LogitTransform,
+    Objective,
+    TokenBatch,
+    grpo_loss,
+    linear_grpo_loss,
+    linear_logprobs,
+    loss_from_model,
+    token_logprobs,
+)
+from grpo_kernels.batch import shift_targets
+from grpo_kernels.vocabulary.backends import cpu
+from support.fuzz import MANY, few
+from support.fuzz_cases import (
+    DTYPES,
+    EPS,
+    ROUNDING,
+    Built,
+    Exact,
+    Recipe,
+    build,
+    exact_logprobs,
+    exact_loss,
+    recipes,
+    seen_through,
+)
+from support.processes import finish, start
+
+Tensor = torch.Tensor
+
+BACKENDS = os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "eager" if cpu.available() else "eager cpu").split()
+
+
+def within(ours: Tensor, exact: Tensor, room: Tensor, what: str) -> None:
+    """No further off than `room`; what a dtype cannot hold is compared at its end."""
+    end = torch.finfo(ours.dtype).max
+    got, want = ours.detach().double().clamp(-end, end), exact.reshape(ours.shape).clamp(-end, end)
+    room = room.reshape(ours.shape)
+    bad = ~((got - want).abs() <= room)
+    assert not bad.any(), (
+        f"{what}: {got[bad][:5].tolist()}, not {want[bad][:5].tolist()}, room {room[bad][:5].tolist()}, "
+        f"at {bad.nonzero()[:5].tolist() if bad.dim() else ''}"
+    )
+
+
+def stored(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """What storing may add: half a unit in the last place, and in fp16 half of the smallest step. The others may lose what
+    is below the normal range, before an upstream gradient of up to 1024."""
+    return ROUNDING[dtype] * exact.abs() * 1.01 + (2.0**-25 if dtype == torch.float16 else 1024 * 1.2e-38)
+
+
+def check_loss(recipe: Recipe, backend: str) -> None:
+    built = build(recipe)
+    exact = exact_loss(built, built.case.logits)
+    memory = built.leaf.detach().clone().requires_grad_()
+    logits = seen_through(recipe, memory.clone())
+    inplace = recipe.inplace and logits.stride(-1) == 1
+    if inplace:
+        leaf_is_refused(
+            recipe, memory, lambda x: grpo_loss(x, built.case.batch(), built.objective, inplace=True, backend=backend)
+        )
+    out = grpo_loss(
+        logits, built.batch(), built.objective, transform=built.case.logit_transform(), normalizer=recipe.denominators,
+        inplace=inplace, skip_inactive=recipe.skip_inactive, backend=backend,
+    )  # fmt: skip
+    (out.loss * recipe.upstream).backward()
+    assert memory.grad is not None
+    gradient = seen_through(recipe, memory.grad)
+    beside = memory.grad.clone()
+    seen_through(recipe, beside).zero_()
+    assert not beside.any(), "a gradient beside the logits"
+    check_values(built, exact, out.loss, out.logps, out.entropy, recipe.skip_inactive)
+    if exact.clear:
+        want, room = exact.gradient * recipe.upstream, exact.room["gradient"] * recipe.upstream
+        within(gradient, want, room + stored(want, gradient.dtype), "gradient")
+    check_masked(built, gradient)
+
+
+def leaf_is_refused(recipe: Recipe, memory: Tensor, call: Callable[[Tensor], Any]) -> None:
+    before = memory.detach().clone()
+    with pytest.raises(ValueError, match="leaf that requires grad"):
+        call(seen_through(recipe, memory))
+    assert torch.equal(memory.view(torch.uint8), before.view(torch.uint8))
+
+
+def check_values(built: Built, exact: Exact, loss: Tensor, logps: Tensor, entropy: Tensor, skipped: bool) -> None:
+    if not skipped:
+        within(logps, exact.logps, exact.room["logps"] + EPS * exact.logps.abs(), "logps")
+        within(entropy, exact.entropy, exact.room["entropy"] + EPS * exact.entropy.abs(), "entropy")
+    assert torch.isfinite(logps).all() and (entropy >= 0).all()
+    if exact.clear:
+        within(loss, exact.loss, exact.room["loss"], "loss")
+
+
+def check_masked(built: Built, gradient: Tensor) -> None:
+    if built.case.mask is not None:
+        assert (gradient[~built.case.mask] == 0).all(), "a masked row has a gradient"
+    if built.recipe.dtype != "float16":
+        assert torch.isfinite(gradient).all(), "a gradient is not finite"
+
+
+def check_logprobs(recipe: Recipe, backend: str) -> None:
+    """Layer 1 with upstream gradients of its own, and targets of probability 0 where there are any."""
+    built = build(recipe)
+    case = built.case
+    g = torch.Generator().manual_seed(recipe.seed + 1)
+    d_logps, d_entropy = (torch.randn(case.targets.shape, generator=g) for _ in range(2))
+    entropy: Any = (True, "detached", False)[recipe.seed % 3]
+    memory = built.leaf.detach().clone().requires_grad_()
+    logits = seen_through(recipe, memory.clone())
+    inplace = recipe.inplace and logits.stride(-1) == 1
+    if inplace:
+        leaf_is_refused(
+            recipe, memory, lambda x: token_logprobs(x, case.targets, mask=case.mask, inplace=True, backend=backend)
+        )
+    logps, H = token_logprobs(
+        logits,
+        case.targets,
+        mask=case.mask,
+        transform=case.logit_transform(),
+        entropy=entropy,
+        inplace=inplace,
+        backend=backend,
+    )
+    total = (logps * d_logps).sum() + ((H * d_entropy).sum() if entropy is True and H is not None else 0.0)
+    total.backward()
+    assert memory.grad is not None
+    gradient = seen_through(recipe, memory.grad)
+    exact = exact_logprobs(built, case.logits, d_logps, d_entropy if entropy is True else None)
+    within(logps, exact.logps, exact.room["logps"] + EPS * exact.logps.abs(), "logps")
+    if H is not None:
+        within(H, exact.entropy, exact.room["entropy"] + EPS * exact.entropy.abs(), "entropy")
+    if exact.clear:
+        within(gradient, exact.gradient, exact.room["gradient"] + stored(exact.gradient, gradient.dtype), "gradient")
+    check_masked(built, gradient)
+
+
+# ---- from hidden states
+
+
+def projected(recipe: Recipe) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Leaves by name; their logits in float64, and how far products in fp32 may be from those, [.., 1]."""
+    g = torch.Generator().manual_seed(recipe.seed + 2)
+    dtype = DTYPES[recipe.dtype]
+    lengths = recipe.lengths
+    shape = (len(lengths), max(lengths, default=0)) if recipe.layout == "padded" else (sum(lengths),)
+    hidden = torch.randn(*shape, recipe.width, generator=g).to(dtype)
+    weight = (recipe.spread * recipe.width**-0.5 * torch.randn(recipe.vocab, recipe.width, generator=g)).to(dtype)
+    leaves = {"hidden": hidden, "weight": weight}
+    exact, size = hidden.double() @ weight.double().T, hidden.double().abs() @ weight.double().abs().T
+    if recipe.bias != "none":
+        leaves["bias"] = torch.randn(recipe.vocab, generator=g).to(dtype)
+        exact, size = exact + leaves["bias"].double(), size + leaves["bias"].double().abs()
+    return leaves, exact, 4 * EPS * size.amax(-1)
+
+
+def check_linear(recipe: Recipe, backend: str, layer: int) -> None:
+    plain, logits, off = projected(recipe)
+    built = build(recipe, logits)
+    leaves = {k: v.clone().requires_grad_() for k, v in plain.items()}
+    hidden, transform = leaves["hidden"], built.case.logit_transform()
+    if built.case.mask is not None:  # what masked rows hold does not matter
+        hidden = torch.where(built.case.mask[..., None], hidden, torch.nan)
+    bias = leaves.get("bias")
+    if bias is not None and recipe.bias == "a column":
+        bias = torch.stack([bias.float(), bias.float()], 1)[:, 0]  # in fp32, whatever the hidden states are
+    upstream = 1.0
+    if layer == 2:
+        exact, upstream = exact_loss(built, logits, off), recipe.upstream
+        out = linear_grpo_loss(
+            hidden, leaves["weight"], built.batch(), built.objective, bias=bias, transform=transform,
+            normalizer=recipe.denominators, skip_inactive=recipe.skip_inactive, backend=backend,
+        )  # fmt: skip
+        (out.loss * upstream).backward()
+        check_values(built, exact, out.loss, out.logps, out.entropy, recipe.skip_inactive)
+    else:
+        g = torch.Generator().manual_seed(recipe.seed + 1)
+        d_logps, d_entropy = (torch.randn(built.case.targets.shape, generator=g) for _ in range(2))
+        exact = exact_logprobs(built, logits, d_logps, d_entropy, off)
+        logps, H = linear_logprobs(
+            hidden, leaves["weight"], built.case.targets, bias=bias, mask=built.case.mask, transform=transform,
+            entropy=True, backend=backend,
+        )  # fmt: skip
+        assert H is not None
+        ((logps * d_logps).sum() + (H * d_entropy).sum()).backward()
+        within(logps, exact.logps, exact.room["logps"] + EPS * exact.logps.abs(), "logps")
+        within(H, exact.entropy, exact.room["entropy"] + EPS * exact.entropy.abs(), "entropy")
+    if not exact.clear:
+        return
+    G, room = exact.gradient * upstream, exact.room["gradient"] * upstream
+    # A gradient of the logits may be rounded to bf16 before the products.
+    room = room + (2.0**-8 if recipe.dtype == "bfloat16" else 4 * EPS) * G.abs()
+    flat_hidden, weight = plain["hidden"].double().reshape(len(G), recipe.width), plain["weight"].double()
+    results = {
+        "hidden": (G @ weight, room @ weight.abs()),
+        "weight": (G.T @ flat_hidden, room.T @ flat_hidden.abs()),
+        "bias": (G.sum(0), room.sum(0)),
+    }
+    for name, leaf in leaves.items():
+        want, space = results[name]
+        assert leaf.grad is not None
+        within(leaf.grad, want, space + EPS * want.abs() + 2 * stored(want, leaf.dtype), f"gradient of {name}")
+
+
+# ---- the tests
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@few(40)
+@given(recipes())
+def test_losses(backend: str, recipe: Recipe) -> None:
+    check_loss(recipe, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@few(25)
+@given(recipes())
+def test_log_probs(backend: str, recipe: Recipe) -> None:
+    check_logprobs(recipe, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@few(25)
+@given(recipes(linear=True), st.sampled_from([2, 1]))
+def test_from_hidden_states(backend: str, recipe: Recipe, layer: int) -> None:
+    check_linear(recipe, backend, layer)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("what", ["losses", "log-probs", "from hidden states"])
+def test_many(what: str, backend: str) -> None:
+    @few(MANY)
+    @given(recipes(linear=what == "from hidden states"), st.sampled_from([1, 2]))
+    def run(recipe: Recipe, layer: int) -> None:
+        if what == "from hidden states":
+            check_linear(recipe, backend, layer)
+        else:
+            (check_loss if what == "losses" else check_logprobs)(recipe, backend)
+
+    run()
+
+
+@pytest.mark.nightly
+def test_models_with_softcap_and_scale_end_to_end() -> None:
+    """loss_from_model against grpo_loss on the logits of the model's own forward."""
+    pytest.importorskip("transformers")
+    from support.models import SLOW, SPECIAL, VOCAB
+    from support.models import build as build_model
+
+    models = {name: build_model(name) for name in sorted(SPECIAL) if name not in SLOW}
+
+    @few(MANY // 5)
+    @given(
+        st.sampled_from(sorted(models)),
+        st.integers(0, 10**6), st.integers(1, 3), st.integers(2, 9), st.sampled_from([1.0, 0.6, 3.0]),
+        st.sampled_from(["dapo", "gspo", "cispo", "reinforce"]), st.booleans(),
+    )  # fmt: skip
+    def run(name: str, seed: int, rows: int, length: int, temperature: float, preset: str, whole: bool) -> None:
+        model, g = models[name], torch.Generator().manual_seed(seed)
+        ids = torch.randint(3, VOCAB, (rows, length), generator=g)
+        targets, mask = shift_targets(ids, mask=torch.rand(ids.shape, generator=g) < 0.7)
+        if not whole:
+            targets, mask = ids[:, 1:], mask[:, :-1]
+        old = -4.0 + 0.5 * torch.randn(targets.shape, generator=g)
+        batch = TokenBatch(targets, torch.randn(rows, 1, generator=g), mask=mask, old_logps=old)
+        objective, found = Objective.preset(preset, entropy_coef=0.01), []
+        logits = model(input_ids=ids, use_cache=False).logits[:, : targets.shape[1]]
+        for out in (
+            loss_from_model(model, ids, batch, objective, temperature=temperature),
+            grpo_loss(logits, batch, objective, transform=LogitTransform(temperature)),
+        ):
+            out.loss.backward()
+            gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+            model.zero_grad(set_to_none=True)
+            found.append((out.loss.detach(), out.logps, gradient))
+        for mine, theirs, room in zip(*found, (1e-4, 1e-4, 1e-3), strict=True):
+            assert (mine - theirs).norm() <= room * theirs.norm().clamp(min=1e-2)
+
+    run()
+
+
+@pytest.mark.slow
+def test_the_fused_kernel_in_the_interpreter() -> None:
+    """The losses with Triton, which chooses its interpreter when its kernels are imported."""
+    code = "import pytest, sys; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', sys.argv[1] + '::test_losses']))"
+    finish(start(code, __file__, TRITON_INTERPRET="1", GRPO_KERNELS_TEST_BACKENDS="triton"))

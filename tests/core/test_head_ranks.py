@@ -1,0 +1,546 @@
+"""FusedLMHead on several ranks that hold different data: DDP, FSDP2, their kin and ZeRO-3 against one process in float64.
+
+Two accumulation steps, two optimiser steps, evaluation in between. Every rank has other lengths; rank 0 has a micro-batch of no
+rows, rank 1 one that is fully masked."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from grpo_kernels import LogitTransform, Objective, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels.head import FusedLMHead, HeadLogprobs, HeadLoss
+from support import oracle
+from support.processes import checks_of, finish, run_checks, start
+
+Tensor = torch.Tensor
+H, V = 8, 17
+NORMALIZER, TEMPERATURE, RATE = 7.0, 0.8, 0.3
+OBJECTIVE = Objective.preset("dapo", beta=0.1, entropy_coef=0.02)
+SPEC = oracle.Spec(eps_high=0.28, beta=0.1, entropy_coef=0.02)
+RANKS, STEPS, UPDATES = 2, 2, 2
+
+
+def make_batch(seed: int, lengths: list[int], masked: bool = False) -> TokenBatch:
+    g = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(lengths, default=3) + 1)
+    mask = torch.arange(shape[1]) < torch.tensor(lengths, dtype=torch.int64)[:, None]
+    old, ref = (-2.8 + 0.3 * torch.randn(shape, generator=g) for _ in range(2))
+    advantages, ids = torch.randn(len(lengths), generator=g), torch.randint(V, shape, generator=g)
+    return TokenBatch(ids, advantages, mask=mask & (not masked), old_logps=old, ref_logps=ref)
+
+
+#: Of a rank and a step. The second optimiser step sees the same data with other weights.
+DATA = {
+    (0, 0): make_batch(1, [5, 2, 4]), (0, 1): make_batch(2, []),
+    (1, 0): make_batch(3, [3, 7], masked=True), (1, 1): make_batch(4, [6, 1, 2, 0]),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a model is like, and how its head is called."""
+
+    kind: str = "loss"  # loss, log-probs, logits
+    outside: bool = False  # the head is called after the model's forward, not in it
+    tied: bool = False
+    bias: bool = True
+    #: what torch.utils.checkpoint runs again: "layers", "head" or "all"; reentrant or not
+    recompute: str = ""
+    reentrant: bool = False
+    autocast: torch.dtype | None = None
+    scaled: bool = False  # by a GradScaler
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(V, H)
+            self.embedding.weight.data *= 0.3
+            self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(2))
+            self.norm = nn.LayerNorm(H)
+            self.lm_head: nn.Linear = nn.Linear(H, V, bias=case.bias)
+        if case.tied:
+            self.lm_head.weight = self.embedding.weight
+
+    def again(self, part: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
+        if self.case.recompute != part:
+            return function(*inputs)
+        return checkpoint(function, *inputs, use_reentrant=self.case.reentrant)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids.roll(1, 1))
+        for layer in self.layers:
+            x = self.again("layers", lambda x, layer=layer: x + torch.tanh(layer(x)), x)
+        return self.norm(x)
+
+    def call_head(self, hidden: Tensor, batch: TokenBatch) -> Any:
+        """A tuple at least, which is what reentrant checkpoints leave of a named one."""
+        return call_head(self.lm_head, hidden, batch, self.case.kind)
+
+    def forward(self, batch: TokenBatch) -> Any:
+        if self.case.outside:
+            return self.hidden(batch.targets)
+        if self.case.recompute == "all":  # of something that needs a gradient, which reentrant checkpoints ask for
+            one = torch.ones((), requires_grad=True)
+            out = self.again("all", lambda one: self.call_head(self.hidden(batch.targets) * one, batch), one)
+        else:
+            out = self.again("head", lambda h: self.call_head(h, batch), self.hidden(batch.targets))
+        return OUTPUTS[self.case.kind](*out) if type(out) is tuple else out
+
+
+def fused(case: Case) -> Model:
+    model = Model(case)
+    model.lm_head = FusedLMHead(model.lm_head)
+    return model
+
+
+OUTPUTS: dict[str, Callable[..., Any]] = {"loss": HeadLoss, "log-probs": HeadLogprobs}
+
+
+def call_head(head: nn.Module, hidden: Tensor, batch: TokenBatch, kind: str) -> Any:
+    if kind == "loss":
+        return head(hidden, batch, OBJECTIVE, temperature=TEMPERATURE, normalizer=NORMALIZER, metrics=True)
+    if kind == "log-probs":
+        return head(hidden, batch.targets, mask=batch.mask, temperature=TEMPERATURE, entropy=True)
+    return head(hidden)
+
+
+def value_of(out: Any, batch: TokenBatch) -> Tensor:
+    """A loss of each kind of output, in which all of its differentiable parts take part."""
+    if isinstance(out, HeadLoss):
+        return out.loss
+    if not isinstance(out, HeadLogprobs):
+        logps, entropy = (x.view_as(batch.targets) for x in oracle.log_probs(out / TEMPERATURE, batch.targets)[1:])
+        assert batch.mask is not None
+        out = HeadLogprobs(torch.where(batch.mask, logps, 0.0), torch.where(batch.mask, entropy, 0.0))
+    return (batch.advantages[:, None] * out.logps - 0.1 * out.entropy).sum() / NORMALIZER
+
+
+# ---- one process, plain torch, float64
+
+
+@dataclass
+class Expected:
+    values: dict[tuple[int, int, int], float]  # of update, rank, step
+    logps: dict[tuple[int, int, int], Tensor]
+    gradients: list[dict[str, Tensor]]  # of each update: the mean over ranks
+
+
+@functools.cache
+def expected(kind: str, tied: bool, bias: bool) -> Expected:
+    model = Model(Case(kind="logits", tied=tied, bias=bias)).double()
+    found = Expected({}, {}, [])
+    for update in range(UPDATES):
+        for (rank, step), batch in DATA.items():
+            logits = model(batch)
+            assert batch.mask is not None
+            mask = batch.mask.reshape(-1)
+            _, logps, entropy = oracle.log_probs(logits / TEMPERATURE, batch.targets)
+            if kind == "loss":
+                result = oracle.objective(
+                    SPEC, logps, entropy, oracle.sequences_of(batch.targets, None), advantages=batch.advantages, mask=mask,
+                    old_logps=batch.old_logps, ref_logps=batch.ref_logps, normalizer=NORMALIZER,
+                )  # fmt: skip
+                assert result.margin > 1e-4, result.margin  # rounding must not move a ratio across a bound
+                value = result.loss
+            else:
+                weights = batch.advantages[:, None].expand(batch.targets.shape).reshape(-1)
+                value = (weights * logps - 0.1 * entropy)[mask].sum() / NORMALIZER
+            (value / RANKS).backward()
+            found.values[update, rank, step] = float(value.detach())
+            found.logps[update, rank, step] = torch.where(mask, logps.detach(), 0.0).view(batch.targets.shape)
+        found.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= RATE * p.grad  # type: ignore[operator]
+                p.grad = None
+    return found
+
+
+# ---- a training run on each rank
+
+Sync = Callable[[bool], AbstractContextManager[Any]]
+Wrap = Callable[[nn.Module], tuple[Any, Sync]]
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[operator]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float, what: object) -> None:
+    """The largest error of each gradient, relative to its largest element."""
+    assert got.keys() == want.keys(), (what, got.keys(), want.keys())
+    for name in want:
+        off = float((got[name].double() - want[name]).abs().max() / want[name].abs().max())
+        assert off < tolerance, f"{what}: the gradient of {name} is off by {off:.2g} on this rank"
+
+
+def checked(
+    out: Any, batch: TokenBatch, want: Expected, at: tuple[int, int, int], what: object, tolerance: float = 2e-5
+) -> Tensor:
+    """The value of an output, after a look at all that is in it."""
+    value = value_of(out, batch)
+    assert float(value.detach()) == pytest.approx(want.values[at], rel=tolerance, abs=tolerance), (what, at)
+    if isinstance(out, HeadLoss | HeadLogprobs):
+        assert (out.logps.detach() - want.logps[at]).abs().sum() <= tolerance * want.logps[at].abs().sum(), (what, at)
+    return value
+
+
+def run(
+    case: Case,
+    wrap: Wrap,
+    rank: int,
+    what: object,
+    tolerance: float = 2e-5,
+    collect: Callable[[Any], dict[str, Tensor]] = gradients,
+) -> None:
+    """Train for two updates, and compare every value and gradient with one process."""
+    model = fused(case)
+    wrapped, sync = wrap(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=RATE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=case.scaled)
+    want = expected(case.kind, case.tied, case.bias)
+
+    def forward(batch: TokenBatch) -> Any:
+        with torch.autocast("cpu", dtype=case.autocast, enabled=case.autocast is not None):
+            out = wrapped(batch)
+            return call_head(model.lm_head, out, batch, case.kind) if case.outside else out
+
+    for update in range(UPDATES):
+        for step in range(STEPS):
+            batch, at = DATA[rank, step], (update, rank, step)
+            wrapped.eval()
+            with torch.no_grad():
+                assert not checked(forward(batch), batch, want, at, what, tolerance).requires_grad
+            wrapped.train()
+            with sync(step == STEPS - 1):
+                scaler.scale(checked(forward(batch), batch, want, at, what, tolerance)).backward()
+        scaler.unscale_(optimizer)
+        assert_close(collect(wrapped), want.gradients[update], tolerance, (what, f"update {update}"))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def calls() -> Iterator[Case]:
+    """Ways to call the head, and what runs again in the backward."""
+    for kind in ("loss", "log-probs"):
+        yield Case(kind)
+        for recompute in ("layers", "head", "all"):
+            for reentrant in (False, True):
+                yield Case(kind, recompute=recompute, reentrant=reentrant)
+    yield Case("logits")
+
+
+def ddp(every: bool = False, **options: Any) -> Wrap:
+    """every: reduce after every micro-batch, not only after the last."""
+
+    def wrap(model: nn.Module) -> tuple[Any, Sync]:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, **options)
+        return wrapped, lambda last: nullcontext() if last or every else wrapped.no_sync()
+
+    return wrap
+
+
+def check_ddp(rank: int, ranks: int) -> None:
+    for case in calls():
+        run(case, ddp(), rank, ("DDP", case))
+        if not case.recompute:
+            run(case, ddp(every=True), rank, ("DDP, every step", case))
+        if not case.reentrant:  # such a checkpoint hides its graph from the search for unused parameters
+            run(case, ddp(find_unused_parameters=True), rank, ("DDP, unused", case))
+        run(case, ddp(True, static_graph=True), rank, ("DDP, static graph", case))
+    for kind in ("loss", "log-probs"):
+        run(Case(kind, tied=True), ddp(), rank, ("DDP, tied", kind))
+        run(Case(kind, bias=False), ddp(gradient_as_bucket_view=True), rank, ("DDP, buckets", kind))
+        for options in ({}, {"static_graph": True}):
+            run(Case(kind, outside=True), ddp(True, **options), rank, ("DDP, head after the forward", kind, options))
+
+
+def fsdp2(layout: str, every: bool = False, **options: Any) -> Wrap:
+    """layout: which of the modules besides the layers and the root are groups of their own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def wrap(model: nn.Module) -> tuple[Any, Sync]:
+        names = ("replicas", "shards")
+        mesh = (
+            init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=names)
+            if layout == "replicas"
+            else init_device_mesh("cpu", (RANKS,))
+        )
+        shard = functools.partial(fully_shard, mesh=mesh, **options)
+        for layer in model.layers:
+            shard(layer)
+        if layout == "norm and head":  # as accelerate has it
+            shard(model.embedding)
+            shard([model.norm, model.lm_head])
+        elif layout in ("head alone", "replicas"):
+            shard(model.lm_head)
+        shard(model)
+        assert isinstance(model.lm_head, FusedLMHead) and hasattr(model.lm_head.weight, "placements")
+
+        def sync(last: bool) -> AbstractContextManager[Any]:
+            model.set_requires_gradient_sync(last or every)
+            return nullcontext()
+
+        return model, sync
+
+    return wrap
+
+
+LAYOUTS = ("root", "head alone", "norm and head", "replicas")
+
+
+def check_fsdp2(rank: int, ranks: int) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    for layout in LAYOUTS:
+        for case in calls() if layout != "replicas" else (Case(), Case("log-probs")):
+            # A group whose last module runs again alone frees what the others still need: torch says so, of any head.
+            if (layout, case.recompute, case.reentrant) != ("norm and head", "head", True):
+                run(case, fsdp2(layout), rank, ("FSDP2", layout, case))
+        for kind in ("loss", "log-probs", "logits"):
+            for reshard in (False, True):
+                wrap = fsdp2(layout, every=True, reshard_after_forward=reshard)
+                run(Case(kind), wrap, rank, ("FSDP2, every step", layout, kind, reshard))
+            wrap = fsdp2(layout, offload_policy=CPUOffloadPolicy(pin_memory=False))
+            run(Case(kind, bias=False), wrap, rank, ("FSDP2, offloaded", layout, kind))
+    for kind in ("loss", "log-probs", "logits"):
+        for reshard in (False, True):
+            run(Case(kind, tied=True), fsdp2("root", reshard_after_forward=reshard), rank, ("FSDP2, tied", kind, reshard))
+        run(Case(kind, outside=True), fsdp2("head alone"), rank, ("FSDP2, head after the forward", kind))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*FusedLMHead.* returned a view")  # its hook could be lost
+        for kind in ("loss", "log-probs"):
+            run(Case(kind), fsdp2("head alone"), rank, ("FSDP2, no views", kind))
+
+
+def check_mixed_precision(rank: int, ranks: int) -> None:
+    """In bf16 by FSDP2's policy, by autocast, and in fp16 with a loss scale; the errors are those of 16 bits, the loss that of
+    fp32 from its own log-probs."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for layout in LAYOUTS:
+        for kind in ("loss", "log-probs"):
+            for case in (Case(kind), Case(kind, recompute="all", reentrant=True)):
+                run(case, fsdp2(layout, mp_policy=policy), rank, ("FSDP2 in bf16", layout, case), 0.05)
+    for wrap in (ddp(), fsdp2("root"), fsdp2("head alone")):
+        for kind in ("loss", "log-probs"):
+            run(Case(kind, autocast=torch.bfloat16), wrap, rank, ("autocast", kind), 0.05)
+            run(Case(kind, scaled=True), wrap, rank, ("loss scale", kind))
+            run(Case(kind, autocast=torch.float16, scaled=True), wrap, rank, ("fp16, loss scale", kind), 0.01)
+
+    # The policy that everyone writes casts arguments. Old log-probs must not be among them.
+    batch, casting = DATA[0, 0], fsdp2("head alone", mp_policy=replace(policy, cast_forward_inputs=True))
+    model = fused(Case())
+    casting(model)
+    out = model.lm_head(torch.randn(*batch.targets.shape, H), batch, OBJECTIVE, normalizer=torch.tensor(7.03))
+    exact = oracle.objective(
+        SPEC, out.logps.double().reshape(-1), out.entropy.double().reshape(-1), oracle.sequences_of(batch.targets, None),
+        advantages=batch.advantages, mask=batch.mask, old_logps=batch.old_logps, ref_logps=batch.ref_logps, normalizer=7.03,
+    )  # fmt: skip
+    assert float(out.loss) == pytest.approx(float(exact.loss), rel=1e-5)
+    out.loss.backward()
+    with pytest.raises(ValueError, match=r"advantages is torch\.bfloat16.*cast_forward_inputs=False"):
+        casting(fused(Case()))[0](batch)
+    rounding, model = fsdp2("head alone", mp_policy=replace(policy, output_dtype=torch.bfloat16)), fused(Case())
+    rounding(model)
+    with pytest.raises(ValueError, match="output_dtype=None"):
+        call_head(model.lm_head, torch.randn(*batch.targets.shape, H), batch, "log-probs")
+
+
+def check_kin_of_fsdp2(rank: int, ranks: int) -> None:
+    """DDP on FSDP2's machinery, and FSDP1."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def replicated(model: nn.Module) -> tuple[Any, Sync]:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        replicate(model.lm_head, mesh=mesh)
+        replicate(model, mesh=mesh)
+        return model, lambda last: nullcontext()
+
+    def fsdp1(model: nn.Module) -> tuple[Any, Sync]:
+        wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+        return wrapped, lambda last: nullcontext() if last else wrapped.no_sync()
+
+    def fsdp1_gradients(model: Any) -> dict[str, Tensor]:
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            return {name.split("_module.")[-1]: p.grad.clone() for name, p in model.named_parameters()}
+
+    for kind in ("loss", "log-probs"):
+        run(Case(kind), replicated, rank, ("replicate", kind))
+        run(Case(kind), fsdp1, rank, ("FSDP1", kind), collect=fsdp1_gradients)
+
+
+def check_what_bypasses_the_hooks(rank: int, ranks: int) -> None:
+    """A clear error, not another rank's gradient."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    batch = DATA[0, 0]
+    hidden = torch.randn(*batch.targets.shape, H, generator=torch.Generator().manual_seed(rank))
+
+    def built(layout: str, **options: Any) -> Any:
+        return fsdp2(layout, **options)(fused(Case(outside=True)))[0]
+
+    model = built("head alone")
+    whole_weight = model.lm_head.weight.full_tensor().detach()
+    for weight, bias, name in (
+        (model.lm_head.weight, None, "weight"), (model.lm_head.weight.detach(), None, "weight"),
+        (whole_weight, model.lm_head.bias, "bias"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name} is a DTensor"):
+            linear_grpo_loss(hidden, weight, batch, OBJECTIVE, bias=bias)
+        with pytest.raises(ValueError, match=f"{name} is a DTensor"):
+            linear_logprobs(hidden, weight, batch.targets, bias=bias)
+    with pytest.raises(ValueError, match="whose weight is a DTensor"):
+        FusedLMHead(built("head alone").lm_head.plain())
+
+    model = built("root", reshard_after_forward=True)
+    with pytest.raises(ValueError, match="weight is a DTensor"):
+        call_head(model.lm_head, model(batch), batch, "loss")
+
+    # A weight that is gone once its module's forward is over; its shape is still there.
+    model, kept = built("head alone", reshard_after_forward=True), []
+    model.lm_head.register_forward_pre_hook(lambda head, _: kept.append(head.weight))
+    out = call_head(model.lm_head, hidden, batch, "log-probs")
+    (weight,) = kept
+    assert weight.shape == (V, H) and not hasattr(weight, "placements")
+    for backend in ("eager", "cpu"):
+        with pytest.raises((ValueError, RuntimeError)):
+            linear_grpo_loss(hidden, weight, batch, OBJECTIVE, backend=backend)
+        with pytest.raises((ValueError, RuntimeError)):
+            linear_logprobs(hidden, weight, batch.targets, backend=backend)
+    value_of(out, batch).backward()  # brings it back
+    assert model.lm_head.weight.grad is not None
+
+    flat = FullyShardedDataParallel(Model(Case()), use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"it looks sharded.*FSDP"):
+        linear_grpo_loss(hidden, flat.lm_head.weight, batch, OBJECTIVE)
+
+
+def check_a_gathered_attribute_is_wrong(rank: int, ranks: int) -> None:
+    """What the head is for: FSDP2 leaves each rank the gradient of its own data, where the weight is gathered by hand."""
+
+    class Gathered(Model):
+        def call_head(self, hidden: Tensor, batch: TokenBatch) -> Any:
+            transform = LogitTransform(TEMPERATURE)
+            out = linear_grpo_loss(
+                hidden, self.lm_head.weight.full_tensor(), batch, OBJECTIVE, transform=transform, normalizer=NORMALIZER
+            )
+            return HeadLoss(out.loss, out.logps, out.entropy, None)
+
+    plain = Gathered(Case(bias=False))
+    plain.lm_head = FusedLMHead(plain.lm_head)
+    model, _ = fsdp2("head alone")(plain)
+    for step in range(STEPS):
+        value_of(model(DATA[rank, step]), DATA[rank, step]).backward()
+    got, want = gradients(model)["lm_head.weight"], expected("loss", False, False).gradients[0]["lm_head.weight"]
+    assert (got - want).norm() > 0.3 * want.norm()
+
+
+# ---- ZeRO-3
+
+
+def zero3(rank: int, store: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    gather = deepspeed.zero.GatheredParameters
+
+    def engine_of(model: Model) -> Any:
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+        config = {
+            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": STEPS, "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0,
+        }  # fmt: skip
+        # DeepSpeed divides the gradient by the steps.
+        optimizer = torch.optim.SGD(model.parameters(), lr=STEPS * RATE)
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        assert model.lm_head.weight.shape == (0,)
+        return engine
+
+    cases = [case for case in calls() if case.recompute in ("", "head")]
+    for case in [*cases, Case(tied=True), Case("log-probs", tied=True), Case(outside=True), Case("log-probs", outside=True)]:
+        model, want = fused(case), expected(case.kind, case.tied, case.bias)
+        engine = engine_of(model)
+        for update in range(UPDATES):
+            for step in range(STEPS):
+                batch, at = DATA[rank, step], (update, rank, step)
+
+                def forward(batch: TokenBatch = batch, model: Model = model, engine: Any = engine, case: Case = case) -> Any:
+                    out = engine(batch)
+                    return call_head(model.lm_head, out, batch, case.kind) if case.outside else out
+
+                engine.eval()
+                with torch.no_grad():
+                    checked(forward(), batch, want, at, case)
+                engine.train()
+                engine.backward(checked(forward(), batch, want, at, case))
+                if step == STEPS - 1:
+                    got = {name: STEPS * deepspeed.utils.safe_get_full_grad(p) for name, p in model.named_parameters()}
+                    assert_close(got, want.gradients[update], 2e-5, ("ZeRO-3", case, update))
+                engine.step()
+
+    model, batch = fused(Case(outside=True)), DATA[rank, rank]
+    engine = engine_of(model)
+    hidden = engine(batch)
+    with pytest.raises(ValueError, match=r"it looks sharded.*ZeRO-3"):
+        linear_grpo_loss(hidden, model.lm_head.weight, batch, OBJECTIVE)
+    with gather([model.lm_head.weight]):
+        logps, _ = linear_logprobs(hidden, model.lm_head.weight, batch.targets)
+    with pytest.raises((RuntimeError, ZeroDivisionError)):  # the backward computes the logits again
+        logps.sum().backward()
+    dist.barrier()
+    os._exit(0)
+
+
+# ---- the tests
+
+
+def test_on_two_ranks(two: dict[str, str], name: str) -> None:
+    assert two[name] == "ok", two[name]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_checks("test_head_ranks", RANKS, tmp_path_factory.mktemp("ranks"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", checks_of("test_head_ranks"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_zero3(tmp_path: Path) -> None:
+    code = "import sys; from test_head_ranks import zero3; zero3(int(sys.argv[1]), sys.argv[2])"
+    environment = {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    ranks = (start(code, str(r), str(tmp_path / "store"), RANK=str(r), LOCAL_RANK=str(r), **environment) for r in range(RANKS))
+    finish(*ranks)

@@ -1,0 +1,331 @@
+"""loss_from_model against grpo_loss on the logits of the model's own forward: tiny models with random weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_kernels import LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss, loss_from_model
+from grpo_kernels.batch import shift_targets
+from grpo_kernels.head import FusedLMHead
+from support.models import VOCAB, build
+
+transformers = pytest.importorskip("transformers")
+
+Tensor = torch.Tensor
+B, T = 3, 9
+OBJECTIVE = Objective.preset("dapo", beta=0.1, entropy_coef=0.01)
+NAMES = ["LlamaForCausalLM", "GPT2LMHeadModel", "PhiForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "GraniteForCausalLM",
+         "CohereForCausalLM", "HyperCLOVAXForCausalLM", "MiniCPM3ForCausalLM", "GemmaForCausalLM", "OPTForCausalLM"]  # fmt: skip
+
+
+def make_inputs() -> tuple[dict[str, Tensor], Tensor]:
+    """(inputs of a model, mask of the completions)"""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCAB, (B, T), generator=g)
+    attention = torch.ones_like(ids)
+    attention[1, 7:] = 0
+    completion = (torch.arange(T) >= torch.tensor([3, 4, 2])[:, None]) & (attention != 0)
+    return {"input_ids": ids, "attention_mask": attention}, completion
+
+
+def make_batch(targets: Tensor, mask: Tensor, **more: Any) -> TokenBatch:
+    g = torch.Generator().manual_seed(1)
+    old, ref = (-4.0 + 0.3 * torch.randn(targets.shape, generator=g) for _ in range(2))
+    advantages = torch.randn(targets.shape, generator=g)
+    return TokenBatch(targets, advantages, mask=mask, old_logps=old, ref_logps=ref, **more)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_same(mine: LossOutput, theirs: LossOutput, model: nn.Module, tolerance: float = 1e-5) -> None:
+    """Value, log-probs, entropy and the gradient of every parameter."""
+    for name in ("loss", "logps", "entropy"):
+        torch.testing.assert_close(getattr(mine, name), getattr(theirs, name), rtol=tolerance, atol=10 * tolerance)
+    theirs.loss.backward()
+    expected = gradients(model)
+    mine.loss.backward()
+    found = gradients(model)
+    assert found.keys() == expected.keys() and expected
+    for name, gradient in expected.items():
+        off = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-3)
+        assert off < 30 * tolerance, f"{name} is off by {off}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_the_loss_of_the_models_own_logits(name: str) -> None:
+    """Tied heads, a bias, softcaps and scales, a temperature: nobody has to name them."""
+    model, (inputs, completion) = build(name), make_inputs()
+    targets, mask = shift_targets(inputs["input_ids"], mask=completion)
+    batch = make_batch(targets, mask)
+    mine = loss_from_model(model, batch=batch, objective=OBJECTIVE, temperature=0.7, normalizer=20.0, **inputs)
+    theirs = grpo_loss(model(**inputs).logits, batch, OBJECTIVE, transform=LogitTransform(0.7), normalizer=20.0)
+    assert_same(mine, theirs, model)
+
+
+def test_targets_may_be_the_last_tokens() -> None:
+    model, (inputs, completion) = build("GraniteForCausalLM"), make_inputs()
+    batch = make_batch(inputs["input_ids"][:, -6:], completion[:, -6:])
+    mine = loss_from_model(model, inputs["input_ids"], batch, OBJECTIVE, attention_mask=inputs["attention_mask"])
+    theirs = grpo_loss(model(**inputs).logits[:, -7:-1], batch, OBJECTIVE)
+    assert_same(mine, theirs, model)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_packed_sequences(flat: bool) -> None:
+    """As in the two sequences alone."""
+    model, g = build("LlamaForCausalLM"), torch.Generator().manual_seed(2)
+    ids, offsets = torch.randint(3, VOCAB, (11,), generator=g), torch.tensor([0, 0, 5, 11])
+    positions = torch.cat([torch.arange(5), torch.arange(6)])[None]
+    targets, mask = shift_targets(ids, cu_seqlens=offsets)
+    batch = make_batch(targets, mask, cu_seqlens=offsets)
+    mine = loss_from_model(model, ids if flat else ids[None], batch, OBJECTIVE, position_ids=positions)
+    logits = torch.cat([model(input_ids=part[None]).logits[0] for part in ids.split([5, 6])])
+    assert_same(mine, grpo_loss(logits, batch, OBJECTIVE), model)
+
+
+# ---- what people put around a model
+
+
+def lora(model: Any, **options: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    options = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM", **options}
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+
+def checkpointed(model: Any) -> Any:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def fused(model: Any) -> Any:
+    FusedLMHead.install(model)
+    return model
+
+
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "LoRA in the body": lora,
+    "LoRA, and a head that is trained": lambda model: lora(model, modules_to_save=["lm_head"]),
+    "gradient checkpointing": checkpointed,
+    "both": lambda model: checkpointed(lora(model)),
+    "FusedLMHead": fused,
+    "frozen head": lambda model: (model.lm_head.requires_grad_(False), model)[1],
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_what_people_put_around_a_model(around: str) -> None:
+    model, (inputs, completion) = AROUND[around](build("GraniteForCausalLM")), make_inputs()
+    targets, mask = shift_targets(inputs["input_ids"], mask=completion)
+    batch = make_batch(targets, mask)
+    mine = loss_from_model(model, batch=batch, objective=OBJECTIVE, **inputs)
+    assert_same(mine, grpo_loss(model(**inputs).logits, batch, OBJECTIVE), model)
+
+
+@pytest.mark.parametrize("how", ["autocast", "bf16", "bf16 with an fp32 head"])
+def test_sixteen_bits(how: str) -> None:
+    """Against fp32: within what rounding to 16 bits moves the model's own forward by."""
+    inputs, completion = make_inputs()
+    targets, mask = shift_targets(inputs["input_ids"], mask=completion)
+    batch = make_batch(targets, mask)
+    exact = loss_from_model(build("LlamaForCausalLM"), batch=batch, objective=OBJECTIVE, **inputs)
+    model = build("LlamaForCausalLM")
+    if how != "autocast":
+        model.bfloat16()
+    theirs = model(**inputs).logits.float()
+    if how == "bf16 with an fp32 head":
+        model.lm_head.float()
+    with torch.autocast("cpu", torch.bfloat16) if how == "autocast" else contextlib.nullcontext():
+        if how == "autocast":
+            theirs = model(**inputs).logits.float()
+        mine = loss_from_model(model, batch=batch, objective=OBJECTIVE, **inputs)
+    naive = grpo_loss(theirs, batch, OBJECTIVE)
+    error = (naive.logps - exact.logps).abs().max()
+    assert error > 1e-4 and (mine.logps - exact.logps).abs().max() <= 1.5 * error
+    mine.loss.backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+# ---- refusals: never a number that means something else
+
+
+def aligned(**changes: Any) -> dict[str, Any]:
+    inputs, completion = make_inputs()
+    targets, mask = shift_targets(inputs["input_ids"], mask=completion)
+    fields = {"targets": targets, "mask": mask, **{k: v for k, v in changes.items() if k in ("targets", "mask")}}
+    batch = TokenBatch(fields["targets"], torch.ones(fields["targets"].shape), mask=fields["mask"])
+    return {"batch": batch, "objective": Objective(), **inputs, **{k: v for k, v in changes.items() if k not in fields}}
+
+
+IDS, COMPLETION = make_inputs()[0]["input_ids"], make_inputs()[1]
+UNSHIFTED = {"targets": IDS, "mask": COMPLETION}
+
+BATCHES: dict[str, tuple[dict[str, Any], str]] = {
+    "targets that were not shifted": (UNSHIFTED, r"batch.targets\[0, 3\]=.* follows in input_ids.*shift_targets"),
+    "the first tokens, not the last": ({"targets": IDS[:, :4], "mask": None}, r"batch.targets\[0, 0\]=.* follows"),
+    "no mask": ({"mask": None}, r"batch.mask is None.*shift_targets"),
+    "a last token that is trained on": (
+        {"targets": IDS.roll(-1, 1), "mask": torch.ones(B, T, dtype=torch.bool)},
+        r"batch.targets\[0, 8\]=.*nothing follows",
+    ),
+    "other sequences": ({"targets": IDS[:2], "mask": None}, r"\[2, 9\] and input_ids \[3, 9\]"),
+    "longer targets": ({"targets": IDS.repeat(1, 2), "mask": None}, r"\[3, 18\] and input_ids \[3, 9\]"),
+    "text": ({"input_ids": "text"}, "input_ids is str"),
+    "hidden states": ({"input_ids": torch.ones(B, T)}, "input_ids is torch.float32"),
+    "labels": ({"labels": IDS}, "labels is given, but nothing here looks at it"),
+    "some of the logits": ({"logits_to_keep": 3}, "logits_to_keep is given"),
+    "two temperatures": ({"temperature": 0.7, "transform": LogitTransform()}, "temperature and transform are both given"),
+}
+
+
+@pytest.mark.parametrize("what", BATCHES)
+def test_a_batch_that_does_not_fit_is_refused(what: str) -> None:
+    changes, message = BATCHES[what]
+    with pytest.raises(ValueError, match=message):
+        loss_from_model(build("LlamaForCausalLM"), **aligned(**changes))
+
+
+def test_a_sequence_does_not_predict_the_next_one() -> None:
+    ids, offsets = torch.arange(3, 14), torch.tensor([0, 5, 11])
+    targets, mask = shift_targets(ids)
+    batch = TokenBatch(targets, torch.ones(11), mask=mask, cu_seqlens=offsets)
+    with pytest.raises(ValueError, match=r"batch.targets\[4\]=8, but there nothing follows"):
+        loss_from_model(build("LlamaForCausalLM"), ids[None], batch, Objective())
+
+
+def test_what_is_masked_may_be_anything() -> None:
+    inputs, completion = make_inputs()
+    targets, mask = shift_targets(inputs["input_ids"], mask=completion)
+    model, poisoned = build("LlamaForCausalLM"), torch.where(mask, targets, -100)
+    found = [loss_from_model(model, **aligned(targets=x, mask=mask)).loss for x in (targets, poisoned)]
+    assert torch.equal(*found) and found[0] != 0
+
+
+def prompted(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+
+
+def parametrised(model: Any) -> Any:
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    return model
+
+
+def patched(model: Any) -> Any:
+    model.lm_head.forward = lambda hidden: 2 * nn.functional.linear(hidden, model.lm_head.weight)
+    return model
+
+
+def hooked(model: Any) -> Any:
+    model.lm_head.register_forward_hook(lambda module, args, out: 2 * out)
+    return model
+
+
+def hooked_above(model: Any) -> Any:
+    model.register_forward_hook(lambda module, args, out: out)
+    return model
+
+
+class Int8Linear(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter((8 * linear.weight.detach()).to(torch.int8), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ (self.weight.to(hidden.dtype) / 8).T
+
+
+def quantised(model: Any) -> Any:
+    model.lm_head = Int8Linear(model.lm_head)
+    return model
+
+
+class Mine(nn.Module):
+    pass
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "LoRA on the head": (lambda model: lora(model, target_modules=["lm_head"]), "carries an adapter"),
+    "prompt tuning": (prompted, "PromptTuningConfig, whose prompt"),
+    "a parametrised head": (parametrised, "parameters or modules besides weight and bias"),
+    "a patched head": (patched, "whose forward is not that of torch.nn.Linear"),
+    "a hooked head": (hooked, "the head, a Linear, has hooks"),
+    "a hooked model": (hooked_above, "the model, a LlamaForCausalLM, has hooks"),
+    "a quantised head": (quantised, "Int8Linear, whose forward is not that of torch.nn.Linear"),
+    "DataParallel": (nn.DataParallel, r"DataParallel, which has to see the call itself.*FusedLMHead"),
+    "torch.compile": (torch.compile, r"OptimizedModule, which has to see the call itself.*FusedLMHead"),
+    "the base model": (lambda model: model.model, "LlamaModel.*not one of those that are known"),
+    "a model of one's own": (lambda model: Mine(), "Mine.*not one of those that are known"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_it_does_not_know_is_refused(what: str) -> None:
+    make, message = REFUSED[what]
+    model = make(build("LlamaForCausalLM"))
+    with pytest.raises(ValueError, match=message):
+        loss_from_model(model, **aligned())
+
+
+def test_an_encoder_is_refused() -> None:
+    config = transformers.T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration, an encoder and a decoder"):
+        loss_from_model(transformers.T5ForConditionalGeneration(config), **aligned(transform=LogitTransform()))
+
+
+def test_a_model_that_is_not_known_takes_a_transform() -> None:
+    base = transformers.LlamaForCausalLM
+
+    class Scaled(base):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.logits = 0.3 * out.logits
+            return out
+
+    model, (inputs, _) = Scaled(build("LlamaForCausalLM").config).eval(), make_inputs()
+    given = aligned(transform=LogitTransform(scale=0.3))
+    theirs = grpo_loss(model(**inputs).logits, given["batch"], given["objective"])
+    assert_same(loss_from_model(model, **given), theirs, model)
+    with pytest.raises(ValueError, match="Scaled"):
+        loss_from_model(model, **aligned())
+
+
+def test_without_a_look_at_values_the_device_notices_targets_that_do_not_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU nobody waits for the comparison; the device stops the program. A CPU does so at once."""
+    monkeypatch.setattr("grpo_kernels.model.values_are_checked", lambda tensor: False)
+    model = build("LlamaForCausalLM")
+    assert loss_from_model(model, **aligned()).loss != 0
+    with pytest.raises(RuntimeError, match="not the tokens that follow in input_ids"):
+        loss_from_model(model, **aligned(**UNSHIFTED))
+
+
+def test_a_head_that_fsdp_shards_is_refused(mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = build("LlamaForCausalLM")
+    fully_shard(model.lm_head, mesh=mesh)
+    with pytest.raises(ValueError, match="FusedLMHead"):
+        loss_from_model(model, **aligned())
+    model = build("LlamaForCausalLM")
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match="FusedLMHead"):
+        loss_from_model(model, **aligned())
+
+
+def test_sequences_that_ranks_share_are_refused(mesh: Any) -> None:
+    given = aligned()
+    given["batch"] = TokenBatch(
+        given["batch"].targets, torch.ones(B), mask=given["batch"].mask, context_group=torch.distributed.group.WORLD
+    )
+    with pytest.raises(ValueError, match="batch has a context_group"):
+        loss_from_model(build("LlamaForCausalLM"), **given)

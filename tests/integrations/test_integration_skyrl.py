@@ -1,0 +1,264 @@
+"""SkyRL: policy losses of its registry, its functions of logits and its Megatron head, against its own where it is on the path and a float64 transcription always."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_kernels import Objective
+from grpo_kernels.formulas.surrogates import Cispo, Clip, Sapo
+from grpo_kernels.integrations import skyrl
+from support.trainers import (
+    DATA,
+    MASK,
+    B,
+    Data,
+    H,
+    T,
+    V,
+    assert_same,
+    clipped,
+    double,
+    log_softmax_of,
+    mean_of,
+    stand_in,
+    their_file,
+    their_file_beside,
+    value_and_gradient,
+)
+
+Tensor = torch.Tensor
+
+pytestmark = pytest.mark.usefixtures("stand_ins")
+
+
+HOME = "skyrl.backends.skyrl_train"
+SKYRL: dict[str, tuple[str | Objective, dict[str, Any]]] = {
+    "dual_clip": (
+        Objective.preset("ppo", numerics="skyrl", beta=0.0, surrogate=Clip(0.1, 0.28, 1.6), aggregate="token-sum"),
+        {"policy_loss_type": "dual_clip", "eps_clip_low": 0.1, "eps_clip_high": 0.28, "clip_ratio_c": 1.6},
+    ),
+    "regular": ("grpo", {"policy_loss_type": "regular"}),
+    "gspo": ("gspo", {}),
+    "sapo": (Objective.preset("sapo", numerics="skyrl", beta=0.0, surrogate=Sapo(0.9, 1.3), aggregate="token-sum"), {}),
+    "cispo": (
+        Objective.preset("cispo", numerics="skyrl", beta=0.0, surrogate=Cispo(1.3, 0.75), aggregate="token-sum"), {},
+    ),
+    "dppo": ("dppo_tv", {}),
+    "rollout_is": ("rollout_is", {}),
+}  # fmt: skip
+THEIRS = {
+    "dual_clip": "ppo_policy_loss", "regular": "ppo_policy_loss", "gspo": "gspo_policy_loss", "sapo": "sapo_policy_loss",
+    "cispo": "compute_policy_loss_cispo", "dppo": "dppo_policy_loss", "rollout_is": "rollout_is_policy_loss",
+}  # fmt: skip
+
+
+def skyrl_config(changes: dict[str, Any], anchor: str = "old") -> SimpleNamespace:
+    return SimpleNamespace(
+        **{"eps_clip_low": 0.2, "eps_clip_high": 0.2, "clip_ratio_c": 3.0, "loss_reduction": "sequence_mean"} | changes,
+        sapo=SimpleNamespace(tau_pos=0.9, tau_neg=1.3),
+        cispo=SimpleNamespace(cispo_eps_clip_low=0.25, cispo_eps_clip_high=0.3, cispo_anchor=anchor),
+        dppo=SimpleNamespace(dppo_type="binary_tv", delta_low=0.2, delta_high=0.2),
+        off_policy_correction=None,
+    )
+
+
+def corrected(loss: Tensor, old: Tensor, rollout: Tensor | None, mask: Tensor, config: Any) -> Any:
+    """Stands in for SkyRL's: a weight for each token, and a sequence that is dropped."""
+    if rollout is None:
+        return loss, mask, {}
+    keep = torch.ones(B, 1, dtype=loss.dtype)
+    keep[1] = 0
+    return loss * (old - rollout).exp().clamp(max=1.2), mask * keep, {"tis": 1.0}
+
+
+def skyrl_loss(what: str, x: Tensor, data: Data, config: Any, rollout: Tensor | None) -> Any:
+    old, A = double(data.old, data.advantages)
+    to_rollout = what in ("dppo", "rollout_is") or (what == "cispo" and config.cispo.cispo_anchor == "rollout")
+    d = (x - (rollout if to_rollout and rollout is not None else old)).clamp(-20, 20)
+    more = {}
+    low, high = config.eps_clip_low, config.eps_clip_high
+    n = MASK.sum(1, keepdim=True).clamp(min=1)
+    moved = x.detach().exp() - (old if rollout is None else rollout).exp()
+    if what in ("dual_clip", "regular"):
+        loss, bound = clipped(d.exp(), A, low, high, config.clip_ratio_c if what == "dual_clip" else None)
+    elif what == "gspo":
+        own = x - x.detach() + ((d * MASK).sum(1, keepdim=True) / n).detach()
+        loss, bound = clipped(own.exp(), A, low, high)
+    elif what == "sapo":
+        tau = torch.where(A > 0, config.sapo.tau_pos, config.sapo.tau_neg).double()
+        loss, bound = -torch.sigmoid(tau * (d.exp() - 1)) * 4 / tau * A, torch.zeros(B, T)
+    elif what == "cispo":
+        r = d.exp()
+        inner = r.clamp(1 - config.cispo.cispo_eps_clip_low, 1 + config.cispo.cispo_eps_clip_high)
+        loss, bound = -A * inner.detach() * x, inner != r
+        kept = r.detach()[MASK]
+        more = {
+            "cispo/ratio_mean": kept.mean(), "cispo/ratio_clamped_mean": inner.detach()[MASK].mean(),
+            "cispo/ratio_max": kept.max(), "cispo/ratio_min": kept.min(),
+        }  # fmt: skip
+    elif what == "dppo":
+        bound = ~torch.where(A > 0, moved <= 0.2, moved >= -0.2)
+        loss = -d.exp() * A * ~bound
+    else:
+        r = d.exp().detach()
+        bound = ~((r > 1 - low) & (r < 1 + high))
+        loss = -(r * ~bound) * A * x
+    loss, mask, metrics = corrected(loss, old, rollout, MASK.double(), None)
+    # Over the tokens that are there before the correction.
+    named = {"clip_ratio": mean_of(bound.double()), **more}
+    return (loss * mask).sum(), {name: float(value) for name, value in named.items()} | metrics
+
+
+def check_skyrl(data: Data, theirs: Callable[..., Any]) -> None:
+    for what, (objective, changes) in SKYRL.items():
+        config = skyrl_config(changes)
+        for rollout in (None, data.sampler):
+            if rollout is None and what == "rollout_is":
+                continue
+            ours = skyrl.policy_loss(objective)
+            (loss, metrics), gradient = value_and_gradient(
+                lambda x, f=ours, c=config, q=rollout: f(x, data.old, data.advantages, c, MASK.float(), q),
+                data.logps,
+                torch.float32,
+            )
+            exact = None if rollout is None else rollout.double()
+            (want, named), expected = value_and_gradient(
+                lambda x, w=what, c=config, q=exact: theirs(w, x, data, c, q), data.logps, torch.float64
+            )
+            assert_same((loss, gradient), (want, expected))
+            assert set(named) <= set(metrics) and all(isinstance(v, float) for v in metrics.values()), what
+            assert all(name in named or name.startswith("cispo/") for name in metrics), what  # which SkyRL 0.3.0 has not yet
+            if rollout is None or what == "cispo":  # with one, ours is over the tokens that the correction leaves
+                assert metrics == metrics | {name: pytest.approx(value, rel=1e-5, abs=1e-6) for name, value in named.items()}, (
+                    what
+                )
+
+
+def test_skyrl_losses() -> None:
+    stand_in(f"{HOME}.utils.off_policy_correction_utils", apply_off_policy_correction=corrected)
+    check_skyrl(DATA, skyrl_loss)
+
+
+def test_skyrl_logs_the_ratios_of_cispo_and_anchors_them_where_it_is_told() -> None:
+    stand_in(
+        f"{HOME}.utils.off_policy_correction_utils", apply_off_policy_correction=lambda loss, old, q, mask, _: (loss, mask, {})
+    )
+    config = skyrl_config({}, anchor="rollout")
+    config.off_policy_correction = SimpleNamespace(tis_ratio_type=None)
+    ours = skyrl.policy_loss(SKYRL["cispo"][0])
+    args = DATA.old, DATA.advantages, config, MASK.float()
+    mine, gradient = value_and_gradient(lambda x: ours(x, *args, DATA.sampler), DATA.logps, torch.float32)
+    named: dict[str, float] = {}
+
+    def theirs(x: Tensor) -> Tensor:
+        ratio = (x - DATA.sampler.double()).exp()
+        inner = ratio.clamp(0.75, 1.3).detach()
+        named.update(
+            {"clip_ratio": float(mean_of((inner != ratio).double())), "cispo/ratio_mean": float(mean_of(ratio.detach()))}
+        )
+        named.update(
+            {"cispo/ratio_max": float(ratio.detach()[MASK].max()), "cispo/ratio_min": float(ratio.detach()[MASK].min())}
+        )
+        named["cispo/ratio_clamped_mean"] = float(mean_of(inner))
+        return -(DATA.advantages.double() * inner * x * MASK).sum()
+
+    assert_same((mine, gradient), value_and_gradient(theirs, DATA.logps, torch.float64))
+    assert mine[1] == pytest.approx(named, rel=1e-5)
+    empty = ours(DATA.logps, *args[:3], torch.zeros(B, T), DATA.sampler)[1]
+    assert empty["clip_ratio"] == 0 and empty["cispo/ratio_max"] == 1
+    with pytest.raises(ValueError, match="rollout_logprobs is None"):
+        ours(DATA.logps, *args)
+    config.off_policy_correction.tis_ratio_type = "token"
+    with pytest.raises(ValueError, match=r"tis_ratio_type='token'.*double-count"):
+        ours(DATA.logps, *args, DATA.sampler)
+
+
+def test_skyrl_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("loguru", reason="loguru, which SkyRL imports, is not installed")
+    pytest.importorskip("jaxtyping", reason="jaxtyping, which SkyRL imports, is not installed")
+    pytest.importorskip("ray", reason="ray, which SkyRL imports, is not installed")
+    utils = their_file(f"{HOME}.utils.torch_utils", monkeypatch, skyrl__train__config={"AlgorithmConfig": object})
+    stand_in(f"{HOME}.utils.off_policy_correction_utils", apply_off_policy_correction=corrected)
+    ppo = their_file_beside(f"{HOME}.utils.ppo_utils", utils)
+
+    def theirs(what: str, x: Tensor, data: Data, config: Any, rollout: Tensor | None) -> Any:
+        return getattr(ppo, THEIRS[what])(x, *double(DATA.old, DATA.advantages), config, MASK.double(), rollout)
+
+    check_skyrl(DATA, theirs)
+    names = skyrl.register()
+    assert "fused_dapo" in names and callable(ppo.PolicyLossRegistry.get("fused_dapo"))
+
+    logits, labels = torch.randn(B, T, V), torch.randint(V, (B, T))
+    want = utils.logprobs_from_logits(logits, labels), utils.chunked_entropy_from_logits(logits, True, MASK, 3)
+    with skyrl.bind(strict=True):
+        got = utils.logprobs_from_logits(logits, labels), utils.chunked_entropy_from_logits(logits, True, MASK, 3)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_skyrl_registry() -> None:
+    registered: dict[str, Any] = {}
+
+    def register_policy_loss(name: str) -> Any:
+        return lambda f: registered.setdefault(name, f)
+
+    stand_in(f"{HOME}.utils.ppo_utils", register_policy_loss=register_policy_loss)
+    names = skyrl.register("ours_")
+    assert names == list(registered) and {"ours_dapo", "ours_gspo", "ours_vespo"} <= set(names)
+    assert not {"ours_clip_cov", "ours_kl_cov", "ours_dro", "ours_a2po", "ours_distillation"} & set(names)
+    for bad, message in (
+        ("clip_cov", "not linear in the advantage"),
+        (Objective.preset("grpo", aggregate="token-sum", beta=0.1), "adds KL and entropy itself"),
+        (Objective(), 'aggregate="token-sum"'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            skyrl.policy_loss(bad)
+
+
+def test_skyrl_functions() -> None:
+    """Stand-ins with the signatures of the two functions of logits and of the Megatron dispatcher."""
+
+    def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+        return log_softmax_of(logits, labels)[0]
+
+    def chunked_entropy_from_logits(
+        logits: Any, requires_grad: bool = False, attention_mask: Any = None, chunk_size: int = 1
+    ) -> Any:
+        entropy = log_softmax_of(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))[1]
+        entropy = entropy if attention_mask is None else entropy * attention_mask
+        return entropy if requires_grad else entropy.detach()
+
+    def _fused_lm_head_logprob_apply(backend: str, hidden: Tensor, weight: Tensor, target: Tensor, *_: Any) -> Tensor:
+        return log_softmax_of(hidden.double() @ weight.double().T, target)[0]
+
+    names = {"logprobs_from_logits": logprobs_from_logits, "chunked_entropy_from_logits": chunked_entropy_from_logits}
+    stand_in(f"{HOME}.utils.torch_utils", **names)
+    wrapper = stand_in(f"{HOME}.workers.model_wrapper", **names)
+    home = f"{HOME}.distributed.megatron.model_utils"
+    megatron = stand_in(home, _fused_lm_head_logprob_apply=_fused_lm_head_logprob_apply)
+    labels, logits, weight = torch.randint(V, (B, T)), torch.randn(B, T, V), torch.randn(V, H)
+    up = torch.linspace(-1, 1, T)
+
+    def from_logits(x: Tensor) -> Tensor:
+        x = x * 1.0  # a model's output
+        entropy = wrapper.chunked_entropy_from_logits(x, requires_grad=True, attention_mask=MASK.long(), chunk_size=3)
+        return (wrapper.logprobs_from_logits(x, labels, inplace_backward=False) * up).sum() - entropy.sum()
+
+    def from_hidden(x: Tensor) -> Tensor:
+        w = weight.to(x.dtype)
+        return (megatron._fused_lm_head_logprob_apply("torch", x, w, labels, 0, V, 4, None, False) * up).sum()
+
+    hidden = torch.randn(B, T, H)
+    want = value_and_gradient(from_logits, logits, torch.float64), value_and_gradient(from_hidden, hidden, torch.float64)
+    with skyrl.bind(megatron=True, strict=True) as slots:
+        assert_same(value_and_gradient(from_logits, logits, torch.float32), want[0])
+        assert_same(value_and_gradient(from_hidden, hidden, torch.float32), want[1])
+        assert slots.counts == {"fused": 3}
+        leaf = hidden.clone().requires_grad_()
+        assert not megatron._fused_lm_head_logprob_apply("torch", leaf, weight, labels, 0, V, 4, None, True).requires_grad
+        assert not wrapper.chunked_entropy_from_logits(logits.requires_grad_()).requires_grad
+    assert wrapper.logprobs_from_logits is logprobs_from_logits

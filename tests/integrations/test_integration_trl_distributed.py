@@ -1,0 +1,288 @@
+"""Two processes, each with data of its own, on gloo: DDP and FSDP2 (`fully_shard`) with TRL's trainer and our loss in it.
+
+Gradients are compared with those of TRL's own loss in one process on the whole batch. All scenarios run in one pair of processes,
+this file run as a program, which writes what it found; the tests read it. (accelerate's FSDP on a CPU silently becomes DDP:
+modules are sharded here by `fully_shard` itself.)
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("trl", minversion="1.16.0")
+
+from trl import GRPOTrainer
+
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_lm_head, patch
+from support import trl_cases
+
+Tensor = torch.Tensor
+
+RANKS, SEQUENCES = 2, 8
+
+#: One optimiser step in two micro-batches a rank; the entropies of a quantile are those of a micro-batch, so it has one.
+STEPS: dict[str, dict[str, Any]] = {
+    "dapo": {"loss_type": "dapo", "beta": 0.1, "entropy_coef": 0.0},
+    "grpo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "vespo": {"loss_type": "vespo"},
+    "quantile": {"loss_type": "dapo", "top_entropy_quantile": 0.3, "accumulation": 1},
+}
+LAYOUTS = ("ddp", "root", "tied", "norm and head", "head alone")
+PAIRS = [(step, layout) for layout in LAYOUTS for step in STEPS if step == "dapo" or layout in ("ddp", "head alone")]
+
+RUN = {"num_iterations": 2, "gradient_accumulation_steps": 2, "beta": 0.1, "epsilon": 0.1, "steps": 4}
+
+
+# ---- one step on fixed completions
+
+
+def step_inputs(path: str) -> dict[str, Tensor]:
+    """Eight sequences of unequal length. The second micro-batch of rank 0 is the longest, the first of rank 1 fully masked."""
+    g = torch.Generator().manual_seed(2)
+    lengths = torch.tensor([5, 9, 12, 12, 0, 0, 3, 7])
+    ids = torch.randint(2, 40, (SEQUENCES, trl_cases.LENGTH), generator=g)
+    return {
+        "prompt_ids": torch.randint(2, 40, (SEQUENCES, 3), generator=g),
+        "prompt_mask": torch.ones(SEQUENCES, 3, dtype=torch.long),
+        "completion_ids": ids,
+        "completion_mask": (torch.arange(trl_cases.LENGTH) < lengths[:, None]).long(),
+        "advantages": torch.tensor([1.2, 0.8, -0.7, 0.0, -1.1, 0.6, 0.9, -0.4]),
+        "old_per_token_logps": -3.5 + 0.3 * torch.randn(ids.shape, generator=g),
+        "ref_per_token_logps": -3.5 + 0.3 * torch.randn(ids.shape, generator=g),
+    }
+
+
+def step_trainer(path: str, output: Path, options: dict[str, Any], accumulation: int) -> Any:
+    settings = {name: value for name, value in options.items() if name != "accumulation"}
+    trainer = trl_cases.make_trainer(
+        path, output, gradient_accumulation_steps=accumulation, steps_per_generation=accumulation, **settings
+    )
+    trainer.current_gradient_accumulation_steps = accumulation  # which its training loop would set
+    trainer.model.train()
+    return trainer
+
+
+def accumulate(
+    trainer: Any, model: Any, inputs: dict[str, Tensor], rank: int, ranks: int, sync: Callable[[bool], Any]
+) -> float:
+    """The sum of this rank's losses, after their backwards."""
+    accumulation = trainer.current_gradient_accumulation_steps
+    rows = SEQUENCES // ranks // accumulation
+    items, total = inputs["completion_mask"].sum(), 0.0
+    for micro in range(accumulation):
+        first = (rank * accumulation + micro) * rows
+        part = {name: x[first : first + rows] for name, x in inputs.items()} | {"num_items_in_batch": items}
+        with sync(micro == accumulation - 1):
+            loss = trainer._compute_loss(model, part)
+            loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# ---- in the two processes
+
+
+def wrapped(model: Any, layout: str) -> tuple[Any, Callable[[bool], Any]]:
+    """The model of a layout, and what switches its reduction of gradients on for the last micro-batch."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if layout == "ddp":
+        ddp = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        return ddp, lambda last: nullcontext() if last else ddp.no_sync()
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    if layout == "norm and head":  # as accelerate has it
+        fully_shard(model.model.embed_tokens, mesh=mesh)
+        fully_shard([model.model.norm, model.lm_head], mesh=mesh)
+    elif layout == "head alone":
+        fully_shard(model.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    def sync(last: bool) -> Any:
+        model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    return model, sync
+
+
+def off(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    """The largest error of each gradient, relative to its largest element."""
+    assert got.keys() == want.keys()
+    return {name: float((got[name] - want[name]).abs().max() / want[name].abs().max()) for name in want}
+
+
+def steps(folder: Path, rank: int, results: dict[str, Any]) -> None:
+    for name, layout in PAIRS:
+        options, model_name = STEPS[name], "tied" if layout == "tied" else "untied"
+        path, want = str(folder / model_name), torch.load(folder / f"{name} {model_name}.pt")
+        trainer = step_trainer(path, folder / "out", options, options.get("accumulation", 2))
+        fused = patch(trainer, strict=True)
+        model, sync = wrapped(trainer.model, layout)
+        loss = accumulate(trainer, model, step_inputs(path), rank, RANKS, sync)
+        got = gradients(model)
+        sum_of_losses = torch.tensor(loss)
+        dist.all_reduce(sum_of_losses)
+        results[f"{name}, {layout}"] = {
+            "off": off(got, want["gradients"]),
+            "loss": [float(sum_of_losses) / RANKS, want["loss"]],
+            "checksum": float(sum(g.double().abs().sum() for g in got.values())),
+            "fused": fused.counts["fused"] / trainer.current_gradient_accumulation_steps,
+            "parameter": type(next(trainer.model.parameters())).__name__,
+        }
+
+
+def slot(folder: Path, rank: int, results: dict[str, Any]) -> None:
+    """TRL's own loss with a head that is wrapped alone: with TRL's fused head, and with ours in its slot."""
+    path, options = str(folder / "untied"), STEPS["dapo"]
+    want = torch.load(folder / "dapo untied.pt")["gradients"]
+    for name, context in (("TRL's", nullcontext), ("ours", lambda: fused_lm_head(strict=True))):
+        with context():
+            trainer = step_trainer(path, folder / "out", options, 2)
+            model, sync = wrapped(trainer.model, "head alone")
+            accumulate(trainer, model, step_inputs(path), rank, RANKS, sync)
+        results[f"slot, {name}"] = off(gradients(model), want)
+
+
+def scores(folder: Path, rank: int, results: dict[str, Any]) -> None:
+    """Log-probs without gradients from a sharded head."""
+    path = str(folder / "untied")
+    trainer = step_trainer(path, folder / "out", {}, 1)
+    inputs = step_inputs(path)
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)[rank * 4 : rank * 4 + 4]
+    with torch.no_grad():
+        want = trainer.model(ids, labels=ids, fused_lm_head=True).log_probs
+        fused = patch(trainer)
+        model, _ = wrapped(trainer.model, "head alone")
+        got = model(ids, labels=ids, fused_lm_head=True).log_probs
+    results["scored"] = [float((got - want).abs().max()), fused.counts["scored"]]
+
+
+def runs(folder: Path, rank: int, results: dict[str, Any]) -> None:
+    """Whole runs under accelerate's DDP; each rank samples answers to prompts of its own."""
+    for name, options in (("plain", {}), ("quantile and bonus", {"top_entropy_quantile": 0.3, "entropy_coef": 0.05})):
+        histories, weights = [], []
+        for cls, keywords in ((GRPOTrainer, {}), (FusedGRPOTrainer, {"strict": True})):
+            trainer = trl_cases.make_trainer(str(folder / "tied"), folder / "out", cls, keywords=keywords, **RUN, **options)
+            trainer.train()
+            histories.append(trl_cases.history(trainer))
+            weights.append(float(sum(p.double().abs().sum() for p in trainer.model.parameters())))
+        results[f"run, {name}"] = {
+            "histories": histories,
+            "weights": weights,
+            "counts": dict(trainer.fused_loss.counts),
+            "wrapper": type(trainer.model_wrapped).__name__,
+            "first tokens": trainer._buffered_inputs[0]["completion_ids"][:, 0].tolist(),
+        }
+
+
+def main(folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()  # accelerate collects garbage before every training
+    results: dict[str, Any] = {}
+    for part in (runs, steps, slot, scores):
+        part(folder, rank, results)
+    (folder / f"rank{rank}.json").write_text(json.dumps(results))
+    dist.barrier()
+    os._exit(0)  # a process group that is torn down at exit aborts now and then
+
+
+# ---- the tests
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    for name, tied in (("tied", True), ("untied", False)):
+        path = trl_cases.save_model(folder / name, tie_word_embeddings=tied)
+        for step, options in STEPS.items():  # TRL's own loss, one process, the whole batch
+            trainer = step_trainer(path, folder / "out", options, 1)
+            loss = accumulate(trainer, trainer.model, step_inputs(path), 0, 1, lambda _: nullcontext())
+            torch.save({"loss": loss, "gradients": gradients(trainer.model)}, folder / f"{step} {name}.pt")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+    logs = [(folder / f"rank{rank}.log").open("w+") for rank in range(RANKS)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, __file__, str(folder), str(rank)]
+        variables = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=300) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for log in logs:
+        log.seek(0)
+    assert codes == [0] * RANKS, "\n".join(log.read()[-4000:] for log in logs)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("step, layout", PAIRS)
+def test_gradients_are_those_of_one_process(results: list[dict[str, Any]], step: str, layout: str) -> None:
+    """On both ranks, in all parameters, over two micro-batches, one of which has no tokens on one rank."""
+    found = [r[f"{step}, {layout}"] for r in results]
+    for rank in found:
+        assert max(rank["off"].values()) < 2e-5, rank["off"]
+        assert rank["loss"][0] == pytest.approx(rank["loss"][1], rel=1e-5, abs=1e-6)
+        assert rank["fused"] == 1
+        assert rank["parameter"] == ("Parameter" if layout == "ddp" else "DTensor")
+    assert found[0]["checksum"] == pytest.approx(found[1]["checksum"], rel=1e-12)
+
+
+@pytest.mark.parametrize("run", ["plain", "quantile and bonus"])
+def test_runs_under_ddp(results: list[dict[str, Any]], run: str) -> None:
+    """TRL's trainer and ours log the same on each rank, and the ranks stay together."""
+    found = [r[f"run, {run}"] for r in results]
+    for rank in found:
+        theirs, ours = rank["histories"]
+        trl_cases.assert_same_history(ours, theirs, 2e-4)
+        assert len([h for h in ours if "grad_norm" in h]) == RUN["steps"] and ours[0]["grad_norm"] > 1e-2
+        assert rank["counts"] == {"fused": RUN["steps"] * 2, "scored": rank["counts"]["scored"]}
+        assert rank["wrapper"] == "DistributedDataParallel"
+    assert found[0]["weights"][1] == found[1]["weights"][1]
+    assert found[0]["first tokens"] != found[1]["first tokens"]
+
+
+def test_slot_with_a_head_wrapped_alone(results: list[dict[str, Any]]) -> None:
+    """TRL's defect: it takes the gradient of the gathered head for the same on all ranks, and each keeps its own data's for its
+    shard. Ours in its slot makes it the mean."""
+    for rank in results:
+        assert rank["slot, TRL's"]["lm_head.weight"] > 0.1
+        assert max(rank["slot, ours"].values()) < 2e-5
+
+
+def test_scored_log_probs_of_a_sharded_head(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert rank["scored"][0] < 1e-5 and rank["scored"][1] == 1
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

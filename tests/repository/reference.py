@@ -1,0 +1,127 @@
+"""The API reference, by pdoc from the docstrings: `python tests/repository/reference.py [FOLDER]` (build/docs), or `make docs`.
+
+Any warning of pdoc is an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+import typing
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+PACKAGE = "grpo_kernels"
+#: What users import, in the order of the sidebar.
+MODULES = (
+    PACKAGE,
+    *(
+        f"{PACKAGE}.{name}"
+        for name in (
+            "objective",
+            "formulas.surrogates",
+            "formulas.kl",
+            "formulas.filters",
+            "rewards.advantages",
+            "rewards.returns",
+            "rewards.corrections",
+            "rewards.entropy",
+            "distributed",
+            "head",
+            "losses",
+            "integrations.areal",
+            "integrations.liger",
+            "integrations.nemo_rl",
+            "integrations.openrlhf",
+            "integrations.prime_rl",
+            "integrations.skyrl",
+            "integrations.slime",
+            "integrations.trl",
+            "integrations.trl_head",
+            "integrations.unsloth",
+            "integrations.verl",
+        )
+    ),
+)
+#: `name, name   text`, the form of lists of parameters in docstrings; what follows it, further in, belongs to it.
+ENTRY = re.compile(r"(?P<names>[\w\"<>:]+(?:, [\w\"]+)*(?: \[[^]]*\])?) {2,}(?P<text>\S.*)")
+
+
+def public(module: ModuleType) -> dict[str, Any]:
+    """The functions, classes and upper-case constants that a module defines; what the package exports, if it is the package."""
+    if hasattr(module, "__all__"):
+        return {name: getattr(module, name) for name in module.__all__}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (getattr(value, "__module__", None) == module.__name__ and isinstance(value, (FunctionType, type)))
+    }
+
+
+def members(cls: type) -> Iterator[tuple[str, Any, FunctionType]]:
+    """(name, what holds the docstring, the function below it) of the public methods and properties that a class defines."""
+    for name, value in vars(cls).items():
+        function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
+        if not name.startswith("_") and isinstance(function, FunctionType) and function.__module__ == cls.__module__:
+            yield name, value if isinstance(value, property) else function, function
+
+
+def markdown(text: str) -> str:
+    """Lists of parameters as lists of Markdown; code, which is indented by four, as it is."""
+    lines: list[str] = []
+    within = -1  # the column where the text of the list's last entry begins
+    for line in inspect.cleandoc(text).splitlines():
+        indent = len(line) - len(line.lstrip())
+        entry = ENTRY.fullmatch(line.strip())
+        if entry and (indent == 0 or indent == within):
+            lines += [""] * bool(within < 0 and lines and lines[-1]) + [
+                f"{'  ' * (indent > 0)}- **{entry['names']}**: {entry['text']}"
+            ]
+            within = within if indent else entry.start("text")
+        elif within >= 0 and indent:
+            lines.append(f"  {line.strip()}")
+        else:
+            lines += [""] * bool(within >= 0 and line and lines[-1]) + [line]
+            within = within if not line else -1
+    return "\n".join(lines)
+
+
+def prepare(module: ModuleType) -> Iterator[Any]:
+    """Show pdoc the public names, with the annotations of named tuples resolved; yields what has a docstring of ours."""
+    names = public(module)
+    vars(module).update(names)  # the trainer that is made on first use too
+    constants = [name for name, value in vars(module).items() if re.fullmatch(r"[A-Z][A-Z_]+", name) and not callable(value)]
+    module.__all__ = [*names, *(name for name in constants if name not in names)]  # type: ignore[attr-defined]
+    yield module
+    for value in names.values():
+        if getattr(value, "__module__", "").startswith(PACKAGE):
+            yield value
+            if isinstance(value, type):
+                yield from (holder for _, holder, _ in members(value))
+                if hasattr(value, "_fields"):  # a NamedTuple: its constructor lives in no module
+                    value.__new__.__annotations__ = typing.get_type_hints(value)
+
+
+def build(folder: Path) -> None:
+    """Write the pages. Raises UserWarning where pdoc would warn."""
+    import pdoc
+
+    pdoc.render.configure(docformat="markdown", show_source=False)
+    modules = [importlib.import_module(name) for name in MODULES]
+    # By identity: what several modules show is written in Markdown once.
+    for holder in {id(holder): holder for module in modules for holder in prepare(module)}.values():
+        if holder.__doc__:
+            holder.__doc__ = markdown(holder.__doc__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        pdoc.pdoc(*MODULES, output_directory=folder)
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1] if len(sys.argv) > 1 else "build/docs"))

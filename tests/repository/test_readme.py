@@ -1,0 +1,244 @@
+"""The README's tables, figures and tree are those of the code, the result files and the repository; so is the report."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import crossover, results, swaps, tables
+from benchmarks.suites import SUITES
+from grpo_kernels import Objective, TokenBatch, grpo_loss
+from grpo_kernels.batch import shift_targets
+from support import sample_results
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+
+
+def test_generated_blocks_are_current() -> None:
+    text = README.read_text()
+    assert tables.insert(text) == text, "run `python -m benchmarks.tables --write`"
+
+
+def test_report_is_current() -> None:
+    assert tables.REPORT.read_text() == tables.report(), "run `python -m benchmarks.tables --write`"
+
+
+def test_figures_of_the_swaps_are_current() -> None:
+    assert swaps.insert(swaps.PAGE.read_text(), results.load(swaps.FILE)) == swaps.PAGE.read_text(), (
+        "run `python -m benchmarks.swaps --write`"
+    )
+
+
+def test_figures_of_the_crossover_are_current() -> None:
+    assert crossover.insert(crossover.PAGE.read_text(), results.load(crossover.FILE)) == crossover.PAGE.read_text(), (
+        "run `python -m benchmarks.crossover --write`"
+    )
+
+
+@pytest.mark.parametrize("page", [README, tables.REPORT, swaps.PAGE], ids=str)
+def test_commands_and_pictures_exist(page: Path) -> None:
+    text = page.read_text()
+    assert "python -m benchmarks" in text
+    for module in re.findall(r"python -m ((?:benchmarks|grpo_kernels)[\w.]*\w)", text):
+        assert importlib.util.find_spec(module), module
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / link).exists(), link
+
+
+# ---- snippets, as they stand there
+
+
+def snippet(part: str) -> str:
+    """The one block of Python code with this in it."""
+    (found,) = [code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if part in code]
+    return found
+
+
+def test_the_snippets_from_hidden_states_hold_for_a_head_with_a_softcap(mesh: Any) -> None:
+    """They give the loss and the gradients of the model's own logits, cut into micro-batches and on a vocabulary shard, too."""
+    pytest.importorskip("transformers")
+    from support.models import VOCAB, build
+
+    model = build("Gemma2ForCausalLM")
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCAB, (4, 9), generator=g)
+    completion_mask = torch.arange(9) >= torch.tensor([3, 4, 2, 5])[:, None]
+    targets, mask = shift_targets(ids, mask=completion_mask)
+    old_logps, ref_logps, advantages = (
+        torch.randn(3, *targets.shape, generator=g) - torch.tensor([3.0, 3.0, 0.0])[:, None, None]
+    )
+    objective = Objective.preset("dapo", beta=0.04)
+    batch = TokenBatch(targets, advantages, mask=mask, old_logps=old_logps, ref_logps=ref_logps)
+
+    def gradients(loss: torch.Tensor | None = None) -> list[torch.Tensor]:
+        if loss is not None:
+            loss.backward()
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad(set_to_none=True)
+        return found
+
+    own = grpo_loss(model(ids).logits[:, : targets.shape[1]], batch, objective)
+    wanted = gradients(own.loss)
+    given = vars() | {
+        "total_tokens": mask.sum(), "attention": torch.ones_like(ids), "Objective": Objective, "TokenBatch": TokenBatch,
+        "lm_head": model.lm_head, "weight": model.lm_head.weight, "tp_group": mesh.get_group(), "dp_group": mesh.get_group(),
+    }  # fmt: skip
+    exec(snippet("loss_from_model"), given)
+    torch.testing.assert_close(given["out"].loss, own.loss)
+    torch.testing.assert_close(gradients(given["out"].loss), wanted, rtol=1e-3, atol=1e-6)
+
+    def hidden_of(rows: TokenBatch) -> torch.Tensor:
+        (at,) = [i for i, other in enumerate(given["micro_batches"]) if other is rows]
+        return model.model(input_ids=ids[2 * at : 2 * at + 2]).last_hidden_state[:, : targets.shape[1]]
+
+    halves = [
+        TokenBatch(*(x[i : i + 2] for x in (targets, advantages)), mask=mask[i : i + 2], old_logps=old_logps[i : i + 2],
+                   ref_logps=ref_logps[i : i + 2]) for i in (0, 2)
+    ]  # fmt: skip
+    given |= {"micro_batches": [batch], "hidden": model.model(input_ids=ids).last_hidden_state[:, : targets.shape[1]]}
+    exec(snippet("VocabShard.of"), given)
+    torch.testing.assert_close(gradients(), wanted, rtol=1e-3, atol=1e-6)
+    given |= {"micro_batches": halves, "hidden_of": hidden_of}
+    exec(snippet("for batch in micro_batches"), given)
+    torch.testing.assert_close(gradients(), wanted, rtol=1e-3, atol=1e-6)
+
+
+# ---- tables of made-up figures
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sample_results.write(tmp_path_factory.mktemp("results"))
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_headline_table(samples: Path) -> None:
+    text = tables.figures(samples, "cpu", "hidden")
+    assert text.startswith("Sample CPU, 2 threads, avx2, torch 2.0; 2000-01-01; `python -m benchmarks --suite hidden`.")
+    lines = {cells_of(line)[0]: cells_of(line)[1:] for line in text.splitlines() if line.startswith("|")}
+    head = ["fp32 ms", "x products", "extra MB", "bf16 ms", "x products", "extra MB", "worst error fp32 / bf16"]
+    assert lines["256 x 1,024 x 151,936"] == head
+    expected = []
+    for cell in tables.headline(results.load(samples / "cpu" / "hidden.json")):
+        ours = cell["providers"][0]
+        expected += [tables.figure(ours["ms"]), f"{ours['ms'] / cell['limit']['ms']:.2f}", f"{ours['extra_mb']:,.0f}"]
+    assert lines["grpo_kernels"] == [*expected, "2e-06 / 2e-06"]
+    assert lines["products, torch.mm (limit)"][1] == "1.00"
+    assert "eager PyTorch, 16-bit softmax" not in lines  # wrong in bf16, not for fp32
+    assert "- wrong, d_logits is off by 2.0e-01, more than 3e-02: eager PyTorch, 16-bit softmax [bf16]" in text
+    assert re.search(r"^- skipped, runs on cuda only: CCE, filtered .*; .*verl kernel \+ loss$", text, re.MULTILINE)
+
+
+def test_report_has_every_suite_and_names_everybody(samples: Path) -> None:
+    parts = re.split(r"^## ", tables.report(samples), flags=re.MULTILINE)[1:]
+    assert [part.splitlines()[0] for part in parts] == list(sample_results.MACHINES)
+    for part, machine in zip(parts, sample_results.MACHINES, strict=True):
+        sections = re.split(r"^### ", part, flags=re.MULTILINE)[1:]
+        for section, (name, suite) in zip(sections, SUITES.items(), strict=True):
+            assert section.startswith(suite.title)
+            for cell in results.load(samples / machine / f"{name}.json")["cells"]:
+                for row in cell["providers"]:
+                    assert row["name"] in section
+                    if row["status"] == "ok":
+                        assert f"| {tables.figure(row['ms'])} " in section
+                    else:
+                        assert f"- {row['status']}, {row['reason']}: " in section
+
+
+def test_sweep_table_says_where_somebody_is_missing(samples: Path) -> None:
+    text = tables.sweep(results.load(samples / "cpu" / "length.json"))
+    assert (
+        "| ms (x limit) by tokens in the batch (one sequence from 65,536 on), fp32, H = 128, V = 32,768 | 4,096 | 16,384 | 65,536 |"
+        in text
+    )
+    eager = [cells_of(line) for line in text.splitlines() if line.startswith("| eager PyTorch")]
+    assert [line[-1] for line in eager] == ["skipped", "skipped"]
+    assert text.endswith("- skipped, would need 80 GB, 60 GB are free: eager PyTorch [65,536]")
+
+
+def test_a_step_is_compared_with_eager(samples: Path) -> None:
+    (cell,) = results.load(samples / "cpu" / "step.json")["cells"]
+    lines = [cells_of(line) for line in tables.details(cell).splitlines()]
+    assert lines[0][5] == "x eager PyTorch" and "% of limit" not in lines[0]
+    assert next(line for line in lines if line[0] == "eager PyTorch")[5] == "1.00"
+
+
+def test_what_is_not_measured_names_its_command(tmp_path: Path) -> None:
+    blocks = tables.blocks(tmp_path)
+    for suite in ("logits", "hidden"):
+        assert blocks[f"{suite}_cpu"] == f"Not measured yet: `python -m benchmarks --suite {suite}`."
+    assert "No GPU has been measured yet" in blocks["gpus"] and "benchmarks.gpu_kit" in blocks["gpus"]
+    report = tables.report(tmp_path)
+    assert all(f"`python -m benchmarks --suite {name}`" in report for name in SUITES)
+    assert blocks["gpus"] in report
+
+
+def test_gpus_are_shown_once_measured(samples: Path) -> None:
+    text = tables.gpus(samples)
+    assert "Sample GPU" in text and "Sample CPU" not in text and "No GPU" not in text
+    assert text.count("| grpo_kernels") >= 2
+
+
+def test_numbers() -> None:
+    shown = {0.01234: "0.0123", 1.234: "1.23", 12.34: "12.3", 123.4: "123", 12345.6: "12,346", 0.0: "0", None: ""}
+    assert {x: tables.figure(x) for x in shown} == shown
+
+
+def test_write(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme, report = tmp_path / "README.md", tmp_path / "RESULTS.md"
+    readme.write_text(README.read_text())
+    monkeypatch.setattr(tables, "README", readme)
+    monkeypatch.setattr(tables, "REPORT", report)
+    tables.main(["--write", "--results", str(samples)])
+    assert "Sample CPU" in readme.read_text() and report.read_text() == tables.report(samples)
+    readme.write_text(readme.read_text().replace("<!-- end of gpus -->", ""))
+    with pytest.raises(SystemExit, match="markers of gpus"):
+        tables.main(["--write", "--results", str(samples)])
+
+
+# ---- the tree
+
+
+def tree() -> list[str]:
+    """Paths of the annotated tree, folders with a trailing slash."""
+    block = README.read_text().split("## What is where")[1].split("```")[1]
+    paths, folders = [], []  # type: list[str], list[tuple[int, str]]
+    for line in block.strip("\n").splitlines()[1:]:
+        indent, names = re.match(r"( *)(.*?)(?:  +.*)?$", line).groups()  # type: ignore[union-attr]
+        folders = [f for f in folders if f[0] < len(indent)]
+        parent = folders[-1][1] if folders else ""
+        for name in names.split():
+            paths.append(parent + name)
+            if name.endswith("/"):
+                folders.append((len(indent), parent + name))
+    return paths
+
+
+def test_every_path_of_the_tree_exists() -> None:
+    missing = [p for p in tree() if not (ROOT / p).exists()]
+    assert not missing
+
+
+def test_every_source_file_is_in_the_tree() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    known = tree()
+    # A folder that the tree does not open stands for what is in it.
+    closed = [p for p in known if p.endswith("/") and not any(q != p and q.startswith(p) for q in known)]
+    absent = [
+        f
+        for f in listed
+        if f not in known and not f.startswith(tuple(closed)) and not f.endswith(("__init__.py", ".gitignore"))
+    ]
+    assert not absent

@@ -1,0 +1,345 @@
+"""Batches to test on, the objectives with their oracle's counterpart, and the rule for errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from grpo_kernels import LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss
+from grpo_kernels.formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
+from grpo_kernels.formulas.kl import Kl
+from grpo_kernels.formulas.surrogates import (
+    A2po,
+    Cispo,
+    Clip,
+    ClipCov,
+    Dro,
+    Gmpo,
+    ImportanceSampling,
+    KlCov,
+    PolicyGradient,
+    Sapo,
+)
+from support import oracle
+from support.oracle import Spec
+
+Tensor = torch.Tensor
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+#: name -> (the objective as a user writes it, what the papers say it is)
+OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
+    "grpo": (lambda: Objective.preset("grpo"), Spec(aggregate="seq-mean-token-mean")),
+    "dapo": (lambda: Objective.preset("dapo"), Spec(eps_high=0.28)),
+    "bnpo": (lambda: Objective.preset("bnpo"), Spec()),
+    "dr_grpo": (lambda: Objective.preset("dr_grpo", max_tokens=9), Spec(aggregate="constant", max_tokens=9)),
+    "gspo": (
+        lambda: Objective.preset("gspo"),
+        Spec(eps_low=3e-4, eps_high=4e-4, level="sequence", aggregate="seq-mean-token-mean"),
+    ),
+    "cispo": (lambda: Objective.preset("cispo"), Spec("cispo", cap=5.0)),
+    "reinforce": (lambda: Objective.preset("reinforce"), Spec("policy-gradient")),
+    "delta": (lambda: Objective(Clip(0.2, 0.28, delta=3.0)), Spec(eps_high=0.28, delta=3.0)),
+    "delta below 1 + eps_high": (lambda: Objective(Clip(0.2, 0.28, delta=1.1)), Spec(eps_high=0.28, delta=1.1)),
+    "grpo, k1": (lambda: Objective.preset("grpo", beta=0.3, kl="k1"), Spec(aggregate="seq-mean-token-mean", beta=0.3, kl="k1")),
+    "dapo, k2": (lambda: Objective.preset("dapo", beta=0.3, kl="k2"), Spec(eps_high=0.28, beta=0.3, kl="k2")),
+    "dapo, k3": (lambda: Objective.preset("dapo", beta=0.04), Spec(eps_high=0.28, beta=0.04)),
+    "dapo, entropy": (lambda: Objective.preset("dapo", entropy_coef=0.1), Spec(eps_high=0.28, entropy_coef=0.1)),
+    "grpo, k3 and entropy": (
+        lambda: Objective.preset("grpo", beta=0.1, entropy_coef=-0.05),
+        Spec(aggregate="seq-mean-token-mean", beta=0.1, entropy_coef=-0.05),
+    ),
+    "gspo-token": (
+        lambda: Objective(Clip(0.2, 0.2), level="sequence-token", aggregate="seq-mean-token-mean"),
+        Spec(level="sequence-token", aggregate="seq-mean-token-mean"),
+    ),
+    "luspo": (
+        lambda: Objective(Clip(0.2, 0.2), level="sequence", aggregate="seq-mean-token-sum"),
+        Spec(level="sequence", aggregate="seq-mean-token-sum"),
+    ),
+    "sequence, token-mean, k3 and entropy": (
+        lambda: Objective(Clip(0.2, 0.28), level="sequence", beta=0.1, entropy_coef=0.02),
+        Spec(eps_high=0.28, level="sequence", beta=0.1, entropy_coef=0.02),
+    ),
+    "cispo, two-sided": (lambda: Objective(Cispo(cap=1.28, low=0.8)), Spec("cispo", cap=1.28, low=0.8)),
+    "cispo, sequence": (lambda: Objective(Cispo(cap=1.3), level="sequence"), Spec("cispo", cap=1.3, level="sequence")),
+    "reinforce, k2, sequence-sum": (
+        lambda: Objective(PolicyGradient(), aggregate="seq-mean-token-sum", beta=0.2, kl="k2"),
+        Spec("policy-gradient", aggregate="seq-mean-token-sum", beta=0.2, kl="k2"),
+    ),
+    # ---- other surrogates
+    "sapo": (lambda: Objective.preset("sapo"), Spec("sapo", aggregate="seq-mean-token-mean")),
+    "sapo, sequence-token": (
+        lambda: Objective(Sapo(2.0, 3.0), level="sequence-token"),
+        Spec("sapo", tau=(2.0, 3.0), level="sequence-token"),
+    ),
+    "gmpo": (
+        lambda: Objective.preset("gmpo"),
+        Spec("gmpo", eps_low=0.4, eps_high=0.4, level="sequence", aggregate="seq-mean-token-mean"),
+    ),
+    "gmpo, k3 by the ratio": (
+        lambda: Objective(Gmpo(0.2, 0.3), level="sequence", beta=0.3, kl=Kl("k3", weighting="ratio")),
+        Spec("gmpo", eps_low=0.2, eps_high=0.3, level="sequence", beta=0.3, kl_weighting="ratio"),
+    ),
+    "vespo": (lambda: Objective.preset("vespo"), Spec("vespo", level="sequence-sum")),
+    "rloo": (lambda: Objective.preset("rloo"), Spec(level="sequence-sum", aggregate="seq-mean-token-mean")),
+    "importance sampling": (
+        lambda: Objective.preset("importance_sampling"),
+        Spec("importance-sampling", aggregate="token-sum"),
+    ),
+    "dro": (lambda: Objective(Dro(0.7)), Spec("dro", pull=0.7)),
+    "a2po": (
+        lambda: Objective(A2po(0.3), level="sequence-sum", aggregate="seq-mean-token-mean"),
+        Spec("regression", pull=0.3, level="sequence-sum", aggregate="seq-mean-token-mean"),
+    ),
+    "clip-cov": (
+        lambda: Objective(ClipCov(share=1.0)),
+        Spec("clip-cov", band=(1.0, 5.0)),
+    ),
+    "kl-cov": (lambda: Objective(KlCov(0.5, share=0.15)), Spec("kl-cov", pull=0.5, share=0.15)),
+    # ---- filters, bounds
+    "dppo-tv": (
+        lambda: Objective.preset("dppo_tv"),
+        Spec("importance-sampling", trust=("tv", 0.2, 0.2, "old")),
+    ),
+    "dppo-tv, numerics of verl": (
+        lambda: Objective.preset("dppo_tv", numerics="verl"),
+        Spec("cispo", cap=3.0, trust=("tv", 0.2, 0.2, "old"), bounds=(-20.0, 20.0), count_empty=False),
+    ),
+    "dppo-kl to the sampler, k3": (
+        lambda: Objective(ImportanceSampling(), filters=(TrustRegion("kl", 0.05, 0.05, "sampler"),), beta=0.1),
+        Spec("importance-sampling", trust=("kl", 0.05, 0.05, "sampler"), beta=0.1),
+    ),
+    "ipo, k2": (
+        lambda: Objective.preset("ipo", numerics="prime-rl", beta=0.2),
+        Spec("importance-sampling", trust=("symmetric-tv", 0.1, 0.1, "old"), beta=0.2, kl="k2"),
+    ),
+    "ratio region of the sampler": (
+        lambda: Objective(Clip(), filters=(TrustRegion("ratio", 0.4, 0.5, "sampler"),)),
+        Spec(trust=("ratio", 0.4, 0.5, "sampler")),
+    ),
+    "entropy floor and bonus": (
+        lambda: Objective(filters=(EntropyFloor(1.2),), entropy_coef=0.2),
+        Spec(entropy_floor=1.2, entropy_coef=0.2),
+    ),
+    "entropy quantile, bonus of its own": (
+        lambda: Objective(
+            aggregate="seq-mean-token-mean", filters=(EntropyQuantile(0.6),), entropy_coef=0.1, entropy_aggregate="token-mean"
+        ),
+        Spec(aggregate="seq-mean-token-mean", entropy_share=0.6, entropy_coef=0.1, entropy_aggregate="token-mean"),
+    ),
+    "off-policy sequences": (
+        lambda: Objective(Clip(0.4, 0.5), level="sequence", filters=(OffPolicySequences(0.1),)),
+        Spec(eps_low=0.4, eps_high=0.5, level="sequence", off_policy=0.1),
+    ),
+    "bounded log-ratio": (
+        lambda: Objective(Clip(delta=3.0), log_ratio_bounds=(-0.7, 0.5), entropy_coef=0.02, count_empty=False),
+        Spec(delta=3.0, bounds=(-0.7, 0.5), entropy_coef=0.02, count_empty=False),
+    ),
+    "bounded log-ratio, sequence": (
+        lambda: Objective(Clip(0.5, 0.9), level="sequence", log_ratio_bounds=(-0.4, 0.45)),
+        Spec(eps_low=0.5, eps_high=0.9, level="sequence", bounds=(-0.4, 0.45)),
+    ),
+    # ---- KL
+    "grpo, numerics of trl": (
+        lambda: Objective.preset("grpo", numerics="trl", beta=0.3),
+        Spec(aggregate="seq-mean-token-mean", beta=0.3, kl_weighting="ratio"),
+    ),
+    "gspo, k3 by the ratio": (
+        lambda: Objective(Clip(), level="sequence", beta=0.3, kl=Kl("k3", weighting="ratio")),
+        Spec(level="sequence", beta=0.3, kl_weighting="ratio"),
+    ),
+    "dapo, k1 by the score, clamped": (
+        lambda: Objective.preset("dapo", beta=0.3, kl=Kl("k1", weighting="score", clamp_log=1.1, clamp=0.9)),
+        Spec(eps_high=0.28, beta=0.3, kl="k1", kl_weighting="score", clamp_log=1.1, clamp=0.9),
+    ),
+    "dapo, k3+ of its own": (
+        lambda: Objective.preset("dapo", beta=0.3, kl="k3+", kl_aggregate="seq-mean-token-mean"),
+        Spec(eps_high=0.28, beta=0.3, straight_through=True, kl_aggregate="seq-mean-token-mean"),
+    ),
+    "dapo, abs by the detached ratio": (
+        lambda: Objective.preset("dapo", beta=0.3, kl=Kl("abs", weighting="detached-ratio")),
+        Spec(eps_high=0.28, beta=0.3, kl="abs", kl_weighting="detached-ratio"),
+    ),
+    "distillation": (
+        lambda: Objective.preset("distillation"),
+        Spec("policy-gradient", beta=1.0, kl="distillation"),
+    ),
+}
+
+#: Log-ratios of the tokens: on both sides of every bound above, and away from the bounds, where min and clamp have a kink.
+LOG_RATIOS = (-1.2, -0.6, -0.3, -0.1, 0.05, 0.15, 0.22, 0.4, 0.9, 1.3, 1.9)
+LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)
+ADVANTAGES = (1.3, -0.8, 2.0, 0.7, -1.1, 0.6, 0.0, -1.7)
+#: Added to the log-ratios of each sequence, so that the means leave the bounds on both sides too.
+SEQUENCE_SHIFT = (0.3, -0.5, 0.0, 0.0, 0.35, 0.2, 0.0, -0.6)
+
+
+@dataclass
+class Case:
+    """Logits and the fields of a TokenBatch."""
+
+    logits: Tensor
+    fields: dict[str, Any]
+    transform: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> Tensor:
+        return self.fields["targets"]
+
+    @property
+    def mask(self) -> Tensor | None:
+        return self.fields.get("mask")
+
+    def batch(self, **changes: Any) -> TokenBatch:
+        return TokenBatch(**{**self.fields, **changes})
+
+    def logit_transform(self) -> LogitTransform | None:
+        return LogitTransform(**self.transform) if self.transform else None
+
+    def expected(self, spec: Spec, normalizer: float | None = None) -> tuple[oracle.Result, Tensor]:
+        return self._oracle(spec, normalizer, torch.float64)
+
+    def naive(self, spec: Spec, normalizer: float | None = None) -> tuple[oracle.Result, Tensor]:
+        return self._oracle(spec, normalizer, torch.float32)
+
+    def _oracle(self, spec: Spec, normalizer: float | None, dtype: torch.dtype) -> tuple[oracle.Result, Tensor]:
+        fields = {k: v for k, v in self.fields.items() if k != "targets"}
+        return oracle.loss(
+            spec,
+            self.logits,
+            self.targets,
+            transform=oracle.Transform(**self.transform),
+            normalizer=normalizer,
+            dtype=dtype,
+            **fields,
+        )
+
+    def with_logits(self, logits: Tensor) -> Case:
+        return replace(self, logits=logits)
+
+
+def build(
+    dtype: torch.dtype = torch.float32,
+    *,
+    packed: bool = False,
+    vocab: int = 61,
+    seed: int = 0,
+    transform: dict[str, Any] | None = None,
+) -> Case:
+    """Eight sequences of unequal lengths: one fully masked, one empty, holes in the others, an advantage of 0, random
+    weights. Old and reference log-probs lie around the policy's own, LOG_RATIOS away."""
+    g = torch.Generator().manual_seed(seed)
+    logits = (3.0 * torch.randn(len(LENGTHS), max(LENGTHS), vocab, generator=g)).to(dtype)
+    case = around(logits, g, transform or {})
+    return pack(case) if packed else case
+
+
+def around(logits: Tensor, g: torch.Generator, transform: dict[str, Any]) -> Case:
+    """A case with these logits [B, T, V]."""
+    (b, t, vocab), lengths = logits.shape, torch.tensor(LENGTHS)
+    targets = torch.randint(vocab, (b, t), generator=g)
+    # Half of the targets are likely tokens, as in real rollouts.
+    targets = torch.where(torch.rand(b, t, generator=g) < 0.5, logits.float().argmax(-1), targets)
+    mask = torch.arange(t) < lengths[:, None]
+    mask[2] = False
+    mask[0, 3] = mask[4, 0] = False
+    with torch.no_grad():
+        _, logps, _ = oracle.log_probs(logits.double(), targets, oracle.Transform(**transform))
+    logps = logps.view(b, t)
+    table = torch.tensor(LOG_RATIOS, dtype=torch.float64)
+    steps = (
+        table[(6 * torch.arange(b * t).view(b, t) + 2) % len(LOG_RATIOS)]
+        + torch.tensor(SEQUENCE_SHIFT, dtype=torch.float64)[:, None]
+    )
+    fields: dict[str, Any] = {
+        "targets": targets,
+        "advantages": torch.tensor(ADVANTAGES),
+        "mask": mask,
+        "old_logps": (logps - steps).float(),
+        "ref_logps": (logps + 0.7 * torch.randn(b, t, generator=g)).float(),
+        "weights": 0.3 + torch.rand(b, t, generator=g),
+        "sampler_logps": (logps - steps + 0.4 * torch.randn(b, t, generator=g)).clamp(max=-0.01).float(),
+    }
+    return Case(logits, fields, transform)
+
+
+def inside_lengths() -> Tensor:
+    """bool [B, T]: what is left without padding."""
+    return torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+
+
+def pack(case: Case) -> Case:
+    """The same tokens without padding: [B, T] -> [N] with cu_seqlens."""
+    inside = inside_lengths()
+    fields = {k: v if k == "advantages" else v[inside] for k, v in case.fields.items()}
+    fields["cu_seqlens"] = torch.tensor((0, *LENGTHS)).cumsum(0).to(torch.int32)
+    return Case(case.logits[inside], fields, case.transform)
+
+
+def run(case: Case, objective: Objective, backend: str, **options: Any) -> tuple[LossOutput, Tensor]:
+    """Loss and gradient of the logits."""
+    leaf = case.logits.detach().clone().requires_grad_()
+    out = grpo_loss(leaf, case.batch(), objective, transform=case.logit_transform(), backend=backend, **options)
+    out.loss.backward()
+    assert leaf.grad is not None
+    return out, leaf.grad
+
+
+def assert_no_worse(ours: Tensor, naive: Tensor, exact: Tensor, what: str, tiny: float = 4e-6) -> None:
+    """Our largest and our rms error are at most those of the naive computation, plus `tiny` times the largest value."""
+    assert ours.shape == exact.shape, f"{what}: shape {list(ours.shape)}, expected {list(exact.shape)}"
+    assert torch.isfinite(ours).all(), f"{what}: not finite"
+    if exact.numel() == 0:
+        return
+    ours, naive, exact = ours.detach(), naive.detach(), exact.detach()
+    scale = float(exact.abs().max())
+    assert scale > 0, f"{what}: the case is trivial"
+    mine, theirs = (ours.double() - exact.double()).abs(), (naive.double() - exact.double()).abs()
+    for kind, a, b in (
+        ("largest", mine.max(), theirs.max()),
+        ("rms", mine.square().mean().sqrt(), theirs.square().mean().sqrt()),
+    ):
+        assert float(a) <= float(b) + tiny * scale, (
+            f"{what}: {kind} error {float(a):.3e}, naive {float(b):.3e}, scale {scale:.3e}"
+        )
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal shape, dtype and bits (NaN equals itself; -0 does not equal 0)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def snapshot(**tensors: Tensor | None) -> Callable[[], None]:
+    """Remember tensors; calling the result asserts that their bits have not changed."""
+    before = {k: v.detach().clone() for k, v in tensors.items() if isinstance(v, torch.Tensor)}
+
+    def check() -> None:
+        for name, old in before.items():
+            new = tensors[name]
+            assert new is not None and same_bits(old, new.detach()), f"{name} was modified"
+
+    return check
+
+
+def filtered(spec: Spec) -> bool:
+    return not (spec.trust is spec.entropy_floor is spec.entropy_share is spec.off_policy is None)
+
+
+def contributes_alone(spec: Spec) -> bool:
+    """A token without advantage or weight has no part in anything, so that nobody needs to know its logits."""
+    whole_batch = ("clip-cov", "kl-cov")  # means over all tokens decide
+    if spec.level != "token" or spec.entropy_share is not None or spec.surrogate in (*whole_batch, "dro"):
+        return False
+    return spec.beta == 0 and spec.entropy_coef == 0
+
+
+def near_a_kink(result: oracle.Result) -> bool:
+    """Some number lies so close to a bound that rounding may put it on the other side."""
+    return result.margin < 1e-4

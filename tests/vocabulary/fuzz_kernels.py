@@ -1,0 +1,505 @@
+"""Random calls of the compiled module with hostile sizes, strides, values and addresses; run by test_sanitizers.py.
+
+    python tests/vocabulary/fuzz_kernels.py MODULE SEED FIRST CALLS
+
+Every buffer lies between pages that nobody may touch, right at the end of one or the beginning of the other; rows that a
+call must not read are protected too. So a byte too far ends the process, which is why this is one of its own (and without
+torch: the threads are then the module's). What a call writes is compared with float64 where the values allow it, all other
+bytes with what they were; every instruction set runs. Call number i depends on SEED and i alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from guarded_memory import BF16, FP32, PAGE, SIZE, STORED, Array, Buffer, Memory, narrow, numbers, protect, widen
+
+ROUNDING = (6e-8, 2.0**-8, 2.0**-11)  # relative, of a store
+STEP = (1.2e-38, 1.2e-38, 2.0**-24)  # the smallest that counts
+HIGHEST = (3e38, 3e38, 6.5e4)
+EPS = 1.2e-7
+CUTOFF = 1.7e-38  # exp(-87), taken as 0
+
+
+# ---- rows of logits
+
+
+@dataclass
+class Rows:
+    """[outer, inner, vocab] in a buffer."""
+
+    buffer: Buffer
+    dtype: int
+    strides: tuple[int, int]
+    starts: Array  # the element at which each row begins
+    vocab: int
+    own_pages: int  # bytes from row to row where each row ends its pages, else 0
+
+    def index(self, rows: Array) -> Array:
+        return self.starts[rows, None] + np.arange(self.vocab)
+
+    def read(self, rows: Array) -> Array:
+        return widen(self.buffer.typed(STORED[self.dtype])[self.index(rows)], self.dtype)
+
+    def mask(self, rows: Array) -> Array:
+        """Their bytes in the buffer."""
+        elements = np.zeros(len(self.buffer.bytes) // SIZE[self.dtype], bool)
+        elements[self.index(rows)] = True
+        return elements.repeat(SIZE[self.dtype])
+
+    def protect(self, rows: Array, mode: int) -> None:
+        for i in rows if self.own_pages else ():
+            end = self.buffer.address + (int(self.starts[i]) + self.vocab) * SIZE[self.dtype]
+            protect(end - self.own_pages, self.own_pages, mode)
+
+
+def make_rows(memory: Memory, outer: int, inner: int, vocab: int, dtype: int) -> Rows:
+    rng = memory.rng
+    layout = rng.choice(["dense", "gaps", "transposed", "pages"])
+    strides = (vocab * inner, vocab)
+    if layout == "gaps":
+        step = vocab + int(rng.integers(70))
+        strides = (step * inner + int(rng.integers(70)), step)
+    elif layout == "transposed":
+        step = vocab + int(rng.integers(3))
+        strides = (step, step * outer)
+    elif layout == "pages":
+        step = -(-vocab * SIZE[dtype] // PAGE) * PAGE // SIZE[dtype]
+        strides = (step * inner, step)
+    a, t = np.divmod(np.arange(outer * inner), inner)
+    starts = a * strides[0] + t * strides[1]
+    buffer = memory.take((int(starts.max()) + vocab) * SIZE[dtype])
+    at_end = (buffer.address + len(buffer.bytes)) % PAGE == 0
+    return Rows(buffer, dtype, strides, starts, vocab, strides[1] * SIZE[dtype] if layout == "pages" and at_end else 0)
+
+
+@dataclass
+class Transform:
+    scale: float
+    softcap: float
+    inverse: Array  # fp32 [count]
+    per_row: bool
+
+    @classmethod
+    def draw(cls, rng: np.random.Generator, count: int) -> Transform:
+        scales = [1.0, 0.5, -2.0, 30.0, 1e-4, 0.0, np.nan, np.inf]
+        scale = float(rng.choice(scales, p=[0.5, 0.1, 0.1, 0.1, 0.08, 0.04, 0.04, 0.04]))
+        per_row = bool(rng.integers(2))
+        inverse = rng.choice(
+            [1.0, 1 / 0.7, 1e-2, 1e3, np.nan, 0.0], size=count if per_row else 1, p=[0.5, 0.3, 0.08, 0.08, 0.02, 0.02]
+        )
+        inverse = np.broadcast_to(inverse.astype(np.float32), (count,)).copy()
+        return cls(scale, float(rng.choice([0.0, 0.0, 30.0, 1e-3, 1e30])), inverse, per_row)
+
+    def __call__(self, x: Array) -> tuple[Array, Array]:
+        """z and dz/dx of fp32 rows in fp64; factors and the scaled x are fp32, as the kernels define them."""
+        inverse, scale, cap = self.inverse[:, None], np.float32(self.scale), np.float32(self.softcap)
+        slope = scale * inverse
+        if cap > 0:
+            u = (x * (scale / cap)).astype(np.float64)
+            e = np.exp(-2 * np.abs(u))
+            return np.tanh(u) * (cap * inverse), slope * 4 * e / (1 + e) ** 2
+        return (x * slope).astype(np.float64), slope * np.ones_like(x, np.float64)
+
+
+class RowCalls:
+    """stats and pull on the same logits."""
+
+    def __init__(self, module: ModuleType, memory: Memory) -> None:
+        rng = memory.rng
+        self.module, self.memory, self.rng = module, memory, rng
+        self.outer, self.inner = int(rng.integers(1, 4)), int(rng.integers(1, 6))
+        self.vocab = int(rng.choice([1, 2, 3, 15, 16, 17, 33, 64, 65, 129, 1031, 2047, 2048, 2049, 4100, 16500]))
+        rows = self.outer * self.inner
+        self.first = int(rng.integers(rows))
+        self.count = int(rng.integers(rows - self.first + 1))
+        self.at = np.arange(self.first, self.first + self.count)
+        self.others = np.setdiff1d(np.arange(rows), self.at)
+        self.dtype, self.threads = int(rng.integers(3)), int(rng.choice([1, 2, 3, 8, 1000]))
+        self.kind = str(rng.choice(["plain", "plain", "large", "tiny", "wild", "masked"]))
+        self.logits = make_rows(memory, self.outer, self.inner, self.vocab, self.dtype)
+        x = narrow(numbers(rng, (self.count, self.vocab), self.kind), self.dtype)
+        self.logits.buffer.typed(STORED[self.dtype])[self.logits.index(self.at)] = x
+        self.transform = Transform.draw(rng, self.count)
+        self.z, self.slope = self.transform(widen(x, self.dtype))
+        targets = rng.integers(0, self.vocab, self.count)
+        outside = rng.choice([-1, -100, self.vocab, 2**62, -(2**63)], size=self.count)
+        self.targets = np.where(rng.random(self.count) < 0.1, outside, targets)
+        self.targets_at = memory.holding(self.targets)
+        t = self.transform
+        per_row = memory.holding(t.inverse).address if t.per_row else 0
+        fixed = 1.0 if t.per_row or not self.count else float(t.inverse[0])
+        self.numbers = (t.scale, t.softcap, fixed, per_row)
+
+    def __str__(self) -> str:
+        t = self.transform
+        return (
+            f"rows {self.first}+{self.count} of [{self.outer}, {self.inner}, {self.vocab}], dtype {self.dtype}, strides "
+            f"{self.logits.strides}, {self.kind}, scale {t.scale}, softcap {t.softcap}, 1/T {t.inverse.tolist()}, "
+            f"threads {self.threads}"
+        )
+
+    def run(self) -> None:
+        read = self.rng.random(self.count) < 0.8 if self.rng.integers(2) else np.ones(self.count, bool)
+        read_at = 0 if read.all() else self.memory.holding(read.astype(np.uint8)).address
+        # max, sum, target; weighted, squares (which goes with weighted) and top if wanted
+        outs, kind, ids = (
+            [self.memory.take(4 * self.count) for _ in range(6)],
+            int(self.rng.integers(3)),
+            bool(self.rng.integers(2)),
+        )
+        entropy, squares = kind > 0, kind > 1
+        wanted = (True, True, True, entropy, squares, ids)
+        addresses = [b.address if w else 0 for b, w in zip(outs, wanted, strict=True)]
+        unread = np.concatenate([self.others, self.at[~read]])
+        for isa in self.module.isas():
+            self.module.use_isa(isa)
+            before = self.memory.snapshot()
+            self.logits.protect(unread, 0)
+            self.module.stats(
+                self.logits.buffer.address, self.dtype, self.inner, *self.logits.strides, self.vocab, self.first, self.count,
+                self.targets_at.address, read_at, *self.numbers, *addresses, self.threads,
+            )  # fmt: skip
+            self.logits.protect(unread, mmap.PROT_READ | mmap.PROT_WRITE)
+            self.memory.check(before, {b: None for b, address in zip(outs, addresses, strict=True) if address})
+            stats = [b.typed(np.int32 if b is outs[5] else np.float32).copy() for b in outs]
+            self.check_stats(isa, [x if w else None for x, w in zip(stats, wanted, strict=True)], read)
+        self.run_grads(stats, kind, read)
+
+    def check_stats(self, isa: str, stats: list[Any], read: Array) -> None:
+        for vector, nothing in zip(stats, (0.0, 1.0, 0.0, 0.0, 0.0, -1), strict=True):
+            assert vector is None or (vector[~read] == nothing).all(), isa
+        top, total, chosen, weighted, squares, first = stats
+        for i in np.flatnonzero(read):
+            z, target = self.z[i], self.targets[i]
+            inside = 0 <= target < self.vocab
+            at_target = z[target] if inside else np.nan
+            size = np.abs(z[np.isfinite(z)]).max(initial=0.0)
+            if (z == -np.inf).all():
+                assert total[i] == 0, f"{isa}: row {i} is not 0 but {total[i]}"
+                continue
+            if np.isnan(z).any() or (z == np.inf).any():
+                assert np.isnan(total[i]), f"{isa}: row {i} is not NaN but {total[i]}"
+                continue
+            assert np.isnan(chosen[i]) if not inside else near(chosen[i], at_target, 4 * EPS * size), (
+                f"{isa}: target of row {i}"
+            )
+            assert near(top[i], z.max(), 4 * EPS * size), f"{isa}: maximum of row {i}: {top[i]}, not {z.max()}"
+            d = z - z.max()
+            e = np.exp(d)
+            product = np.where(e > 0, e * np.where(e > 0, d, 0.0), 0.0)
+            off = EPS * (8 + 8 * size)  # relative, of each exp
+            if off > 0.1 or size > 3e37:
+                continue
+            assert near(total[i], e.sum(), off * e.sum() + self.vocab * CUTOFF), (
+                f"{isa}: sum of row {i}: {total[i]}, not {e.sum()}"
+            )
+            room = off * (np.abs(product).sum() + e.sum()) + 100 * self.vocab * CUTOFF
+            assert weighted is None or near(weighted[i], product.sum(), room), f"{isa}: {weighted[i]}, not {product.sum()}"
+            square = (e * e).sum()
+            assert squares is None or near(squares[i], square, 2 * off * square + self.vocab * CUTOFF), (
+                f"{isa}: sum of squares of row {i}: {squares[i]}, not {square}"
+            )
+            # Another id may have the same logit, or one that the kernel's arithmetic makes the same.
+            assert first is None or (0 <= first[i] < self.vocab and near(z[first[i]], z.max(), 8 * EPS * size)), (
+                f"{isa}: the largest logit of row {i} is not at {first[i]}"
+            )
+
+    def run_grads(self, stats: list[Array], kind: int, read: Array) -> None:
+        rng, n, entropy = self.rng, self.count, kind > 0
+        slopes = rng.choice(["plain", "plain", "wild"])
+        d_logps, d_entropy, d_prob = (numbers(rng, (n,), slopes) * (rng.random(n) < 0.8) * read for _ in range(3))
+        d_logps, d_entropy, d_prob = (np.where(read, x, 0.0).astype(np.float32) for x in (d_logps, d_entropy, d_prob))
+        if not entropy:
+            d_entropy = np.zeros_like(d_logps)
+        if kind < 2:
+            d_prob = np.zeros_like(d_logps)
+        top, total, chosen, weighted = stats[:4]
+        rubbish = rng.random() < 0.1
+        if rubbish:
+            top, total, chosen = (numbers(rng, (n,), "wild") for _ in range(3))
+        H = np.log(total) - weighted / total if entropy else np.zeros(n, np.float32)
+        with np.errstate(all="ignore"):
+            constant = np.where(d_entropy == 0, 0.0, -d_entropy * H).astype(np.float32)
+        given = (top, total, chosen, d_logps, constant, -d_entropy, d_prob)
+        wanted = (True, True, True, True, entropy, entropy, kind > 1)
+        addresses = [self.memory.holding(v.astype(np.float32)).address if w else 0 for v, w in zip(given, wanted, strict=True)]
+        where, out_dtype = str(rng.choice(["apart", "in place", "narrower, in place"])), int(rng.integers(3))
+        if where == "apart":
+            out = make_rows(self.memory, self.outer, self.inner, self.vocab, out_dtype)
+        elif where == "in place" or self.dtype != FP32 or out_dtype == FP32:
+            out = self.logits
+        else:
+            a, b = self.logits.strides
+            out = Rows(self.logits.buffer, out_dtype, (2 * a, 2 * b), 2 * self.logits.starts, self.vocab, 0)
+        idle = (
+            self.at[(d_logps == 0) & (d_entropy == 0) & (constant == 0) & (d_prob == 0)]
+            if out.buffer is not self.logits.buffer
+            else self.at[:0]
+        )
+        kept = self.logits.buffer.pages.copy()
+        unread = np.concatenate([self.others, idle])
+        for isa in self.module.isas():
+            self.module.use_isa(isa)
+            self.logits.buffer.pages[:] = kept
+            before = self.memory.snapshot()
+            self.logits.protect(unread, 0)
+            self.module.pull(
+                self.logits.buffer.address, self.dtype, self.inner, *self.logits.strides, out.buffer.address, out.dtype,
+                *out.strides, self.vocab, self.first, n, self.targets_at.address, *self.numbers, *addresses, self.threads,
+            )  # fmt: skip
+            self.logits.protect(unread, mmap.PROT_READ | mmap.PROT_WRITE)
+            self.memory.check(before, {out.buffer: out.mask(self.at)})
+            if not rubbish:
+                self.check_grads(f"{isa}, {where}, {out.dtype}", out, total, (H, d_logps, d_entropy, d_prob))
+
+    def check_grads(self, what: str, out: Rows, total: Array, slopes: tuple[Array, ...]) -> None:
+        got, dtype, (H, d_logps, d_entropy, d_prob) = out.read(self.at), out.dtype, slopes
+        for i in range(self.count):
+            a, b, c, z = float(d_logps[i]), float(d_entropy[i]), float(d_prob[i]), self.z[i]
+            if a == b == c == 0:
+                assert (got[i] == 0).all(), f"{what}: row {i} has no slope, and a gradient"
+                continue
+            finite = z[z > -np.inf]
+            if np.isnan(total[i]) or total[i] == 0 or not np.isfinite([a, b, c]).all():
+                assert np.isnan(got[i]).all(), f"{what}: row {i} is not NaN"
+                continue
+            size = np.abs(finite).max()
+            plain = abs(self.transform.scale * float(self.transform.inverse[i]))  # without a softcap
+            steep = plain * (abs(a) + abs(b) + abs(c))
+            if EPS * size > 1e-2 or not steep < 1e30:
+                continue
+            logp = z - z.max() - np.log(np.exp(z - z.max()).sum())
+            p = np.exp(logp)
+            term = np.where(p > 0, p * (np.where(p > 0, logp, 0.0) + H[i]), 0.0)
+            exact, room = -a * p - b * term + c * p * p, np.abs(a * p) + np.abs(b) * (np.abs(term) + p) + 2 * np.abs(c) * p
+            at = self.targets[i]
+            if 0 <= at < self.vocab:
+                exact[at] = -a * np.expm1(logp[at]) - b * term[at] + c * p[at] ** 2
+                room[at] += abs(a)
+            slope = np.abs(self.slope[i])
+            small = -np.log(slope / max(plain, 1e-300) + 1e-300)  # exp is as inexact as its argument is large
+            exact, room = exact * self.slope[i], room * slope * EPS * (16 + 16 * size + 2 * abs(H[i]) + 2 * small)
+            room += ROUNDING[dtype] * np.abs(exact) + STEP[dtype] + 100 * CUTOFF * steep
+            off = np.where(np.abs(exact) < HIGHEST[dtype], np.abs(got[i] - exact), 0.0)
+            j = int(np.argmax(off - room))
+            assert (off <= room).all(), f"{what}: row {i}, element {j}: {got[i, j]}, not {exact[j]}"
+
+
+def near(got: Any, exact: Any, room: float) -> bool:
+    return bool(got == np.float32(exact) or abs(float(got) - exact) <= room)
+
+
+class ScaleCall:
+    def __init__(self, module: ModuleType, memory: Memory) -> None:
+        rng = memory.rng
+        self.module, self.memory = module, memory
+        self.dtype, self.threads = int(rng.integers(3)), int(rng.choice([1, 2, 1000]))
+        self.count = int(rng.choice([0, 1, 2, 15, 16, 17, 1000, 70_001, 200_003]))
+        self.factor = float(rng.choice([0.3, -2.0, 0.0, 1e-30, np.nan, np.inf]))
+        self.x = narrow(numbers(rng, (self.count,), "wild"), self.dtype)
+        self.data = memory.holding(self.x)
+
+    def __str__(self) -> str:
+        return f"scale {self.count} of dtype {self.dtype} by {self.factor}, threads {self.threads}"
+
+    def run(self) -> None:
+        want = widen(narrow(widen(self.x, self.dtype) * np.float32(self.factor), self.dtype), self.dtype)
+        for isa in self.module.isas():
+            self.module.use_isa(isa)
+            self.data.typed(self.x.dtype)[:] = self.x
+            before = self.memory.snapshot()
+            self.module.scale(self.data.address, self.dtype, self.count, self.factor, self.threads)
+            self.memory.check(before, {self.data: None})
+            got = widen(self.data.typed(self.x.dtype), self.dtype)
+            assert np.array_equal(got, want, equal_nan=True), isa
+
+
+@dataclass
+class Matrix:
+    buffer: Buffer
+    dtype: int
+    stride: int
+    index: Array
+
+    @classmethod
+    def make(cls, memory: Memory, rows: int, columns: int, dtype: int, kind: str) -> Matrix:
+        rng = memory.rng
+        stride = columns + int(rng.choice([0, 0, 1, 16, 37]))
+        index = np.arange(rows)[:, None] * stride + np.arange(columns)
+        buffer = memory.take((int(index.max()) + 1) * SIZE[dtype] if index.size else 0)
+        matrix = cls(buffer, dtype, stride, index)
+        if index.size:
+            buffer.typed(STORED[dtype])[index] = narrow(numbers(rng, (rows, columns), kind), dtype)
+        return matrix
+
+    @property
+    def values(self) -> Array:
+        return widen(self.buffer.typed(STORED[self.dtype])[self.index], self.dtype)
+
+    @property
+    def rounded(self) -> Array:
+        """As the products take it: bf16."""
+        return widen(narrow(self.values, BF16), BF16).astype(np.float64)
+
+    @property
+    def mask(self) -> Array:
+        elements = np.zeros(len(self.buffer.bytes) // SIZE[self.dtype], bool)
+        elements[self.index] = True
+        return elements.repeat(SIZE[self.dtype])
+
+
+class ProductCall:
+    """One of the three bf16 products."""
+
+    SIZES = (0, 1, 2, 5, 6, 7, 31, 33, 63, 64, 65, 129, 191, 193, 511, 513, 1030)
+
+    def __init__(self, module: ModuleType, memory: Memory) -> None:
+        rng = memory.rng
+        self.module, self.memory, self.rng = module, memory, rng
+        self.n, self.h, self.v = (int(rng.choice(self.SIZES, p=[0.04] + [0.06] * 16)) for _ in range(3))
+        self.which, self.threads = str(rng.choice(["logits", "d_hidden", "d_weight"])), int(rng.choice([1, 2, 3, 1000]))
+        self.kind, self.gradient = str(rng.choice(["plain", "plain", "wild", "masked"])), int(rng.choice([FP32, BF16]))
+        self.first = bool(rng.integers(2))
+
+    def __str__(self) -> str:
+        return f"{self.which} {self.n} x {self.h} x {self.v}, {self.kind}, gradient {self.gradient}, first {self.first}, threads {self.threads}"
+
+    def run(self) -> None:
+        n, h, v, m, memory = self.n, self.h, self.v, self.module, self.memory
+        start: Array = np.zeros(1)
+        if self.which == "logits":
+            a, b = Matrix.make(memory, n, h, BF16, self.kind), Matrix.make(memory, v, h, BF16, self.kind)
+            out = Matrix.make(memory, n, v, FP32, "plain")
+            bias = memory.holding(numbers(self.rng, (v,), "plain")) if self.first else None
+            before, left, right = memory.snapshot(), a.rounded, b.rounded.T
+            start = start if bias is None else bias.typed(np.float32)
+            m.logits_product(
+                a.buffer.address, a.stride, b.buffer.address, b.stride, bias.address if bias else 0,
+                out.buffer.address, out.stride, n, h, v, self.threads,
+            )  # fmt: skip
+        elif self.which == "d_hidden":
+            a, b = Matrix.make(memory, n, v, self.gradient, self.kind), Matrix.make(memory, v, h, BF16, self.kind)
+            out = Matrix.make(memory, n, h, FP32, "plain")
+            before, left, right = memory.snapshot(), a.rounded, b.rounded
+            m.d_hidden(
+                a.buffer.address, self.gradient == BF16, a.stride, b.buffer.address, b.stride,
+                out.buffer.address, out.stride, n, h, v, self.threads,
+            )  # fmt: skip
+        else:
+            a, b = Matrix.make(memory, n, v, self.gradient, self.kind), Matrix.make(memory, n, h, BF16, self.kind)
+            out = Matrix.make(memory, v, h, FP32, "plain")
+            before, left, right = memory.snapshot(), a.rounded.T, b.rounded
+            start = start if self.first else out.values
+            m.add_d_weight(
+                a.buffer.address, self.gradient == BF16, a.stride, b.buffer.address, b.stride,
+                out.buffer.address, out.stride, self.first, n, h, v, self.threads,
+            )  # fmt: skip
+        memory.check(before, {out.buffer: out.mask})
+        with np.errstate(invalid="ignore", over="ignore"):
+            exact, size = left @ right + start, np.abs(left) @ np.abs(right) + np.abs(start)
+        fine = np.isfinite(exact) & (size < 1e38)
+        off = np.where(fine, np.abs(out.values - np.where(fine, exact, 0.0)), 0.0)
+        assert (off <= 4e-7 * np.where(fine, size, 0.0) + 1e-37).all(), off.max()
+        assert not np.isfinite(out.values[~np.isfinite(size)]).any(), "a NaN or an infinity has vanished"
+
+
+def refusals(module: ModuleType, memory: Memory) -> int:
+    """Calls whose arguments cannot be right raise ValueError and write nothing."""
+    memory.reset(np.random.default_rng(0))
+    buffers = [memory.holding(np.zeros(64, np.float64)).address for _ in range(12)]
+    stats = dict(
+        logits=buffers[0], dtype=0, inner=2, outer_stride=8, inner_stride=4, vocab=4, first=0, count=4, targets=buffers[1], read=0,
+        scale=1.0, softcap=0.0, inverse=1.0, inverses=0, max=buffers[2], sum=buffers[3], target=buffers[4], weighted=0, squares=0,
+        top=0, threads=1,
+    )  # fmt: skip
+    grads = dict(
+        logits=buffers[0], dtype=0, inner=2, outer_stride=8, inner_stride=4, out=buffers[5], out_dtype=0, out_outer=8, out_inner=4,
+        vocab=4, first=0, count=4, targets=buffers[1], scale=1.0, softcap=0.0, inverse=1.0, inverses=0, max=buffers[2],
+        sum=buffers[3], target=buffers[4], slope=buffers[6], constant=0, log=0, prob=0, threads=1,
+    )  # fmt: skip
+    scale = dict(data=buffers[0], dtype=0, count=4, factor=2.0, threads=1)
+    logits = dict(
+        hidden=buffers[0], hs=4, weight=buffers[1], ws=4, bias=0, out=buffers[2], os=4, rows=4, width=4, vocab=4, threads=1
+    )
+    d_hidden = dict(
+        gradient=buffers[0], bf=True, gs=4, weight=buffers[1], ws=4, out=buffers[2], os=4, rows=4, width=4, vocab=4, threads=1
+    )
+    d_weight = dict(
+        gradient=buffers[0],
+        bf=False,
+        gs=4,
+        hidden=buffers[1],
+        hs=4,
+        sum=buffers[2],
+        ss=4,
+        first=True,
+        rows=4,
+        width=4,
+        vocab=4,
+        threads=1,
+    )
+    calls = [(module.stats, stats), (module.pull, grads), (module.scale, scale)]
+    if module.has_products():
+        calls += [(module.logits_product, logits), (module.d_hidden, d_hidden), (module.add_d_weight, d_weight)]
+    optional = {"read", "inverses", "weighted", "squares", "top", "constant", "log", "prob", "bias"}
+    refused = 0
+    for function, good in calls:
+        function(*good.values())
+        before = memory.snapshot()
+        bad: list[tuple[str, object]] = [("threads", 0), ("threads", -1)]
+        bad += [(k, v) for k in ("count", "first", "rows", "width") if type(good.get(k)) is int for v in (-1, -(2**63), 2**62)]
+        bad += [("vocab", v) for v in (-1, -(2**63), 2**62) if "vocab" in good]
+        bad += [(k, v) for k in ("vocab", "inner") if "inner" in good for v in (0, -3)]
+        bad += [(k, v) for k in ("dtype", "out_dtype") if k in good for v in (-1, 3, 2**31 - 1)]
+        bad += [
+            (k, v)
+            for k in good
+            if "stride" in k or k in ("hs", "ws", "os", "gs", "ss", "out_outer", "out_inner")
+            for v in (2**62, -(2**63))
+        ]
+        pointers = [k for k, v in good.items() if v in buffers]
+        bad += [(k, 0) for k in pointers if k not in optional] + [(k, good[k] + 1) for k in pointers]  # type: ignore[operator]
+        if "squares" in good:
+            bad.append(("squares", buffers[7]))  # without the weighted sum
+        for name, value in bad:
+            try:
+                function(*(good | {name: value}).values())
+            except ValueError:
+                refused += 1
+                continue
+            raise AssertionError(f"{function.__name__} took {name}={value}")
+        memory.check(before, {})
+    return refused
+
+
+def load(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("_cpu", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(path: str, seed: str, first: str, calls: str) -> None:
+    module, memory = load(path), Memory(32 << 20)
+    print(f"{refusals(module, memory)} calls refused")
+    kinds: list[Any] = [RowCalls, RowCalls, RowCalls, ScaleCall]
+    if module.has_products():
+        kinds.append(ProductCall)
+    for i in range(int(first), int(first) + int(calls)):
+        memory.reset(np.random.default_rng([int(seed), i]))
+        with np.errstate(all="ignore"):
+            call = kinds[i % len(kinds)](module, memory)
+            print(f"{i}: {call}", flush=True)
+            call.run()
+    print(f"{calls} calls were right")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

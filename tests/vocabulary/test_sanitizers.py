@@ -1,0 +1,133 @@
+"""The C++ module under hostile calls and under sanitizers: nothing is read or written but what the arguments say."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_kernels.vocabulary.backends import cpu
+from support.processes import finish, start
+
+if cpu.available() is not None:
+    pytest.skip(cpu.available() or "", allow_module_level=True)
+
+from grpo_kernels import _cpu
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+MANY = os.environ.get("GRPO_KERNELS_FUZZ", "3000")
+
+#: Runs Python code with another build of the module in place of the installed one.
+WITH_MODULE = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("grpo_kernels._cpu", sys.argv[1])
+sys.modules["grpo_kernels._cpu"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+from grpo_kernels.vocabulary.backends import cpu
+assert cpu._cpu is module
+import pytest
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+
+#: Two hundred threads are wanted where the memory has room for the stacks of a few.
+WITHOUT_THREADS = """
+import resource, sys
+import numpy as np
+from fuzz_kernels import load
+from guarded_memory import FP16, PAGE
+module = load(sys.argv[1])
+rows, vocab = 400, 16384
+logits = np.random.default_rng(0).standard_normal((rows, vocab)).astype(np.float16)
+targets, outs = np.zeros(rows, np.int64), [np.full((4, rows), np.nan, np.float32) for _ in range(2)]
+used = int(open("/proc/self/statm").read().split()[0]) * PAGE
+for out, threads in zip(outs, (1, 200)):
+    if threads > 1:
+        resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), used + (100 << 20)))
+    module.stats(logits.ctypes.data, FP16, rows, 0, vocab, vocab, 0, rows, targets.ctypes.data, 0, 1.0, 0.0, 1.0, 0,
+                     *(row.ctypes.data for row in out), 0, 0, threads)
+assert np.isfinite(outs[0]).all() and np.array_equal(*outs)
+"""
+
+
+def fuzz(module: str, seed: int, calls: int | str, **environment: str) -> None:
+    command = [sys.executable, str(HERE / "fuzz_kernels.py"), module, str(seed), "0", str(calls)]
+    run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert run.returncode == 0, f"{' '.join(command)}: {run.returncode}\n{run.stdout[-1500:]}\n{run.stderr[-6000:]}"
+    assert run.stdout.endswith(f"{calls} calls were right\n")
+
+
+def test_hostile_calls() -> None:
+    """Guard pages around every buffer, wild values and sizes, float64 and the other bytes compared; see fuzz_kernels.py."""
+    fuzz(_cpu.__file__, 1, 400)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [2, 3])
+def test_many_hostile_calls(seed: int) -> None:
+    fuzz(_cpu.__file__, seed, MANY)
+
+
+def test_threads_that_cannot_be_had_are_done_without() -> None:
+    finish(start(WITHOUT_THREADS, _cpu.__file__))
+
+
+# ---- sanitizers
+
+
+def runtime(name: str) -> str:
+    """The sanitizer's library, and that of C++, whose exceptions it wants to see: to be loaded before Python."""
+    compiler = shutil.which("g++")
+    if compiler is None or shutil.which("cmake") is None:
+        pytest.skip("the sanitized module wants g++ and cmake")
+    found = [
+        subprocess.run([compiler, f"-print-file-name={lib}"], capture_output=True, text=True, check=True).stdout.strip()
+        for lib in (name, "libstdc++.so.6")
+    ]
+    if not os.path.isabs(found[0]):
+        pytest.skip(f"{compiler} has no {name}")
+    return ":".join(found)
+
+
+def build(folder: Path, sanitizers: str) -> str:
+    """The module compiled from this checkout."""
+    options = [f"-DGRPO_SANITIZE={sanitizers}", "-DCMAKE_CXX_COMPILER=g++", f"-DPython_EXECUTABLE={sys.executable}"]
+    for command in (["cmake", "-S", str(ROOT), "-B", str(folder), *options], ["cmake", "--build", str(folder), "--parallel"]):
+        run = subprocess.run(command, capture_output=True, text=True)
+        assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
+    return str(next(folder.glob("_cpu*.so")))
+
+
+@pytest.mark.slow
+def test_addresses_and_undefined_behaviour(tmp_path: Path) -> None:
+    """The tests of the kernels and hostile calls, compiled with the address and undefined-behaviour sanitizers."""
+    environment = {
+        "LD_PRELOAD": runtime("libasan.so"),
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    module = build(tmp_path, "address,undefined")
+    fuzz(module, 4, 1000, **environment)
+    tests = [str(HERE / name) for name in ("test_cpu_kernels.py", "test_cpu_products.py")]
+    run = subprocess.run(
+        [sys.executable, "-c", WITH_MODULE, module, "-q", "-x", "-p", "no:cacheprovider", *tests],
+        env={k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"}
+        | environment
+        | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, f"{run.stdout[-6000:]}\n{run.stderr[-6000:]}"
+    assert " passed" in run.stdout and "skipped" not in run.stdout, run.stdout
+
+
+@pytest.mark.slow
+def test_races(tmp_path: Path) -> None:
+    """The threads of parallel.h, which are the module's own where no OpenMP is loaded, with the thread sanitizer."""
+    environment = {"LD_PRELOAD": runtime("libtsan.so"), "TSAN_OPTIONS": "halt_on_error=1", "OPENBLAS_NUM_THREADS": "1"}
+    fuzz(build(tmp_path, "thread"), 5, 300, **environment)

@@ -1,0 +1,161 @@
+"""Kernels that Triton's compiler refuses, and what stands in for them: the compiler itself here, values in the interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.rows import LOGPS
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import JITFunction
+
+from benchmarks.launches import compiling, token_rows
+from grpo_kernels.formulas.surrogates import Custom
+from grpo_kernels.objective import Objective
+from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.vocabulary.backends import triton_launch
+from grpo_kernels.vocabulary.backends.triton_launch import KernelFailure
+from grpo_kernels.vocabulary.rows import RowTransform
+
+compiles = pytest.mark.skipif(
+    not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
+)
+PLAIN = RowTransform(1.0, 0.0, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing has failed, and nothing is compiled, in this process or on disk."""
+    monkeypatch.setattr(triton_launch, "_remembered", {})
+    monkeypatch.setattr(backends, "_warned", set())
+    monkeypatch.delenv("GRPO_KERNELS_STRICT", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for kernel in (backend._stats_kernel, backend._fused_kernel):
+        if isinstance(kernel, JITFunction):
+            monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+
+
+def test_values_and_gradients_in_the_interpreter() -> None:
+    pytest.importorskip("numpy")  # Triton's interpreter imports it
+    cases = Path(__file__).with_name("triton_fallback_cases.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(cases)]
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"}  # the summary below is read
+    environment = inherited | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(command, env=environment, cwd=cases.parents[2], capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout[-6000:]}\n{run.stderr[-2000:]}"
+    assert " passed" in run.stdout and "skipped" not in run.stdout, run.stdout
+
+
+def test_auto_alone_may_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "unavailable", lambda name: None)
+    gpu = torch.device("cuda")
+    assert backends.pick("auto", gpu) is backends.load("triton_or_eager")
+    assert backends.pick("auto", gpu, strict=True) is backends.pick("triton", gpu) is backend
+    monkeypatch.setenv("GRPO_KERNELS_STRICT", "1")
+    assert backends.pick("auto", gpu) is backend
+
+
+def test_triton_that_cannot_start_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no C compiler."""
+
+    class Broken:
+        @property
+        def active(self) -> Any:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backend, "_INTERPRETED", False)
+    monkeypatch.setattr(triton.runtime, "driver", Broken())
+    backend._driver_failure.cache_clear()
+    assert backend.available() == "Triton cannot start (RuntimeError: Failed to find C compiler.)"
+    monkeypatch.undo()
+    backend._driver_failure.cache_clear()
+
+
+def helper(x):
+    return x.clamp(0.0, 1.0)
+
+
+def under_torch_only(logp, old_logp, advantage, params):
+    return -advantage * helper(logp), -advantage
+
+
+@compiles
+def test_a_users_formula_that_does_not_compile_is_named() -> None:
+    objective, logits = Objective(Custom(under_torch_only)), torch.zeros(1, 2, 64)
+    with compiling("sm_90") as launches, pytest.raises(KernelFailure) as failure:
+        backend.fused(logits, token_rows(2, objective), objective, PLAIN, logits)
+    for words in (f"fused with {__name__}.under_torch_only", "no attribute 'clamp'", "of `def helper(x):`"):
+        assert words in failure.value.reason and "\n" not in failure.value.reason
+    assert not launches
+    with compiling("sm_90") as launches:  # others are not affected
+        backend.fused(logits, token_rows(2, Objective()), Objective(), PLAIN, logits)
+    assert len(launches) == 1
+
+
+@compiles
+def test_refused_by_the_assembler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options, asked = backend._options, []
+
+    def too_much(threads: int) -> dict[str, Any]:
+        asked.append(threads)
+        return options(threads) | ({"ptx_options": "--no-such-option"} if threads > 256 else {})
+
+    monkeypatch.setattr(backend, "_options", too_much)
+    logits, targets = torch.zeros(1, 2, 30000), torch.zeros(2, dtype=torch.int64)
+    with compiling("sm_90") as launches:
+        with pytest.warns(
+            RuntimeWarning, match=r"stats does not run with a tile of 2048 x 4 .*PTXASError: .*no-such-option.* 256 x 4"
+        ):
+            backend.stats(logits, targets, None, PLAIN, LOGPS)
+        asked.clear()
+        backend.stats(logits, targets, None, PLAIN, LOGPS)
+    assert [kernel.metadata.num_warps for _, kernel in launches] == [8, 8] and launches[0][1] is launches[1][1]
+    assert asked == [1024, 256]  # what was asked for, and what is known to run
+    assert "no-such-option" in capsys.readouterr().out  # Triton's own report
+
+
+@compiles
+@pytest.mark.parametrize("where", ("pass", "launch"))
+def test_a_failed_pass_is_told_from_a_failed_launch(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are RuntimeErrors."""
+    error, made, make = RuntimeError("PassManager::run failed"), [], CUDABackend.make_llir
+
+    def fails(self: Any, *arguments: Any) -> Any:
+        made.append(arguments)
+        if where == "pass":
+            raise error
+        return make(self, *arguments)
+
+    monkeypatch.setattr(CUDABackend, "make_llir", fails)
+    logits, targets = torch.zeros(1, 2, 1000), torch.zeros(2, dtype=torch.int64)
+    with compiling("sm_90"):
+        compile_only = JITFunction.run
+
+        def launch(self: Any, *arguments: Any, warmup: bool, **options: Any) -> Any:
+            kernel = compile_only(self, *arguments, warmup=warmup, **options)
+            if not warmup:
+                raise error
+            return kernel
+
+        monkeypatch.setattr(JITFunction, "run", launch)
+        with pytest.raises(RuntimeError) as raised:
+            backend.stats(logits, targets, None, PLAIN, LOGPS)
+        monkeypatch.setattr(JITFunction, "run", compile_only)
+    if where == "launch":
+        assert raised.value is error and len(made) == 1 and not triton_launch._remembered
+    else:
+        assert isinstance(raised.value, KernelFailure) and raised.value.__cause__ is error
+        assert len(made) == 4  # two tiles, each compiled once more to see that it is the compiler
