@@ -194,7 +194,6 @@ class TokenBatch:
         if kind == "contributing" or self.sequences is None:
             return contributing
         sources = (self.mask, self.advantages, self.weights, self.nll_weights)
-        sources = (self.mask, self.advantages, self.weights, self.nll_weights)
         whole = self.spread(self._exchanged("contributing tokens", self._own_sum(contributing), *sources) > 0)
         return whole if mask is None else whole & mask
 
