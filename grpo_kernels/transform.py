@@ -84,9 +84,12 @@ class LogitTransform:
         return RowTransform(float(self.scale), float(self.softcap or 0.0), inverse)
 
 
+AS_THEY_ARE = LogitTransform()
+
+
 def as_transform(transform: LogitTransform | None) -> LogitTransform:
     if transform is not None and not isinstance(transform, LogitTransform):
         given = transform if isinstance(transform, numbers.Real) else f"a {type(transform).__name__}"
         temperature = transform if isinstance(transform, numbers.Real) else 0.7
         raise ValueError(f"transform is {given}: pass a LogitTransform, for example LogitTransform(temperature={temperature}).")
-    return transform or LogitTransform()
+    return transform or AS_THEY_ARE
