@@ -8,6 +8,7 @@ A source is `Logits` or `Hidden`, which compute at once, or one of `operators.py
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -47,10 +48,15 @@ class _NotDifferentiable(torch.autograd.Function):
 def gradient_once(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(*arguments)` in the backward of an autograd Function. Where its result could be differentiated again, that
     raises RuntimeError: autograd would take the gradient for a constant."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
         return function(*arguments)
-    if torch._C._are_functorch_transforms_active():  # they always record the backward: only a second derivative is refused
-        return _NotDifferentiable.apply(function, *arguments)
+    # torch.func.vjp calls the backward after its level has ended. Wrappers of that level are then without memory.
+    live = [torch._C._functorch.unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments]
+    if not torch.is_grad_enabled():
+        return function(*live)
+    by_func = torch._C._are_functorch_transforms_active() or any(x is not y for x, y in zip(live, arguments, strict=True))
+    if by_func:  # which always records the backward: only a second derivative is refused
+        return _NotDifferentiable.apply(function, *live)
     raise RuntimeError(f"{NO_SECOND} Call backward without create_graph=True.")
 
 
@@ -214,6 +220,10 @@ class VocabularyStage(torch.autograd.Function):
         return *(None,) * 8, *gradients
 
 
+# torch asks for it in every call, and to make it takes longer than a small batch.
+VocabularyStage.forward.__signature__ = inspect.signature(VocabularyStage.forward)  # type: ignore[attr-defined]
+
+
 def vocabulary_stage(
     source: Source, statistics: tuple[str, ...], with_gradient: tuple[str, ...], targets: Tensor, read: Tensor | None,
     transform: RowTransform, *tensors: Any,
@@ -221,7 +231,8 @@ def vocabulary_stage(
     """(log-probs [n], the statistics by name), with the gradient of the source's tensors."""
     arguments = (source, statistics, with_gradient, *map(_savable, (targets, read, *transform)), *tensors)
     # torch.compile knows such a Function with gradients only.
-    bare = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    bare = torch.compiler.is_compiling() and not wanted
     logps, *values = (VocabularyStage.forward if bare else VocabularyStage.apply)(*arguments)
     return logps, dict(zip(statistics, values, strict=False))
 

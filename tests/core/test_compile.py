@@ -286,7 +286,7 @@ def sample(name: str) -> tuple[Any, ...]:
     else:
         source, tensors = TracedLogits("auto", False), (case.logits(torch.float32)[0].detach().requires_grad_(),)
     with Take():
-        logps, entropy, _ = VocabularyStage.apply(source, "gradient", targets, read, 1.0, 0.0, 0.7, *tensors)
+        logps, entropy, _ = VocabularyStage.apply(source, ("entropy",), ("entropy",), targets, read, 1.0, 0.0, 0.7, *tensors)
         (logps.sum() + entropy.sum()).backward()
     return tuple(x.detach() if isinstance(x, Tensor) else x for x in taken[0])
 
@@ -311,6 +311,50 @@ def test_gradients_by_torch_func() -> None:
     leaf = case.logits.clone().requires_grad_()
     token_logprobs(leaf, case.targets, mask=case.mask)[0].sum().backward()
     close(logps, leaf.grad)
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_vjp_is_the_gradient_and_has_none_itself(linear: bool, grad_mode: bool) -> None:
+    """torch.func.vjp calls the backward after its level has ended."""
+    case, scale = build_linear(), torch.tensor(1.5)
+    hidden, weight, tokens = case.hidden, case.weight.clone().requires_grad_(), case.tokens
+
+    def functions() -> Iterator[Callable[[Tensor], Tensor]]:
+        for preset in ("dapo", "gspo"):
+            objective, batch = Objective.preset(preset, entropy_coef=0.1), tokens.batch()
+            if linear:
+                yield lambda h, b=batch, o=objective: linear_grpo_loss(h, weight, b, o).loss
+            else:
+                yield lambda h, b=batch, o=objective: grpo_loss(h @ weight.T, b, o).loss
+
+    for function in functions():
+        leaf = hidden.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(function(leaf), leaf, scale)
+        with torch.set_grad_enabled(grad_mode):
+            _, vjp = torch.func.vjp(function, hidden)
+            (found,) = vjp(scale)
+        close(found, expected, rtol=1e-5)
+        assert expected.abs().max() > 1e-3
+        assert found.requires_grad == grad_mode  # with respect to the weight
+        if grad_mode:
+            with pytest.raises(RuntimeError, match="no second derivatives"):
+                found.square().sum().backward()
+
+
+@pytest.mark.parametrize("preset", ["dapo", "gspo"])
+def test_a_graph_over_hidden_states_and_a_head_without_gradients(preset: str) -> None:
+    """Evaluation that forgot no_grad."""
+    case, objective = build_linear(), Objective.preset(preset)
+
+    def values(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        logps, _ = linear_logprobs(hidden, weight, case.tokens.targets, mask=case.tokens.mask)
+        return linear_grpo_loss(hidden, weight, case.tokens.batch(), objective).loss, logps
+
+    compiled = torch.compile(values, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(compiled(case.hidden, case.weight), values(case.hidden, case.weight), strict=True):
+        assert not found.requires_grad
+        close(found, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0)])
