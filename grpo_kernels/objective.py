@@ -172,12 +172,17 @@ class Objective:
         return self.entropy_coef != 0
 
     @property
+    def through_sequence(self) -> bool:
+        """True where a gradient flows through the log-ratio of a sequence to all of its tokens."""
+        kl = self.level == "sequence" and self.beta != 0 and self.kl_spec.weighting == "ratio"
+        return kl or (self.level in ("sequence", "sequence-sum") and not self.surrogate.detached_ratio)
+
+    @property
     def active_rows(self) -> str:
         """Which rows can have a gradient, as `TokenBatch.marked` names them. The others have exactly none."""
         if not self.surrogate.zero_at_zero_advantage or self.beta != 0 or self.entropy_coef != 0:
             return "trained"
-        through_sequence = self.level in ("sequence", "sequence-sum") and not self.surrogate.detached_ratio
-        return "sequences" if through_sequence else "contributing"
+        return "sequences" if self.through_sequence else "contributing"
 
     # ---- weights
 
@@ -335,12 +340,7 @@ class Objective:
 
         logps and entropy are fp32 [n], exactly 0 where masked. `batch` supplies the sequences; a one-pass objective does
         without, and treats any slice of rows alone. `log_ratio`: what the function of that name gives, if it is there."""
-        if self.one_pass:
-            losses, d_logps, d_entropy = token_stage.row_terms(self, logps, entropy, rows)
-        else:
-            assert batch is not None
-            x = self.log_ratio(logps, rows, batch) if log_ratio is None else log_ratio
-            losses, d_logps, d_entropy = token_stage.batch_terms(self, logps, entropy, rows, batch, x)
+        losses, d_logps, d_entropy = token_stage.terms_of_rows(self, logps, entropy, rows, batch, log_ratio)
         return losses, d_logps, d_entropy if self.needs_entropy else None
 
     def log_ratio(self, logps: Tensor, rows: TokenRows, batch: TokenBatch) -> Tensor:

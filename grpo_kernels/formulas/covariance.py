@@ -1,6 +1,6 @@
 """Surrogates that treat the tokens of the largest covariance of log-prob and advantage in a way of their own (arXiv 2505.22617).
 
-Their functions are those of surrogates.py with one argument more: (logp, old_logp, advantage, params, selected) -> (loss, slope).
+Their functions are like those of surrogates.py; the last of params says which tokens were selected: 1.0 for these, else 0.0.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from .ops import bounded_exp, ops
 
 Tensor = torch.Tensor
 
-# ---- formulas; selected: 1.0 for tokens of the batch that were, else 0.0
+# ---- formulas
 
 
-def clip_cov(logp, old_logp, advantage, params, selected):
+def clip_cov(logp, old_logp, advantage, params):
     """`clip`, and nothing for selected tokens. See `ClipCov`."""
+    selected = params[-1]
     low = 1.0 - params[0]
     high = 1.0 + params[1]
     r = bounded_exp(logp - old_logp)
@@ -29,8 +30,9 @@ def clip_cov(logp, old_logp, advantage, params, selected):
     return ops.where(selected == 0.0, loss, 0.0), ops.where(active, -r * advantage, 0.0)
 
 
-def kl_cov(logp, old_logp, advantage, params, selected):
+def kl_cov(logp, old_logp, advantage, params):
     """-r A, plus coef |x| for selected tokens. See `KlCov`."""
+    selected = params[-1]
     x = logp - old_logp
     sign = ops.where(x > 0.0, 1.0, ops.where(x < 0.0, -1.0, 0.0))
     term = -bounded_exp(x) * advantage

@@ -41,8 +41,14 @@ class Surrogate:
         return False
 
     @property
+    def formula(self) -> Callable[..., tuple[Any, Any]]:
+        """(logp, old_logp, advantage, params) -> (loss, slope) of a token: `function`, where that gives both."""
+        return self.function
+
+    @property
     def params(self) -> tuple[float, ...]:
-        """What `function` receives as its last argument: runtime floats, so a schedule recompiles nothing."""
+        """What `function` receives as its last argument: runtime floats, so a schedule recompiles nothing. Where the surrogate
+        `selects`, what it selected follows them."""
         return tuple(float(getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
 
     @property
@@ -67,7 +73,7 @@ class Surrogate:
 
     def __call__(self, logp: Tensor, old_logp: Tensor, advantage: Tensor, *selected: Tensor) -> tuple[Tensor, Tensor]:
         """Per-token loss and slope, fp32, in the shape of `logp`."""
-        return self.function(logp, old_logp, advantage, self.params, *selected)
+        return self.formula(logp, old_logp, advantage, (*self.params, *selected))
 
 
 @dataclass(frozen=True)
@@ -114,10 +120,14 @@ class Custom(Surrogate):
     def in_torch(self) -> bool:
         return self.slope == "autograd"
 
-    def __call__(self, logp: Tensor, old_logp: Tensor, advantage: Tensor, *selected: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.in_torch:
-            return super().__call__(logp, old_logp, advantage, *selected)
-        return by_autograd(lambda x, *given: self.function(x, *given, self.params), logp, old_logp, advantage)
+    @property
+    def formula(self) -> Callable[..., tuple[Any, Any]]:
+        return self._with_slope if self.in_torch else self.function
+
+    def _with_slope(
+        self, logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]
+    ) -> tuple[Tensor, Tensor]:
+        return by_autograd(lambda *given: self.function(*given, params), logp, old_logp, advantage)
 
     @property
     def params(self) -> tuple[float, ...]:

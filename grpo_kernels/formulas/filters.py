@@ -58,6 +58,11 @@ def trust_ratio(logp, anchor_logp, advantage, params):
     return (r > 1.0 - params[0]) & (r < 1.0 + params[1])
 
 
+def above_floor(entropy, floor):
+    """Whether an entropy is at least the floor: what `EntropyFloor` keeps."""
+    return entropy >= floor
+
+
 TRUST_REGIONS = {"tv": trust_tv, "symmetric-tv": trust_symmetric_tv, "kl": trust_kl, "ratio": trust_ratio}
 
 
@@ -103,7 +108,7 @@ class TrustRegion(Filter):
         return (float(self.low), float(self.high))
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
-        anchor = rows.old_logps if self.anchor == "old" else rows.sampler_logps
+        anchor = rows.old_logps if rows.sampler_logps is None else rows.sampler_logps
         return TRUST_REGIONS[self.kind](logps, logps if anchor is None else anchor, rows.advantages, self.params)
 
 
@@ -123,7 +128,7 @@ class EntropyFloor(Filter):
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
         assert entropy is not None
-        return entropy >= self.threshold
+        return above_floor(entropy, self.threshold)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +145,7 @@ class EntropyQuantile(Filter):
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
         assert entropy is not None
-        mask = torch.ones_like(entropy, dtype=torch.bool) if rows.trained is None else rows.trained
-        return entropy >= entropy_threshold(entropy, mask, self.share, self.process_group)
+        return above_floor(entropy, entropy_threshold(entropy, rows.mask, self.share, self.process_group))
 
 
 @dataclass(frozen=True)

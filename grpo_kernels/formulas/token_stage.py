@@ -2,8 +2,9 @@
 
     loss_t = policy_weight_t * surrogate_t + kl_weight_t * KL_t - entropy_weight_t * entropy_t - nll_weight_t * logp_t
 
-`token_terms` is that line for objectives whose slopes depend on the token alone; the fused kernel compiles it in.
-`batch_terms` is the same for those that need a whole sequence or batch of log-probs first; it runs in torch.
+`token_terms` is that line for one token, given the log-ratio at the objective's level; the fused kernel compiles it in.
+`terms_of_rows` runs it in torch. What needs more than the token comes before it (the log-ratio of a sequence, filters and
+selections over a batch) or after it (the slope of a sequence's log-ratio goes to the sequence's tokens).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from ..batch import TokenBatch
 from ..checks import describe
-from .filters import TRUST_REGIONS, EntropyFloor, TrustRegion
+from .filters import TRUST_REGIONS, EntropyFloor, TrustRegion, above_floor
 from .kl import Kl, kl_terms
 from .ops import ops
 
@@ -39,11 +40,16 @@ class TokenRows:
     kl_weight: Tensor | None = None
     entropy_weight: Tensor | None = None  # None without a bonus
     nll_weight: Tensor | None = None
-    sampler_logps: Tensor | None = None
+    sampler_logps: Tensor | None = None  # where a trust region compares with them; None = it compares with old_logps
     weights: Tensor | None = None  # of the batch, as given
     trained: Tensor | None = None  # bool: rows where the batch's mask is set; None = all
     active: Tensor | None = None  # bool: trained rows that can have a gradient; None = all
     __repr__ = describe
+
+    @property
+    def mask(self) -> Tensor:
+        """bool [n]: `trained`, never None."""
+        return torch.ones_like(self.targets, dtype=torch.bool) if self.trained is None else self.trained
 
     def __getitem__(self, rows: slice | Tensor) -> TokenRows:
         def cut(x: Any) -> Any:
@@ -59,49 +65,70 @@ class TokenRows:
 
 # fmt: off
 def token_terms(
-    logp, entropy, old_logp, ref_logp, sampler_logp, advantage,
+    logp, entropy, log_ratio, old_logp, ref_logp, anchor_logp, advantage,
     policy_weight, kl_weight, entropy_weight, nll_weight,
     surrogate_params, trust_params, entropy_floor, ratio_bounds, kl_clamps,
-    SURROGATE, DETACHED, TRUST, TRUST_SAMPLER, KL_TERMS, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH,
+    SURROGATE, DETACHED, LEVEL, TRUST, KL_TERMS, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH,
 ):
-    """(loss, d loss / d logp, d loss / d entropy) of a token; None leaves a term out."""
-    d_entropy = policy_weight * 0.0
+    """(loss, d loss / d logp, d loss / d log-ratio, d loss / d entropy) of a token; None leaves a term out.
+
+    log_ratio is that of LEVEL. The third is 0 but where LEVEL has the gradient flow through the log-ratio of a sequence: at the
+    other levels, and of a detached ratio, the second is the whole slope. anchor_logp is what TRUST compares with."""
+    zero = policy_weight * 0.0
     if TRUST is not None:
-        if TRUST_SAMPLER:
-            anchor = sampler_logp
-        else:
-            anchor = old_logp
-        policy_weight = ops.where(TRUST(logp, anchor, advantage, trust_params), policy_weight, 0.0)
+        policy_weight = ops.where(TRUST(logp, anchor_logp, advantage, trust_params), policy_weight, 0.0)
     if entropy_floor is not None:
-        policy_weight = ops.where(entropy >= entropy_floor, policy_weight, 0.0)
+        high = above_floor(entropy, entropy_floor)
+        policy_weight = ops.where(high, policy_weight, 0.0)
         if entropy_weight is not None:
-            entropy_weight = ops.where(entropy >= entropy_floor, entropy_weight, 0.0)
+            entropy_weight = ops.where(high, entropy_weight, 0.0)
+    bounded = log_ratio
     if ratio_bounds is not None:
-        x = logp - old_logp
-        inside = (x >= ratio_bounds[0]) & (x <= ratio_bounds[1])
-        bounded = logp - ops.minimum(ops.maximum(x, ratio_bounds[0]), ratio_bounds[1])
-        loss, slope = SURROGATE(logp, ops.where(inside, old_logp, bounded), advantage, surrogate_params)
-        if not DETACHED:
-            slope = ops.where(inside, slope, 0.0)
-    else:
+        bounded = ops.minimum(ops.maximum(log_ratio, ratio_bounds[0]), ratio_bounds[1])
+    if LEVEL == "token" and ratio_bounds is None:
         loss, slope = SURROGATE(logp, old_logp, advantage, surrogate_params)
+    elif DETACHED:  # a weight of logp
+        loss, slope = SURROGATE(logp, logp - bounded, advantage, surrogate_params)
+    else:  # of the ratio alone
+        loss, slope = SURROGATE(bounded, zero, advantage, surrogate_params)
+        slope = ops.where(bounded == log_ratio, slope, 0.0)
     # A token that its weight takes out is out whatever the ratio is, NaN included.
     loss = ops.where(policy_weight == 0.0, 0.0, policy_weight * loss)
     d_logp = ops.where(policy_weight == 0.0, 0.0, policy_weight * slope)
+    d_ratio = zero
+    if LEVEL == "sequence" or LEVEL == "sequence-sum":
+        if not DETACHED:
+            d_ratio = d_logp
+            d_logp = zero
     if kl_weight is not None:
-        kl, _, _, kl_slope = KL_TERMS(
-            logp, old_logp, ref_logp, logp - old_logp, kl_clamps, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH
+        kl, kl_slope, through_ratio, both = KL_TERMS(
+            logp, old_logp, ref_logp, ratio_of_kl(log_ratio, logp - old_logp, LEVEL), kl_clamps,
+            ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH,
         )
-        loss += kl_weight * kl
-        d_logp += kl_weight * kl_slope
+        loss = loss + kl_weight * kl
+        if LEVEL == "sequence" and WEIGHTING == "ratio":
+            d_logp = d_logp + kl_weight * kl_slope
+            d_ratio = d_ratio + kl_weight * through_ratio
+        else:
+            d_logp = d_logp + kl_weight * both
+    d_entropy = zero
     if entropy_weight is not None:
-        loss -= entropy_weight * entropy
-        d_entropy -= entropy_weight
+        loss = loss - entropy_weight * entropy
+        d_entropy = -entropy_weight
     if nll_weight is not None:
-        loss -= ops.where(nll_weight == 0.0, 0.0, nll_weight * logp)
-        d_logp -= nll_weight
-    return loss, d_logp, d_entropy
+        loss = loss - ops.where(nll_weight == 0.0, 0.0, nll_weight * logp)
+        d_logp = d_logp - nll_weight
+    return loss, d_logp, d_ratio, d_entropy
 # fmt: on
+
+
+def ratio_of_kl(log_ratio, own, LEVEL):
+    """The log-ratio that weighs a token's KL: that of LEVEL, but for the ratio of a whole sequence (a product), which would
+    drown it: there the token's own."""
+    if LEVEL == "sequence-sum":
+        return own
+    else:
+        return log_ratio
 
 
 def formulas(objective: Objective) -> dict[str, Callable[..., Any] | str | bool | None]:
@@ -109,10 +136,10 @@ def formulas(objective: Objective) -> dict[str, Callable[..., Any] | str | bool 
     trust = objective.filter(TrustRegion)
     kl = objective.kl_spec if objective.beta else Kl()  # one kernel for all that have no KL
     return {
-        "SURROGATE": objective.surrogate.function,
+        "SURROGATE": objective.surrogate.formula,
         "DETACHED": objective.surrogate.detached_ratio,
+        "LEVEL": objective.level,
         "TRUST": None if trust is None else TRUST_REGIONS[trust.kind],
-        "TRUST_SAMPLER": trust is not None and trust.anchor == "sampler",
         "KL_TERMS": kl_terms,
         **kl.formula,
     }
@@ -130,36 +157,52 @@ def scalars(objective: Objective) -> dict[str, Any]:
     }
 
 
-def row_terms(objective: Objective, logps: Tensor, entropy: Tensor | None, rows: TokenRows) -> tuple[Tensor, Tensor, Tensor]:
-    """`token_terms` of flat rows, in torch."""
-    return token_terms(
-        logps, entropy, logps if rows.old_logps is None else rows.old_logps, rows.ref_logps, rows.sampler_logps,
-        rows.advantages, rows.policy_weight, rows.kl_weight, rows.entropy_weight, rows.nll_weight,
-        **scalars(objective), **formulas(objective),
+def terms_of_rows(
+    objective: Objective, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None, x: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(losses, d_logps, d_entropy) [n] of flat rows at log-ratios x, None: to be computed. One-pass objectives need no batch."""
+    old = logps if rows.old_logps is None else rows.old_logps
+    numbers = scalars(objective)
+    if objective.one_pass:
+        x = logps - old
+    else:
+        assert batch is not None
+        x = log_ratio(objective, logps, rows, batch) if x is None else x
+        rows = _filtered(objective, logps, entropy, rows, batch)
+    if objective.surrogate.selects:
+        numbers["surrogate_params"] += (objective.surrogate.select(logps, old, rows.advantages, rows.mask),)
+    losses, d_logps, d_ratio, d_entropy = token_terms(
+        logps, entropy, x, old, rows.ref_logps, old if rows.sampler_logps is None else rows.sampler_logps, rows.advantages,
+        rows.policy_weight, rows.kl_weight, rows.entropy_weight, rows.nll_weight, **numbers, **formulas(objective),
     )  # fmt: skip
-
-
-# ---- the ratio of a sequence
-
-
-def trained_rows(rows: TokenRows, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """([n] bool, [B] fp64 count of them in each sequence, at least 1)."""
-    trained = torch.ones_like(rows.targets, dtype=torch.bool) if rows.trained is None else rows.trained
-    return trained, batch.lengths.clamp(min=1.0)
+    if objective.through_sequence:
+        assert batch is not None
+        # Back to the tokens whose mean or sum the log-ratio is.
+        d_ratio = torch.where(rows.mask, _over_sequences(objective, d_ratio, batch), 0.0)
+        d_logps = d_logps + d_ratio * objective.surrogate.in_sequence(_own_log_ratio(logps, rows), rows.advantages)[1]
+    return losses, d_logps, d_entropy
 
 
 def log_ratio(objective: Objective, logps: Tensor, rows: TokenRows, batch: TokenBatch) -> Tensor:
     """logp - old_logp at the objective's level, fp32 [n]: per token, or the mean or sum over the sequence's trained tokens."""
-    x = torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
+    x = _own_log_ratio(logps, rows)
     if objective.level == "token":
         return x
-    trained, count = trained_rows(rows, batch)
     x = objective.surrogate.in_sequence(x, rows.advantages)[0]
     if objective.surrogate.absorbs_weights and rows.weights is not None:
         # A weight of 0 takes its token out, and says nothing about the sequence.
         x = x + torch.where(rows.weights == 0, 0.0, rows.weights.abs().log().clamp(-18.420680743952367, 20.0))
-    total = batch.sequence_sum(torch.where(trained, x, 0.0))
-    return batch.spread(total if objective.level == "sequence-sum" else total / count).to(torch.float32)
+    return _over_sequences(objective, torch.where(rows.mask, x, 0.0), batch)
+
+
+def _own_log_ratio(logps: Tensor, rows: TokenRows) -> Tensor:
+    return torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
+
+
+def _over_sequences(objective: Objective, x: Tensor, batch: TokenBatch) -> Tensor:
+    """fp32 [n]: the sum of x over its sequence at level "sequence-sum", over the number of trained tokens at the others."""
+    total = batch.sequence_sum(x)
+    return batch.spread(total if objective.level == "sequence-sum" else total / batch.lengths.clamp(min=1.0)).to(torch.float32)
 
 
 def kl_of_rows(
@@ -167,81 +210,23 @@ def kl_of_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`kl_terms` [n] of flat rows; `sequence_ratio` is the log-ratio at the objective's level."""
     old = logps if rows.old_logps is None else rows.old_logps
-    # The ratio of a whole sequence (a product) would drown a token's KL: there the token's own weighs it.
-    ratio = logps - old if objective.level == "sequence-sum" else sequence_ratio
+    ratio = ratio_of_kl(sequence_ratio, logps - old, objective.level)
     return kl_terms(logps, old, rows.ref_logps, ratio, objective.kl_spec.clamps, **objective.kl_spec.formula)
 
 
-def _filtered(
-    objective: Objective, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch
-) -> tuple[Tensor, Tensor | None]:
-    """Policy and entropy weights [n] after the objective's filters."""
-    policy_weight, entropy_weight = rows.policy_weight, rows.entropy_weight
+def _filtered(objective: Objective, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch) -> TokenRows:
+    """The rows, with weights of 0 where a filter that needs the whole batch leaves a token out."""
     for f in objective.filters:
+        if f.one_pass:  # `token_terms` does
+            continue
         keep = f.keep(logps, entropy, rows, batch)
-        policy_weight = torch.where(keep, policy_weight, 0.0)
-        if f.filters_entropy and entropy_weight is not None:
-            narrowed = torch.where(keep, entropy_weight, 0.0)
-            if objective.entropy_aggregate == "token-mean" and not f.one_pass:
+        rows = replace(rows, policy_weight=torch.where(keep, rows.policy_weight, 0.0))
+        if f.filters_entropy and rows.entropy_weight is not None:
+            narrowed = torch.where(keep, rows.entropy_weight, 0.0)
+            if objective.entropy_aggregate == "token-mean":
                 # The mean is over the tokens that are left, if there are any: of whole sequences, but of this batch only.
-                sums = batch.over_context(torch.stack([x.sum(dtype=torch.float64) for x in (narrowed, entropy_weight)]))
+                sums = torch.stack([x.sum(dtype=torch.float64) for x in (narrowed, rows.entropy_weight)])
+                sums = batch.over_context(sums)
                 narrowed = narrowed * torch.where(sums[0] == 0, 0.0, sums[1] / sums[0]).to(torch.float32)
-            entropy_weight = narrowed
-    return policy_weight, entropy_weight
-
-
-def _policy_terms(objective: Objective, logps: Tensor, rows: TokenRows, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The surrogate's (loss, slope) [n] at log-ratios x; the slope with respect to logp where the ratio is detached or a
-    token's own, else to x."""
-    surrogate = objective.surrogate
-    low, high = objective.log_ratio_bounds or (-torch.inf, torch.inf)
-    bounded = x.clamp(low, high)
-    selected: tuple[Tensor, ...] = ()
-    if surrogate.selects:
-        trained = torch.ones_like(logps, dtype=torch.bool) if rows.trained is None else rows.trained
-        selected = (surrogate.select(logps, logps - x, rows.advantages, trained),)
-    if surrogate.detached_ratio or objective.level == "token":  # needs logp itself beside the ratio
-        old = logps - bounded
-        if objective.level == "token" and rows.old_logps is not None:
-            old = torch.where(x == bounded, rows.old_logps, old)
-        losses, slopes = surrogate(logps, old, rows.advantages, *selected)
-    else:
-        losses, slopes = surrogate(bounded, torch.zeros_like(x), rows.advantages)
-    return losses, slopes if surrogate.detached_ratio else torch.where(x == bounded, slopes, 0.0)
-
-
-def batch_terms(
-    objective: Objective, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch, x: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses, d_logps, d_entropy) [n] of objectives that need more than the token itself, at log-ratios x."""
-    level = objective.level
-
-    def to_tokens(d_log_ratio: Tensor) -> Tensor:
-        """Slopes with respect to a sequence's log-ratio, as slopes with respect to its tokens' log-probs."""
-        trained, count = trained_rows(rows, batch)
-        d = batch.sequence_sum(d_log_ratio)
-        spread = batch.spread(d if level == "sequence-sum" else d / count).to(torch.float32)
-        own = torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
-        return torch.where(trained, spread, 0.0) * objective.surrogate.in_sequence(own, rows.advantages)[1]
-
-    policy_weight, entropy_weight = _filtered(objective, logps, entropy, rows, batch)
-    losses, slopes = _policy_terms(objective, logps, rows, x)
-    losses = torch.where(policy_weight == 0, 0.0, policy_weight * losses)
-    d_logps = torch.where(policy_weight == 0, 0.0, policy_weight * slopes)
-    if level in ("sequence", "sequence-sum") and not objective.surrogate.detached_ratio:
-        d_logps = to_tokens(d_logps)
-    if rows.kl_weight is not None:
-        kl, slope, through_ratio, both = kl_of_rows(objective, logps, rows, x)
-        losses = losses + rows.kl_weight * kl
-        if level == "sequence" and objective.kl_spec.weighting == "ratio":
-            d_logps = d_logps + rows.kl_weight * slope + to_tokens(rows.kl_weight * through_ratio)
-        else:
-            d_logps = d_logps + rows.kl_weight * both
-    d_entropy = torch.zeros_like(logps)
-    if entropy_weight is not None:
-        assert entropy is not None
-        losses, d_entropy = losses - entropy_weight * entropy, -entropy_weight
-    if rows.nll_weight is not None:
-        losses = losses - torch.where(rows.nll_weight == 0, 0.0, rows.nll_weight * logps)
-        d_logps = d_logps - rows.nll_weight
-    return losses, d_logps, d_entropy
+            rows = replace(rows, entropy_weight=narrowed)
+    return rows

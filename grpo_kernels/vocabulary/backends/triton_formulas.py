@@ -85,7 +85,7 @@ def compiled_formula(function: Callable[..., Any]) -> Any:
     assert isinstance(definition, ast.FunctionDef)
     used = {node.id for statement in definition.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
     names: dict[str, Any] = {"tl": tl}  # the interpreter asks to see it
-    for used_name in sorted(used & function.__globals__.keys()):
+    for used_name in sorted((used & function.__globals__.keys()).difference(function.__code__.co_varnames)):
         value = function.__globals__[used_name]
         if value is ops:
             names[used_name] = _ops

@@ -122,7 +122,7 @@ def _fused_kernel(
     inv_temperature, scale, softcap,
     surrogate_params, trust_params, entropy_floor, ratio_bounds, kl_clamps,
     logps, entropies, losses,                                              # [n]
-    TERMS: tl.constexpr, SURROGATE: tl.constexpr, DETACHED: tl.constexpr, TRUST: tl.constexpr, TRUST_SAMPLER: tl.constexpr,
+    TERMS: tl.constexpr, SURROGATE: tl.constexpr, DETACHED: tl.constexpr, LEVEL: tl.constexpr, TRUST: tl.constexpr,
     KL_TERMS: tl.constexpr, ESTIMATOR: tl.constexpr, SCORE: tl.constexpr, WEIGHTING: tl.constexpr,
     STRAIGHT_THROUGH: tl.constexpr,
     SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
@@ -152,9 +152,9 @@ def _fused_kernel(
             ref_logp = None
             if ref_logps is not None:
                 ref_logp = tl.load(ref_logps + i)
-            sampler_logp = None
+            anchor_logp = old_logp
             if sampler_logps is not None:
-                sampler_logp = tl.load(sampler_logps + i)
+                anchor_logp = tl.load(sampler_logps + i)
             w_kl = None
             if kl_weight is not None:
                 w_kl = tl.load(kl_weight + i)
@@ -164,11 +164,11 @@ def _fused_kernel(
             w_nll = None
             if nll_weight is not None:
                 w_nll = tl.load(nll_weight + i)
-            loss, d_logp, d_entropy = TERMS(
-                logp, entropy, old_logp, ref_logp, sampler_logp, tl.load(advantages + i),
+            loss, d_logp, _, d_entropy = TERMS(
+                logp, entropy, logp - old_logp, old_logp, ref_logp, anchor_logp, tl.load(advantages + i),
                 tl.load(policy_weight + i), w_kl, w_entropy, w_nll,
                 surrogate_params, trust_params, entropy_floor, ratio_bounds, kl_clamps,
-                SURROGATE, DETACHED, TRUST, TRUST_SAMPLER, KL_TERMS, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH,
+                SURROGATE, DETACHED, LEVEL, TRUST, KL_TERMS, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH,
             )
             tl.store(logps + i, logp)
             tl.store(entropies + i, entropy)
