@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 # Before torch loads OpenMP: threads that spin while another process has the core make small tests six times slower.
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 import grpo_kernels
+from support import sample_results
 from support.processes import run_checks
 from support.trainers import ROOTS, VERSIONS
 
@@ -127,3 +130,16 @@ def mesh() -> Iterator[Any]:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     distributed.destroy_process_group()
+
+
+@pytest.fixture
+def lots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clip-Cov draws from its candidates: both sides take the first ones."""
+    monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n))
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.arange(math.prod(shape)).view(shape) / 1e3)
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Result files of made-up measurements."""
+    return sample_results.write(tmp_path_factory.mktemp("results"))

@@ -31,11 +31,6 @@ COMMITTED = sorted(RESULTS.glob("*/*.json"))
 Record = dict
 
 
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return sample_results.write(tmp_path_factory.mktemp("results"))
-
-
 @pytest.fixture(scope="module", params=list(itertools.product(sample_results.MACHINES, SUITES)), ids="-".join)
 def record(request: pytest.FixtureRequest, samples: Path) -> Record:
     machine, suite = request.param

@@ -14,6 +14,7 @@ from torch import nn
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, linear_grpo_loss, linear_logprobs
 from grpo_kernels.head import FusedLMHead, HeadLogprobs, HeadLoss
+from support.gradients import gradients
 
 Tensor = torch.Tensor
 B, T, H, V = 3, 5, 8, 17
@@ -63,10 +64,6 @@ def scalar(out: Any, batch: TokenBatch) -> Tensor:
     if isinstance(out, HeadLogprobs):
         return (batch.advantages[:, None] * out.logps - 0.1 * out.entropy).sum() / 7
     return torch.log_softmax(out, -1)[..., 0].sum() / 7
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def error(a: Tensor, b: Tensor) -> float:

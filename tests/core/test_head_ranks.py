@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from grpo_kernels import LogitTransform, Objective, TokenBatch, linear_grpo_loss, linear_logprobs
 from grpo_kernels.head import FusedLMHead, HeadLogprobs, HeadLoss
 from support import oracle
+from support.gradients import gradients
 from support.processes import checks_of, finish, run_checks, start
 
 Tensor = torch.Tensor
@@ -177,14 +178,6 @@ def expected(kind: str, tied: bool, bias: bool) -> Expected:
 
 Sync = Callable[[bool], AbstractContextManager[Any]]
 Wrap = Callable[[nn.Module], tuple[Any, Sync]]
-
-
-def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[operator]
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name.removeprefix("module."): whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float, what: object) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, linear_grpo_loss, linear_logprobs
 from support.cases import assert_no_worse
+from support.gradients import take_gradients
 
 transformers = pytest.importorskip("transformers")
 
@@ -58,13 +59,6 @@ def own_log_probs(model: Any, ids: Tensor, temperature: float = 1.0) -> tuple[Te
     return log_p.gather(-1, ids[:, 1:, None])[..., 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
-    found = {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    assert found.keys() == dict(model.named_parameters()).keys()
-    return found
-
-
 @pytest.mark.parametrize("layer", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_the_models_own_forward(name: str, layer: int, backend: str) -> None:
@@ -81,11 +75,11 @@ def test_equals_the_models_own_forward(name: str, layer: int, backend: str) -> N
 
     naive_logps, naive_entropy = own_log_probs(model, ids, temperature)
     loss_of(naive_logps, naive_entropy).backward()
-    naive = gradients(model)
+    naive = take_gradients(model)
     model.double()
     logps, entropy = own_log_probs(model, ids, temperature)
     loss_of(logps, entropy).backward()
-    exact = gradients(model)
+    exact = take_gradients(model)
     model.float()
 
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
@@ -109,7 +103,9 @@ def test_equals_the_models_own_forward(name: str, layer: int, backend: str) -> N
     assert logps.std() > 0.3
     assert_no_worse(mine[keep], naive_logps[keep], logps[keep], "logps", tiny=2e-6)
     assert_no_worse(my_entropy[keep], naive_entropy[keep], entropy[keep], "entropy", tiny=2e-6)
-    for key, gradient in gradients(model).items():
+    found = take_gradients(model)
+    assert found.keys() == naive.keys() == exact.keys() == dict(model.named_parameters()).keys()
+    for key, gradient in found.items():
         assert_no_worse(gradient, naive[key], exact[key], f"gradient of {key}", tiny=2e-5)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from grpo_kernels import LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss, loss_from_model
 from grpo_kernels.batch import shift_targets
 from grpo_kernels.head import FusedLMHead
+from support.gradients import take_gradients
 from support.models import VOCAB, build
 
 transformers = pytest.importorskip("transformers")
@@ -41,20 +42,14 @@ def make_batch(targets: Tensor, mask: Tensor, **more: Any) -> TokenBatch:
     return TokenBatch(targets, advantages, mask=mask, old_logps=old, ref_logps=ref, **more)
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return found
-
-
 def assert_same(mine: LossOutput, theirs: LossOutput, model: nn.Module, tolerance: float = 1e-5) -> None:
     """Value, log-probs, entropy and the gradient of every parameter."""
     for name in ("loss", "logps", "entropy"):
         torch.testing.assert_close(getattr(mine, name), getattr(theirs, name), rtol=tolerance, atol=10 * tolerance)
     theirs.loss.backward()
-    expected = gradients(model)
+    expected = take_gradients(model)
     mine.loss.backward()
-    found = gradients(model)
+    found = take_gradients(model)
     assert found.keys() == expected.keys() and expected
     for name, gradient in expected.items():
         off = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-3)

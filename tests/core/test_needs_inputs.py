@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_token_logprobs import ours, random_rows, reference
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
 from grpo_kernels.vocabulary import backends
@@ -16,6 +15,7 @@ from grpo_kernels.vocabulary.rows import RowTransform
 from support.allocations import Allocations
 from support.cases import assert_no_worse, build, run, same_bits
 from support.linear_cases import build_linear
+from support.logprob_cases import ours, random_rows, reference
 from support.rows import WITH_ENTROPY, slopes_of
 
 Tensor = torch.Tensor

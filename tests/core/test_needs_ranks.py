@@ -11,6 +11,7 @@ from torch import nn
 from grpo_kernels import Objective, TokenBatch
 from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.head import FusedLMHead, HeadLoss
+from support.gradients import gradients
 from support.processes import finish, start
 
 Tensor = torch.Tensor
@@ -49,10 +50,6 @@ def sequences(lo: int, hi: int) -> Piece:
 def pieces(lo: int, hi: int, count: int) -> list[Piece]:
     size = (hi - lo) // count
     return [sequences(i, i + size) for i in range(lo, hi, size)]
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {k.removeprefix("module."): p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], what: object) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_token_logprobs import ALL, ours, random_rows, reference
 
 from grpo_kernels import LogitTransform, token_logprobs
 from support.cases import DTYPES, same_bits, snapshot
+from support.logprob_cases import ALL, ours, random_rows, reference
 
 Tensor = torch.Tensor
 

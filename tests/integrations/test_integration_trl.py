@@ -43,15 +43,12 @@ Tensor = torch.Tensor
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    """Threads only cost time at this size; and accelerate collects garbage before every training, which takes longer than the
+def quick(one_thread: None) -> Iterator[None]:
+    """accelerate collects garbage before every training, which takes longer than the
     training while all that is imported takes part in it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     gc.freeze()
     yield
     gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 # ---- one micro-batch, every combination of TRL's options

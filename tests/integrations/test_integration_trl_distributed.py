@@ -28,6 +28,7 @@ from trl import GRPOTrainer
 
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_lm_head, patch
 from support import trl_cases
+from support.gradients import gradients
 
 Tensor = torch.Tensor
 
@@ -90,14 +91,6 @@ def accumulate(
             loss.backward()
         total += float(loss.detach())
     return total
-
-
-def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-def gradients(model: Any) -> dict[str, Tensor]:
-    return {name.removeprefix("module."): whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 # ---- in the two processes

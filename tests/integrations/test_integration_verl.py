@@ -65,13 +65,6 @@ def data() -> Data:
     return Data(logps, old, logps + 0.4 * torch.randn(B, T, generator=g), advantages, mask=mask, weights=weights)
 
 
-@pytest.fixture
-def lots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clip-Cov draws from its candidates: both sides take the first ones."""
-    monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n))
-    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.arange(math.prod(shape)).view(shape) / 1e3)
-
-
 def config_of(info: dict[str, Any], others: bool = False, loss_mode: str = "vanilla", **options: Any) -> Any:
     policy_loss = PolicyLossConfig(loss_mode=loss_mode, **({"dro_beta": 0.3} | (OTHER_OPTIONS if others else {})))
     return ActorConfig(

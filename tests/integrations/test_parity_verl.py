@@ -338,13 +338,6 @@ def different(a: Reference, b: Reference, share: float = 0.01) -> bool:
     return float((a.slopes - b.slopes).abs().max()) > share * float(b.slopes.abs().max())
 
 
-@pytest.fixture
-def lots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clip-Cov draws from its candidates: both sides take the first ones."""
-    monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n))
-    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.arange(math.prod(shape)).view(shape) / 1e3)
-
-
 # ---- policy losses
 
 

@@ -113,11 +113,6 @@ def test_the_snippets_from_hidden_states_hold_for_a_head_with_a_softcap(mesh: An
 # ---- tables of made-up figures
 
 
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return sample_results.write(tmp_path_factory.mktemp("results"))
-
-
 def cells_of(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 

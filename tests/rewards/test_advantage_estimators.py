@@ -30,13 +30,9 @@ from grpo_kernels.rewards.returns import (
     whiten,
 )
 from support import advantage_oracle as oracle
+from support.advantage_oracle import close
 
 Tensor = torch.Tensor
-
-
-def close(got: Tensor, expected: object, rtol: float = 1e-6) -> None:
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=rtol, atol=1e-9)
 
 
 # ---- per completion

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from grpo_kernels import TokenBatch, group_advantages
 from grpo_kernels.rewards.advantages import NUMERICS, zero_variance
 from support import advantage_oracle, oracle
+from support.advantage_oracle import close
 
 SCALES = ["group", "batch", "none"]
 
@@ -148,11 +149,6 @@ def reference(rewards: list[float | None], ids: list[int], **options: object) ->
     if isinstance(options.get("lengths"), torch.Tensor):
         options["lengths"] = options["lengths"].tolist()  # type: ignore[attr-defined]
     return torch.tensor(advantage_oracle.group_advantages(rewards, ids, **options), dtype=torch.float64)  # type: ignore[arg-type]
-
-
-def close(got: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-6) -> None:
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), expected, rtol=rtol, atol=1e-9)
 
 
 @pytest.mark.parametrize("singleton", ["zero", "raw"])

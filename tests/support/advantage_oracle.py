@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 Number = float | None
 
 
@@ -197,3 +199,9 @@ def whiten(values: list[float], *, unbiased: bool, eps: float, guard: str, shift
     d = std(values, unbiased)
     divisor = {"add": math.sqrt(d * d + eps), "floor": math.sqrt(max(d * d, eps)), "std": d + eps}[guard]
     return [(v - m) / divisor + (0.0 if shift_mean else m) for v in values]
+
+
+def close(got: torch.Tensor, expected: object, rtol: float = 1e-6) -> None:
+    """An fp32 tensor is what float64 gives."""
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=rtol, atol=1e-9)

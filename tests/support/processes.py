@@ -49,6 +49,17 @@ def finish(*processes: subprocess.Popen[str]) -> None:
             process.kill()
 
 
+def interpreted(cases: Path) -> None:
+    """All cases of a file pass in Triton's interpreter, and none is skipped."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(cases)]
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"}  # the summary below is read
+    environment = inherited | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    root = Path(__file__).parents[2]
+    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout[-6000:]}\n{run.stderr[-2000:]}"
+    assert " passed" in run.stdout and "skipped" not in run.stdout, run.stdout
+
+
 # ---- checks that run on all ranks of a group, started once for all of them
 
 

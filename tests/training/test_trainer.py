@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import random
 import shutil
 import signal
 from dataclasses import fields
@@ -20,66 +19,16 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-import numpy
 import transformers
 
 from grpo_kernels import TokenBatch, linear_grpo_loss
 from grpo_kernels.__main__ import main as command_line
 from grpo_kernels.training import checkpoints, randomness
 from grpo_kernels.training.data import encode, load_rows, prompts_of_step
-from grpo_kernels.training.report import read_metrics
 from grpo_kernels.training.rewards import advantages, call, number, resolve, score
 from grpo_kernels.training.sampling import Completions, completion_logits, draw, end_ids, sample
 from grpo_kernels.training.trainer import TrainConfig, Trainer
-
-TIMES = {"seconds", "sampling_seconds", "tokens_per_second"}
-PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(4)]
-
-
-def tiny(tok: Any, seed: int = 0, **changes: Any) -> Any:
-    torch.manual_seed(seed)
-    settings = dict(
-        vocab_size=len(tok), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=64, initializer_range=0.1,
-        eos_token_id=tok.eos_token_id, pad_token_id=tok.eos_token_id, bos_token_id=None,
-    )  # fmt: skip
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**(settings | changes)))
-
-
-def short(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    return [-float(len(c)) for c in completions]
-
-
-def evens(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Share of even digits: dense enough that 30 steps show."""
-    return [sum(c in "02468" for c in text) / 4 for text in completions]
-
-
-def config(out: Path, **changes: Any) -> TrainConfig:
-    settings = dict(
-        steps=2, prompts_per_step=3, group_size=4, max_new_tokens=4, lr=1e-3, eval_steps=0, checkpoint_steps=0, out=str(out),
-        progress=False, device="cpu",
-    )  # fmt: skip
-    return TrainConfig(**(settings | changes))
-
-
-def trainer(tok: Any, out: Path, *, rewards: Any = (evens,), model: Any = None, **changes: Any) -> Trainer:
-    return Trainer(
-        config(out, **changes),
-        model=model or tiny(tok),
-        tokenizer=tok,
-        rows=(PROMPTS[:16], PROMPTS[16:]),
-        rewards=list(rewards),
-    )
-
-
-def parameters(t: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in t.model.named_parameters()}
-
-
-def lines(out: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in read_metrics(out / "metrics.jsonl")]
-
+from support.runs import PROMPTS, RUN, config, evens, lines, noisy, parameters, seeded_run, tiny, trainer
 
 # ---- sampling and alignment
 
@@ -521,19 +470,6 @@ def test_long_prompts_are_left_out_with_a_count(tok: Any, tmp_path: Path, capsys
 
 
 # ---- runs that stop, fail and go on
-
-RUN = dict(beta=0.1, ref_refresh_steps=2, num_updates=2, eval_steps=2, eval_prompts=4, warmup_steps=2, weight_decay=0.1)
-
-
-def noisy(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Rewards that nobody gets again without the state of all three shared generators."""
-    draws = [random.random() + float(numpy.random.rand()) + torch.rand(()).item() for _ in completions]
-    return [score + 0.1 * draw for score, draw in zip(evens(prompts, completions), draws, strict=True)]
-
-
-def seeded_run(tok: Any, out: Path, rewards: Any = (noisy,), **changes: Any) -> Trainer:
-    randomness.seed(7)
-    return trainer(tok, out, rewards=rewards, **RUN, **changes)
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,13 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from test_trainer import PROMPTS, config, evens, lines, tiny, trainer
-
 from examples.arithmetic import tokenizer as arithmetic_tokenizer
 from grpo_kernels.__main__ import main as command_line
 from grpo_kernels.training.data import encode, load_rows
 from grpo_kernels.training.loading import pick_device
 from grpo_kernels.training.rewards import exact, number
 from grpo_kernels.training.trainer import TrainConfig, Trainer
+from support.runs import PROMPTS, config, evens, lines, tiny, trainer
 
 #: Writes a user's text between = and ?, an assistant's after it, and asks for an answer with "+".
 TEMPLATE = (

@@ -15,10 +15,10 @@ pytest.importorskip("datasets")
 pytest.importorskip("numpy")
 
 import kill_and_resume
-from test_trainer import PROMPTS, lines, tiny
 
 from grpo_kernels.training import checkpoints
 from support.processes import finish, start
+from support.runs import PROMPTS, lines, tiny
 
 
 def same(a: Any, b: Any) -> bool:

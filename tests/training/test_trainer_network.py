@@ -12,10 +12,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 import transformers
-from test_trainer import tiny, trainer
 
 from grpo_kernels.training.losses import Losses, LossParts
 from grpo_kernels.training.sampling import completion_logits
+from support.runs import tiny, trainer
 
 
 def gpt2(tok: Any, dropout: float) -> Any:

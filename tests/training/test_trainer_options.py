@@ -11,14 +11,13 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from test_trainer import config, evens, lines, parameters, tiny, trainer
-
 from grpo_kernels import group_advantages
 from grpo_kernels.rewards.estimators import ADVANTAGES, CORRECTIONS, Evidence
 from grpo_kernels.training.command_line import with_options
 from grpo_kernels.training.config import KNOWN, TRAINABLE
 from grpo_kernels.training.sampling import completion_logits
 from grpo_kernels.training.trainer import Trainer
+from support.runs import config, evens, lines, parameters, tiny, trainer
 
 
 def first_prompt_only(prompts: list[str], completions: list[str], **_: Any) -> list[float]:

@@ -16,12 +16,11 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from test_trainer import RUN, lines, noisy, parameters, seeded_run, tiny, trainer
-
 from grpo_kernels.training import checkpoints, randomness
 from grpo_kernels.training.output import OutputFolder
 from grpo_kernels.training.report import damaged_from, read_metrics
 from support.processes import start
+from support.runs import RUN, lines, noisy, parameters, seeded_run, tiny, trainer
 
 # ---- one run a folder
 

@@ -27,7 +27,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 import numpy
-from test_trainer import PROMPTS, config, evens, lines, tiny
 
 from examples.arithmetic import tokenizer as arithmetic_tokenizer
 from grpo_kernels.__main__ import main as command_line
@@ -37,6 +36,7 @@ from grpo_kernels.training.ranks import Ranks
 from grpo_kernels.training.report import read_metrics
 from grpo_kernels.training.trainer import Trainer
 from support.processes import finish, start
+from support.runs import PROMPTS, config, evens, lines, tiny
 
 Tensor = torch.Tensor
 ROOT = Path(__file__).parents[2]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.processes import interpreted
 from support.rows import LOGPS
 
 pytest.importorskip("triton")
@@ -49,13 +47,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_values_and_gradients_in_the_interpreter() -> None:
     pytest.importorskip("numpy")  # Triton's interpreter imports it
-    cases = Path(__file__).with_name("triton_fallback_cases.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(cases)]
-    inherited = {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"}  # the summary below is read
-    environment = inherited | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(command, env=environment, cwd=cases.parents[2], capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout[-6000:]}\n{run.stderr[-2000:]}"
-    assert " passed" in run.stdout and "skipped" not in run.stdout, run.stdout
+    interpreted(Path(__file__).with_name("triton_fallback_cases.py"))
 
 
 def test_auto_alone_may_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
