@@ -191,7 +191,7 @@ def test_held_out_prompts_that_are_left_out_are_counted(tok: Any, tmp_path: Path
     [
         ({"device": "gpu"}, "device='gpu': it must be auto, cpu, cuda or"),
         ({"device": "meta"}, "device='meta': it must be auto, cpu, cuda or"),
-        ({"backend": "tritn"}, "backend='tritn': it must be auto or one of eager, cpu, triton"),
+        ({"backend": "tritn"}, "backend='tritn': it must be one of auto, eager, cpu, triton"),
         ({"backend": "triton"}, 'backend="triton" cannot run: '),
         ({"model": "./modles/mine"}, "model='./modles/mine': there is no such file or folder"),
         ({"model": "/models/a/b"}, "model='/models/a/b': there is no such file or folder"),
