@@ -1,7 +1,7 @@
 """What the language models of transformers do to their logits, by the names of their classes.
 
-A class is listed where its forward is known: hidden states of its base model, a head, and then nothing, a scale or a softcap, whose
-number its config holds. Nothing is guessed from a config alone: two classes may read one entry differently, or not at all.
+A class is listed if its forward is known to be base model, head, and then nothing, a scale or a softcap whose value is in the
+config. Nothing is guessed from a config alone, because two classes may read one entry differently, or ignore it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ RULES: dict[str, Rule] = {
 
 
 def language_model(model: Any) -> Any:
-    """The model with the head, from below PEFT, torch.compile and the wrappers that keep theirs as `module`."""
+    """The model with the head, without the wrappers of PEFT, torch.compile, and those that keep the model as `module`."""
     while True:
         inner = model.get_base_model() if hasattr(model, "get_base_model") else None
         for name in ("_orig_mod", "module"):
@@ -106,8 +106,8 @@ def language_model(model: Any) -> Any:
 
 
 def logits_of(model: Any) -> Logits:
-    """What a language model's own forward does to head(hidden). Raises ValueError for a class that is not listed, or whose forward
-    is not its own."""
+    """What a language model's forward does to head(hidden). Raises ValueError for a class that is not listed, or that overrides
+    the forward of a listed one."""
     # A subclass that leaves the forward alone (FSDP2 makes one) is what it inherits from.
     owner = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), type(model))
     name, known = owner.__name__, owner.__module__.split(".")[0] in ("transformers", "transformers_modules")
@@ -120,7 +120,7 @@ def logits_of(model: Any) -> Logits:
         except AttributeError as error:
             reason = f"its config lacks an entry ({error})"
     else:
-        reason = "it is not one of those that are known"
+        reason = "its class is not listed"
     raise ValueError(
         f"what {type(model).__module__}.{type(model).__name__} does to its logits is not known: {reason}. Look at its forward, and pass "
         "transform=LogitTransform(softcap=..., scale=...) yourself; where it returns head(hidden) as it is, LogitTransform()."

@@ -45,9 +45,8 @@ class TokenBatch:
     needs a sequence costs an all-reduce of B numbers: its length and whether it holds a contributing token (once a batch), and
     at a sequence level the ratio and its slope (once a loss); the default normalizer costs one of a number. Making the batch,
     a loss on it and `distributed.global_normalizer` are calls that all ranks of the group make, and who writes into the mask or
-    the advantages of a batch does so on all of them. Metrics and log-probs are of the rank's own rows, and looking at them is
-    no such call. What looks at the whole batch (ClipCov, KlCov, and EntropyQuantile without a process_group) sees the rank's own
-    rows too.
+    the advantages of a batch does so on all of them. Metrics and log-probs are of the rank's own rows, and reading them needs
+    no communication. ClipCov, KlCov, and EntropyQuantile without a process_group select among the rank's own rows, too.
 
     Packed, [B] and [N] may be equal: a tensor of that length is then read per token, so write [B, 1].
     Gradients never flow into these tensors. Raises ValueError on shapes, dtypes or devices that disagree.
@@ -112,7 +111,7 @@ class TokenBatch:
                 f"[{self.sequences}] (packed targets want cu_seqlens beside it)."
             )
         if targets.is_cuda and not (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()):
-            self._counts()  # starts the copy to the host: it has arrived by the time that a loss asks
+            self._counts()  # starts the copy to the host early, so that a loss need not wait for it
 
     @classmethod
     def from_rewards(
@@ -153,7 +152,7 @@ class TokenBatch:
         """This batch with the reference's log-probs, the shape of targets."""
         if ref_logps.shape != self.targets.shape:
             raise ValueError(f"ref_logps has shape {list(ref_logps.shape)}, but targets has {list(self.targets.shape)}.")
-        changed = copy.copy(self)  # keeps what is known of it: the row counts took a trip to the host
+        changed = copy.copy(self)  # keeps the cached row counts, which were copied to the host once
         object.__setattr__(changed, "ref_logps", ref_logps.detach())
         return changed
 
@@ -198,11 +197,11 @@ class TokenBatch:
         return whole if mask is None else whole & mask
 
     def count(self, kind: str, marked: Tensor | None = None) -> int:
-        """Number of rows `marked` of a kind (who has asked for them passes them on), on the host: counted on a CPU, and on a GPU
-        sent there when the batch was made.
+        """Number of rows of a kind, as a Python number. `marked`: what `marked(kind)` returned, if the caller has it already.
+        On a CPU the rows are counted now; on a GPU the number was sent to the host when the batch was made.
 
-        There a write that torch does not see (through DLPack or `.data`, or in inference mode) would leave an old number: the
-        device is asked to stop the program then, without being waited for."""
+        On a GPU, a write that torch does not see (through DLPack or `.data`, or in inference mode) makes that number stale. An
+        asynchronous assertion on the device then stops the program; the host does not wait for it."""
         marked = self.marked(kind) if marked is None else marked
         if not self.targets.is_cuda:
             return self.rows if marked is None else int(marked.sum())
@@ -212,7 +211,7 @@ class TokenBatch:
         return count
 
     def _counts(self) -> Counts:
-        """Of all kinds, sent to the host; again where a tensor that they come from was written since."""
+        """The counts of all kinds, cached on the host, and sent again if a tensor that they depend on was written since."""
         versions = versions_of(self.mask, self.advantages, self.weights, self.nll_weights)
         known = self.__dict__.get("_known_counts")
         if known is None or known[0] != versions:
@@ -228,8 +227,8 @@ class TokenBatch:
         return Counts(torch.stack(counts))
 
     def _exchanged(self, name: str, own: Tensor, *sources: Tensor | None) -> Tensor:
-        """`own` [B], sums of this rank's tokens, as those of the whole sequences. Ranks that share sequences exchange them once,
-        and again where `sources`, the tensors that they come from, were written since."""
+        """`own` [B], sums over this rank's tokens, summed over the ranks that share the sequences. The result is cached, and
+        computed again if one of `sources`, the tensors that it depends on, was written since."""
         if self.context_group is None or torch.compiler.is_compiling():
             return self.over_context(own)
         versions = versions_of(*sources)
@@ -239,7 +238,7 @@ class TokenBatch:
             object.__setattr__(self, f"_known_{name}", known)
         elif own.is_cuda:
             torch._assert_async((own == known[1]).all(), f"the {name} of a TokenBatch {UNSEEN}")
-        elif not torch.equal(own, known[1]):  # to exchange again is a call of all ranks, and the others may not know
+        elif not torch.equal(own, known[1]):  # a new exchange needs all ranks, and the others may not have seen a change
             raise RuntimeError(f"the {name} of a TokenBatch with a context_group {UNSEEN}")
         return known[2]
 
@@ -256,7 +255,7 @@ class TokenBatch:
         return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
 
     def over_context(self, values: Tensor, how: str = "SUM") -> Tensor:
-        """`values` of this rank's tokens, in place as those of all ranks that share the sequences. `how`: SUM, MAX or MIN."""
+        """All-reduce `values` in place over the ranks that share the sequences. `how`: SUM, MAX or MIN."""
         if self.context_group is not None:
             dist.all_reduce(values, op=getattr(dist.ReduceOp, how), group=self.context_group)
         return values
@@ -274,10 +273,10 @@ class TokenBatch:
         return self._exchanged("trained tokens", own, self.mask)
 
     def same_group(self) -> Tensor:
-        """fp64 [B, B]: 1 where two sequences answer the same prompt. Of that shape, it needs no trip to the host."""
+        """fp64 [B, B]: 1 where two sequences answer the same prompt. The shape does not depend on values, so no host sync."""
         if self.groups is None:
             raise ValueError(
-                'groups is None, but aggregate="group-mean" shares a mean among the answers to a prompt: pass ids [B].'
+                'groups is None, but aggregate="group-mean" takes one mean over the answers to a prompt: pass ids [B].'
             )
         return (self.groups[:, None] == self.groups).to(torch.float64)
 

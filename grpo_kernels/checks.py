@@ -1,4 +1,4 @@
-"""Refusals with one shape: the argument, the value got, the remedy."""
+"""Checks of arguments. Every message names the argument, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def describe(spec: Any) -> str:
 
 
 def values_are_checked(tensor: torch.Tensor) -> bool:
-    """Values (ids, temperatures, offsets) are checked on the CPU; on a GPU, where a look at them would stall the
-    device, only with GRPO_KERNELS_CHECK=1 in the environment. Shapes, dtypes and devices are always checked. What
-    torch.compile traces has no values; the operators look at them when they run."""
+    """Whether values (ids, temperatures, offsets) are checked: always on the CPU; on a GPU, where reading them is a host sync,
+    only with GRPO_KERNELS_CHECK=1 in the environment. Shapes, dtypes and devices are always checked. Under torch.compile there
+    are no values while tracing; the operators check them when they run."""
     if torch.compiler.is_compiling():
         return False
     return tensor.device.type == "cpu" or os.environ.get("GRPO_KERNELS_CHECK", "0") == "1"

@@ -1,4 +1,4 @@
-"""What ranks share: a vocabulary that is cut over them, and a denominator for all of them."""
+"""For several ranks: a vocabulary that is cut over them, and the common denominator of a step."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ def global_normalizer(
 
     The gradients of micro-batches then add up to that of the whole batch, fully masked ones included; over ranks they have
     to be summed. DDP and FSDP average instead: pass normalizer / (number of ranks that they average over). An objective whose
-    KL or bonus has an aggregation of its own gets a Denominators of three. What looks at the whole batch stays with its piece
-    of it: the selections of ClipCov and KlCov, and EntropyQuantile.
+    KL or bonus has an aggregation of its own gets a Denominators of three. ClipCov, KlCov and EntropyQuantile select
+    tokens within each micro-batch, not within the whole batch.
 
     Sequences and groups stay whole: a micro-batch holds all tokens of a sequence, and for "group-mean" all of a group.
 
-    process_group   the ranks that have rows of their own. Those that share the vocabulary of the same rows (`VocabShard`) count
-             once: pass the data-parallel group. Those that share sequences (`TokenBatch.context_group`) are all of it.
+    process_group   the ranks that have different rows. Ranks with the same rows and a part of the vocabulary each
+             (`VocabShard`) must count once: pass the data-parallel group. Ranks that share sequences
+             (`TokenBatch.context_group`) all belong to it.
     reduce   False: this rank alone; True: torch.distributed must be initialised. One all-reduce, no host sync.
     """
     require(isinstance(objective, Objective), "objective", type(objective).__name__, "pass an Objective.")

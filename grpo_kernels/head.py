@@ -28,10 +28,10 @@ class HeadLogprobs(NamedTuple):
 
 
 class HeadLoss(NamedTuple):
-    """Of `LossOutput`, the tensors: wrappers look for them in what a forward returns, and know tuples.
+    """The tensors of a `LossOutput` as a tuple, since wrappers such as DDP and FSDP look for tensors in tuples.
 
-    loss, logps, entropy   as there.
-    metrics                if they were asked for, else None."""
+    loss, logps, entropy   as in `LossOutput`.
+    metrics                with metrics=True, else None."""
 
     loss: Tensor
     logps: Tensor
@@ -43,8 +43,8 @@ class HeadLoss(NamedTuple):
 
 
 class _AsGiven:
-    """An argument of the head that its hooks shall not look into: FSDP's mixed precision casts the floats of all arguments, in
-    dataclasses too, and 16 bits of an old log-prob are a ratio that is wrong by percents."""
+    """Hides an argument from the hooks of the head. FSDP's mixed precision casts all floats among the arguments, in dataclasses
+    too, and an old log-prob in 16 bits makes the ratio wrong by percents."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -68,9 +68,9 @@ class FusedLMHead(nn.Linear):
         head(hidden, targets, entropy=True)                # HeadLogprobs(logps, entropy): linear_logprobs
         head(hidden, batch, objective, normalizer=tokens)  # HeadLoss(loss, logps, entropy, metrics): linear_grpo_loss
 
-    Why: FSDP, ZeRO-3 and offloading gather a module's weight around its forward. Who reads `lm_head.weight` as an attribute
-    gets a shard, or (FSDP2, `full_tensor()`) a gradient that is not averaged over the ranks, without a message. A call of the
-    head goes through the hooks. The same holds for a model that calls it in its own forward, under DDP or FSDP of the whole.
+    Why: FSDP, ZeRO-3 and offloading gather a module's weight around its forward. Code that reads `lm_head.weight` as an
+    attribute gets a shard, or (FSDP2, `full_tensor()`) a gradient that is not averaged over the ranks, without an error.
+    Calling the head runs these hooks. It also works in the forward of a model that is wrapped as a whole in DDP or FSDP.
 
     Parameters are the very same objects, under the same names: optimizers, tied embeddings and checkpoints notice nothing.
     Install before fully_shard, DDP or deepspeed.initialize, and before PEFT wraps the head.
@@ -88,7 +88,7 @@ class FusedLMHead(nn.Linear):
         self.register_parameter("bias", head.bias)
         self.transform = as_transform(transform)
         self.training = head.training
-        for name, value in vars(head).items():  # what libraries noted on it
+        for name, value in vars(head).items():  # attributes that libraries have set on it
             self.__dict__.setdefault(name, value)
 
     def __call__(self, hidden: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -97,7 +97,7 @@ class FusedLMHead(nn.Linear):
         if isinstance(out, HeadLogprobs) and out.logps.dtype in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"the head's log-probs were cast to {out.logps.dtype} on their way out: give the group of the head FSDP2's "
-                "MixedPrecisionPolicy with output_dtype=None (accelerate sets one), for 16 bits make wrong ratios."
+                "MixedPrecisionPolicy with output_dtype=None (accelerate sets one): log-probs of 16 bits make wrong ratios."
             )
         return out
 
@@ -142,7 +142,7 @@ class FusedLMHead(nn.Linear):
             if metrics:
                 raise ValueError("metrics=True: only a loss has them, pass a TokenBatch and an Objective.")
             logps, entropy = linear_logprobs(hidden, self.weight, targets, bias=self.bias, **options)
-            # A view would lose FSDP2's hook to an in-place operation of the caller, and FSDP2 warns of it.
+            # Copies, not views: FSDP2 loses its hook on a view when the caller writes to it in place, and warns of it.
             return HeadLogprobs(logps.clone(), None if entropy is None else entropy.clone())
         assert objective is not None
         self._check_not_cast(targets, options.get("normalizer"))
@@ -150,7 +150,7 @@ class FusedLMHead(nn.Linear):
         return HeadLoss(out.loss, out.logps, out.entropy, out.metrics if metrics else None)
 
     def _check_not_cast(self, batch: TokenBatch, normalizer: Any) -> None:
-        """Raise ValueError where FSDP has cast what the forward of the model was given, on its way to the head."""
+        """Raise ValueError if FSDP has cast the tensors of the batch to 16 bits before they reached the head."""
         if not getattr(self, "_is_fsdp_managed_module", False):
             return
         given = [(f.name, getattr(batch, f.name)) for f in fields(batch)]
@@ -159,13 +159,13 @@ class FusedLMHead(nn.Linear):
             if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16):
                 raise ValueError(
                     f"{name} is {x.dtype}: FSDP's mixed precision casts the arguments of a wrapped model's forward, and log-probs "
-                    "of 16 bits make wrong ratios. Give the root MixedPrecisionPolicy(..., cast_forward_inputs=False), for "
-                    "token ids need no cast, and pass float32."
+                    "of 16 bits make wrong ratios. Give the root MixedPrecisionPolicy(..., cast_forward_inputs=False), and pass "
+                    "float32; token ids need no cast."
                 )
 
     def plain(self) -> nn.Linear:
         """An nn.Linear of the same parameters."""
-        with torch.device("meta"):  # its own are not wanted
+        with torch.device("meta"):  # allocates no parameters: they are replaced below
             linear = nn.Linear(self.in_features, self.out_features, self.bias is not None)
         linear.weight = self.weight
         linear.register_parameter("bias", self.bias)
@@ -199,7 +199,7 @@ def _refuse(head: Any, reason: str, remedy: str) -> NoReturn:
 
 
 def check_linear(head: Any, known: Any = None) -> None:
-    """Raise ValueError unless a call of the module is x W^T + b with its own weight, so that the weight says it all.
+    """Raise ValueError unless a call of the module is x W^T + b with its own weight and bias, and nothing else.
 
     A FusedLMHead is such a module, and so is a head that FSDP2 or ZeRO-3 has sharded or accelerate has hooked.
     known   a forward that the caller knows to be the same thing, where the instance has been given one."""
@@ -237,7 +237,7 @@ def plain_head(model: Any, known: Callable[[Any], Any] = lambda head: None) -> A
     return head
 
 
-#: Of a module: what calls would no longer reach, or what shapes its checkpoints.
+#: Hooks of a module that would be lost with it: those of its calls, and those of its checkpoints.
 CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS = (
     *CALL_HOOKS, "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",

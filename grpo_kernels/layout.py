@@ -1,4 +1,4 @@
-"""Tensors of a batch in the shapes that they may have, as flat rows; refusals of what has another."""
+"""Turns the tensors of a batch into flat rows, and refuses shapes that are not supported."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Tensor = torch.Tensor
 
 
 def check_targets(targets: Tensor, mask: Tensor | None, vocab: int, logits: bool = False) -> None:
-    """Raise ValueError naming the first target outside [0, vocab) at a row that counts. `logits`: those that `vocab` was read off
-    may be something else."""
+    """Raise ValueError naming the first target outside [0, vocab) that is not masked. `logits`: `vocab` is the width of a
+    tensor given as logits, which may be hidden states by mistake."""
     if not values_are_checked(targets):
         return
     bad = (targets < 0) | (targets >= vocab)
@@ -88,15 +88,15 @@ def per_token(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | 
 
 
 def of_a_leaf(logits: Tensor) -> bool:
-    """Whether logits are a tensor that gradients are collected for, or a view of one: written in place, its values and its .grad
-    would share memory. torch refuses in-place operations there, too."""
+    """Whether logits are a leaf that requires grad, or a view of one. Written in place, its values and its .grad would share
+    memory; torch refuses in-place operations on a leaf, too."""
     owner = logits if logits._base is None else logits._base
     return torch.is_grad_enabled() and owner.is_leaf and owner.requires_grad
 
 
 def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, whole: bool = True) -> Tensor:
-    """Logits as [A, T, V] with unit stride in V, in the order of targets of `shape`; a view wherever there is one. A part of
-    them (`whole` False) may have no column."""
+    """Logits as [A, T, V] with unit stride in V, in the order of targets of `shape`; a view where possible. One rank's part of
+    a cut vocabulary (`whole` False) may have no column."""
     if not isinstance(logits, Tensor) or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"logits is {got}: pass a float32, bfloat16 or float16 tensor.")
@@ -122,7 +122,7 @@ def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace:
             "it must have unit stride in the vocabulary and no expanded dimension. Pass logits.contiguous() or inplace=False."
         )
     if logits.stride(-1) != 1 and logits.shape[-1] != 1:
-        # contiguous() leaves what has no elements as it is.
+        # Not contiguous(): it does not change the strides of an empty tensor.
         logits = logits.clone(memory_format=torch.contiguous_format)
     if logits.dim() <= 3:
         return logits if logits.dim() == 3 else logits.reshape(1, shape.numel(), logits.shape[-1])

@@ -72,13 +72,13 @@ def token_logprobs(
               p) and "top_id" (its id, int64, the lowest where several are equal; -1 where masked), both without. They come
               as a third result, a dict of tensors of the shape of targets. "top_id" costs one more read of the logits.
     inplace   True: destroys the logits in the backward, which writes the gradient into their memory. Autograd raises where
-              something else still needs their values; reading them afterwards gives the gradient, and nothing can notice
-              that. For the output of a model: a leaf that requires grad is refused.
+              another operation still needs their values. Code that reads the tensor afterwards gets the gradient, without
+              an error. For the output of a model: a leaf that requires grad is refused.
     shard     logits are [.., V / ranks], this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
     backend   "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
 
-    Returns (logps, entropy), with `also` (logps, entropy, dict), fp32, the shape of targets, in nats. The softmax runs in fp32; nothing is rounded to the
-    logits' dtype but the gradient. A row of only -inf gives NaN, as torch.log_softmax does.
+    Returns (logps, entropy), with `also` (logps, entropy, dict), fp32, the shape of targets, in nats. The softmax runs in
+    fp32; only the gradient is rounded to the logits' dtype. A row of only -inf gives NaN, as torch.log_softmax does.
     Raises ValueError on shapes, dtypes, devices or (on the CPU) ids that are wrong; on a GPU an id outside the
     vocabulary gives NaN, see GRPO_KERNELS_CHECK in `python -m grpo_kernels doctor`.
     """
@@ -150,9 +150,9 @@ def linear_logprobs(
 
     Masked rows take part in no product. The forward is one product of the others; the backward, which cannot know the
     upstream gradient before it arrives, computes the logits again: three products of the rows whose upstream gradient is
-    not zero. Nothing but three numbers a row is kept in between, and entropy costs no memory. Logits are fp32, never
-    rounded to 16 bits; the gradient of the weight is summed in fp32. On a GPU, rows are picked by a mask that the host
-    has to read: pass rows that are all wanted (hidden[mask], targets[mask]) to avoid that.
+    not zero. Between forward and backward three numbers per row are kept, and entropy costs no further memory. Logits are fp32,
+    never rounded to 16 bits; the gradient of the weight is summed in fp32. On a GPU, selecting rows by a mask is a
+    host sync: pass only the rows that count (hidden[mask], targets[mask]) to avoid it.
     Raises ValueError naming the argument that is wrong.
     """
     if leaves_the_graph(shard=shard):
@@ -167,7 +167,7 @@ def linear_logprobs(
 
 
 def _check_targets(targets: Tensor, mask: Tensor | None, entropy: bool | str, also: tuple[str, ...]) -> Tensor | None:
-    """The mask as bool, after a look at what needs no logits."""
+    """Check the arguments that do not depend on the logits, and return the mask as bool."""
     if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
         got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
         raise ValueError(

@@ -34,14 +34,14 @@ class LossOutput:
     _objective: Objective = field(repr=False)
     _batch: TokenBatch = field(repr=False)
     rows: TokenRows = field(repr=False)
-    _log_ratio: Tensor | None = field(default=None, repr=False)  # fp32 [n] at the objective's level, where a loss made it
+    _log_ratio: Tensor | None = field(default=None, repr=False)  # fp32 [n] at the objective's level, if the loss computed it
     _metrics: dict[str, Tensor] | None = field(default=None, repr=False)
     __repr__ = describe
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """0-d fp32 tensors on the device of the data (reading one waits for it, making them does not), computed on first use,
-        from the batch's tensors as they are then. Means are over the trained tokens of this batch; with skip_inactive=True,
+        """0-d fp32 tensors on the device of the data, computed on first use from the batch's tensors as they are then.
+        Computing them is no host sync, reading one is. Means are over the trained tokens of this batch; with skip_inactive=True,
         over those that were read.
 
         tokens           trained tokens
@@ -97,7 +97,7 @@ class LossOutput:
             for f in self._objective.filters:
                 over_ranks = self._batch.context_group is not None and not f.one_pass
                 if over_ranks or getattr(f, "process_group", None) is not None:
-                    continue  # to look at metrics must not be a collective
+                    continue  # reading metrics must not start a collective
                 kept = kept & f.keep(logps, self.entropy.reshape(-1), rows, self._batch)
             metrics["kept"] = kept.sum() / tokens
         return metrics

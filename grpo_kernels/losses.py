@@ -49,8 +49,8 @@ def grpo_loss(
     normalizer   the denominator over all micro-batches and ranks, a number or 0-d tensor; None: that of this batch
                  alone, `objective.normalizer(batch)`, at least 1.
     inplace      True: destroys the logits. The gradient overwrites them, so that no second [.., V] tensor exists. Autograd raises
-                 where something else still needs their values; reading them afterwards gives the gradient, and nothing can
-                 notice that. For the output of a model: a leaf that requires grad is refused.
+                 where another operation still needs their values. Code that reads the tensor afterwards gets the gradient,
+                 without an error. For the output of a model: a leaf that requires grad is refused.
     skip_inactive  True: rows that cannot contribute (zero advantage or weight, and neither KL nor entropy bonus, at
                  token level) are not read either; out.logps and out.entropy hold 0 there. Loss and gradient are the same.
     shard        logits are [.., V / ranks], this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
@@ -163,12 +163,12 @@ def objective_loss(
     token_weights: Tensor | None = None,
     normalizer: float | Tensor | Denominators | None = None,
 ) -> LossOutput:
-    """The loss of `objective` over log-probs that are there already: the token stage alone, for who makes them elsewhere.
+    """The loss of `objective` over log-probs that were computed elsewhere: the token stage alone.
 
         logps, entropy = token_logprobs(logits, batch.targets, mask=batch.mask, entropy=True)
         objective_loss(logps, batch, objective, entropy=entropy).loss.backward()
 
-    logps          float, the shape of batch.targets, whose ids nobody reads; gradients flow to it and to entropy.
+    logps          float, the shape of batch.targets, whose ids are not read; gradients flow to it and to entropy.
     entropy        likewise, in nats; needed for an entropy bonus and by filters of entropy. None: out.entropy is NaN.
     token_weights  float [B] or the shape of targets: multiplies all terms of a token, the KL's too. For denominators that
                    no `aggregate` has; unlike a mask it takes nothing out of them.
@@ -229,7 +229,7 @@ def _check_specs(batch: TokenBatch, objective: Objective) -> None:
 
 
 def total(losses: Tensor) -> Tensor:
-    """Their sum in fp64, as fp32: how torch cuts a sum up, by thread count say, is then below its rounding."""
+    """Their sum in fp64, rounded to fp32: so the result does not depend on how torch splits the sum among threads."""
     return losses.sum(dtype=torch.float64).to(torch.float32)
 
 
@@ -258,7 +258,7 @@ def _loss(
 def _loss_of_logps(
     logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows
 ) -> LossOutput:  # fmt: skip
-    """The token stage alone, over flat log-probs and entropy [n]."""
+    """The loss of flat log-probs and entropy [n]: the token stage alone."""
     L, H = logps.detach(), None if entropy is None else entropy.detach()
     x = None if objective.one_pass else objective.log_ratio(L, rows, batch)
     losses, d_logps, d_entropy = objective.token_stage(L, H, rows, batch, x)
@@ -269,7 +269,7 @@ def _loss_of_logps(
 
 
 class _TokenStage(torch.autograd.Function):
-    """The sum of losses that were computed with their slopes, as a function of log-probs and entropy."""
+    """The sum of per-token losses, differentiable in log-probs and entropy: their slopes were computed beside the losses."""
 
     @staticmethod
     def forward(logps: Tensor, entropy: Tensor | None, losses: Tensor, d_logps: Tensor, d_entropy: Tensor | None) -> Tensor:
@@ -290,8 +290,8 @@ def _times(d_loss: Tensor, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
 
 @dataclass(eq=False)
 class OneVisit:
-    """What a loss in one visit needs beside its tensors. Inside an autograd Function gradients are always off: whether the
-    caller has them on is noted here."""
+    """What a one-visit loss needs beside its tensors. Inside forward, grad mode is off: `gradients` records that of
+    the caller."""
 
     source: Logits | Hidden
     rows: TokenRows
@@ -301,7 +301,7 @@ class OneVisit:
 
 
 class _GradientInForward(torch.autograd.Function):
-    """Loss, log-probs and entropy of a source's rows; the gradient is computed beside them, and only scaled in the backward."""
+    """Loss, log-probs and entropy of a source's rows. The gradient is computed in the forward; the backward only scales it."""
 
     @staticmethod
     def forward(ctx: Any, visit: OneVisit, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""One call from a language model to its loss: base model, hidden states, head, bias, softcap and scale are found here."""
+"""The loss of a language model in one call, which finds base model, hidden states, head, bias, softcap and scale."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def loss_from_model(
     input_ids    int64 [B, T], or [1, N] (also [N]) of packed sequences.
     batch        its targets are the tokens that follow: the shape of input_ids, as `shift_targets` makes them (row t predicts
                  input_ids[t + 1], the last row nothing: it is masked), or [B, K], the last K tokens of input_ids. Packed: [N].
-                 That they are is checked where the mask is set: on a CPU with a ValueError, on a GPU by the device, which nobody
-                 waits for and which stops the program. old_logps and the others are in the shape of the targets.
+                 This is checked where the mask is set: on a CPU with a ValueError, on a GPU with an asynchronous assertion,
+                 which stops the program without a host sync. old_logps and the others have the shape of the targets.
     temperature  divides the logits: a number or a tensor, see `LogitTransform`.
     transform    in place of `LogitTransform.of(model, temperature=temperature)`, for a model that it does not know.
     inputs       what else the base model takes: attention_mask, position_ids (packed sequences need their own), pixel_values.
     backend      as in `grpo_loss`, like all that is not here: normalizer, skip_inactive, strict.
 
-    A router's auxiliary loss is not part of it. Raises ValueError naming the argument that is wrong, and for what a call of the
-    base model would leave out: an adapter, a hook, a patch or quantised numbers on the head, prompt tuning, an encoder, a wrapper
-    that has to see the call (DDP, FSDP, torch.compile)."""
+    A router's auxiliary loss is not included. Raises ValueError naming the argument that is wrong, and where calling the base
+    model would skip something: an adapter, a hook, a patch or quantised numbers on the head, prompt tuning, an encoder, a
+    wrapper whose forward must be called (DDP, FSDP, torch.compile)."""
     _check_wrappers(model)
     inner = language_model(model)
     if transform is None:
@@ -68,7 +68,9 @@ def loss_from_model(
     _check_alignment(input_ids, batch)
     for name in ("labels", "logits_to_keep", "inputs_embeds", "return_dict"):
         if name in inputs:
-            raise ValueError(f"{name} is given, but nothing here looks at it: leave it out. The batch says what counts.")
+            raise ValueError(
+                f"{name} is given, but it is not used here: leave it out. Targets and mask are those of the batch."
+            )
     if "use_cache" in inspect.signature(base.forward).parameters:
         inputs.setdefault("use_cache", False)
     hidden = base(input_ids=input_ids if input_ids.dim() > 1 else input_ids[None], **inputs)[0]
@@ -96,7 +98,7 @@ def _check_wrappers(model: Any) -> None:
     for name in ("module", "_orig_mod"):
         if isinstance(getattr(model, name, None), nn.Module):
             raise ValueError(
-                f"model is a {type(model).__name__}, which has to see the call itself: make loss_from_model(model.{name}, ...) the "
+                f"model is a {type(model).__name__}, whose forward must be called: make loss_from_model(model.{name}, ...) the "
                 "forward of a module of yours and wrap (or compile) that, or install a FusedLMHead (grpo_kernels.head)."
             )
 
@@ -143,12 +145,12 @@ def _base_model(model: Any) -> Any:
 
 
 def _flat(input_ids: Tensor, batch: TokenBatch) -> bool:
-    """Whether these are packed sequences, which a model takes as a batch of one."""
+    """Whether input_ids [1, N] are packed sequences of a batch [N]: a model takes them as a batch of one."""
     return batch.targets.dim() == 1 and input_ids.dim() == 2 and input_ids.shape[0] == 1
 
 
 def _rows(hidden: Tensor, input_ids: Tensor, batch: TokenBatch) -> Tensor:
-    """Of hidden states [B, T, H], those that predict the targets."""
+    """The rows of hidden states [B, T, H] that predict the targets."""
     if hidden.shape[:-1] != (input_ids.shape if input_ids.dim() > 1 else (1, *input_ids.shape)):
         raise ValueError(
             f"the base model made hidden states {list(hidden.shape)} of input_ids {list(input_ids.shape)}: their positions must be the "
@@ -192,10 +194,10 @@ def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
         return
     following = ids.roll(-1, -1) if whole else ids[..., total - count :]
     wrong = targets != following.to(targets.device)
-    if whole:  # what a sequence's last row would predict is not there
+    if whole:  # the last row of a sequence has no next token
         wrong[..., -1:] = True
         if batch.cu_seqlens is not None:
-            wrong[batch.cu_seqlens[1:].long() - 1] = True  # of an empty sequence in front, the last row again
+            wrong[batch.cu_seqlens[1:].long() - 1] = True  # an empty first sequence gives -1: the last row, set already
     wrong = wrong if mask is None else wrong & mask
     if not values_are_checked(targets):
         torch._assert_async(~wrong.any(), "loss_from_model: batch.targets are not the tokens that follow in input_ids")

@@ -32,16 +32,17 @@ TRANSFORM = "float scale, float softcap, float inv_temperature, Tensor? inv_temp
 
 
 def is_traced() -> bool:
-    """Whether torch.compile, torch.export or a transform of torch.func looks on."""
+    """Whether torch.compile, torch.export or a transform of torch.func is tracing this call."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: the function as an operator of this schema; `fake` makes empty results from the same arguments."""
+    """Decorator: registers the function as an operator with this schema; `fake` makes empty results of the same
+    shapes."""
 
     def register(function: Callable[..., Any]) -> Any:
         name = function.__name__.removeprefix("_")
-        # From hidden states the host waits for row counts, which a CUDA graph cannot hold.
+        # From hidden states the host waits for row counts, which a CUDA graph cannot capture.
         unsafe = getattr(torch.Tag, "cudagraph_unsafe", None) if name.startswith("linear") else None
         options: dict[str, Any] = {} if unsafe is None else {"tags": (unsafe,)}
         operator = torch.library.custom_op(f"grpo_kernels::{name}", function, mutates_args=(), schema=schema, **options)
@@ -107,16 +108,16 @@ def _linear_pull(
     slopes, (transform, backend) = Slopes(*rest[:4]), _at_run_time(rest[4:], targets.device)
     tensors, stats = (hidden, weight, bias), RowStats(partials, tuple(names))
     gradients = Hidden(backend, dtype).pull(tensors, (h, w, b), targets, read, stats, slopes, transform)
-    return tuple(hidden.new_empty(0) if g is None else g for g in gradients)  # an operator returns a tensor for everything
+    return tuple(hidden.new_empty(0) if g is None else g for g in gradients)  # an operator cannot return None
 
 
-# ---- what the public functions ask for: a source that computes at once, or one that puts these operators into a graph
+# ---- the source that a public function uses: one that computes now, or one that puts these operators into a graph
 
 
 def logits_source(
     logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, shard: VocabShard | None, backend: str, strict: bool
 ) -> tuple[Tensor, Source]:
-    """The logits of targets of `shape` as checked rows [A, T, V], and the source that they are."""
+    """(checked logits as rows [A, T, V] in the order of targets of `shape`, the source that reads them)."""
     check_shard(shard)
     rows = logit_rows(logits if shard is None else shard.local("logits", logits, -1), shape, device, inplace, shard is None)
     if torch.compiler.is_compiling():
@@ -127,7 +128,7 @@ def logits_source(
 def hidden_source(
     head: Head, read: Tensor | None, backend: str, strict: bool, index: Tensor | None = None, active: int | None = None
 ) -> Source:
-    """The source of a checked head. `index` and `active` as `Hidden` has them, where they are known."""
+    """The source for a checked head. `index` and `active`: see `Hidden`; None where the caller does not know them."""
     device = head.hidden.device
     if torch.compiler.is_compiling():
         return TracedHidden(backend, strict, head.dtype)
@@ -137,19 +138,19 @@ def hidden_source(
 
 
 def leaves_the_graph(**groups: Any) -> bool:
-    """Whether a call has to leave the graph, since operators know no process groups. torch.func has no way out."""
+    """Whether a call has to break the graph, because the operators take no process groups. ValueError under torch.func."""
     given = [name for name, value in groups.items() if value is not None]
     if given and not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise ValueError(f"{given[0]} is given under torch.func, which knows no process groups: use torch.autograd.")
+        raise ValueError(f"{given[0]} is given under torch.func, which does not support process groups: use torch.autograd.")
     return bool(given) and torch.compiler.is_compiling()
 
 
 def outside(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """A public function in eager code, at a break of the graph; fullgraph=True names this."""
+    """Run a public function eagerly, at a graph break; the error of fullgraph=True names this function."""
     return torch.compiler.disable(function)(*arguments, **options)
 
 
-# What torch.compiler.disable notes; as a decorator it would import the whole compiler with this package.
+# The attribute that torch.compiler.disable sets. Used as a decorator, it would import the whole compiler with this package.
 outside._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""How many rows of a batch are of a kind: numbers that a GPU sends to the host before they are asked for, and when they are old."""
+"""Row counts of a batch: a GPU sends them to the host early, and tensor versions tell when they are stale."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ UNSEEN = (
 
 
 def versions_of(*tensors: Tensor | None) -> list[int]:
-    """Of tensors that have a version, which inference mode makes none with."""
+    """The version counters of the tensors; a tensor made in inference mode has none."""
     return [x._version for x in tensors if x is not None and not x.is_inference()]
 
 
 class Counts:
-    """Numbers on their way from a GPU to the host: asking for them waits for the copy, not for work queued since."""
+    """Numbers that are being copied from a GPU to the host. Reading them waits for the copy only, not for later work."""
 
     def __init__(self, counts: Tensor) -> None:
         with torch.cuda.device(counts.device):

@@ -50,7 +50,7 @@ class LogitTransform:
 
     @classmethod
     def of(cls, model: Any, *, temperature: float | Tensor = 1.0) -> LogitTransform:
-        """What the own forward of a causal language model of transformers does to head(hidden), and then the temperature.
+        """What the forward of a causal language model of transformers does to head(hidden), followed by the temperature.
 
             logps, _ = linear_logprobs(hidden, model.lm_head.weight, targets, transform=LogitTransform.of(model))
 

@@ -76,8 +76,8 @@ def group_advantages(
     singleton    what a group with one reward gets: "zero", or "raw": baseline 0 and a group scale of 1 (verl, SkyRL).
 
     Equal rewards in a group give exactly 0 (except to baseline="none" and "raw"), tested by max == min: in fp32 their mean
-    need not equal them, and the residue over eps is an advantage of up to 1e-3 (0.1 at eps 1e-6) that means nothing. Exact
-    zeros are also what lets the kernels skip such rows.
+    need not equal them, and the residue over eps is an advantage of up to 1e-3 (0.1 at eps 1e-6) that means nothing. Kernels
+    can skip rows whose advantage is exactly 0.
 
     Raises ValueError, naming the index, for NaN or infinite rewards (looked at where `values_are_checked`), for group sizes
     that do not divide B, and for arguments that do not go together.
@@ -113,7 +113,7 @@ def group_advantages(
 
 @dataclass(frozen=True, eq=False)
 class _Normalisation:
-    """What `group_advantages` does to the rewards [B] of one function; its fields are arguments of that."""
+    """The normalisation of `group_advantages` for the rewards [B] of one function; its fields are arguments of that."""
 
     within: Groups
     tokens: Tensor | None
@@ -124,7 +124,7 @@ class _Normalisation:
     singleton: str
 
     def __call__(self, r: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
-        """Advantages [B], and where they are 0 by rule."""
+        """(advantages [B], where they are set to exactly 0)."""
         within, scale = self.within, self.scale
         size = within.sum(scored.double())
         mean = within.sum(r) / size.clamp(min=1.0)
@@ -143,7 +143,7 @@ class _Normalisation:
         return torch.where(zero, 0.0, divided), zero
 
     def _above_baseline(self, r: Tensor, scored: Tensor, centred: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-        """Rewards less the baseline [B], and where there is none."""
+        """(rewards minus the baseline [B], where there is no baseline)."""
         nowhere = torch.zeros_like(scored)
         if self.baseline == "none":
             return r, nowhere
@@ -156,7 +156,7 @@ class _Normalisation:
         return centred - self.within.sum(counted * centred) / total, total == 0
 
     def _divided(self, advantages: Tensor, r: Tensor, scored: Tensor, centred: Tensor, size: Tensor, mean: Tensor) -> Tensor:
-        """By what the group says of their spread."""
+        """Advantages divided by the scale of their group."""
         if self.scale == "group":
             squares = self.within.sum(centred * centred)
             return advantages / ((squares / (size - int(self.unbiased)).clamp(min=1.0)).sqrt() + self.eps)
@@ -239,7 +239,7 @@ def a2po_values(rewards: Tensor, *, group_size: int | None = None, groups: Tenso
 
 
 def zero_variance(rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None) -> Tensor:
-    """bool [B]: True where all rewards of the group are equal, exactly (max == min), so that it has nothing to teach.
+    """bool [B]: True where all rewards of the group are exactly equal (max == min), so that the group gives no gradient.
 
     NaN counts as not scored; a group with no reward at all is True. Raises ValueError as `group_advantages` does."""
     r, scored = read_rewards(rewards, "skip")
@@ -257,7 +257,7 @@ def group_metrics(
     groups: Tensor | None = None,
     extremes: tuple[float, float] = (0.0, 1.0),
 ) -> dict[str, Tensor]:
-    """What the rewards [B] of a batch say about its groups: 0-d fp32 tensors, left on the device.
+    """Statistics of the groups of a batch from its rewards [B]: 0-d fp32 tensors, left on the device.
 
     zero_variance   share of the groups whose rewards are all equal, exactly
     all_wrong       share of the groups with no reward above extremes[0]; all_correct: with none below extremes[1]
@@ -293,7 +293,7 @@ def group_metrics(
 
 
 def _weighted_sum(columns: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
-    """Term by term, so that equal rows have equal sums; a matrix product may add them in different orders."""
+    """Added term by term, so that equal rows have exactly equal sums. A matrix product may add rows in different orders."""
     total = torch.zeros_like(columns[0])
     for column, factor in zip(columns, factors, strict=True):
         total = total + factor * column
@@ -311,10 +311,10 @@ def _mean_and_std(values: Tensor, counted: Tensor, unbiased: bool) -> tuple[Tens
 def _std_of_others(
     within: Groups, r: Tensor, scored: Tensor, centred: Tensor, size: Tensor, unbiased: bool
 ) -> tuple[Tensor, Tensor]:
-    """[B] std of the group's scored rewards without one's own, and where those are equal, exactly (or fewer than 2).
+    """([B] std of the group's other scored rewards, where those are exactly equal or fewer than 2).
 
-    Leaving out r takes n/(n-1) (r - mean)^2 from the sum of squares, of which little may be left where r is the furthest from
-    the mean: the sum of that one's others is made anew. What rounding leaves of equal ones is not 0, hence the second result."""
+    Leaving out r subtracts n/(n-1) (r - mean)^2 from the sum of squares. For the r furthest from the mean this cancels, so the
+    sum over its others is computed again. For equal rewards rounding leaves a std other than 0, hence the second result."""
     highest = within.max_of_others(torch.where(scored, r, -math.inf))
     lowest = -within.max_of_others(torch.where(scored, -r, -math.inf))
     own = centred * centred * size / (size - 1.0).clamp(min=1.0)

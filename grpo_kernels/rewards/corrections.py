@@ -103,7 +103,7 @@ def importance_weights(
         if process_group is not None:
             torch.distributed.all_reduce(total, group=process_group)
         mean = total[0] / total[1]
-        w = torch.where(mean > 0, w / mean, w)  # where all are 0 or none is trained there is nothing to divide
+        w = torch.where(mean > 0, w / mean, w)  # with no trained token, or only zeros, there is no mean to divide by
     return _per_token(batch, w if level == "token" else batch.spread(w))
 
 
@@ -172,8 +172,8 @@ def off_policy_sequence_mask(batch: TokenBatch, logps: Tensor, *, delta: float) 
 
 
 def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
-    """1 for the tokens with the smallest (log w)^2, as many as have a mean below `threshold`, at least one: fp32, the shape
-    of targets, 0 where masked. The rest, the largest, is dropped; of equal ones the later first.
+    """1 for the tokens with the smallest (log w)^2: as many as keep the mean below `threshold`, at least one. fp32, the shape
+    of targets, 0 where masked. The tokens with the largest are dropped; of equal ones the later first.
 
     threshold is above 0 (0.04 in the paper). Raises ValueError like `importance_weights`.
     Source: M2PO arXiv 2510.01161; AReaL's `m2_threshold`.
@@ -182,8 +182,8 @@ def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
     x, trained = _log_weights(batch), _trained(batch)
     ordered, order = torch.sort(torch.where(trained, x * x, torch.inf), stable=True)
     rank = torch.arange(batch.rows, device=x.device)
-    # The mean of the k smallest rises with k. Bisection for the last k below the threshold: each step is a plain sum, which,
-    # unlike a cumulative one, has a fixed order on a GPU, and nothing has to be looked at by the host.
+    # The mean of the k smallest rises with k, so bisection finds the last k below the threshold. Each step is a plain sum,
+    # whose order is fixed on a GPU, unlike that of a cumulative sum, and there is no host sync.
     kept, most = torch.ones((), dtype=torch.int64, device=x.device), trained.sum()
     for _ in range(batch.rows.bit_length()):
         middle = (kept + most + 1) // 2
@@ -234,8 +234,8 @@ def correction_metrics(
     log_ppl_difference                              mean of log-perplexity under old, less that under the sampler
     chi2_sequence                                   mean of W^2, less 1
 
-    weights are given per token (the shape of targets). A batch without trained tokens gives 0 throughout. Nothing waits for
-    the device. Raises ValueError like `importance_weights`.
+    weights are given per token (the shape of targets). A batch without trained tokens gives 0 throughout. There is no
+    host sync. Raises ValueError like `importance_weights`.
     """
     for name, bound in (("low", low), ("high", high)):
         if bound is not None:
@@ -248,7 +248,7 @@ def correction_metrics(
         return torch.where(among, values, 0.0).sum() / among.sum().clamp(min=1)
 
     def largest(values: Tensor) -> Tensor:
-        none = torch.full((1,), -torch.inf, dtype=values.dtype, device=values.device)  # max of nothing raises
+        none = torch.full((1,), -torch.inf, dtype=values.dtype, device=values.device)  # max of an empty tensor raises
         return torch.where(n > 0, torch.cat([none, torch.where(trained, values, -torch.inf)]).max(), 0.0)
 
     w = x.exp()

@@ -1,4 +1,4 @@
-"""Entropy as a control: the threshold above which tokens are trained on, and a coefficient that holds entropy up."""
+"""Entropy control: the threshold above which tokens are trained on, and a coefficient that keeps entropy from falling."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, share: float, process_group
     if mask.shape != entropy.shape:
         raise ValueError(f"mask has shape {list(mask.shape)}, but entropy has {list(entropy.shape)}: they must be the same.")
     values = entropy.detach().reshape(-1).to(torch.float32)
-    # Infinity marks what does not count and sorts behind what does.
+    # Infinity marks tokens that do not count, and sorts behind the others.
     values = torch.where((mask.reshape(-1) != 0) & values.isfinite(), values, torch.inf)
     if process_group is not None:
         values = _gather(values, process_group)

@@ -1,5 +1,5 @@
-"""Every estimator of advantages and every correction of the sampler's mismatch by its name: one table of each, which
-`TokenBatch.from_rewards` and the reference trainer's options read.
+"""Estimators of advantages and corrections of the sampler mismatch by name. `TokenBatch.from_rewards` and the options of the
+reference trainer read these two tables.
 
     advantages = ADVANTAGES["rloo"](Evidence(rewards, group_size=8))
     batch = CORRECTIONS["tis"](batch, high=2.0)
@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """What is known of a batch of B completions, from which advantages are estimated. Per token: [B, T], or [N] with cu_seqlens.
+    """The data from which advantages of B completions are estimated. Per token means [B, T], or [N] with cu_seqlens.
 
     rewards      float [B]: of each completion, those of several functions added up.
     group_size, groups   which completions answer one prompt, as in `group_advantages`.
@@ -66,9 +66,10 @@ _FIELDS = frozenset(f.name for f in dataclasses.fields(Evidence))
 
 @dataclass(frozen=True)
 class Estimator:
-    """Advantages of an Evidence: `function`, called with the fields that it takes, and with options on top of `options`.
+    """Computes advantages from an Evidence: calls `function` with the fields that it takes and with `options`, which a call may
+    override.
 
-    needs    fields without which it cannot be had: of those that the function takes, the ones that have no default there.
+    needs    fields that must be given: parameters of the function without a default.
     passes_to   functions whose options it takes too."""
 
     name: str
@@ -106,8 +107,8 @@ class Estimator:
 
 @dataclass(frozen=True)
 class Correction:
-    """A change of a TokenBatch that was sampled by somebody else: `function`, with options on top of `options`. What it returns
-    multiplies the batch's weights, or is its mask."""
+    """Corrects a TokenBatch for the mismatch to its sampler: calls `function` with `options`, which a call may override. The
+    result multiplies the batch's weights, or becomes its mask."""
 
     name: str
     function: Callable[..., Tensor]
@@ -116,15 +117,17 @@ class Correction:
     def __call__(
         self, batch: TokenBatch, *, finished: Tensor | None = None, process_group: Any = None, **options: Any
     ) -> TokenBatch:
-        """The corrected batch. finished, bool [B]: which completions ended by themselves. process_group: what is normalised over
-        the batch is so over these ranks. Raises TypeError for an option that it does not have, ValueError as the function does."""
+        """The corrected batch. finished, bool [B]: which completions ended by themselves. process_group: the ranks over which a
+        correction normalises. Raises TypeError for an option that it does not have, ValueError as the function does."""
         parameters = inspect.signature(self.function).parameters
         for name, value in options.items():
             if name not in parameters:
                 raise TypeError(f"{name}={value!r}: the correction {self.name!r} has no such option.")
         chosen = {**self.options, **options}
         if self.function is without_truncated:
-            require(finished is not None, "finished", None, f"the correction {self.name!r} needs to know who ended.")
+            require(
+                finished is not None, "finished", None, f"the correction {self.name!r} needs to know which completions ended."
+            )
             mask = torch.ones_like(batch.targets, dtype=torch.bool) if batch.mask is None else batch.mask
             return dataclasses.replace(batch, mask=without_truncated(mask, finished, cu_seqlens=batch.cu_seqlens))  # type: ignore[arg-type]
         if self.function is off_policy_sequence_mask:
@@ -135,7 +138,7 @@ class Correction:
         return dataclasses.replace(batch, weights=weights if before is None else weights * before.view(weights.shape))
 
 
-# ---- estimators that are made of several functions
+# ---- estimators that combine several functions
 
 
 def _group(
@@ -168,7 +171,7 @@ def _gdpo(
 
 
 def _gpg(rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None, **options: Any) -> Tensor:
-    """Centred rewards, times the share of the completions whose group has something to teach (GPG, arXiv 2504.02546)."""
+    """Centred rewards times B / (completions in groups whose rewards differ) (GPG, arXiv 2504.02546)."""
     which: dict[str, Any] = {"group_size": group_size, "groups": groups}
     return gpg_scale(rewards, **which) * group_advantages(rewards, **which, **options)
 
@@ -184,7 +187,7 @@ def _reinforce_pp(
     gamma: float = 1.0,
     **whitening: Any,
 ) -> Tensor:
-    """Discounted returns of the completion's reward, less a baseline of its group if asked for, whitened over all tokens
+    """Discounted returns of the completion's reward, minus the baseline of its group if given, whitened over all tokens
     (REINFORCE++, arXiv 2501.03262)."""
     centred = group_advantages(rewards, group_size=group_size, groups=groups, baseline=baseline, scale="none")
     per_token = at_last_token(centred, mask=mask, cu_seqlens=cu_seqlens)
@@ -253,7 +256,7 @@ ADVANTAGES: dict[str, Estimator] = _table(
     ("optimal_token", _optimal_token),
 )
 
-#: The table of `corrections` says who has which.
+#: The table at the top of corrections.py says which trainer has which.
 CORRECTIONS: dict[str, Correction] = _table(
     Correction,
     ("importance_weights", importance_weights),

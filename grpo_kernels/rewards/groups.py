@@ -1,4 +1,4 @@
-"""Which rewards share a prompt, and reductions over those that do."""
+"""Groups of rewards that share a prompt, and reductions over them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 class Groups:
     """Reductions over members with equal ids, each member receiving its group's value: [n] -> [n].
 
-    In a fixed order, without atomics, and without asking the device how many groups there are: there is room for n."""
+    Sums have a fixed order and use no atomics. There is room for n groups, so their number needs no host sync."""
 
     def __init__(self, ids: Tensor) -> None:
         self.order = torch.argsort(ids, stable=True)

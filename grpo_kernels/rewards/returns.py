@@ -74,7 +74,7 @@ def gae(
     else:
         _check_share("lam", lam)
         decay = gamma * lam
-    # The value at t, or at the next trained token: what the token before will look at.
+    # The value at t if trained, else at the next trained token: V_{t+1} of the token before.
     at_or_after = tokens.backwards(torch.where(tokens.trained, 0.0, 1.0), v)
     delta = r + gamma * tokens.next(at_or_after) - v
     advantages = tokens.to_go(decay, torch.where(tokens.trained, delta, 0.0))
@@ -147,7 +147,7 @@ def kl_in_reward(
     _float_tensor("rewards", rewards)
     how = as_kl(kl)
     plain = how.weighting == "none" and not how.straight_through and how.estimator != "distillation"
-    require(plain, "kl", kl, "in a reward only the value of an estimator counts: leave out what shapes its gradient.")
+    require(plain, "kl", kl, "in a reward only the value of an estimator is used: leave out options of its gradient.")
     logp, ref_logp = tokens.values("logps", logps), tokens.values("ref_logps", ref_logps)
     penalty = beta * kl_terms(logp, logp, ref_logp, torch.zeros_like(logp), how.clamps, **how.formula)[0]
     if rewards.shape == (tokens.sequences,) and rewards.shape != tokens.shape:
@@ -194,7 +194,7 @@ def optimal_token_advantages(
     ids = group_ids(tokens.sequences, rewards.device, group_size, groups)[tokens.sequence]
     if not len(returns):
         return tokens.shaped(returns)
-    # Tokens of one group at one step: groups of groups. Untrained ones are at no step, 0.
+    # One peer group for each prompt and step. Untrained tokens have step 0.
     group = Groups(ids).group * (len(ids) + 1)
     peers = Groups(group + torch.where(tokens.trained, step, 0))
     baseline = peers.sum(returns * path) / (peers.sum(path) + 1e-8)
@@ -289,12 +289,12 @@ class _Tokens:
         return _scan(torch.where(self.followed, decay, 0.0), x, self.longest)
 
     def to_go(self, decay: float | Tensor, x: Tensor) -> Tensor:
-        """y_t = x_t + decay y over the trained tokens; the others pass on what comes after them."""
+        """y_t = x_t + decay y_{t+1} over the trained tokens; untrained ones pass the value after them on unchanged."""
         return self.backwards(torch.where(self.trained, decay * torch.ones_like(x), 1.0), x)
 
     def so_far(self, x: Tensor) -> Tensor:
         """Sum of x over the sequence up to and including each token."""
-        follows = torch.cat((self.followed[-1:], self.followed[:-1]))  # the very last token is followed by none
+        follows = torch.cat((self.followed[-1:], self.followed[:-1]))  # the last token of all has no follower
         return _scan(follows.double().flip(0), x.flip(0), self.longest).flip(0)
 
     def at_last(self, x: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ class _Tokens:
 
 
 def _scan(decay: Tensor, x: Tensor, length: int) -> Tensor:
-    """y_i = x_i + decay_i y_{i+1}, decay being 0 at least once in `length` places, by doubling: log2(length) passes."""
+    """y_i = x_i + decay_i y_{i+1} in log2(length) passes. decay is 0 at least once in every `length` neighbouring places."""
     reach = 1
     while reach < length:
         x = torch.cat((x[:-reach] + decay[:-reach] * x[reach:], x[-reach:]))

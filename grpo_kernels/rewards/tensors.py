@@ -1,4 +1,4 @@
-"""Rewards, and what goes with them, as fp64 tensors; refusals of what is something else."""
+"""Reads rewards, lengths and weights into fp64 tensors, and refuses wrong types, shapes and values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 def read_rewards(
     rewards: Tensor, missing: str = "raise", *, several: bool = False, name: str = "rewards"
 ) -> tuple[Tensor, Tensor]:
-    """Rewards in fp64, 0 where there is none, and where there is one; [B], or [B, K] if several functions gave them."""
+    """(rewards in fp64 with 0 in place of missing ones, where they are not missing); [B], or [B, K] of `several` functions."""
     if not isinstance(rewards, Tensor) or rewards.is_complex():
         got = rewards.dtype if isinstance(rewards, Tensor) else type(rewards).__name__
         raise ValueError(f"{name} is {got}: pass a float tensor, one number per completion, [B].")

@@ -1,8 +1,8 @@
 """The engine from hidden states: product -> row kernel -> products, some rows at a time; `[N, V]` logits never exist.
 
-A chunk of rows is projected to fp32 logits, the row kernel turns them into their gradient, and two products carry it
-into d_hidden and d_weight. Three products where the loss is known in the forward (`fused`); one, and three more for the
-rows that get a gradient, where the slopes arrive later (`forward`, then `backward`). Rows that are not named take no part.
+A chunk of rows is projected to fp32 logits, the row kernel computes the gradient of the logits, and two products turn that into
+d_hidden and d_weight. This is three products where the loss is known in the forward (`fused`). Where the slopes arrive later,
+it is one product in `forward`, and three in `backward` for the rows that get a gradient. Rows outside `index` are not projected.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from .backends import Backend, FusedRows
 from .products import products_for
 from .rows import RowStats, RowTransform, Slopes
+from .shard import VocabShard, check_shard, refuse_managed
 
 if TYPE_CHECKING:
     from ..formulas.token_stage import TokenRows
     from ..objective import Objective
-from .shard import VocabShard, check_shard, refuse_managed
 
 Tensor = torch.Tensor
 
-#: Bytes of one chunk of fp32 logits. On a GPU the sum of d_weight is read and written once a chunk, which 2048 rows of a
-#: large vocabulary make cheap; on a CPU a chunk has to be large enough for the products to be efficient.
+#: Bytes of one chunk of fp32 logits. On a GPU the sum of d_weight is read and written once per chunk, which is cheap with 2048
+#: rows of a large vocabulary. On a CPU a chunk has to be large enough for the products to be efficient.
 CHUNK_BYTES = {"cpu": 160 << 20, "cuda": 1600 << 20}
 
 
@@ -58,7 +58,7 @@ def check_head(
     device: torch.device,
     shard: VocabShard | None = None,
 ) -> Head:
-    """Flat hidden states and a plain local head, or a ValueError that says what is wrong and what to do."""
+    """Check hidden states and head, and return them as flat rows and local tensors. Raises ValueError with the remedy."""
     check_shard(shard)
     for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if x is None and name == "bias":
@@ -128,30 +128,31 @@ def _local(name: str, x: Tensor, partial: bool = False) -> Tensor:
 
 
 class Engine:
-    """One call's pass over the rows of a head, collecting the gradients that are wanted: (hidden, weight, bias)."""
+    """One pass over the rows of a head. `wanted` says which gradients it accumulates: (hidden, weight, bias)."""
 
     def __init__(self, head: Head, backend: Backend, wanted: tuple[bool, bool, bool] = (False, False, False)) -> None:
         self.head, self.backend, self.wanted = head, backend, wanted
         self.products = products_for(head.weight.detach(), None if head.bias is None else head.bias.detach(), head.dtype)
         self.hidden = head.hidden.detach()
-        # By the whole vocabulary and the device, never by the number of rows or what this rank has of the vocabulary: ranks
-        # that share it must cut alike, and what a chunk's sum of d_weight costs, as a share, depends on its rows alone.
+        # The size depends on the whole vocabulary and the device, not on the number of rows or on this rank's part of the
+        # vocabulary: ranks that share a vocabulary must cut alike. The relative cost of adding to d_weight depends on a chunk's
+        # rows only.
         rows = CHUNK_BYTES.get(self.hidden.device.type, CHUNK_BYTES["cuda"]) // (4 * head.vocab)
         self.chunk_rows = max(64, rows // 64 * 64)
-        # fp32 where a bias sums the gradient up too, and where the row kernel could not narrow it in place.
+        # The gradient of the logits stays fp32 if the bias needs its sum, or if the row kernel cannot narrow it in place.
         self.exact = wanted[2] or not backend.WRITES_BEHIND_READS
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
         if wanted[0]:
-            # A loss scale may still come: fp16 would have underflowed by then.
+            # fp32 for fp16: the loss scale is applied later, and fp16 would underflow before.
             dtype = torch.float32 if self.hidden.dtype == torch.float16 else self.hidden.dtype
             self.d_hidden = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
         if wanted[2]:
             self.d_bias = torch.zeros(head.weight.shape[0], device=self.hidden.device, dtype=torch.float32)
 
     def forward(self, index: Tensor, targets: Tensor, transform: RowTransform, names: tuple[str, ...]) -> RowStats:
-        """Partials [q, N] of all rows: of those in `index` computed, of the others those of a row that is not read."""
+        """Partials [q, N]: computed for the rows of `index`; the other rows get the values of a row that is not read."""
         stats = RowStats.not_read(names, targets.numel(), self.hidden.device)
         for at, hidden in self._chunks(index):
             logits = self.products.logits(hidden)
@@ -181,7 +182,7 @@ class Engine:
             del logits, d_logits, out
 
     def backward(self, index: Tensor, targets: Tensor, stats: RowStats, slopes: Slopes, transform: RowTransform) -> None:
-        """Gradients of the rows of `index`, their logits computed again. All vectors are those of all rows, [N]."""
+        """Accumulate the gradients of the rows of `index`; their logits are computed again. All vectors cover all rows, [N]."""
         for at, hidden in self._chunks(index):
             logits = self.products.logits(hidden)
             d_logits = self.products.gradient_buffer(logits, self.exact)
@@ -204,7 +205,7 @@ class Engine:
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
 
     def gradients(self) -> Gradients:
-        """(d_hidden, d_weight, d_bias) as they were summed, None where not wanted."""
+        """(d_hidden, d_weight, d_bias) in the dtype of the sums; None for those that are not wanted."""
         if self.wanted[1] and self.d_weight is None:  # no row had a gradient, which is a gradient of 0
             self.d_weight = torch.zeros(self.head.weight.shape, device=self.hidden.device, dtype=torch.float32)
         if self.d_hidden is not None and self.head.shard is not None:

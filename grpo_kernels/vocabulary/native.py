@@ -1,7 +1,7 @@
 """The compiled module `grpo_kernels._cpu`: where it is, and what it was built from.
 
-Python started in a checkout imports the checkout, also where `pip install .` has put the compiled module elsewhere. A checkout
-that has no module of its own therefore takes that of the installed copy, if it was built from the same sources."""
+Python started in a checkout imports the package from there, even if `pip install .` has put the compiled module into
+site-packages. A checkout without a compiled module uses that of the installed copy, if it was built from the same sources."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules[NAME] = module
-    sys.modules["grpo_kernels"]._cpu = module  # type: ignore[attr-defined]  # what an ordinary import does as well
+    sys.modules["grpo_kernels"]._cpu = module  # type: ignore[attr-defined]  # as an ordinary import does
     return module
 
 
@@ -99,7 +99,7 @@ def package() -> dict[str, Any]:
 
 
 def build_command(found: dict[str, Any]) -> str:
-    """What compiles the module anew, for the package as `package()` has it."""
+    """The command that rebuilds the module, for the result of `package()`."""
     if found["kind"] != "install":
         return f"pip install -v --no-deps -e {PACKAGE.parent}"
     return f"pip install -v --no-deps --no-cache-dir --force-reinstall {found['source'] or 'grpo_kernels'}"

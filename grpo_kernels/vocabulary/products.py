@@ -1,4 +1,4 @@
-"""The three matrix products between hidden states and logits, each in the precision its device does best.
+"""The three matrix products between hidden states and logits, in the precision that is fastest on each device.
 
 logits   = hidden @ weight.T + bias      [c, H] x [V, H] -> fp32 [c, V], never rounded to 16 bits
 d_hidden = d_logits @ weight             [c, V] x [V, H] -> [c, H]
@@ -21,19 +21,19 @@ WEIGHT_BLOCK_BYTES = 64 << 20
 
 
 def products_for(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Products:
-    """The products with `weight` [V, H] that suit its device, for hidden states to be computed with in `dtype`."""
+    """The products for `weight` [V, H] on its device; `dtype` is what products may compute in."""
     if weight.shape[0] == 0:  # a rank without a part of the vocabulary
         return Products(weight, bias)
     if weight.is_cuda and dtype in (torch.bfloat16, torch.float16):
         return (TensorCoreProducts if dtype == torch.bfloat16 else HalfProducts)(weight.to(dtype), bias)
     if dtype == torch.bfloat16 and weight.device.type == "cpu" and cpu_products.available() is None:
         return Bf16Products(weight.to(dtype), bias)
-    return Products(weight, bias)  # fp32 is as fast as it gets here, so nothing is rounded, whatever `dtype` allows
+    return Products(weight, bias)  # nothing is faster than fp32 here, so nothing is rounded, whatever `dtype` allows
 
 
 class Products:
-    """fp32 arithmetic, on any device: 16-bit operands are converted, which is exact. The gradient of a chunk of logits
-    takes the logits' own memory."""
+    """fp32 arithmetic, on any device: 16-bit operands are converted, which is exact. The gradient of a chunk of logits is
+    written into the memory of the logits."""
 
     dtype = torch.float32  # of the hidden states that the products take
 
@@ -62,13 +62,13 @@ class Products:
         return out
 
     def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor) -> Tensor:
-        """`total` plus this chunk's share; None starts the sum."""
+        """`total` plus the product of this chunk; None starts the sum."""
         if total is None:
             return self.d_weight(d_logits, hidden)
         return total.addmm_(d_logits.t(), hidden)
 
     def d_weight(self, d_logits: Tensor, hidden: Tensor) -> Tensor:
-        """The whole of it, where one chunk holds all rows."""
+        """The product where one chunk holds all rows."""
         return d_logits.t() @ hidden
 
     def _weight_blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -155,8 +155,8 @@ class HalfProducts(Products):
 
 
 def _times_transposed(a: Tensor, b: Tensor) -> Tensor:
-    """fp32 a @ b.T. On a CPU through oneDNN: on AMD it is twice as fast as MKL, which torch.mm goes to."""
+    """fp32 a @ b.T. On a CPU by oneDNN, which is twice as fast on AMD as MKL, which torch.mm uses."""
     if a.device.type == "cpu" and a.numel() and b.numel() and torch.backends.mkldnn.is_available():
-        two = a if a.shape[0] > 1 else a.expand(2, -1)  # one row would go to a kernel of its own, which rounds otherwise
+        two = a if a.shape[0] > 1 else a.expand(2, -1)  # for one row oneDNN has another kernel, which rounds differently
         return torch.ops.mkldnn._linear_pointwise(two, b, None, "none", [], "")[: a.shape[0]]
     return a @ b.t()

@@ -1,4 +1,4 @@
-"""A vocabulary that ranks share: which part is whose, and a backend that merges what the ranks find of a row."""
+"""A vocabulary that is cut over ranks: which rank has which ids, and a backend that merges the ranks' statistics of a row."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class VocabShard:
     vocab   number of ids in the whole vocabulary. Rows beyond it are padding: they take no part in the softmax and get a
             gradient of exactly 0.
     group   the process group; None: the default group. Without torch.distributed there is one rank.
-    reduce_hidden   True: the gradient of the hidden states is summed over the group here, one all-reduce a call. False: each
-            rank gets its own share of it, for a model whose layer in front sums them up (Megatron's
+    reduce_hidden   True: the gradient of the hidden states is summed over the group here, one all-reduce per call. False: each
+            rank gets its own share of it, for a model whose preceding layer sums the shares (Megatron's
             copy_to_tensor_model_parallel_region, or the reduce-scatter of sequence parallelism).
 
     Every id in [0, vocab) belongs to exactly one rank; parts may be uneven, and a rank may have none. All ranks of the group
@@ -68,9 +68,10 @@ class VocabShard:
         """The shard that `weight` [V / ranks, H] is: the ranks' parts in the order of the ranks, of any sizes.
 
         weight  this rank's rows of the head as a plain tensor: the ranks exchange their sizes, once, for which the host waits.
-                Or a DTensor with Shard(dim) of a one-dimensional tensor-parallel mesh, for example from parallelize_module,
-                which knows them: no exchange, and `group` is the mesh's. A parameter that FSDP has sharded looks the same and
-                is none, since its ranks hold other rows: make the shard in the forward of a module that FSDP gathers.
+                Or a DTensor with Shard(dim) of a one-dimensional tensor-parallel mesh, for example from parallelize_module:
+                the sizes are known then, so there is no exchange, and `group` is that of the mesh. A parameter sharded by FSDP
+                looks the same but is not one, since FSDP's ranks have different rows: make the shard in the forward of a module
+                that FSDP gathers.
         vocab   number of real ids, if the head is padded; None: all are.
         dim     of `weight` that the vocabulary is cut along; -1 for logits.
 
@@ -114,7 +115,7 @@ class VocabShard:
         return x.to_local()  # type: ignore[attr-defined]
 
     def sum_hidden(self, d_hidden: Tensor) -> Tensor:
-        """d_hidden, the gradient of the hidden states [N, H], over all ranks, in place, if that is ours to do."""
+        """Sum d_hidden, the gradient of the hidden states [N, H], over the ranks in place, if reduce_hidden is set."""
         if self.reduce_hidden and _ranks(self.group) > 1:
             dist.all_reduce(d_hidden, group=self.group)
         return d_hidden
@@ -128,7 +129,7 @@ def check_shard(shard: VocabShard | None) -> None:
 
 
 class VocabParallel:
-    """A backend for rows that are spread over the ranks of a shard: the one of this rank, and one exchange."""
+    """A backend for rows that are cut over the ranks of a shard: another backend for this rank's part, and one exchange."""
 
     def __init__(self, backend: Backend, shard: VocabShard) -> None:
         self.backend, self.shard = backend, shard
@@ -147,7 +148,7 @@ class VocabParallel:
             partials = RowStats.not_read(names, n, logits.device).values
             for row, nothing in zip(partials, (-torch.inf, 0.0, torch.nan), strict=False):
                 row.fill_(nothing)
-        # The first column of each rank goes with the ids of its largest logits, which count from there.
+        # The id of a rank's largest logit counts from the rank's first column, so that column is sent too.
         first = torch.full((1, n), self.shard.start, dtype=torch.int32, device=logits.device).view(torch.float32)
         sent = torch.cat([partials, first]) if "top" in names else partials
         ranks = _ranks(self.shard.group)
@@ -183,13 +184,13 @@ class VocabParallel:
 
 
 def on_shard(backend: Backend, shard: VocabShard | None) -> Backend:
-    """The backend for rows of which this rank has the part `shard`; None: it has whole rows."""
+    """The backend for this rank's part `shard` of the rows; None: whole rows."""
     return backend if shard is None else VocabParallel(backend, shard)
 
 
 def is_managed(x: Any) -> bool:
-    """Whether FSDP2 or replicate() holds this DTensor as a parameter of its own. Its placements do not tell: a shard of FSDP
-    looks like one of tensor parallelism, but its ranks have other rows, and its gradient is reduced by hooks only."""
+    """Whether this DTensor is a parameter that FSDP2 or replicate() manages. Placements do not show it: a shard of FSDP looks
+    like one of tensor parallelism, but FSDP's ranks have different rows, and only its hooks reduce the gradient."""
     try:
         from torch.distributed._composable_state import _module_state_mapping
 
@@ -199,7 +200,7 @@ def is_managed(x: Any) -> bool:
             for group in filter(None, groups):
                 if any(x is p.sharded_param or _same_storage(x, p.sharded_param) for p in group.fsdp_params):
                     return True
-    except (ImportError, AttributeError):  # private to torch: where it has changed, nothing is known
+    except (ImportError, AttributeError):  # private to torch: if it has changed, assume not managed
         pass
     return False
 
@@ -218,7 +219,7 @@ def _same_storage(a: Any, b: Any) -> bool:
 
 
 def _cut_along(x: Any, dim: int) -> bool:
-    """Whether a DTensor's ranks have consecutive parts of it along `dim`, and nothing else."""
+    """Whether a DTensor is cut into consecutive parts along `dim` and in no other way."""
     return len(x.placements) == 1 and x.placements[0].is_shard() and x.placements[0].dim % x.dim() == dim % x.dim()
 
 

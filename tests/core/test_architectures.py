@@ -73,7 +73,7 @@ class Unknown(nn.Module):
 
 
 def test_a_model_that_is_not_known_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"Unknown.*not one of those that are known.*LogitTransform\(softcap"):
+    with pytest.raises(ValueError, match=r"Unknown.*its class is not listed.*LogitTransform\(softcap"):
         LogitTransform.of(Unknown())
     base = transformers.LlamaForCausalLM
 
@@ -87,7 +87,7 @@ def test_a_model_that_is_not_known_is_refused_with_the_remedy() -> None:
         pass
 
     config = build("LlamaForCausalLM").config
-    with pytest.raises(ValueError, match=r"Scaled.*not one of those that are known"):
+    with pytest.raises(ValueError, match=r"Scaled.*its class is not listed"):
         LogitTransform.of(Scaled(config))
     assert LogitTransform.of(Renamed(config)).scale == 1.0
 

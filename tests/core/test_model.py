@@ -177,7 +177,7 @@ BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "longer targets": ({"targets": IDS.repeat(1, 2), "mask": None}, r"\[3, 18\] and input_ids \[3, 9\]"),
     "text": ({"input_ids": "text"}, "input_ids is str"),
     "hidden states": ({"input_ids": torch.ones(B, T)}, "input_ids is torch.float32"),
-    "labels": ({"labels": IDS}, "labels is given, but nothing here looks at it"),
+    "labels": ({"labels": IDS}, "labels is given, but it is not used here"),
     "some of the logits": ({"logits_to_keep": 3}, "logits_to_keep is given"),
     "two temperatures": ({"temperature": 0.7, "transform": LogitTransform()}, "temperature and transform are both given"),
 }
@@ -257,10 +257,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a hooked head": (hooked, "the head, a Linear, has hooks"),
     "a hooked model": (hooked_above, "the model, a LlamaForCausalLM, has hooks"),
     "a quantised head": (quantised, "Int8Linear, whose forward is not that of torch.nn.Linear"),
-    "DataParallel": (nn.DataParallel, r"DataParallel, which has to see the call itself.*FusedLMHead"),
-    "torch.compile": (torch.compile, r"OptimizedModule, which has to see the call itself.*FusedLMHead"),
-    "the base model": (lambda model: model.model, "LlamaModel.*not one of those that are known"),
-    "a model of one's own": (lambda model: Mine(), "Mine.*not one of those that are known"),
+    "DataParallel": (nn.DataParallel, r"DataParallel, whose forward must be called.*FusedLMHead"),
+    "torch.compile": (torch.compile, r"OptimizedModule, whose forward must be called.*FusedLMHead"),
+    "the base model": (lambda model: model.model, "LlamaModel.*its class is not listed"),
+    "a model of one's own": (lambda model: Mine(), "Mine.*its class is not listed"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Backends compute the two vocabulary stages and know no RL. Which one runs is decided here.
+"""Backends compute the vocabulary stage and contain no RL formulas. Which one runs is decided here.
 
 A backend is a module with these functions, over logits `[A, T, V]` (any strides in the first two dimensions, unit stride
 in the last; fp32, bf16 or fp16) whose rows are counted in order, n = A * T, and per-row vectors `[n]`:
@@ -11,7 +11,7 @@ in the last; fp32, bf16 or fp16) whose rows are counted in order, n = A * T, and
                                     the memory of its row's logits, from the same address on
 
 `names` are the partials to make, see `vocabulary/rows.py`. `rows` = (lo, hi) takes those flat rows of the logits alone; the
-per-row vectors are then [hi - lo]. None: all rows. `out` may be the logits themselves, other memory, or that. `two_visits`
+per-row vectors are then [hi - lo]. None: all rows. `out` may be the logits themselves or other memory. `two_visits`
 below is the `fused` of every backend that has no kernel for it.
 """
 
@@ -50,7 +50,7 @@ class FusedRows(NamedTuple):
 
 
 class Backend(Protocol):
-    """The functions above, as a module of this package or an object has them."""
+    """The functions above: a backend is a module or an object that has them."""
 
     @property
     def WRITES_BEHIND_READS(self) -> bool: ...
@@ -80,7 +80,7 @@ def two_visits(
     result = FusedRows(*(torch.empty(n, dtype=torch.float32, device=logits.device) for _ in FusedRows._fields))
     for lo in range(0, n, block_rows):
         hi = min(lo + block_rows, n)
-        whole_batch = hi - lo == n  # small batches: cutting a dozen vectors takes longer than their rows
+        whole_batch = hi - lo == n  # small batches: slicing a dozen vectors would take longer than the rows
         block, block_transform = (rows, transform) if whole_batch else (rows[lo:hi], transform.at(slice(lo, hi)))
         stats = backend.stats(logits, block.targets, block.read, block_transform, WITH_ENTROPY, rows=(lo, hi))
         logps, entropy = stats.logps, stats.entropy
@@ -125,12 +125,12 @@ def use(*, backend: str | None = None, strict: bool | None = None) -> Iterator[N
         with grpo_kernels.use(backend="eager"):
             out = linear_grpo_loss(hidden, weight, batch, objective)
 
-    backend   "auto", "eager", "cpu" or "triton"; None leaves it as it is outside. A call's own `backend=` goes first.
+    backend   "auto", "eager", "cpu" or "triton"; None leaves it as it is outside. A call's own `backend=` takes precedence.
     strict    True: a fallback to eager PyTorch raises RuntimeError. False: it warns, unless the call says strict=True. None
               leaves it as it is outside.
 
     Blocks nest, and hold in their own thread or task. In the environment of a process GRPO_KERNELS_BACKEND and
-    GRPO_KERNELS_STRICT=1 say the same; a block goes before them. The backward of a loss runs where its forward ran.
+    GRPO_KERNELS_STRICT=1 say the same; a block takes precedence over them. The backward of a loss runs where its forward ran.
     Raises ValueError for an unknown name."""
     if backend is not None:
         check_name(backend)
@@ -162,7 +162,7 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> Backend:
     "auto" takes the native one (cpu on a CPU, triton on a GPU) and falls back to eager with one warning per reason, also
     for a single call whose Triton kernel cannot run; strict=True, also of `use` or GRPO_KERNELS_STRICT, raises RuntimeError
     instead. A backend asked for by name never falls back: RuntimeError says why it cannot run. ValueError for
-    an unknown name. (A Triton kernel that only needs a smaller tile gets it, with a warning, whatever is asked for.)"""
+    an unknown name. (A Triton kernel that runs with a smaller tile gets one, with a warning, in every mode.)"""
     chosen, always_strict = _settings()
     backend, strict = chosen if backend == "auto" else backend, strict or always_strict
     check_name(backend)
@@ -192,7 +192,7 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> Backend:
 
 
 def warn_once(message: str) -> None:
-    """A RuntimeWarning at the caller of this package, the first time that the process has this to say."""
+    """Issue a RuntimeWarning once per process and message, at the line that called this package."""
     if message not in _warned:
         _warned.add(message)
         inside, frame, level = (__name__.partition(".")[0], "torch"), sys._getframe(1), 2

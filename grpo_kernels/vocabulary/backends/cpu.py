@@ -32,9 +32,9 @@ WRITES_BEHIND_READS = True
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-#: Logits between the two visits of a block of rows. A block costs 100-200 us beside its rows (two parallel regions and the
-#: token stage), so it should be large, but no larger than the last-level cache: on 2 cores that share 32 MiB, blocks of
-#: 8 / 16 / 32 MiB took 1.57 / 1.40 / 1.32 times a copy of the logits. Large servers have about 4 MiB a thread.
+#: Bytes of logits in a block of rows that is visited twice. A block has a fixed cost of 100-200 us (two parallel regions and
+#: the token stage), so it should be large, but no larger than the last-level cache: on 2 cores that share 32 MiB, blocks of
+#: 8 / 16 / 32 MiB took 1.57 / 1.40 / 1.32 times a copy of the logits. Large servers have about 4 MiB of cache per thread.
 BLOCK_BYTES_PER_THREAD = 4 << 20
 
 
@@ -119,7 +119,7 @@ def pull(
 
 
 def fused(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None) -> FusedRows:
-    """Both visits of a block of rows one after the other, so that the second finds the block in cache."""
+    """Both visits of a block of rows, one after the other, so that the block is still in cache at the second."""
     threads = torch.get_num_threads()
     block_rows = max(last_level_cache(), BLOCK_BYTES_PER_THREAD * threads) // (logits.shape[-1] * logits.element_size())
     return two_visits(sys.modules[__name__], logits, rows, objective, transform, out, max(block_rows, threads))
@@ -140,7 +140,7 @@ def _layout(x: Tensor) -> tuple[int, int, int, int, int]:
     """Sizes A, T, V and the strides of A and T."""
     outer, inner, vocab = x.shape
     outer_stride, inner_stride, unit = x.stride()
-    plain = unit == 1 or vocab == 1 or x.numel() == 0  # contiguous() leaves the strides of nothing as they are
+    plain = unit == 1 or vocab == 1 or x.numel() == 0  # contiguous() does not change the strides of an empty tensor
     assert plain and x.dtype in DTYPES and x.device.type == "cpu", (x.stride(), x.dtype, x.device)
     return outer, inner, vocab, outer_stride, inner_stride
 

@@ -1,7 +1,7 @@
-"""Eager PyTorch: the readable version of the vocabulary stages, and the fallback where no kernel runs.
+"""Eager PyTorch: the readable version of the vocabulary stage, and the fallback where no kernel runs.
 
-Rows go through in blocks, so the temporaries stay within `block_bytes` (or two rows) whatever the batch. A logit costs one
-exponential: the gradient is made of those that the statistics were summed from, where both are made in one visit."""
+Rows are processed in blocks, so temporaries stay within `block_bytes` (or two rows) for any batch. In one visit, each logit
+costs one exponential: the gradient reuses those of the statistics."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-WRITES_BEHIND_READS = True  # all of a block is read before any of it is written
+WRITES_BEHIND_READS = True  # a block is read completely before any of it is written
 
 
 def block_bytes(device: torch.device) -> int:
-    """What the cache of a CPU holds (and its allocator keeps, instead of faulting in fresh pages); enough to fill a GPU."""
+    """On a CPU, what fits its cache and is kept by the allocator instead of being returned; on a GPU, enough to fill it."""
     return 16 << 20 if device.type == "cpu" else 256 << 20
 
 
@@ -53,8 +53,7 @@ def _column(x: float | Tensor, rows: slice) -> float | Tensor:
 
 
 class Scratch:
-    """fp32 memory for blocks, taken once: an allocator gives what is freed after each block back to the system, and pages are
-    slow to come again."""
+    """fp32 memory that blocks reuse. Memory freed after each block would go back to the system, and new pages are slow."""
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, int], Tensor] = {}
@@ -67,7 +66,7 @@ class Scratch:
 
 
 def _transformed(x: Tensor, transform: RowTransform, rows: slice, copy: Tensor) -> Tensor:
-    """z [r, V] fp32: x itself where nothing is to be done, else in the memory of `copy`."""
+    """z [r, V] fp32: x itself if the transform changes nothing, else in the memory of `copy`."""
     factor = _column(transform.inv_temperature, rows)
     plain = isinstance(factor, float) and factor * transform.scale == 1.0 and not transform.softcap
     if x.dtype == torch.float32 and plain:
@@ -79,25 +78,25 @@ def _transformed(x: Tensor, transform: RowTransform, rows: slice, copy: Tensor) 
 
 
 def _safe(targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """([r, 1] ids that can be gathered, [r] whether they are the real ones)."""
+    """([r, 1] ids with 0 in place of those out of range, [r] whether an id is in range)."""
     valid = (targets >= 0) & (targets < vocab)
     return torch.where(valid, targets, 0)[:, None], valid
 
 
 def _row_sums(x: Tensor) -> Tensor:
-    """[r, V] -> [r]. A CPU cuts the sum of one long row up among its threads, that of a row among others it does not."""
+    """[r, V] -> [r]. On a CPU the sum of a single row is split among threads, which rounds differently: so sum it twice."""
     return x.sum(1) if x.shape[0] > 1 else x.expand(2, -1).sum(1)[:1]
 
 
 class Exponentials(NamedTuple):
-    """Of a block, fp32 [r, V], d = z - max: what both stages need of it."""
+    """fp32 [r, V] of a block, with d = z - max: what statistics and gradient both need."""
 
     e: Tensor  # exp(d)
     ed: Tensor | None  # exp(d) d, and 0 where exp(d) is 0; None where nothing needs it
 
     @staticmethod
     def of(z: Tensor, top: Tensor, weighted: bool, d: Tensor, e: Tensor | None) -> Exponentials:
-        """In the memory of `d`, which may be z's, and with `weighted` also of `e`."""
+        """Computed in the memory of `d`, which may be that of z, and with `weighted` also of `e`."""
         torch.sub(z, top[:, None], out=d)
         if not weighted:
             return Exponentials(d.exp_(), None)
@@ -117,7 +116,7 @@ def stats(
     keep: list[Exponentials] | None = None,
     scratch: Scratch | None = None,
 ) -> RowStats:
-    """`keep` collects the exponentials of each block, for `pull` of the same rows; they are in `scratch`."""
+    """Partials of rows. `keep` collects the exponentials of each block for `pull` of the same rows; they are in `scratch`."""
     scratch, weighted = scratch or Scratch(), "weighted" in names
     result = RowStats.empty(names, targets.numel(), logits.device)
     for r, x in _blocks(logits, rows):
@@ -161,12 +160,12 @@ def pull(
     rows: tuple[int, int] | None = None,
     kept: list[Exponentials] | None = None,
 ) -> None:
-    """The gradient that `slopes` give, times dz/dx, written into `out`. `kept`: what `stats` has collected of these rows; it is
-    overwritten."""
+    """Write the gradient that `slopes` give, times dz/dx, into `out`. `kept`: the exponentials that `stats` collected for these
+    rows, which are overwritten."""
     log_sum, logps = torch.log(stats.sum), stats.logps
     dz_dx = transform.scale * transform.inv_temperature  # times 1 - tanh^2 with softcap
-    # Of e = exp(d) at column j: e (per_e + per_ed d + per_ee e). The target's own is formed apart: expm1 is accurate where p
-    # is close to 1.
+    # At column j, with e = exp(d): e (per_e + per_ed d + per_ee e). The target's column is computed separately, because expm1
+    # is accurate where p is close to 1.
     per_e, at_target, probs = -slopes.target, -slopes.target * torch.expm1(logps), logps.exp()
     per_ed = per_ee = None
     if slopes.constant is not None:
@@ -187,7 +186,7 @@ def pull(
             e, ed = Exponentials.of(z, stats.max[r], per_ed is not None, memory, second)
         else:
             e, ed = kept[i]
-        # fp32 gradients are made where they belong, others in the memory of the exponentials.
+        # fp32 gradients are computed in `out`, others in the memory of the exponentials.
         g = y if y.dtype == torch.float32 and not transform.softcap and per_ee is None else e
         if per_ee is None:
             torch.mul(e, per_e[r, None], out=g)
@@ -197,21 +196,21 @@ def pull(
             assert ed is not None
             g.addcmul_(ed, per_ed[r, None])
         ids, valid = _safe(targets[r], logits.shape[-1])
-        # Where the target is none of these columns (it may be another rank's), they have no column of their own kind.
+        # A target outside these columns (it may belong to another rank) changes none of them.
         g.scatter_(1, ids, torch.where(valid[:, None], at_target[r, None], g.gather(1, ids)))
         if transform.softcap:
             t = x.to(torch.float32, copy=True).mul_(transform.scale / transform.softcap).tanh_()
             g.mul_(t.square_().neg_().add_(1.0))
         if idle.device.type == "cpu":
             g.index_fill_(0, idle[r].nonzero()[:, 0], 0.0)
-        else:  # to ask which rows they are would make the host wait
+        else:  # finding the indices would be a host sync
             g.masked_fill_(idle[r, None], 0.0)
         if g is not y:
             y.copy_(g)
 
 
 class _Remembering:
-    """This backend, whose gradients start from the exponentials of the statistics made last."""
+    """This backend, with a `pull` that reuses the exponentials of the last `stats`."""
 
     def __init__(self) -> None:
         self.kept: list[Exponentials] = []

@@ -1,6 +1,6 @@
-"""Triton backend: one program per row at a time, the row read from device memory once and once more from L2.
+"""Triton backend: a program processes one row at a time, and reads it once from device memory and once from L2.
 
-Nothing here knows RL: `fused` compiles the formulas of token_stage.py into its kernel, see triton_formulas.py. Row
+There are no RL formulas here: `fused` compiles those of token_stage.py into its kernel, see triton_formulas.py. Row
 counts, strides, scalars and parameters are runtime values, so no length and no schedule compiles anything after the first
 call of a kind; what is compile-time is the vocabulary's size class, dtypes, alignment and the presence of optional inputs.
 A kernel that does not fit or compile gets a smaller tile and then raises KernelFailure, see triton_launch.py.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-WRITES_BEHIND_READS = False  # many threads, and backwards
+WRITES_BEHIND_READS = False  # many threads write at once, and from the end of the row
 
 #: kind of kernel -> (threads of a program, 128-bit accesses in flight per thread), for rows long enough to fill them.
 #: 32 KiB in flight is a little over what 4.8 TB/s times 0.7 us of latency ask of each of 132 SMs (25 KiB).
@@ -56,7 +56,7 @@ def available() -> str | None:
 
 @functools.cache
 def _driver_failure() -> str | None:
-    """Why Triton has no way to the GPU: on first use it builds one, with the C compiler of the system."""
+    """Why Triton cannot use the GPU, or None. On first use it builds its launcher with the C compiler of the system."""
     try:
         triton.runtime.driver.active.get_current_target()
     except Exception as error:  # of a compiler, a linker, a file system
@@ -71,7 +71,7 @@ def _launch(kind: str, columns: int, tensors: tuple[Tensor, ...], halvings: int)
     threads, accesses = LAUNCH[kind]
     cols = 16 // tensors[0].element_size()
     lanes = max(32, min(threads * accesses, triton.next_power_of_2(triton.cdiv(columns, cols))) >> halvings)
-    # Both strides, whatever the sizes: a dimension of size 1 must not select another kernel.
+    # Both strides count, whatever the sizes, so that a dimension of size 1 does not select another kernel.
     aligned = all(x.stride(0) % 16 == 0 and x.stride(1) % 16 == 0 for x in tensors)
     per_sm = max(1, threads // lanes)
     return Launch({"ALIGNED": aligned, "LANES": lanes, "COLS": cols}, _options(min(threads, lanes)), per_sm)
@@ -184,7 +184,7 @@ def fused(
     if n == 0:
         return FusedRows(logps, entropies, losses)
     with _on_device(logits):
-        gradient = logits if out is None else out  # its strides are not looked at without a gradient
+        gradient = logits if out is None else out  # without a gradient the strides are not used
         multiprocessors = _multiprocessors(logits.device)
         scalars, flags = _transform_arguments(transform)
         arguments = (
@@ -202,7 +202,7 @@ def fused(
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:
-    """gradient *= factor, a 0-d tensor. The kernel looks at the factor: 1 costs a launch and the host never waits."""
+    """gradient *= factor, a 0-d tensor. The kernel reads the factor: a factor of 1 costs a launch only, and no host sync."""
     if gradient.numel() == 0:
         return
     # One row when contiguous. Its stride is never used; 0 keeps the length from selecting a kernel.

@@ -1,7 +1,7 @@
-"""Launches of Triton kernels: one that does not compile, or asks for more than the GPU has, is tried with smaller tiles.
+"""Launches of Triton kernels: a kernel that does not compile, or needs more than the GPU has, is tried with smaller tiles.
 
-Only a kernel of which nothing has run is tried again, since its output may lie where its input is. Where a smaller tile
-helps, one warning says so; where none does, `KernelFailure` does. Either is remembered: later calls compile nothing.
+A kernel is tried again only if it failed before it started, since its output may overwrite its input. If a smaller tile works
+there is one warning, if none does `KernelFailure` is raised. Both results are remembered, so later calls compile nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PACKAGE = __name__.partition(".")[0]
 
 
 class Launch(NamedTuple):
-    """What depends on the data's vocabulary, dtypes and strides, never on the number of rows."""
+    """Settings of a launch. They depend on vocabulary, dtypes and strides, never on the number of rows."""
 
-    flags: dict[str, Any]  # LANES and COLS of the tile, and what else the kernel is compiled for
+    flags: dict[str, Any]  # compile-time arguments: LANES and COLS of the tile, and others
     options: dict[str, int]
     programs_per_sm: int
 
@@ -35,7 +35,7 @@ class Launch(NamedTuple):
 
 
 class KernelFailure(RuntimeError):
-    """No tile of a kernel runs here. Nothing of it has run. `reason` says in one line which kernel, and why."""
+    """No tile of a kernel runs here, and nothing was written. `reason` says in one line which kernel, and why."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -45,7 +45,7 @@ class KernelFailure(RuntimeError):
         self.reason = reason
 
 
-#: Of kernels that failed: how often to halve the full tile, or the reason why no tile runs.
+#: For kernels that failed once: how often to halve the full tile, or the reason why no tile runs.
 _remembered: dict[Hashable, int | str] = {}
 
 
@@ -61,13 +61,13 @@ def run(
     Raises KernelFailure where none does. Errors of the device, memory that is full among them, pass through: the kernel
     may have run in part, or will not run with less either."""
     halvings = 0
-    if _remembered:  # else no call pays for a key
+    if _remembered:  # usually empty, so that calls need not compute a key
         known = _remembered.get(_signature(kernel, tile(0), arguments, flags), 0)
         if isinstance(known, str):
             raise KernelFailure(known)
         halvings = known
     launch = first = tile(halvings)
-    said = ""  # by the first failure; the exception itself would keep the arguments alive
+    said = ""  # text of the first failure; keeping the exception would keep the arguments alive
     while True:
         try:
             kernel[(programs(launch),)](*arguments, **flags, **launch.flags, **launch.options)
@@ -93,11 +93,11 @@ def run(
 
 
 def _before_it_ran(error: Exception, kernel: Any, arguments: Sequence[Any], compiled_for: Mapping[str, Any]) -> bool:
-    """Whether the kernel was refused by the compiler, or by Triton before the launch."""
+    """Whether the kernel failed in the compiler or at the launch, before it wrote anything."""
     if isinstance(error, triton.TritonError):  # OutOfResources, PTXASError, CompilationError
-        return not isinstance(error, triton.InterpreterError)  # the interpreter compiles nothing: it was running
+        return not isinstance(error, triton.InterpreterError)  # the interpreter does not compile, so the kernel was running
     if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)) or "Triton Error [" in str(error):
-        return "too many resources requested for launch" in str(error)  # the one of the driver's that says so
+        return "too many resources requested for launch" in str(error)  # the only driver error that comes before the start
     # Compiler passes fail with the same RuntimeError as launches. Compiled alone, only the former fail again.
     try:
         kernel.warmup(*arguments, grid=(1,), **compiled_for)
@@ -107,7 +107,7 @@ def _before_it_ran(error: Exception, kernel: Any, arguments: Sequence[Any], comp
 
 
 def _signature(kernel: Any, full: Launch, arguments: Sequence[Any], flags: Mapping[str, Any]) -> Hashable:
-    """What Triton compiles a kernel for."""
+    """A key for what Triton compiles: kernel, dtypes, devices and compile-time arguments."""
 
     def kind(x: Any) -> Any:
         return (x.dtype, x.device) if isinstance(x, Tensor) else len(x) if isinstance(x, tuple) else type(x)
@@ -116,7 +116,7 @@ def _signature(kernel: Any, full: Launch, arguments: Sequence[Any], flags: Mappi
 
 
 def _name(kernel: Any, flags: Mapping[str, Any]) -> str:
-    """The kernel, and those of the formulas compiled into it that are not this package's."""
+    """The kernel's name, with the user's own formulas that are compiled into it."""
     name = kernel.__name__.removeprefix("_").removesuffix("_kernel")
     functions = [x.fn for x in flags.values() if isinstance(x, triton.KernelInterface)]
     theirs = [f"{f.__module__}.{f.__qualname__}" for f in functions if f.__module__.partition(".")[0] != PACKAGE]
@@ -124,7 +124,7 @@ def _name(kernel: Any, flags: Mapping[str, Any]) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The message of an error in one line."""
     while isinstance(error.__cause__, triton.CompilationError):  # each function that calls the culprit wraps its error
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
