@@ -41,8 +41,8 @@ class LossOutput:
     @property
     def metrics(self) -> dict[str, Tensor]:
         """0-d fp32 tensors on the device of the data, computed on first use from the batch's tensors as they are then.
-        Computing them is no host sync, reading one is. Means are over the trained tokens of this batch; with skip_inactive=True,
-        over those that were read.
+        Computing them is no host sync, reading one is. Means are over the trained tokens of this batch; with
+        skip_inactive=True, over those that were read.
 
         tokens           trained tokens
         ratio_mean, ratio_min, ratio_max     of the ratio at the objective's level (1 when on-policy), bounded at e^60

@@ -2,7 +2,7 @@
 
 A chunk of rows is projected to fp32 logits, the row kernel computes the gradient of the logits, and two products turn that into
 d_hidden and d_weight. This is three products where the loss is known in the forward (`fused`). Where the slopes arrive later,
-it is one product in `forward`, and three in `backward` for the rows that get a gradient. Rows outside `index` are not projected.
+it is one product in `forward`, and three in `backward` for rows with a gradient. Rows outside `index` are not projected.
 """
 
 from __future__ import annotations
