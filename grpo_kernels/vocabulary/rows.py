@@ -117,8 +117,8 @@ class RowStats(NamedTuple):
 
     @property
     def top_prob(self) -> Tensor:
-        """The largest probability of the row."""
-        return self.sum.reciprocal()
+        """The largest probability of the row; NaN where all logits are -inf, as of the log-prob."""
+        return torch.where(self.sum == 0, torch.nan, self.sum.reciprocal())
 
     @property
     def top_id(self) -> Tensor:

@@ -127,3 +127,12 @@ def test_unknown_statistics_are_refused(also: Any) -> None:
     case = build()
     with pytest.raises(ValueError, match=r"also=.*'sum_squares', 'top_prob', 'top_id'"):
         token_logprobs(case.logits, case.targets, also=also)
+
+
+def test_a_row_of_only_minus_infinity_has_no_largest_probability(backend: str) -> None:
+    logits = torch.randn(3, 40)
+    logits[1] = -torch.inf
+    logps, _, also = token_logprobs(logits, torch.tensor([1, 2, 3]), also=("top_prob",), backend=backend)
+    torch.testing.assert_close(also["top_prob"].isnan(), torch.tensor([False, True, False]))
+    torch.testing.assert_close(logps.isnan(), also["top_prob"].isnan())
+    torch.testing.assert_close(also["top_prob"][[0, 2]], logits[[0, 2]].softmax(-1).amax(-1))
