@@ -1,6 +1,7 @@
-"""Surrogates that treat the tokens of the largest covariance of log-prob and advantage in a way of their own (arXiv 2505.22617).
+"""Surrogates with a special rule for the tokens of largest covariance of log-prob and advantage (arXiv 2505.22617).
 
-Their functions are like those of surrogates.py; the last of params says which tokens were selected: 1.0 for these, else 0.0.
+Their functions (logp, old_logp, advantage, params) -> (loss, slope) are like those of surrogates.py. The last of params is 1.0
+for selected tokens and 0.0 for the others.
 """
 
 from __future__ import annotations
