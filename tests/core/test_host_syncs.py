@@ -28,7 +28,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
     for name, module in list(sys.modules.items()):
         if name.startswith("grpo_kernels") and hasattr(module, "values_are_checked"):
             monkeypatch.setattr(module, "values_are_checked", lambda _: False)
-    monkeypatch.setattr(eager, "may_hold", lambda _: True)  # fake tensors are on the CPU, where a look costs nothing
+    monkeypatch.setattr(eager, "looks_are_free", lambda _: False)  # fake tensors are on the CPU, where a look costs nothing
     return FakeTensorMode()
 
 

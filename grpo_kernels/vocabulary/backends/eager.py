@@ -88,6 +88,11 @@ def _row_sums(x: Tensor) -> Tensor:
     return x.sum(1) if x.shape[0] > 1 else x.expand(2, -1).sum(1)[:1]
 
 
+def looks_are_free(x: Tensor) -> bool:
+    """Whether the host may ask for values of x. On a GPU it would wait for the device."""
+    return x.device.type == "cpu"
+
+
 class Exponentials(NamedTuple):
     """fp32 [r, V] of a block, with d = z - max: what statistics and gradient both need."""
 
@@ -201,7 +206,7 @@ def pull(
         if transform.softcap:
             t = x.to(torch.float32, copy=True).mul_(transform.scale / transform.softcap).tanh_()
             g.mul_(t.square_().neg_().add_(1.0))
-        if idle.device.type == "cpu":
+        if looks_are_free(idle):
             g.index_fill_(0, idle[r].nonzero()[:, 0], 0.0)
         else:  # finding the indices would be a host sync
             g.masked_fill_(idle[r, None], 0.0)
