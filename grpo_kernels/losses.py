@@ -19,7 +19,7 @@ from .transform import LogitTransform, as_transform
 from .vocabulary.hidden import Head, check_head
 from .vocabulary.rows import RowTransform
 from .vocabulary.shard import VocabShard
-from .vocabulary.stage import Hidden, Logits, Source, gradient_once, vocabulary_stage
+from .vocabulary.stage import Hidden, Logits, Source, gradient_once, vocabulary_stage, with_signature
 
 Tensor = torch.Tensor
 
@@ -268,6 +268,7 @@ def _loss_of_logps(
     return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x)
 
 
+@with_signature
 class _TokenStage(torch.autograd.Function):
     """The sum of per-token losses, differentiable in log-probs and entropy: their slopes were computed beside the losses."""
 

@@ -174,6 +174,14 @@ class Hidden:
         return torch.arange(targets.numel(), device=targets.device) if read is None else read.nonzero()[:, 0]
 
 
+def with_signature(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Decorator: an autograd Function whose signature is made once. torch asks for it in every call, and to make it takes longer
+    than a small batch."""
+    function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
+    return function
+
+
+@with_signature
 class VocabularyStage(torch.autograd.Function):
     """(log-probs, the statistics asked for, partials), each fp32 with one entry a row. The partials have no gradient, and of the
     statistics those in `with_gradient` have one."""
@@ -218,10 +226,6 @@ class VocabularyStage(torch.autograd.Function):
         slopes = [upstream[name] for name in given]
         gradients = gradient_once(_pull, plan, targets, read, inv_temperatures, partials, *slopes, *values, *tensors)
         return *(None,) * 8, *gradients
-
-
-# torch asks for it in every call, and to make it takes longer than a small batch.
-VocabularyStage.forward.__signature__ = inspect.signature(VocabularyStage.forward)  # type: ignore[attr-defined]
 
 
 def vocabulary_stage(
