@@ -243,7 +243,8 @@ for product, arguments, out, packed in calls:
     options = {"first": True} if product is cpu_products.add_d_weight else {}
     product(*arguments, out, **options)
     right = out.clone()
-    for room in (0, packed // 2, packed + (8 << 20)):
+    # A thread that has ended may leave the 8 MiB of its stack behind, for the next call to find.
+    for room in (0, packed // 2, packed + (8 << 20 if threads == 1 else 1 << 20)):
         resource.setrlimit(resource.RLIMIT_AS, (statm()[0] + room, -1))
         used = []
         for _ in range(8):
