@@ -21,7 +21,7 @@ from .vocabulary import backends
 from .vocabulary.hidden import Head
 from .vocabulary.rows import RowStats, RowTransform, Slopes
 from .vocabulary.shard import VocabShard, check_shard, on_shard
-from .vocabulary.stage import Hidden, Logits, Source
+from .vocabulary.stage import Hidden, Logits, Source, rows_read
 
 Tensor = torch.Tensor
 
@@ -133,7 +133,7 @@ def hidden_source(
     if torch.compiler.is_compiling():
         return TracedHidden(backend, strict, head.dtype)
     if index is None and not torch._C._are_functorch_transforms_active():
-        index = torch.arange(head.hidden.shape[0], device=device) if read is None else read.nonzero()[:, 0]
+        index = rows_read(head.hidden.shape[0], read, device)
     return Hidden(on_shard(backends.pick(backend, device, strict), head.shard), head.dtype, head.shard, index, active)
 
 

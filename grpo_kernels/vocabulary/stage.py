@@ -169,9 +169,12 @@ class Hidden:
         return result, engine.gradients() if any(wanted) else (None,) * 3
 
     def _rows(self, targets: Tensor, read: Tensor | None) -> Tensor:
-        if self.index is not None:
-            return self.index
-        return torch.arange(targets.numel(), device=targets.device) if read is None else read.nonzero()[:, 0]
+        return rows_read(targets.numel(), read, targets.device) if self.index is None else self.index
+
+
+def rows_read(n: int, read: Tensor | None, device: torch.device) -> Tensor:
+    """Indices of the rows that are read, of n. With `read` the host waits for a GPU."""
+    return torch.arange(n, device=device) if read is None else read.nonzero()[:, 0]
 
 
 def with_signature(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
