@@ -13,7 +13,17 @@ in the last; fp32, bf16 or fp16) whose rows are counted in order, n = A * T, and
 `names` are the partials to make, see `vocabulary/rows.py`. `rows` = (lo, hi) takes those flat rows of the logits alone; the
 per-row vectors are then [hi - lo]. None: all rows. `out` may be the logits themselves or other memory. `two_visits`
 below is the `fused` of every backend that has no kernel for it.
-"""
+
+For losses over kept sets, over hidden states `[n, H]`, a weight `[V, H]` and slots (`vocabulary/sparse.py`), with one fp32
+value a slot, `[m]`:
+
+    slot_logits(hidden, weight, slots) -> values         dot products of a row of hidden and one of weight; -inf where not used
+    add_weight_rows(values, slots, weight, out) -> None  out[i] = sum of values * weight[id] over the slots of row i, out [n, H]
+    add_hidden_rows(values, slots, hidden, out) -> None  out[id] += sum of values * hidden[row] over the slots of id, out [V, H]
+
+Matrices have unit stride in the last dimension and any in the first; each may be fp32, bf16 or fp16. Sums are fp32, go in the
+order of slots, and are rounded once, on their way into `out`; a result depends on its own slots alone. Slots that are not used,
+or whose value is 0, read nothing; rows of `out` without any other slot are left alone. Indices are trusted."""
 
 from __future__ import annotations
 
@@ -31,6 +41,7 @@ import torch
 
 from ...checks import require
 from ..rows import RowStats, RowTransform, Slopes, partials_of
+from ..sparse import Slots
 
 if TYPE_CHECKING:
     from ...formulas.token_stage import TokenRows
@@ -50,7 +61,7 @@ class FusedRows(NamedTuple):
 
 
 class Backend(Protocol):
-    """The functions above: a backend is a module or an object that has them."""
+    """The functions over logits above: a backend is a module or an object that has them."""
 
     @property
     def WRITES_BEHIND_READS(self) -> bool: ...
@@ -62,6 +73,17 @@ class Backend(Protocol):
     def fused(self) -> Callable[..., FusedRows]: ...
     @property
     def scale_(self) -> Callable[[Tensor, Tensor], None]: ...
+
+
+class SparseBackend(Backend, Protocol):
+    """With the sparse products, which every module of BACKENDS has."""
+
+    @property
+    def slot_logits(self) -> Callable[[Tensor, Tensor, Slots], Tensor]: ...
+    @property
+    def add_weight_rows(self) -> Callable[[Tensor, Slots, Tensor, Tensor], None]: ...
+    @property
+    def add_hidden_rows(self) -> Callable[[Tensor, Slots, Tensor, Tensor], None]: ...
 
 
 def two_visits(
@@ -156,7 +178,7 @@ def check_name(backend: object) -> None:
     require(backend in known, "backend", backend, f"it must be one of {', '.join(known)}.")
 
 
-def pick(backend: str, device: torch.device, strict: bool = False) -> Backend:
+def pick(backend: str, device: torch.device, strict: bool = False) -> SparseBackend:
     """The backend module for data on `device`. "auto" is first replaced by what `use` or GRPO_KERNELS_BACKEND says.
 
     "auto" takes the native one (cpu on a CPU, triton on a GPU) and falls back to eager with one warning per reason, also

@@ -12,6 +12,7 @@ import torch
 from .. import native
 from ..rows import RowStats, RowTransform, Slopes
 from . import FusedRows, two_visits
+from .eager_sparse import add_hidden_rows, add_weight_rows, slot_logits  # noqa: F401
 
 if TYPE_CHECKING:
     from ... import _cpu

@@ -12,6 +12,8 @@ import torch
 
 from ..rows import RowStats, RowTransform, Slopes
 from . import FusedRows, two_visits
+from .eager_rows import block_bytes, row_sums
+from .eager_sparse import add_hidden_rows, add_weight_rows, slot_logits  # noqa: F401
 
 if TYPE_CHECKING:
     from ...formulas.token_stage import TokenRows
@@ -20,11 +22,6 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 WRITES_BEHIND_READS = True  # a block is read completely before any of it is written
-
-
-def block_bytes(device: torch.device) -> int:
-    """On a CPU, what fits its cache and is kept by the allocator instead of being returned; on a GPU, enough to fill it."""
-    return 16 << 20 if device.type == "cpu" else 256 << 20
 
 
 def available() -> str | None:
@@ -83,11 +80,6 @@ def _safe(targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     return torch.where(valid, targets, 0)[:, None], valid
 
 
-def _row_sums(x: Tensor) -> Tensor:
-    """[r, V] -> [r]. On a CPU the sum of a single row is split among threads, which rounds differently: so sum it twice."""
-    return x.sum(1) if x.shape[0] > 1 else x.expand(2, -1).sum(1)[:1]
-
-
 def looks_are_free(x: Tensor) -> bool:
     """Whether the host may ask for values of x. On a GPU it would wait for the device."""
     return x.device.type == "cpu"
@@ -136,11 +128,11 @@ def stats(
             block.get("top").copy_(_first(z == top[:, None]))  # type: ignore[union-attr]
         e = scratch.like(x, "e", own) if weighted else None
         of = Exponentials.of(z, top.masked_fill(top == -torch.inf, 0.0), weighted, memory, e)
-        block.sum.copy_(_row_sums(of.e))
+        block.sum.copy_(row_sums(of.e))
         if of.ed is not None:
-            block.get("weighted").copy_(_row_sums(of.ed))  # type: ignore[union-attr]
+            block.get("weighted").copy_(row_sums(of.ed))  # type: ignore[union-attr]
         if "squares" in names:
-            block.get("squares").copy_(_row_sums(of.e * of.e))  # type: ignore[union-attr]
+            block.get("squares").copy_(row_sums(of.e * of.e))  # type: ignore[union-attr]
         if keep is not None:
             keep.append(of)
     if read is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..rows import RowStats, RowTransform
+from ..sparse import Slots
 from . import FusedRows, eager, triton, two_visits, warn_once
 from .triton_formulas import FormulaRefused
 from .triton_launch import KernelFailure
@@ -44,6 +45,19 @@ def pull(*arguments: Any, **rows: Any) -> None:
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:
     _or_else(triton.scale_, eager.scale_, gradient, factor)
+
+
+def slot_logits(hidden: Tensor, weight: Tensor, slots: Slots) -> Tensor:
+    logits: Tensor = _or_else(triton.slot_logits, eager.slot_logits, hidden, weight, slots)
+    return logits
+
+
+def add_weight_rows(values: Tensor, slots: Slots, weight: Tensor, out: Tensor) -> None:
+    _or_else(triton.add_weight_rows, eager.add_weight_rows, values, slots, weight, out)
+
+
+def add_hidden_rows(values: Tensor, slots: Slots, hidden: Tensor, out: Tensor) -> None:
+    _or_else(triton.add_hidden_rows, eager.add_hidden_rows, values, slots, hidden, out)
 
 
 def fused(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None) -> FusedRows:

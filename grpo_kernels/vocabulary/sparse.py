@@ -1,0 +1,20 @@
+"""Products of hidden states with a few rows of the weight each: what a loss over kept sets needs in place of whole products.
+
+Every backend has three (`vocabulary/backends/__init__.py`). They are bound by gathering rows of width H from memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class Slots(NamedTuple):
+    """Pairs (row, id) in the order of rows: those of row i are offsets[i] to offsets[i + 1]. The sampled positions of sparse
+    products."""
+
+    ids: Tensor  # int64 [m]; -1: a slot that is not used, which no product reads
+    offsets: Tensor  # int64 [n + 1]
+    rows: Tensor  # int64 [m], the row of each slot

@@ -1,0 +1,111 @@
+"""The sparse products of the eager and the C++ backend against float64. Triton's have a process of their own, see the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary.backends import eager_sparse
+from support import sparse_cases as cases
+from support.sparse_cases import DTYPES, WIDTHS
+
+Tensor = torch.Tensor
+
+
+@pytest.fixture
+def module(backend: str) -> Any:
+    return backends.load(backend)
+
+
+@pytest.mark.parametrize("gap", (0, 6))
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden_dtype", DTYPES, ids=str)
+def test_logits(module: Any, hidden_dtype: torch.dtype, weight_dtype: torch.dtype, width: int, gap: int) -> None:
+    cases.check_logits(module, 23, width, hidden_dtype, weight_dtype, gap)
+
+
+@pytest.mark.parametrize("gap", (0, 6))
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("of", ("weight", "hidden"))
+def test_sums(module: Any, of: str, dtype: torch.dtype, out_dtype: torch.dtype, width: int, gap: int) -> None:
+    cases.check_sums(module, of, 23, width, dtype, out_dtype, gap)
+
+
+@pytest.mark.parametrize("of", ("weight", "hidden"))
+def test_sums_over_many_ids(module: Any, of: str) -> None:
+    cases.check_sums(module, of, 400, 40, torch.float32, torch.float32, 0, vocab=70_000)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_no_slot_names_is_not_read(module: Any, dtype: torch.dtype) -> None:
+    cases.check_poison(module, dtype)
+
+
+def test_nan_goes_through(module: Any) -> None:
+    cases.check_nan_goes_through(module)
+
+
+def test_nothing_to_do(module: Any) -> None:
+    cases.check_nothing(module)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_are_rounded_once(module: Any, dtype: torch.dtype) -> None:
+    cases.check_one_rounding(module, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_id_that_is_in_all_rows(module: Any, dtype: torch.dtype) -> None:
+    cases.check_heavy_id(module, 500, 70, dtype)
+
+
+@pytest.mark.parametrize("width", (1, 16, 77))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_independent(module: Any, dtype: torch.dtype, width: int) -> None:
+    cases.check_rows_are_independent(module, dtype, width)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_threads_change_no_bit(module: Any, dtype: torch.dtype) -> None:
+    slots, width = cases.random_slots(600, 50), 1024
+    values, hidden, weight = cases.values_for(slots), cases.matrix(600, width, dtype, 1), cases.matrix(50, width, dtype, 2)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(cases.results(module, values, slots, hidden, weight))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_blocks_of_eager_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group may lie in several blocks, one of a single slot among them: rounded once all the same, and the same bits."""
+    slots = cases.random_slots(60, 9)
+    values, hidden, weight = cases.values_for(slots), *(cases.matrix(n, 8, torch.float32, n) for n in (60, 9))
+    whole = cases.results(eager_sparse, values, slots, hidden, weight)
+    for rows in (1, 2, 7):
+        monkeypatch.setattr(eager_sparse, "block_bytes", lambda device, rows=rows: 16 * 8 * rows)
+        parts = cases.results(eager_sparse, values, slots, hidden, weight)
+        assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True)), rows
+        for dtype in DTYPES:
+            cases.check_one_rounding(eager_sparse, dtype)
+
+
+def test_eager_asks_for_no_value() -> None:
+    """Fake tensors have none."""
+    slots = cases.random_slots(12, 9)
+    arguments = (cases.values_for(slots), slots, cases.matrix(12, 8, torch.float32, 1), cases.matrix(9, 8, torch.float32, 2))
+    mode = FakeTensorMode()
+    values, slots, hidden, weight = torch.utils._pytree.tree_map(mode.from_tensor, arguments)
+    with mode:
+        logits, d_hidden, d_weight = cases.results(eager_sparse, values, slots, hidden, weight)
+    assert (logits.shape, d_hidden.shape, d_weight.shape) == (values.shape, (12, 8), (9, 8))
