@@ -23,6 +23,7 @@ from .losses import LossOutput, grpo_loss, linear_grpo_loss
 from .model import loss_from_model
 from .objective import Denominators, Objective
 from .rewards.advantages import group_advantages
+from .token_sets import TokenSets
 from .transform import LogitTransform
 from .vocabulary.backends import use
 
@@ -47,6 +48,7 @@ __all__ = [
     "PolicyGradient",
     "Sapo",
     "TokenBatch",
+    "TokenSets",
     "TrustRegion",
     "Vespo",
     "check_kl",
