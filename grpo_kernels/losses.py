@@ -17,6 +17,7 @@ from .objective import Denominators, Objective
 from .operators import hidden_source, is_traced, leaves_the_graph, logits_source, outside
 from .transform import LogitTransform, as_transform
 from .vocabulary.hidden import Head, check_head
+from .vocabulary.memory import converted
 from .vocabulary.rows import RowTransform
 from .vocabulary.shard import VocabShard
 from .vocabulary.stage import Hidden, Logits, Source, gradient_once, vocabulary_stage, with_signature
@@ -334,4 +335,4 @@ def _hand_over(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
                 "Call backward first, or pass inplace=False."
             )
         ctx.backend.scale_(gradient, d_loss)
-    return tuple(None if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))
+    return tuple(None if g is None else converted(g, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))

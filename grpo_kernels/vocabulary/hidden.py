@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .backends import Backend, FusedRows
+from .memory import large_pages
 from .products import products_for
 from .rows import RowStats, RowTransform, Slopes
 from .shard import VocabShard, check_shard, refuse_managed
@@ -134,8 +135,8 @@ class Engine:
         self.head, self.backend, self.wanted = head, backend, wanted
         self.products = products_for(head.weight.detach(), None if head.bias is None else head.bias.detach(), head.dtype)
         self.hidden = head.hidden.detach()
-        # The size depends on the whole vocabulary and the device, not on the number of rows or on this rank's part of the
-        # vocabulary: ranks that share a vocabulary must cut alike. The relative cost of adding to d_weight depends on a chunk's
+        # The most rows of one chunk. It depends on the whole vocabulary and the device, not on the number of rows (memory is
+        # the same for any) or on this rank's part of the vocabulary: ranks that share a vocabulary must cut alike. The relative cost of adding to d_weight depends on a chunk's
         # rows only.
         rows = CHUNK_BYTES.get(self.hidden.device.type, CHUNK_BYTES["cuda"]) // (4 * head.vocab)
         self.chunk_rows = max(64, rows // 64 * 64)
@@ -191,7 +192,14 @@ class Engine:
             del logits, d_logits
 
     def _chunks(self, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for part in index.split(self.chunk_rows) if index.numel() else ():
+        if index.numel() == 0:
+            return
+        if index.device.type == "cpu":
+            # As few as the memory allows, of nearly one size: a product of a few last rows waits for the weight all the same.
+            parts = index.tensor_split(-(-index.numel() // self.chunk_rows))
+        else:  # all of one size but the last: a library chooses its kernel by the size
+            parts = index.split(self.chunk_rows)
+        for part in parts:
             yield part, self.hidden[part].to(self.products.dtype)
 
     def _accumulate(self, at: Tensor, hidden: Tensor, d_logits: Tensor, index: Tensor) -> None:
@@ -207,7 +215,7 @@ class Engine:
     def gradients(self) -> Gradients:
         """(d_hidden, d_weight, d_bias) in the dtype of the sums; None for those that are not wanted."""
         if self.wanted[1] and self.d_weight is None:  # no row had a gradient, which is a gradient of 0
-            self.d_weight = torch.zeros(self.head.weight.shape, device=self.hidden.device, dtype=torch.float32)
+            self.d_weight = large_pages(self.head.weight.new_empty(self.head.weight.shape, dtype=torch.float32)).zero_()
         if self.d_hidden is not None and self.head.shard is not None:
             self.d_hidden = self.head.shard.sum_hidden(self.d_hidden)
         return self.d_hidden, self.d_weight, self.d_bias

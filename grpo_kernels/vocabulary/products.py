@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from .backends import cpu_products
+from .memory import large_pages
 
 Tensor = torch.Tensor
 
@@ -69,7 +70,8 @@ class Products:
 
     def d_weight(self, d_logits: Tensor, hidden: Tensor) -> Tensor:
         """The product where one chunk holds all rows."""
-        return d_logits.t() @ hidden
+        out = large_pages(hidden.new_empty(d_logits.shape[1], hidden.shape[1]))
+        return torch.mm(d_logits.t(), hidden, out=out)
 
     def _weight_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         vocab, width = self.weight.shape
@@ -88,13 +90,11 @@ class Bf16Products(Products):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight if weight.stride(1) == 1 else weight.contiguous(), None if bias is None else bias.float())
-        self._logits = torch.empty(
-            0, weight.shape[0], dtype=torch.float32
-        )  # used again by the next chunk: fresh pages cost more than a pass
+        self._logits = torch.empty(0, weight.shape[0], dtype=torch.float32)  # used again by the next chunk
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self._logits.shape[0] < hidden.shape[0]:
-            self._logits = torch.empty(hidden.shape[0], self.weight.shape[0], dtype=torch.float32)
+            self._logits = large_pages(torch.empty(hidden.shape[0], self.weight.shape[0], dtype=torch.float32))
         out = self._logits[: hidden.shape[0]]
         cpu_products.logits(hidden, self.weight, self.bias, out)
         return out
@@ -115,7 +115,7 @@ class Bf16Products(Products):
     def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor) -> Tensor:
         first = total is None
         if total is None:
-            total = torch.empty(self.weight.shape, dtype=torch.float32)
+            total = large_pages(torch.empty(self.weight.shape, dtype=torch.float32))
         cpu_products.add_d_weight(d_logits, hidden, total, first=first)
         return total
 

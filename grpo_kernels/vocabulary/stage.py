@@ -17,6 +17,7 @@ import torch
 
 from .backends import Backend, FusedRows
 from .hidden import Engine, Head
+from .memory import converted, large_pages
 from .rows import RowStats, RowTransform, Slopes, partials_of
 from .shard import VocabShard
 
@@ -92,7 +93,7 @@ class Logits:
         slopes: Slopes, transform: RowTransform,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         (logits,) = tensors
-        out = logits.detach() if self.inplace else torch.empty_like(logits)
+        out = logits.detach() if self.inplace else large_pages(torch.empty_like(logits))
         self.backend.pull(logits, targets, stats, slopes, transform, out)
         if self.inplace:
             torch.autograd.graph.increment_version(logits)
@@ -105,7 +106,7 @@ class Logits:
         (logits,) = tensors
         out = None
         if wanted[0]:
-            out = logits.detach() if self.inplace else torch.empty_like(logits)
+            out = logits.detach() if self.inplace else large_pages(torch.empty_like(logits))
         result = self.backend.fused(logits, rows, objective, transform, out)
         if out is not None and self.inplace:
             torch.autograd.graph.increment_version(logits)
@@ -153,7 +154,7 @@ class Hidden:
         engine = Engine(Head(tensors[0], tensors[1], tensors[2], self.dtype, self.shard), self.backend, wanted)  # type: ignore[arg-type]
         with torch.autocast(targets.device.type, enabled=False):
             engine.backward(index, targets, stats, slopes, transform)
-        return tuple(None if g is None else g.to(x.dtype) for g, x in zip(engine.gradients(), tensors, strict=True))
+        return tuple(None if g is None else converted(g, x.dtype) for g, x in zip(engine.gradients(), tensors, strict=True))
 
     def fused(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], rows: TokenRows, objective: Objective, transform: RowTransform

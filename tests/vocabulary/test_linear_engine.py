@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import Objective, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary import hidden as linear
 from support.allocations import Allocations
 from support.cases import OBJECTIVES, same_bits, snapshot
@@ -211,14 +212,23 @@ def test_chunk_count_changes_only_rounding(
 
 
 def test_chunk_rows_do_not_depend_on_the_number_of_rows(backend: str) -> None:
-    from grpo_kernels.vocabulary import backends
-
     sizes = set()
     for n in (1, 300, 5000):
         hidden, weight = torch.zeros(n, 4), torch.zeros(9000, 4)
         head = linear.check_head(hidden, weight, None, torch.Size([n]), hidden.device)
         sizes.add(linear.Engine(head, backends.load(backend)).chunk_rows)
     assert len(sizes) == 1
+
+
+@pytest.mark.parametrize(("n", "sizes"), [(0, []), (1, [1]), (64, [64]), (65, [33, 32]), (190, [64, 63, 63]), (300, [60] * 5)])
+def test_chunks_have_one_size(n: int, sizes: list[int], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few as the memory allows, and none with a few last rows, for which the weight would be read once more."""
+    monkeypatch.setitem(linear.CHUNK_BYTES, "cpu", 4 * 50 * 64)
+    hidden, weight = torch.randn(n, 4), torch.randn(50, 4)
+    engine = linear.Engine(linear.check_head(hidden, weight, None, torch.Size([n]), hidden.device), backends.load(backend))
+    parts = list(engine._chunks(torch.arange(n)))
+    assert [at.numel() for at, _ in parts] == sizes
+    assert not parts or torch.equal(torch.cat([rows for _, rows in parts]), hidden)
 
 
 # ---- autograd

@@ -273,7 +273,7 @@ def check_collectives(rank: int, ranks: int) -> None:
             start(self, *args, **kwargs)
             self.chunk_rows = 10
 
-        chunks = [10] * (trained // 10) + [trained % 10] * (trained % 10 > 0)
+        chunks = [part.numel() for part in torch.arange(trained).tensor_split(-(-trained // 10))]
         with mock.patch.object(linear.Engine, "__init__", small):
             with counted() as sizes:
                 run_head(case, objective, widths, rank, shard, "auto")
