@@ -47,7 +47,7 @@ def large_pages_on_request() -> None:
     """Skips where the system gives large pages to nobody, or has none free now."""
     if not SETTING.exists() or "[never]" in SETTING.read_text():
         pytest.skip("no transparent huge pages here")
-    asked = mmap.mmap(-1, 64 * MIB)
+    asked = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     asked.madvise(mmap.MADV_HUGEPAGE)
     if large_bytes(torch.frombuffer(asked, dtype=torch.uint8).fill_(1)) < 32 * MIB:
         pytest.skip("the system has no large pages free")
