@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from .checks import describe, require, require_whole, values_are_checked
-from .token_set_formats import check_form, flat_lists, offsets_of, read_facts, unpadded
+from .token_set_checks import check_form, check_ids, check_rows, read_facts
+from .token_set_formats import alone, flat_lists, offsets_of, row_numbers, saveable, unpadded
+from .token_set_rules import kept_ids
 
 Tensor = torch.Tensor
 
@@ -137,6 +139,37 @@ class TokenSets:
         return cls(ids, offsets, numbers).to(where or "cpu")
 
     @classmethod
+    def from_logits(
+        cls,
+        logits: Tensor,
+        *,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        temperature: float | Tensor = 1.0,
+        order: str = "vllm",
+        targets: Tensor | None = None,
+    ) -> TokenSets:
+        """The ids that a sampler keeps of these logits, ascending, as int32: for a sampler of your own, and for trainers that filter
+        again (NeMo-RL). Recorded sets are better where there are any: logits that differ in the last bit move ids at the edge.
+
+        logits       float [..., V], of any leading shape, after scale and softcap, before the temperature.
+        top_k        keeps the k largest, and all that equal the last of them; None, 0, -1 or >= V = all.
+        top_p        keeps the shortest run of largest probabilities that add up to it, of equal ones those with small ids first;
+                     None or 1 = all.
+        min_p        keeps probabilities of at least min_p times the largest; None or 0 = all.
+        temperature  divides the logits first: a number > 0, or a tensor > 0 of the leading shape or one for each sequence. The order
+                     "vllm" takes at least 0.01, as vLLM does. A greedy sampler is top_k=1.
+        order        "vllm": min_p, then top_k, then top_p of what is left, renormalised. "sglang": top_k and top_p both of all
+                     probabilities; with a min_p top_k, top_p and min_p one after another, each of what is left, renormalised.
+        targets      integers of the leading shape that are put into their sets; ids outside of [0, V) are passed over.
+
+        No row is empty, unless nothing is asked for (top_k, top_p and min_p all keep everything): then all are. Logits of -inf are
+        never kept. Works in chunks of rows: no copy of the logits is made. Waits for the device."""
+        found = kept_ids(logits, top_k, top_p, min_p, temperature, order, targets)
+        return cls.whole(logits.shape[:-1].numel(), device=logits.device) if found is None else cls(*found)
+
+    @classmethod
     def whole(cls, rows: int, *, device: torch.device | str | None = None) -> TokenSets:
         """Sets of `rows` rows that all stand for the whole vocabulary, on `device` (None = CPU)."""
         require_whole("rows", rows, "the number of rows is a whole number of at least 0.", 0)
@@ -200,6 +233,74 @@ class TokenSets:
         known without asking the device."""
         return self._largest
 
+    # ---- rows cut out
+
+    def __getitem__(self, rows: Any) -> TokenSets:
+        """Sets of some rows: `sets[a:b]`, `sets[index]` with integers in any order, `sets[mask]` with a bool of the shape of
+        targets. A slice waits for no device; of an index or a mask the host reads the values, which waits if they are on one."""
+        if isinstance(rows, slice):
+            start, stop, step = rows.indices(self.rows)
+            if step == 1:
+                return self._between(start, max(start, stop))
+            rows = torch.arange(self.rows)[start:stop:step] if step > 0 else [*range(self.rows)[rows]]
+        return self.take(row_numbers(rows, self.rows))
+
+    def _between(self, start: int, stop: int) -> TokenSets:
+        first, last = self._starts[start], self._starts[stop]
+        values = None if self.values is None else self.values[first:last]
+        starts = array("q", [at - first for at in self._starts[start : stop + 1]])
+        return self._of(self.ids[first:last], self.offsets[start : stop + 1] - first, values, starts, self._largest)
+
+    def take(self, index: Tensor) -> TokenSets:
+        """Row index[i] as row i; -1 is a row without ids. `index`: int64 [n] in [-1, rows), which the host reads."""
+        index = index.cpu()
+        starts = torch.frombuffer(self._starts, dtype=torch.int64)
+        first, last = starts[index.clamp(min=0)], starts[index + 1]
+        counts = torch.where(index < 0, 0, last - first)
+        offsets = offsets_of(counts)
+        device, nnz = self.ids.device, int(offsets[-1])
+        shifts = (first - offsets[:-1]).to(device).repeat_interleave(counts.to(device), output_size=nnz)
+        at = shifts + torch.arange(nnz, device=device)
+        values = None if self.values is None else self.values[at]
+        return self._of(self.ids[at], offsets.to(device), values, array("q", offsets.tolist()), self._largest)
+
+    # ---- as tensors: nothing here waits for the device
+
+    @property
+    def counts(self) -> Tensor:
+        """int64 [rows]: number of ids of each row, 0 for the whole vocabulary."""
+        return self.offsets.diff()
+
+    @property
+    def row_of(self) -> Tensor:
+        """int64 [nnz]: the row of each id. Made anew at each call."""
+        rows = torch.arange(self.rows, device=self.offsets.device)
+        return rows.repeat_interleave(self.counts, output_size=self.ids.shape[0])
+
+    def padded(self, fill: int = -1) -> Tensor:
+        """[rows, longest] of the dtype of ids: the ids of each row in their order, then `fill`. Undone by `from_padded`."""
+        out = self.ids.new_full((self.rows, self.longest), fill)
+        row = self.row_of
+        column = torch.arange(self.ids.shape[0], device=row.device) - self.offsets[row]
+        return out.index_put_((row, column), self.ids)
+
+    def mask(self, vocab: int) -> Tensor:
+        """bool [rows, vocab]: True for the ids of a row, and all over a row without ids. For tests and small vocabularies: at
+        150,000 ids a row takes 150 kB."""
+        require_whole("vocab", vocab, "the size of the vocabulary is a whole number.")
+        check_ids("ids", self, vocab)
+        out = (self.counts == 0)[:, None].repeat(1, vocab)
+        return out.index_put_((self.row_of, self.ids.to(torch.int64)), torch.ones((), dtype=torch.bool, device=out.device))
+
+    def contains(self, targets: Tensor) -> Tensor:
+        """bool [rows]: whether each of `targets`, integers with one element for each row, is in the set of its row. A row without
+        ids holds everything."""
+        check_rows("targets", targets, self)
+        row = self.row_of
+        # The number of hits before each row; an id stands in a row once.
+        hits = offsets_of((self.ids == targets.reshape(-1)[row]).to(torch.int64))[self.offsets]
+        return (hits.diff() > 0) | (self.counts == 0)
+
     # ---- other places, other values
 
     def _apply(self, change: Callable[[Tensor], Tensor]) -> TokenSets:
@@ -229,14 +330,15 @@ class TokenSets:
         return TokenSets._of, (alone(self.ids), alone(self.offsets), values, self._starts, self._largest, self._known_lengths)
 
 
-def saveable(x: Tensor) -> Tensor:
-    """`x` in a form that can be saved for a backward pass, which a tensor of inference mode cannot."""
-    if not x.is_inference():
-        return x
-    with torch.inference_mode(False):
-        return x.clone()
+# ---- sets beside a batch
 
 
-def alone(x: Tensor) -> Tensor:
-    """`x` in a storage that holds nothing else."""
-    return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
+def check_sets(name: str, sets: Any, targets: Tensor, vocab: int | None = None) -> None:
+    """Raise ValueError unless `sets`, the argument `name`, are TokenSets on the device of targets, a row for each of them, all ids
+    inside the vocabulary (if its size is given). The host knows what it takes: the device is only read to name what is wrong, and
+    of a part of larger sets which has a large id elsewhere."""
+    if not isinstance(sets, TokenSets):
+        raise ValueError(f"{name} is a {type(sets).__name__}: pass TokenSets, for example TokenSets.from_padded(ids).")
+    check_rows("targets", targets, sets, name)
+    if vocab is not None:
+        check_ids(name, sets, vocab)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_kernels import TokenSets
 from grpo_kernels.batch import shift_targets
-from support.sets import ROWS, SOME, assert_facts, ints, lists, number
+from support.sets import ROWS, SOME, assert_facts, examples, ints, lists, number
 
 NAN = float("nan")
 
@@ -29,6 +29,7 @@ def assert_values(sets: TokenSets, rows: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@examples
 @given(rows=ROWS)
 def test_counts(dtype: torch.dtype, rows: list[list[int]]) -> None:
     ids = torch.tensor([token for row in rows for token in row], dtype=dtype)
@@ -69,6 +70,7 @@ def test_counts_that_are_refused(counts: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@examples
 @given(rows=ROWS, fill=st.sampled_from([-1, -100, 41]), seed=st.integers(0, 1000))
 def test_padding(dtype: torch.dtype, rows: list[list[int]], fill: int, seed: int) -> None:
     """Wherever it stands in a row."""
@@ -111,6 +113,7 @@ def test_padding_that_is_refused(given: dict[str, Any], message: str) -> None:
 # ---- lists
 
 
+@examples
 @given(rows=ROWS)
 def test_lists(rows: list[list[int]]) -> None:
     sets = TokenSets.from_lists([row or None for row in rows])
@@ -120,6 +123,7 @@ def test_lists(rows: list[list[int]]) -> None:
     assert_values(TokenSets.from_lists(rows, values_of(rows)), rows)
 
 
+@examples
 @given(
     sequences=st.lists(st.none() | st.lists(st.tuples(st.booleans(), st.none() | st.just([2, 1]) | st.just([7]))), max_size=4),
     data=st.data(),

@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_kernels import TokenSets
-from support.sets import ROWS, SOME, assert_facts, build, ints, lists, number
+from support.sets import ROWS, SOME, assert_facts, build, examples, ints, lists, number
 
 Tensor = torch.Tensor
 INF, NAN = float("inf"), float("nan")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@examples
 @given(rows=ROWS)
 def test_facts(dtype: torch.dtype, rows: list[list[int]]) -> None:
     sets = build(rows, dtype=dtype)
@@ -75,6 +76,7 @@ def test_refused(name: str) -> None:
         TokenSets(**{**valid, **changes})
 
 
+@examples
 @given(rows=ROWS.filter(any), seed=st.integers(0, 2**31))
 def test_an_id_twice_is_always_seen(rows: list[list[int]], seed: int) -> None:
     """Wherever the second stands, and whatever the order."""
@@ -104,6 +106,7 @@ def test_whole() -> None:
             TokenSets.whole(rows)  # type: ignore[arg-type]
 
 
+@examples
 @given(parts=st.lists(ROWS, min_size=1, max_size=4), values=st.booleans())
 def test_cat(parts: list[list[list[int]]], values: bool) -> None:
     sets = TokenSets.cat([build(rows, values) for rows in parts])

@@ -5,11 +5,15 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from grpo_kernels import TokenSets
 
 Tensor = torch.Tensor
+
+#: For tests of random sets, on busy machines too.
+examples = settings(max_examples=60, deadline=None)
 
 #: Rows as lists of ids, in any order, each once; with empty ones and without any.
 ROWS = st.lists(st.lists(st.integers(0, 40), max_size=6, unique=True), max_size=8)

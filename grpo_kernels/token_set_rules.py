@@ -1,0 +1,143 @@
+"""Which ids a sampler keeps of logits: top-k, top-p and min-p, in the orders of vLLM and SGLang.
+
+A rule is a function from z [n, V], logits over the temperature in which -inf is what went before, to the bool [n, V] of what it
+keeps of that. Each knows only differences of z: what is left is renormalised by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from .checks import require, require_number, require_whole
+from .layout import per_token
+from .token_set_formats import Flat, offsets_of
+from .transform import LogitTransform
+
+Tensor = torch.Tensor
+Rule = Callable[[Tensor], Tensor]
+
+#: Logits of a chunk: 16 MB in fp32, and a few times that for what is made beside it.
+CHUNK = 1 << 22
+#: vLLM's smallest temperature.
+COLDEST = 0.01
+
+
+def by_top_k(z: Tensor, k: int) -> Tensor:
+    last = z.topk(k).values[:, -1:]
+    return (z >= last) & (z > -math.inf)
+
+
+def by_min_p(z: Tensor, p: float) -> Tensor:
+    return z >= z.amax(-1, keepdim=True) + math.log(p)
+
+
+def by_top_p(z: Tensor, p: float) -> Tensor:
+    """The largest, as long as the mass before one is below p. Sums are fp64; only as many are sorted as are needed."""
+    top, vocab = z.amax(-1, keepdim=True), z.shape[-1]
+    wanted = p * (z - top).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+    width = min(64, vocab)
+    while True:
+        largest = z.topk(width).values
+        mass = (largest - top).exp().to(torch.float64)
+        inside = (mass.cumsum(-1) - mass < wanted) & (largest > -math.inf)
+        count = inside.sum(-1, keepdim=True)
+        if width == vocab or bool((count < width).all()):
+            break
+        width = min(8 * width, vocab)
+    last = largest.gather(-1, count - 1)
+    equal, above = z == last, z > last
+    room = count - above.sum(-1, keepdim=True)
+    if bool((equal.sum(-1, keepdim=True) > room).any()):
+        equal &= equal.cumsum(-1) <= room
+    return above | equal
+
+
+def stages(order: str, top_k: int, top_p: float, min_p: float) -> list[list[Rule]]:
+    """Rules of one stage see the same probabilities, those of the next what is left. A rule that keeps everything is left out."""
+    k = [partial(by_top_k, k=top_k)] * (top_k > 0)
+    p = [partial(by_top_p, p=top_p)] * (top_p < 1)
+    m = [partial(by_min_p, p=min_p)] * (min_p > 0)
+    if order == "vllm":
+        found: list[list[Rule]] = [[*m], [*k], [*p]]
+    else:
+        found = [[*k], [*p], [*m]] if m else [[*k, *p]]
+    return [stage for stage in found if stage]
+
+
+def kept_ids(
+    logits: Tensor,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    temperature: float | Tensor,
+    order: str,
+    targets: Tensor | None,
+) -> Flat | None:
+    """(ids, offsets, None), or None if no rule leaves anything out. Arguments as in TokenSets.from_logits."""
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0 or logits.shape[-1] == 0:
+        got = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"logits is {got}: pass a float tensor [..., V].")
+    shape, vocab = logits.shape[:-1], logits.shape[-1]
+    top_k, top_p, min_p = 0 if top_k is None else top_k, 1.0 if top_p is None else top_p, min_p or 0.0
+    require_whole("top_k", top_k, "it is a number of ids; None, 0 or -1 keeps all.", -1)
+    require_number(
+        "top_p", top_p, "it is a probability above 0, at most 1; None keeps all. A greedy sampler is top_k=1.", 1e-30, 1
+    )
+    require_number("min_p", min_p, "it is a share of the largest probability in [0, 1]; None keeps all.", 0, 1)
+    require(order in ("vllm", "sglang"), "order", order, 'samplers truncate differently: pass "vllm" or "sglang".')
+    if targets is not None and (not isinstance(targets, Tensor) or targets.shape != shape or targets.is_floating_point()):
+        got = f"{targets.dtype} {list(targets.shape)}" if isinstance(targets, Tensor) else type(targets).__name__
+        raise ValueError(f"targets is {got}: pass integers of the logits' leading shape, {list(shape)}.")
+    LogitTransform(temperature).for_rows(shape, None, None, logits.device)  # refuses what is no temperature
+    t = per_token("temperature", torch.as_tensor(temperature, device=logits.device), shape)
+    t = t.clamp(min=COLDEST) if order == "vllm" else t
+    rules = stages(order, int(top_k) if top_k < vocab else 0, float(top_p), float(min_p))
+    if not rules:
+        return None
+    ids, counts, row = [], [], 0
+    for chunk in row_chunks(logits.detach(), max(1, CHUNK // vocab)):
+        rows = slice(row, row + len(chunk))
+        kept = kept_of(chunk, t[rows, None], rules, row)
+        if targets is not None:
+            force(kept, targets.reshape(-1)[rows, None])
+        ids.append(kept.nonzero()[:, 1].to(torch.int32))
+        counts.append(kept.sum(-1))
+        row = rows.stop
+    if row == 0:
+        return None
+    return torch.cat(ids), offsets_of(torch.cat(counts)), None
+
+
+def kept_of(chunk: Tensor, temperature: Tensor, rules: list[list[Rule]], row: int) -> Tensor:
+    """bool [n, V]. `row`: where the chunk starts, for messages."""
+    z = chunk.to(torch.promote_types(chunk.dtype, torch.float32)) / temperature
+    wrong = ~z.amax(-1).isfinite()
+    if wrong.any():
+        at = int(wrong.nonzero()[0])
+        raise ValueError(f"logits are NaN, +inf or all -inf in row {row + at}: there is nothing to sample from.")
+    for stage in rules:
+        kept = stage[0](z)
+        for rule in stage[1:]:
+            kept &= rule(z)
+        z.masked_fill_(~kept, -math.inf)
+    return kept
+
+
+def force(kept: Tensor, targets: Tensor) -> None:
+    """Put targets [n, 1] into the sets, except those that are no id."""
+    at = targets.to(torch.int64).clamp(0, kept.shape[-1] - 1)
+    kept.scatter_(-1, at, kept.gather(-1, at) | (at == targets))
+
+
+def row_chunks(logits: Tensor, size: int) -> Iterator[Tensor]:
+    """Views [n, V] of at most `size` rows, in order, whatever the strides."""
+    if logits.dim() == 1:
+        yield logits[None]
+    elif logits.dim() == 2 or logits.is_contiguous():
+        yield from logits.flatten(0, -2).split(size) if logits.numel() else ()
+    else:
+        for part in logits:
+            yield from row_chunks(part, size)
