@@ -44,11 +44,11 @@ class TokenBatch:
                  sequence are then over the group. See below.
 
     With a context_group, the tokens' losses of all ranks add up to those of the whole sequences, and so do gradients. What
-    needs a sequence costs an all-reduce of B numbers: its length and whether it holds a contributing token (once a batch), and
-    at a sequence level the ratio and its slope (once a loss); the default normalizer costs one of a number. Making the batch,
-    a loss on it and `distributed.global_normalizer` are calls that all ranks of the group make, and who writes into the mask or
-    the advantages of a batch does so on all of them. Metrics and log-probs are of the rank's own rows, and reading them needs
-    no communication. ClipCov, KlCov, and EntropyQuantile without a process_group select among the rank's own rows, too.
+    needs a sequence costs an all-reduce of B numbers: its length (once a batch; from hidden states also whether it holds a
+    contributing token), and at a sequence level the ratio and its slope (once a loss); the default normalizer costs one of a
+    number. Making the batch, a loss on it and `distributed.global_normalizer` are calls that all ranks of the group make, and
+    who writes into the mask or the advantages of a batch does so on all of them. Metrics and log-probs are of the rank's own
+    rows, and reading them needs no communication. ClipCov, KlCov, and EntropyQuantile without a process_group select among the rank's own rows, too.
 
     Packed, [B] and [N] may be equal: a tensor of that length is then read per token, so write [B, 1].
     Gradients never flow into these tensors. Raises ValueError on shapes, dtypes or devices that disagree.

@@ -14,13 +14,12 @@ Tensor = torch.Tensor
 def check_targets(targets: Tensor, mask: Tensor | None, vocab: int, logits: bool = False) -> None:
     """Raise ValueError naming the first target outside [0, vocab) that is not masked. `logits`: `vocab` is the width of a
     tensor given as logits, which may be hidden states by mistake."""
-    if not values_are_checked(targets):
+    if not values_are_checked(targets) or targets.numel() == 0:
         return
-    bad = (targets < 0) | (targets >= vocab)
-    if mask is not None:
-        bad &= mask
-    if bad.any():
-        at = tuple(bad.nonzero()[0].tolist())
+    seen = targets if mask is None else torch.where(mask, targets, 0)
+    low, high = seen.aminmax()
+    if int(low) < 0 or int(high) >= vocab:
+        at = tuple(((seen < 0) | (seen >= vocab)).nonzero()[0].tolist())
         raise ValueError(
             f"targets{list(at)}={int(targets[at])} is outside the vocabulary [0, {vocab}). "
             "Mask the position (mask=False) if it is padding; its id may then be anything."

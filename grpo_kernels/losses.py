@@ -197,14 +197,15 @@ def objective_loss(
 def split_rows(batch: TokenBatch, rows: TokenRows, objective: Objective) -> tuple[Tensor, int]:
     """(indices of the rows that are read, those that can have a gradient first, each kind in order; how many of them can),
     without waiting for the device."""
-    if rows.read is None and rows.active is None:
+    marked = batch.marked(objective.active_rows) if rows.active is None else rows.active
+    if rows.read is None and marked is None:
         return torch.arange(rows.targets.numel(), device=rows.targets.device), rows.targets.numel()
     rank = torch.full_like(rows.targets, 2)
-    for value, mask in ((1, rows.read), (0, rows.active)):
+    for value, mask in ((1, rows.read), (0, marked)):
         rank = torch.full_like(rank, value) if mask is None else torch.where(mask, value, rank)
     order = torch.argsort(rank, stable=True)
-    active = batch.count(objective.active_rows, rows.active)
-    read = active if rows.read is rows.active else batch.count("trained", rows.read)
+    active = batch.count(objective.active_rows, marked)
+    read = active if rows.read is marked else batch.count("trained", rows.read)
     return order[:read], active
 
 

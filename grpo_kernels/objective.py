@@ -299,7 +299,8 @@ class Objective:
                 return coef * weight
             return coef * self._weights(batch, aggregate or self.aggregate, own)
 
-        mask, active = batch.marked("trained"), batch.marked(self.active_rows)
+        mask = batch.marked("trained")
+        active = batch.marked(self.active_rows) if skip_inactive and self.one_pass else None
         advantages, weights = batch.flat("advantages"), batch.flat("weights")
         assert advantages is not None
         policy_weight = weight
@@ -312,7 +313,7 @@ class Objective:
             policy_weight = torch.where(weights != 0, weight, 0.0) if self.surrogate.absorbs_weights else weight * weights
         return TokenRows(
             targets=flat(batch.targets).to(torch.int64),
-            read=active if skip_inactive and self.one_pass else mask,
+            read=mask if active is None else active,
             advantages=advantages,
             policy_weight=policy_weight,
             old_logps=batch.flat("old_logps"),

@@ -43,7 +43,7 @@ class TokenRows:
     sampler_logps: Tensor | None = None  # where a trust region compares with them; None = it compares with old_logps
     weights: Tensor | None = None  # of the batch, as given
     trained: Tensor | None = None  # bool: rows where the batch's mask is set; None = all
-    active: Tensor | None = None  # bool: trained rows that can have a gradient; None = all
+    active: Tensor | None = None  # bool: rows that can have a gradient, where only those are read; else None
     __repr__ = describe
 
     @property
@@ -93,8 +93,9 @@ def token_terms(
         loss, slope = SURROGATE(bounded, zero, advantage, surrogate_params)
         slope = ops.where(bounded == log_ratio, slope, 0.0)
     # A token that its weight takes out is out whatever the ratio is, NaN included.
-    loss = ops.where(policy_weight == 0.0, 0.0, policy_weight * loss)
-    d_logp = ops.where(policy_weight == 0.0, 0.0, policy_weight * slope)
+    out = policy_weight == 0.0
+    loss = ops.where(out, 0.0, policy_weight * loss)
+    d_logp = ops.where(out, 0.0, policy_weight * slope)
     d_ratio = zero
     if LEVEL == "sequence" or LEVEL == "sequence-sum":
         if not DETACHED:
@@ -131,10 +132,14 @@ def ratio_of_kl(log_ratio, own, LEVEL):
         return log_ratio
 
 
+#: What an objective without a KL has at compile time: one kernel serves all of them.
+NO_KL = Kl()
+
+
 def formulas(objective: Objective) -> dict[str, Callable[..., Any] | str | bool | None]:
     """What `token_terms` wants to know at compile time: functions and choices."""
     trust = objective.filter(TrustRegion)
-    kl = objective.kl_spec if objective.beta else Kl()  # one kernel for all that have no KL
+    kl = objective.kl_spec if objective.beta else NO_KL
     return {
         "SURROGATE": objective.surrogate.formula,
         "DETACHED": objective.surrogate.detached_ratio,

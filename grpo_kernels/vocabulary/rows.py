@@ -100,13 +100,15 @@ class RowStats(NamedTuple):
 
     @property
     def logps(self) -> Tensor:
-        return (self.target - self.max) - torch.log(self.sum)
+        top, total, target = self.values.unbind()[:ALWAYS]
+        return (target - top) - torch.log(total)
 
     @property
     def entropy(self) -> Tensor:
-        assert self.weighted is not None
+        assert "weighted" in self.names, self.names
+        _, total, _, weighted, *_ = self.values.unbind()
         # Rounding may take the entropy of a one-hot row a hair below 0. clamp keeps NaN.
-        return (torch.log(self.sum) - self.weighted / self.sum).clamp(min=0.0)
+        return (torch.log(total) - weighted / total).clamp(min=0.0)
 
     @property
     def sum_squares(self) -> Tensor:
@@ -146,7 +148,7 @@ class Slopes(NamedTuple):
     @classmethod
     def of(cls, stats: dict[str, Tensor], slopes: dict[str, Tensor], read: Tensor | None = None) -> Slopes:
         """From d loss / d statistic of "logps", "entropy" and "sum_squares", and the values of the latter two. 0 where the row
-        was not read, even if NaN arrives there."""
+        was not read, even if NaN arrives there: the values are 0 there, too."""
 
         def clean(x: Tensor) -> Tensor:
             x = x.to(torch.float32)
@@ -162,8 +164,6 @@ class Slopes(NamedTuple):
             prob = 2.0 * given["sum_squares"]
             of_squares = -prob * stats["sum_squares"]
             constant = of_squares if constant is None else constant + of_squares
-        if read is not None:
-            constant = None if constant is None else torch.where(read, constant, 0.0)
         if target is None:
             target = torch.zeros_like(next(iter(given.values())))
         return cls(target, constant, log, prob)

@@ -178,10 +178,32 @@ def rows_read(n: int, read: Tensor | None, device: torch.device) -> Tensor:
     return torch.arange(n, device=device) if read is None else read.nonzero()[:, 0]
 
 
+class _Positional(inspect.Signature):
+    """A signature for calls that pass every argument, by position: to bind them is to keep them."""
+
+    def bind(self, *arguments: Any) -> Any:
+        return _Bound(arguments)
+
+
+class _Bound(NamedTuple):
+    """What torch asks of inspect.BoundArguments."""
+
+    args: tuple[Any, ...]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return {}
+
+    def apply_defaults(self) -> None:
+        pass
+
+
 def with_signature(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Decorator: an autograd Function whose signature is made once. torch asks for it in every call, and to make it takes longer
-    than a small batch."""
-    function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
+    """Decorator for an autograd Function that is called with every argument, by position. In each call torch reads the signature
+    of `forward` and binds the arguments to it, which takes longer than a small batch: here the signature is made once, and binding
+    costs nothing."""
+    parameters = list(inspect.signature(function.forward).parameters.values())
+    function.forward.__signature__ = _Positional(parameters)  # type: ignore[attr-defined]
     return function
 
 
@@ -195,6 +217,7 @@ class VocabularyStage(torch.autograd.Function):
         source: Source,
         statistics: tuple[str, ...],  # see STATISTICS
         with_gradient: tuple[str, ...],
+        names: tuple[str, ...],  # the partials that the statistics need
         targets: Tensor,  # int64 [n]
         read: Tensor | None,  # bool [n]
         scale: float,
@@ -202,17 +225,17 @@ class VocabularyStage(torch.autograd.Function):
         inv_temperature: float | Tensor,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        stats = source.stats(tensors, targets, read, RowTransform(scale, softcap, inv_temperature), partials_of(statistics))
+        stats = source.stats(tensors, targets, read, RowTransform(scale, softcap, inv_temperature), names)
         return stats.logps, *(stats.statistic(name, read) for name in statistics), stats.values
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        source, statistics, with_gradient, targets, read, scale, softcap, inv_temperature, *tensors = inputs
+        source, statistics, with_gradient, names, targets, read, scale, softcap, inv_temperature, *tensors = inputs
         values = dict(zip(statistics, output[1:-1], strict=True))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[-1], *(x for name, x in values.items() if name not in with_gradient))
         per_row = isinstance(inv_temperature, Tensor)
-        ctx.source, ctx.statistics, ctx.with_gradient = source, statistics, with_gradient
+        ctx.source, ctx.statistics, ctx.with_gradient, ctx.names = source, statistics, with_gradient, names
         ctx.numbers = (scale, softcap, None if per_row else inv_temperature)
         kept = [values[name] for name in with_gradient]
         ctx.save_for_backward(targets, read, inv_temperature if per_row else None, output[-1], *kept, *tensors)
@@ -220,16 +243,13 @@ class VocabularyStage(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_logps: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         targets, read, inv_temperatures, partials, *saved = ctx.saved_tensors
-        values, tensors = saved[: len(ctx.with_gradient)], saved[len(ctx.with_gradient) :]
-        upstream = {"logps": d_logps} | dict(zip(ctx.statistics, others, strict=False))
+        upstream = {"logps": d_logps, **dict(zip(ctx.statistics, others, strict=False))}
         given = tuple(name for name in ("logps", *ctx.with_gradient) if upstream[name] is not None)
         if not given:
-            return (None,) * (8 + len(tensors))
-        numbers, wanted = RowTransform(*ctx.numbers), ctx.needs_input_grad[8:]
-        plan = _Pull(ctx.source, partials_of(ctx.statistics), wanted, numbers, given, ctx.with_gradient)
+            return (None,) * len(ctx.needs_input_grad)
+        plan = _Pull(ctx.source, ctx.names, ctx.needs_input_grad[9:], ctx.numbers, given, ctx.with_gradient)
         slopes = [upstream[name] for name in given]
-        gradients = gradient_once(_pull, plan, targets, read, inv_temperatures, partials, *slopes, *values, *tensors)
-        return *(None,) * 8, *gradients
+        return *(None,) * 9, *gradient_once(_pull, plan, targets, read, inv_temperatures, partials, *slopes, *saved)
 
 
 def vocabulary_stage(
@@ -237,33 +257,30 @@ def vocabulary_stage(
     transform: RowTransform, *tensors: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """(log-probs [n], the statistics by name), with the gradient of the source's tensors."""
-    arguments = (source, statistics, with_gradient, *map(_savable, (targets, read, *transform)), *tensors)
-    # torch.compile knows such a Function with gradients only.
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    bare = torch.compiler.is_compiling() and not wanted
-    logps, *values = (VocabularyStage.forward if bare else VocabularyStage.apply)(*arguments)
+    names, rows = partials_of(statistics), (targets, read, *transform)
+    if torch.compiler.is_compiling():
+        # torch.compile knows such a Function with gradients only.
+        wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        stage = VocabularyStage.apply if wanted else VocabularyStage.forward
+    else:
+        stage, rows = VocabularyStage.apply, tuple(map(_savable, rows))
+    logps, *values = stage(source, statistics, with_gradient, names, *rows, *tensors)
     return logps, dict(zip(statistics, values, strict=False))
 
 
 def _savable(x: Any) -> Any:
     """x as autograd may save it: a tensor made in inference mode has to be copied."""
-    if (
-        isinstance(x, Tensor)
-        and not torch.compiler.is_compiling()
-        and x.is_inference()
-        and not torch.is_inference_mode_enabled()
-    ):
-        return x.clone()
-    return x
+    copied = isinstance(x, Tensor) and x.is_inference() and not torch.is_inference_mode_enabled()
+    return x.clone() if copied else x
 
 
 class _Pull(NamedTuple):
     """What the backward of `VocabularyStage` knows beside tensors."""
 
     source: Source
-    partials: tuple[str, ...]
+    names: tuple[str, ...]  # of the partials
     wanted: tuple[bool, ...]
-    transform: RowTransform  # without temperatures of rows
+    numbers: tuple[float, float, float | None]  # of the transform; None: temperatures of rows
     given: tuple[str, ...]  # statistics with an upstream gradient
     kept: tuple[str, ...]  # statistics whose values were kept
 
@@ -274,5 +291,6 @@ def _pull(
     one, two = len(plan.given), len(plan.given) + len(plan.kept)
     upstream, values, tensors = rest[:one], rest[one:two], rest[two:]
     slopes = Slopes.of(dict(zip(plan.kept, values, strict=True)), dict(zip(plan.given, upstream, strict=True)), read)  # type: ignore[arg-type]
-    transform = plan.transform if inv_temperatures is None else plan.transform._replace(inv_temperature=inv_temperatures)
-    return plan.source.pull(tensors, plan.wanted, targets, read, RowStats(partials, plan.partials), slopes, transform)
+    scale, softcap, number = plan.numbers
+    transform = RowTransform(scale, softcap, inv_temperatures if number is None else number)  # type: ignore[arg-type]
+    return plan.source.pull(tensors, plan.wanted, targets, read, RowStats(partials, plan.names), slopes, transform)

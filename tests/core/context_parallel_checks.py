@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss
+from grpo_kernels import LossOutput, Objective, TokenBatch, grpo_loss, linear_grpo_loss
 from grpo_kernels.distributed import VocabShard, global_normalizer
 from grpo_kernels.formulas.filters import EntropyQuantile
 from grpo_kernels.losses import objective_loss
@@ -193,19 +193,25 @@ def check_metrics_are_no_collective(rank: int, ranks: int) -> None:
 
 
 def check_collectives(rank: int, ranks: int) -> None:
-    """Lengths once a batch; the ratio and its slope once a loss; none at token level."""
+    """Lengths once a batch, from hidden states contributing sequences as well; the ratio and its slope once a loss; none at token
+    level."""
     case = pack(build())
     b = GROUPS.numel() * 8
     _, mine = next(iter(parts(rank, ranks, case)))
     gspo = Objective(level="sequence", aggregate="token-sum")
-    leaf, batch = part(case, mine)
-    for _ in range(2):
-        with counted() as sizes:
-            out = grpo_loss(leaf, batch, gspo)
-            out.loss.backward()
-            assert out.metrics["ratio_mean"] > 0
-        expected = [b, b, b, b] if _ == 0 else [b, b]  # lengths and contributing sequences the first time
-        assert sizes == {"all_gather": [], "all_reduce": expected}, sizes
+
+    def from_hidden(leaf: Tensor, batch: TokenBatch, objective: Objective) -> LossOutput:
+        return linear_grpo_loss(leaf, torch.eye(leaf.shape[-1]), batch, objective)
+
+    for loss, once_a_batch in ((grpo_loss, 1), (from_hidden, 2)):
+        leaf, batch = part(case, mine)
+        for first in (True, False):
+            with counted() as sizes:
+                out = loss(leaf, batch, gspo)
+                out.loss.backward()
+                assert out.metrics["ratio_mean"] > 0
+            expected = [b] * (2 + once_a_batch * first)
+            assert sizes == {"all_gather": [], "all_reduce": expected}, sizes
     leaf, batch = part(case, mine)
     with counted() as sizes:
         grpo_loss(leaf, batch, Objective(aggregate="token-mean"), normalizer=20.0).loss.backward()

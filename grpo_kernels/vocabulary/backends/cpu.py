@@ -105,15 +105,19 @@ def pull(
     out_outer, out_inner, out_vocab, out_outer_stride, out_inner_stride = _layout(out)
     assert (out_outer, out_inner, out_vocab) == (outer, inner, vocab), (out.shape, logits.shape)
     _check(targets, torch.int64, n)
-    for vector in (stats.max, stats.sum, stats.target, *slopes):
+    for vector in slopes:
         if vector is not None:
             _check(vector, torch.float32, n)
+    values = stats.values
+    assert values.shape == (len(stats.names), n) and values.dtype == torch.float32, (values.shape, values.dtype)
+    assert values.stride(1) == 1 or n <= 1, values.stride()
+    first, step = values.data_ptr(), 4 * values.stride(0)
     fixed, per_row = _inverse_temperature(transform, n)
     _cpu.pull(
         logits.data_ptr(), DTYPES[logits.dtype], inner, outer_stride, inner_stride,
         out.data_ptr(), DTYPES[out.dtype], out_outer_stride, out_inner_stride, vocab, lo, n,
         targets.data_ptr(), transform.scale, transform.softcap, fixed, per_row,
-        stats.max.data_ptr(), stats.sum.data_ptr(), stats.target.data_ptr(),
+        first, first + step, first + 2 * step,  # max, sum, target
         slopes.target.data_ptr(), _address(slopes.constant), _address(slopes.log), _address(slopes.prob),
         torch.get_num_threads(),
     )  # fmt: skip
