@@ -26,6 +26,8 @@ extern const char built_from[];
 const char built_from[] = "grpo_kernels built from sha256:" GRPO_SOURCES;
 
 void bind_products(nb::module_& m);  // bind_products.cpp
+void bind_sparse(nb::module_& m);    // bind_sparse.cpp
+void use_sparse_kernels(const std::string& isa);
 
 namespace {
 
@@ -167,6 +169,7 @@ void use_isa(const std::string& name) {
     for (const Kernels* table : supported()) {
         if (name == table->name) {
             kernels = table;
+            use_sparse_kernels(name);
             return;
         }
     }
@@ -181,6 +184,8 @@ NB_MODULE(_cpu, m) {
     m.def("pull", &pull);
     m.def("scale", &scale);
     bind_products(m);
+    bind_sparse(m);
+    use_sparse_kernels(kernels->name);
     m.attr("built_from") = built_from;
     m.def("compiler", [] { return std::string(GRPO_COMPILER); });
     m.def("isa", [] { return std::string(kernels->name); }, "The instruction set in use.");

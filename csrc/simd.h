@@ -37,6 +37,7 @@ inline F with_sign_of(F a, F sign) {
     return _mm512_or_ps(a, _mm512_and_ps(sign, _mm512_castsi512_ps(_mm512_set1_epi32(INT32_MIN))));
 }
 inline Keep not_below(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ); }  // true for NaN
+inline Keep is_nan(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
 inline Keep first_lanes(int n) { return Keep((1u << n) - 1); }
 inline F choose(Keep k, F yes, F no) { return _mm512_mask_blend_ps(k, no, yes); }
 inline F add_where(Keep k, F sum, F a) { return _mm512_mask_add_ps(sum, k, sum, a); }
@@ -99,6 +100,7 @@ inline F max_ignoring_nan(F a, F best) { return _mm256_max_ps(a, best); }
 inline F magnitude(F a) { return _mm256_andnot_ps(all(-0.0f), a); }
 inline F with_sign_of(F a, F sign) { return _mm256_or_ps(a, _mm256_and_ps(sign, all(-0.0f))); }
 inline Keep not_below(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_NLT_UQ); }  // true for NaN
+inline Keep is_nan(F a) { return _mm256_cmp_ps(a, a, _CMP_UNORD_Q); }
 inline Keep first_lanes(int n) {
     return _mm256_cmp_ps(_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), all(float(n)), _CMP_LT_OQ);
 }
@@ -160,6 +162,7 @@ inline F max_ignoring_nan(F a, F best) { return choose(a > best, a, best); }
 inline F magnitude(F a) { return (F)((I)a & 0x7fffffff); }
 inline F with_sign_of(F a, F sign) { return (F)((I)a | ((I)sign & INT32_MIN)); }
 inline Keep not_below(F a, F b) { return ~(Keep)(a < b); }  // true for NaN
+inline Keep is_nan(F a) { return a != a; }
 inline Keep first_lanes(int n) { return I{0, 1, 2, 3} < I{n, n, n, n}; }
 inline F add_where(Keep k, F sum, F a) { return sum + (F)(k & (I)a); }
 inline F fma_where(Keep k, F a, F b, F c) { return (F)(k & (I)a) * (F)(k & (I)b) + c; }
@@ -235,16 +238,9 @@ inline void store(fp16* p, F a) {
 template <class T> inline void load_pair(const T* p, F& a, F& b) { a = load(p), b = load(p + W); }
 template <class T> inline void store_pair(T* p, F a, F b) { store(p, a), store(p + W, b); }
 
-// The bf16 stores above round by integer arithmetic, which may turn a NaN into an infinity.
+// The bf16 stores above may round by integer arithmetic, which can turn a NaN into an infinity, but not this one.
 template <class T> inline void store_any(T* p, F a) { store(p, a); }
-inline void store_any(bf16* p, F a) {
-    float lanes[W];
-    memcpy(lanes, &a, sizeof a);
-    store(p, a);
-    for (int k = 0; k < W; k++) {
-        if (lanes[k] != lanes[k]) p[k].bits = 0x7fc0;
-    }
-}
+inline void store_any(bf16* p, F a) { store(p, choose(is_nan(a), all(__builtin_nanf("")), a)); }
 
 template <class T> inline F load_some(const T* p, int n) {
     T padded[W] = {};

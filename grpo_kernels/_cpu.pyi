@@ -25,6 +25,18 @@ def add_d_weight(
     gradient: int, is_bf16: bool, gradient_stride: int, hidden: int, hidden_stride: int, sum: int, sum_stride: int,
     first: bool, rows: int, width: int, vocab: int, threads: int, /,
 ) -> None: ...  # fmt: skip
+def slot_logits(
+    hidden: int, hidden_dtype: int, hidden_stride: int, rows: int, weight: int, weight_dtype: int, weight_stride: int,
+    vocab: int, width: int, ids: int, slot_rows: int, logits: int, count: int, threads: int, /,
+) -> None: ...  # fmt: skip
+def add_weight_rows(
+    values: int, ids: int, slot_rows: int, count: int, weight: int, weight_dtype: int, weight_stride: int, vocab: int,
+    out: int, out_dtype: int, out_stride: int, rows: int, width: int, threads: int, /,
+) -> None: ...  # fmt: skip
+def add_hidden_rows(
+    values: int, ids: int, slot_rows: int, count: int, hidden: int, hidden_dtype: int, hidden_stride: int, rows: int,
+    out: int, out_dtype: int, out_stride: int, vocab: int, width: int, threads: int, /,
+) -> None: ...  # fmt: skip
 
 built_from: str
 

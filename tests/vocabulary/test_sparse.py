@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,15 +11,31 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary.backends import eager_sparse
+from grpo_kernels.vocabulary.sparse import Slots
 from support import sparse_cases as cases
 from support.sparse_cases import DTYPES, WIDTHS
 
 Tensor = torch.Tensor
 
 
-@pytest.fixture
-def module(backend: str) -> Any:
-    return backends.load(backend)
+def kernels() -> list[str]:
+    """The eager backend, and the C++ one once for each instruction set that this processor has."""
+    from grpo_kernels.vocabulary.backends import cpu
+
+    return ["eager"] if cpu.available() is not None else ["eager", *(f"cpu {isa}" for isa in cpu._cpu.isas())]
+
+
+@pytest.fixture(params=kernels())
+def module(request: pytest.FixtureRequest) -> Iterator[Any]:
+    name, _, isa = request.param.partition(" ")
+    module, before = backends.load(name), torch.get_num_threads()
+    torch.set_num_threads(1)  # waking a team of threads takes longer than most products here
+    if isa:
+        module._cpu.use_isa(isa)
+    yield module
+    if isa:
+        module._cpu.use_isa(module._cpu.isas()[0])
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("gap", (0, 6))
@@ -74,17 +91,46 @@ def test_rows_are_independent(module: Any, dtype: torch.dtype, width: int) -> No
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_threads_change_no_bit(module: Any, dtype: torch.dtype) -> None:
-    slots, width = cases.random_slots(600, 50), 1024
+    slots, width = cases.random_slots(600, 50), 1100
     values, hidden, weight = cases.values_for(slots), cases.matrix(600, width, dtype, 1), cases.matrix(50, width, dtype, 2)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(cases.results(module, values, slots, hidden, weight))
-    finally:
-        torch.set_num_threads(before)
+    assert_threads_change_no_bit(module, values, slots, hidden, weight)
+
+
+def assert_threads_change_no_bit(module: Any, *arguments: Any) -> list[Tensor]:
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(cases.results(module, *arguments))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    return list(found[0])
+
+
+def test_so_many_slots_that_threads_sort_them(module: Any) -> None:
+    """The order of an id's slots counts: 2^24 + 1 - 2^24 is 0 in fp32, and 2^24 - 2^24 + 1 is 1."""
+    n, vocab = 90_000, 3000
+    g = torch.Generator().manual_seed(1)
+    ids, rows = torch.randint(0, vocab, (n,), generator=g), torch.arange(n)
+    ids[5:9] = ids[-1] = 17
+    ids[(torch.arange(n) > 100) & (ids == 17)] = 18
+    slots, values = Slots(ids, torch.arange(n + 1), rows), torch.randn(n, generator=g)
+    values[ids == 17] = 0.0
+    values[5:9] = torch.tensor([2.0**24, 1.0, -(2.0**24), 0.5])
+    hidden, weight = torch.ones(n, 2), torch.ones(vocab, 2)
+    _, _, d_weight = assert_threads_change_no_bit(module, values, slots, hidden, weight)
+    assert (d_weight[17] == 0.5).all()
+    exact = torch.zeros(vocab, dtype=torch.float64).index_add_(0, ids, values.double())
+    size = torch.zeros(vocab, dtype=torch.float64).index_add_(0, ids, values.double().abs())
+    assert ((d_weight[:, 0] - exact).abs()[:17] <= 1e-6 * size[:17]).all()
+    assert ((d_weight[:, 0] - exact).abs()[18:] <= 1e-6 * size[18:]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wide_rows(module: Any, dtype: torch.dtype) -> None:
+    """Wider than what C++ sums up at a time."""
+    cases.check_logits(module, 5, 2100, dtype, dtype, 2)
+    cases.check_sums(module, "weight", 7, 2100, dtype, dtype, 2)
+    cases.check_sums(module, "hidden", 7, 2100, dtype, dtype, 2)
 
 
 def test_blocks_of_eager_sums(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,29 +9,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import native
 from ..rows import RowStats, RowTransform, Slopes
 from . import FusedRows, two_visits
-from .eager_sparse import add_hidden_rows, add_weight_rows, slot_logits  # noqa: F401
+from .cpu_module import DTYPES, _cpu, available  # noqa: F401
+from .cpu_sparse import add_hidden_rows, add_weight_rows, slot_logits  # noqa: F401
 
 if TYPE_CHECKING:
-    from ... import _cpu
     from ...formulas.token_stage import TokenRows
     from ...objective import Objective
-
-    _import_error: str
-else:
-    try:
-        _cpu = native.load()
-    except ImportError as error:
-        _cpu = None
-        _import_error = str(error)
 
 Tensor = torch.Tensor
 
 WRITES_BEHIND_READS = True
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 #: Bytes of logits in a block of rows that is visited twice. A block has a fixed cost of 100-200 us (two parallel regions and
 #: the token stage), so it should be large, but no larger than the last-level cache: on 2 cores that share 32 MiB, blocks of
@@ -47,14 +36,6 @@ def last_level_cache() -> int:
         return int(size.removesuffix("K")) << 10
     except (OSError, ValueError):
         return 32 << 20
-
-
-def available() -> str | None:
-    """None if this backend can run, else the reason in words."""
-    if _cpu is None:
-        command = native.build_command(native.package())
-        return f"the compiled module is missing: {_import_error}. `{command}` builds it, with a C++17 compiler"
-    return None
 
 
 def stats(

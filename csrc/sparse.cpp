@@ -1,0 +1,234 @@
+// The sparse products of sparse.h. Compiled once per instruction set, and without C++ library headers: see kernels.cpp.
+//
+// They are bound by reading rows from random places in memory. So several rows are read side by side, and those that come
+// next are fetched meanwhile. What a slot or a key gets depends neither on the others nor on how slots are shared out.
+#include "sparse.h"
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace grpo {
+namespace {
+
+// Rows that are read side by side, each with so many partial sums.
+constexpr int DOTS = W == 16 ? 4 : 2, PARTS = 4;  // in registers
+constexpr int TERMS = 4;
+
+// So many rows are on their way at least.
+constexpr int AHEAD = 4;
+
+inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int element_size(int dtype) { return dtype == FP32 ? 4 : 2; }
+
+template <class T> T* row_of(const Table& table, int64_t i) { return reinterpret_cast<T*>(table.base) + i * table.stride; }
+
+// Rows on their way, a few columns at a time.
+struct Ahead {
+    struct Row {
+        const char* at;
+        int element;
+    };
+    Row rows[2 * (AHEAD + TERMS)];
+    int count = 0;
+
+    void add(const Table& table, int64_t i, int64_t first_column) {
+        const int element = element_size(table.dtype);
+        rows[count++] = {table.base + (i * table.stride + first_column) * element, element};
+    }
+    void fetch(int64_t column, int columns) const {
+        for (int r = 0; r < count; r++) {
+            const char* at = rows[r].at + column * rows[r].element;
+            for (int b = 0; b < columns * rows[r].element; b += 64) __builtin_prefetch(at + b);
+        }
+    }
+};
+
+// ---- logits
+
+// Sums of N products of rows; each sum is the same whatever N is.
+template <class H, class T, int N>
+void dots(const H* const* x, const T* const* y, int64_t n, float* const* out, const Ahead& ahead) {
+    F sum[N][PARTS];
+    for (int r = 0; r < N; r++) {
+        for (int k = 0; k < PARTS; k++) sum[r][k] = all(0.0f);
+    }
+    int64_t j = 0;
+    for (; j + PARTS * W <= n; j += PARTS * W) {
+        ahead.fetch(j, PARTS * W);
+        for (int r = 0; r < N; r++) {
+            for (int k = 0; k < PARTS; k++) sum[r][k] = fma(load(x[r] + j + k * W), load(y[r] + j + k * W), sum[r][k]);
+        }
+    }
+    ahead.fetch(j, int(n - j));
+    for (; j + W <= n; j += W) {
+        for (int r = 0; r < N; r++) sum[r][0] = fma(load(x[r] + j), load(y[r] + j), sum[r][0]);
+    }
+    for (int r = 0; r < N; r++) {
+        const int rest = int(n - j);
+        if (rest) sum[r][1] = fma(load_some(x[r] + j, rest), load_some(y[r] + j, rest), sum[r][1]);
+        *out[r] = float(sum_lanes(add(add(sum[r][0], sum[r][1]), add(sum[r][2], sum[r][3]))));
+    }
+}
+
+template <class H, class T> void slot_logits(const SlotLogits& job, int64_t begin, int64_t end) {
+    const auto used = [&](int64_t s) {
+        while (s < end && job.ids[s] < 0) s++;
+        return s;
+    };
+    for (int64_t s = begin; s < end; s++) {
+        if (job.ids[s] < 0) job.logits[s] = -INFINITY;
+    }
+    for (int64_t s = used(begin); s < end;) {
+        const H* x[DOTS];
+        const T* y[DOTS];
+        float* out[DOTS];
+        int n = 0;
+        for (; n < DOTS && s < end; n++, s = used(s + 1)) {
+            x[n] = row_of<H>(job.hidden, job.rows[s]), y[n] = row_of<T>(job.weight, job.ids[s]), out[n] = job.logits + s;
+        }
+        Ahead ahead;
+        for (int64_t next = s; ahead.count < DOTS && next < end; next = used(next + 1)) ahead.add(job.weight, job.ids[next], 0);
+        switch (n) {
+            case 1: dots<H, T, 1>(x, y, job.width, out, ahead); break;
+            case 2: dots<H, T, 2>(x, y, job.width, out, ahead); break;
+            case 3: dots<H, T, DOTS < 3 ? 1 : 3>(x, y, job.width, out, ahead); break;
+            default: dots<H, T, DOTS>(x, y, job.width, out, ahead); break;
+        }
+    }
+}
+
+template <class H> void logits_of(const SlotLogits& job, int64_t begin, int64_t end) {
+    switch (job.weight.dtype) {
+        case FP32: return slot_logits<H, float>(job, begin, end);
+        case BF16: return slot_logits<H, bf16>(job, begin, end);
+        default: return slot_logits<H, fp16>(job, begin, end);
+    }
+}
+
+void logits(const SlotLogits& job, int64_t begin, int64_t end) {
+    switch (job.hidden.dtype) {
+        case FP32: return logits_of<float>(job, begin, end);
+        case BF16: return logits_of<bf16>(job, begin, end);
+        default: return logits_of<fp16>(job, begin, end);
+    }
+}
+
+// ---- sums
+
+// The slots of a range in their order: those that count, and to which key they belong.
+struct Places {
+    const SlotSums& job;
+    int64_t end;
+
+    int64_t slot(int64_t p) const { return job.by_id ? job.by_id[p].slot : p; }
+    int64_t key(int64_t p) const { return job.by_id ? job.by_id[p].key : job.rows[p]; }
+    int64_t index(int64_t p) const { return job.by_id ? job.rows[job.by_id[p].slot] : job.ids[p]; }
+    bool counts(int64_t p) const { return job.by_id || (job.ids[p] >= 0 && job.values[p] != 0); }
+    bool starts_key(int64_t p) const { return p == 0 || key(p) != key(p - 1); }
+
+    int64_t first(int64_t begin) const {
+        int64_t p = begin;
+        while (p < end && !starts_key(p)) p++;
+        return p < end ? seek(p) : job.count;
+    }
+    // The next place that counts from p on. A key that began within the range is finished beyond it; then the count of all.
+    int64_t seek(int64_t p) const {
+        for (; p < job.count; p++) {
+            if (p >= end && starts_key(p)) return job.count;
+            if (counts(p)) return p;
+        }
+        return p;
+    }
+};
+
+// sum (+)= values[r] * rows[r], one after the other
+template <class S, int N>
+void add_terms(const S* const* rows, const float* values, float* sum, int64_t n, bool first, const Ahead& ahead) {
+    constexpr int STEP = 64 / int(sizeof(S)) > W ? 64 / int(sizeof(S)) : W;
+    F v[N];
+    for (int r = 0; r < N; r++) v[r] = all(values[r]);
+    int64_t j = 0;
+    for (; j + STEP <= n; j += STEP) {
+        ahead.fetch(j, STEP);
+        for (int k = 0; k < STEP; k += W) {
+            F s = first ? all(0.0f) : load(sum + j + k);
+            for (int r = 0; r < N; r++) s = fma(v[r], load(rows[r] + j + k), s);
+            store(sum + j + k, s);
+        }
+    }
+    ahead.fetch(j, int(n - j));
+    for (; j < n; j += W) {  // there is room behind the last sum
+        F s = first ? all(0.0f) : load(sum + j);
+        const int rest = int(min(W, n - j));
+        for (int r = 0; r < N; r++) s = fma(v[r], load_some(rows[r] + j, rest), s);
+        store(sum + j, s);
+    }
+}
+
+template <class O> void finish(const float* sum, O* out, int64_t n, bool keep) {
+    int64_t j = 0;
+    for (; j + W <= n; j += W) store_any(out + j, keep ? add(load(out + j), load(sum + j)) : load(sum + j));
+    if (j < n) {
+        O lanes[W];
+        store_any(lanes, keep ? add(load_some(out + j, int(n - j)), load(sum + j)) : load(sum + j));
+        for (int k = 0; k < n - j; k++) out[j + k] = lanes[k];
+    }
+}
+
+template <class S> void sums_of(const SlotSums& job, int64_t begin, int64_t end, int64_t first_column, int64_t last_column) {
+    const Places places{job, end};
+    const int64_t n = last_column - first_column;
+    alignas(64) float sum[SUM_COLUMNS + W];
+    int64_t p = places.first(begin), next = p;
+    int on_their_way = 0;
+    for (bool first = true; p < job.count;) {
+        const int64_t key = places.key(p);
+        const S* rows[TERMS];
+        float values[TERMS];
+        int terms = 0;
+        for (; terms < TERMS && p < job.count && places.key(p) == key; terms++, p = places.seek(p + 1)) {
+            rows[terms] = row_of<S>(job.source, places.index(p)) + first_column;
+            values[terms] = job.values[places.slot(p)];
+        }
+        Ahead ahead;
+        on_their_way -= terms;
+        if (on_their_way < 0) on_their_way = 0, next = p;
+        for (; on_their_way < AHEAD && next < job.count; on_their_way++, next = places.seek(next + 1)) {
+            ahead.add(job.source, places.index(next), first_column);
+            if (job.keep && places.starts_key(next)) ahead.add(job.out, places.key(next), first_column);
+        }
+        switch (terms) {
+            case 1: add_terms<S, 1>(rows, values, sum, n, first, ahead); break;
+            case 2: add_terms<S, 2>(rows, values, sum, n, first, ahead); break;
+            case 3: add_terms<S, 3>(rows, values, sum, n, first, ahead); break;
+            default: add_terms<S, TERMS>(rows, values, sum, n, first, ahead); break;
+        }
+        first = p >= job.count || places.key(p) != key;
+        if (!first) continue;
+        switch (job.out.dtype) {
+            case FP32: finish(sum, row_of<float>(job.out, key) + first_column, n, job.keep); break;
+            case BF16: finish(sum, row_of<bf16>(job.out, key) + first_column, n, job.keep); break;
+            default: finish(sum, row_of<fp16>(job.out, key) + first_column, n, job.keep); break;
+        }
+    }
+}
+
+void sums(const SlotSums& job, int64_t begin, int64_t end, int64_t first_column, int64_t last_column) {
+    switch (job.source.dtype) {
+        case FP32: return sums_of<float>(job, begin, end, first_column, last_column);
+        case BF16: return sums_of<bf16>(job, begin, end, first_column, last_column);
+        default: return sums_of<fp16>(job, begin, end, first_column, last_column);
+    }
+}
+
+}  // namespace
+
+#define NAME_OF(isa) #isa
+#define QUOTED(isa) NAME_OF(isa)
+#define JOINED(a, b) a##b
+#define TABLE(isa) JOINED(sparse_, isa)
+
+extern const SparseKernels TABLE(GRPO_ISA);
+const SparseKernels TABLE(GRPO_ISA) = {QUOTED(GRPO_ISA), logits, sums};
+
+}  // namespace grpo
