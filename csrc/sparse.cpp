@@ -141,75 +141,88 @@ struct Places {
     }
 };
 
-// sum (+)= values[r] * rows[r], one after the other
-template <class S, int N>
-void add_terms(const S* const* rows, const float* values, float* sum, int64_t n, bool first, const Ahead& ahead) {
-    constexpr int STEP = 64 / int(sizeof(S)) > W ? 64 / int(sizeof(S)) : W;
+// What `terms` goes on from, and where its sums go.
+struct Stage {
+    bool first, last;  // of the passes over a key's slots
+    bool keep;         // the last adds to what is in `out`
+    float* sum;
+    int64_t columns;
+};
+
+// sum (+)= values[r] * rows[r], one after the other; the last pass puts it into `out`.
+template <class S, class O, int N>
+void terms(const S* const* rows, const float* values, O* out, const Stage& stage, const Ahead& ahead) {
+    constexpr int STEP = 256 / int(sizeof(S));
+    const bool first = stage.first, last = stage.last, keep = stage.keep;
+    const int64_t n = stage.columns;
+    float* sum = stage.sum;
     F v[N];
     for (int r = 0; r < N; r++) v[r] = all(values[r]);
+    const auto go_on = [&](F s, int64_t j) {
+        if (!last) store(sum + j, s);
+        else store_any(out + j, keep ? add(load(out + j), s) : s);
+    };
     int64_t j = 0;
-    for (; j + STEP <= n; j += STEP) {
-        ahead.fetch(j, STEP);
-        for (int k = 0; k < STEP; k += W) {
-            F s = first ? all(0.0f) : load(sum + j + k);
-            for (int r = 0; r < N; r++) s = fma(v[r], load(rows[r] + j + k), s);
-            store(sum + j + k, s);
+    while (j < n) {
+        const int64_t end = min(j + STEP, n);
+        ahead.fetch(j, int(end - j));
+        for (; j + W <= end; j += W) {
+            F s = first ? all(0.0f) : load(sum + j);
+            for (int r = 0; r < N; r++) s = fma(v[r], load(rows[r] + j), s);
+            go_on(s, j);
         }
+        if (j < end) break;
     }
-    ahead.fetch(j, int(n - j));
-    for (; j < n; j += W) {  // there is room behind the last sum
+    if (j < n) {  // there is room behind the last sum
+        const int rest = int(n - j);
         F s = first ? all(0.0f) : load(sum + j);
-        const int rest = int(min(W, n - j));
         for (int r = 0; r < N; r++) s = fma(v[r], load_some(rows[r] + j, rest), s);
-        store(sum + j, s);
-    }
-}
-
-template <class O> void finish(const float* sum, O* out, int64_t n, bool keep) {
-    int64_t j = 0;
-    for (; j + W <= n; j += W) store_any(out + j, keep ? add(load(out + j), load(sum + j)) : load(sum + j));
-    if (j < n) {
+        if (!last) return store(sum + j, s);
         O lanes[W];
-        store_any(lanes, keep ? add(load_some(out + j, int(n - j)), load(sum + j)) : load(sum + j));
-        for (int k = 0; k < n - j; k++) out[j + k] = lanes[k];
+        store_any(lanes, keep ? add(load_some(out + j, rest), s) : s);
+        for (int k = 0; k < rest; k++) out[j + k] = lanes[k];
     }
 }
 
-template <class S> void sums_of(const SlotSums& job, int64_t begin, int64_t end, int64_t first_column, int64_t last_column) {
+template <class S, class O> void key_sums(const SlotSums& job, int64_t begin, int64_t end, int64_t first_column, int64_t last_column) {
     const Places places{job, end};
-    const int64_t n = last_column - first_column;
     alignas(64) float sum[SUM_COLUMNS + W];
+    Stage stage{true, true, job.keep, sum, last_column - first_column};
     int64_t p = places.first(begin), next = p;
     int on_their_way = 0;
-    for (bool first = true; p < job.count;) {
+    while (p < job.count) {
         const int64_t key = places.key(p);
         const S* rows[TERMS];
         float values[TERMS];
-        int terms = 0;
-        for (; terms < TERMS && p < job.count && places.key(p) == key; terms++, p = places.seek(p + 1)) {
-            rows[terms] = row_of<S>(job.source, places.index(p)) + first_column;
-            values[terms] = job.values[places.slot(p)];
+        int n = 0;
+        for (; n < TERMS && p < job.count && places.key(p) == key; n++, p = places.seek(p + 1)) {
+            rows[n] = row_of<S>(job.source, places.index(p)) + first_column;
+            values[n] = job.values[places.slot(p)];
         }
         Ahead ahead;
-        on_their_way -= terms;
+        on_their_way -= n;
         if (on_their_way < 0) on_their_way = 0, next = p;
         for (; on_their_way < AHEAD && next < job.count; on_their_way++, next = places.seek(next + 1)) {
             ahead.add(job.source, places.index(next), first_column);
             if (job.keep && places.starts_key(next)) ahead.add(job.out, places.key(next), first_column);
         }
-        switch (terms) {
-            case 1: add_terms<S, 1>(rows, values, sum, n, first, ahead); break;
-            case 2: add_terms<S, 2>(rows, values, sum, n, first, ahead); break;
-            case 3: add_terms<S, 3>(rows, values, sum, n, first, ahead); break;
-            default: add_terms<S, TERMS>(rows, values, sum, n, first, ahead); break;
+        stage.last = p >= job.count || places.key(p) != key;
+        O* out = row_of<O>(job.out, key) + first_column;
+        switch (n) {
+            case 1: terms<S, O, 1>(rows, values, out, stage, ahead); break;
+            case 2: terms<S, O, 2>(rows, values, out, stage, ahead); break;
+            case 3: terms<S, O, 3>(rows, values, out, stage, ahead); break;
+            default: terms<S, O, TERMS>(rows, values, out, stage, ahead); break;
         }
-        first = p >= job.count || places.key(p) != key;
-        if (!first) continue;
-        switch (job.out.dtype) {
-            case FP32: finish(sum, row_of<float>(job.out, key) + first_column, n, job.keep); break;
-            case BF16: finish(sum, row_of<bf16>(job.out, key) + first_column, n, job.keep); break;
-            default: finish(sum, row_of<fp16>(job.out, key) + first_column, n, job.keep); break;
-        }
+        stage.first = stage.last;
+    }
+}
+
+template <class S> void sums_of(const SlotSums& job, int64_t begin, int64_t end, int64_t first_column, int64_t last_column) {
+    switch (job.out.dtype) {
+        case FP32: return key_sums<S, float>(job, begin, end, first_column, last_column);
+        case BF16: return key_sums<S, bf16>(job, begin, end, first_column, last_column);
+        default: return key_sums<S, fp16>(job, begin, end, first_column, last_column);
     }
 }
 
