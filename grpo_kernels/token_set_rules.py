@@ -1,7 +1,7 @@
 """Which ids a sampler keeps of logits: top-k, top-p and min-p, in the orders of vLLM and SGLang.
 
 A rule is a function from z [n, V], logits over the temperature in which -inf is what went before, to the bool [n, V] of what it
-keeps of that. Each knows only differences of z: what is left is renormalised by itself."""
+keeps of that (-inf stays away whatever it says). Each knows only differences of z: what is left is renormalised by itself."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ COLDEST = 0.01
 
 
 def by_top_k(z: Tensor, k: int) -> Tensor:
-    last = z.topk(k).values[:, -1:]
-    return (z >= last) & (z > -math.inf)
+    return z >= z.topk(k).values[:, -1:]
 
 
 def by_min_p(z: Tensor, p: float) -> Tensor:
@@ -42,8 +41,7 @@ def by_top_p(z: Tensor, p: float) -> Tensor:
     while True:
         largest = z.topk(width).values
         mass = (largest - top).exp().to(torch.float64)
-        inside = (mass.cumsum(-1) - mass < wanted) & (largest > -math.inf)
-        count = inside.sum(-1, keepdim=True)
+        count = (mass.cumsum(-1) - mass < wanted).sum(-1, keepdim=True)
         if width == vocab or bool((count < width).all()):
             break
         width = min(8 * width, vocab)
@@ -123,7 +121,7 @@ def kept_of(chunk: Tensor, temperature: Tensor, rules: list[list[Rule]], row: in
         for rule in stage[1:]:
             kept &= rule(z)
         z.masked_fill_(~kept, -math.inf)
-    return kept
+    return z > -math.inf
 
 
 def force(kept: Tensor, targets: Tensor) -> None:

@@ -41,7 +41,7 @@ class TokenSets:
     ids: Tensor
     offsets: Tensor
     values: Tensor | None = None
-    _starts: array[int] = field(init=False, repr=False)
+    _starts: array = field(init=False, repr=False)
     _largest: int = field(init=False, repr=False)
     _known_lengths: tuple[int, int] | None = field(init=False, repr=False)
     __repr__ = describe
@@ -58,7 +58,7 @@ class TokenSets:
         ids: Tensor,
         offsets: Tensor,
         values: Tensor | None,
-        starts: array[int],
+        starts: array,
         largest: int,
         lengths: tuple[int, int] | None = None,
     ) -> None:

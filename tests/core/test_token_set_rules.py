@@ -137,6 +137,17 @@ def test_ties(order: str) -> None:
 
 
 @ORDERS
+@pytest.mark.parametrize(
+    "rules", [{"top_k": 3}, {"top_p": 1 - 2**-53}, {"min_p": 1e-300}, {"top_k": 3, "min_p": 1e-300}], ids=str
+)
+def test_banned_ids_are_never_kept(order: str, rules: dict[str, Any]) -> None:
+    """Fewer than top_k are left, and of top_p next to 1 not more than all."""
+    for logits in (torch.tensor([1.0, -INF, -INF, 0.5]), torch.tensor([-INF, 0.1, 0.7, -INF, 0.2])):
+        expected = [(logits > -INF).nonzero()[:, 0].tolist()]
+        assert lists(TokenSets.from_logits(logits, order=order, **rules)) == expected
+
+
+@ORDERS
 def test_nothing_is_left_out(order: str) -> None:
     logits = torch.randn(2, 3, 11)
     off: tuple[dict[str, Any], ...] = (

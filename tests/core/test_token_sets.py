@@ -88,6 +88,14 @@ def test_an_id_twice_is_always_seen(rows: list[list[int]], seed: int) -> None:
         build([*rows[:row], spoiled, *rows[row + 1 :]])
 
 
+def test_ids_that_ascend_are_not_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their rows: as vLLM's do. Sorting is for those by weight, as SGLang's are."""
+    monkeypatch.setattr("grpo_kernels.token_set_checks.check_unique", lambda *_: pytest.fail("sorted"))
+    assert lists(build([[2, 5], [1, 9], [], [3]])) == [[2, 5], [1, 9], [], [3]]
+    with pytest.raises(pytest.fail.Exception, match="sorted"):
+        build([[2, 5], [9, 1]])
+
+
 def test_very_large_ids() -> None:
     """No product of row and id that could overflow."""
     big = 2**63 - 1
