@@ -22,6 +22,7 @@ from .logprobs import linear_logprobs, token_logprobs
 from .losses import LossOutput, grpo_loss, linear_grpo_loss
 from .model import loss_from_model
 from .objective import Denominators, Objective
+from .options import Options
 from .rewards.advantages import group_advantages
 from .token_sets import TokenSets
 from .transform import LogitTransform
@@ -45,6 +46,7 @@ __all__ = [
     "LossOutput",
     "Objective",
     "OffPolicySequences",
+    "Options",
     "PolicyGradient",
     "Sapo",
     "TokenBatch",

@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from .checks import describe, require
 from .layout import as_mask, check_offsets, flat, per_token, sequence_ids
+from .missing import check_missing, narrowed, without_set
 from .rewards.estimators import ADVANTAGES, Evidence, lookup
-from .row_counts import KINDS, UNSEEN, Counts, versions_of
+from .row_counts import KINDS, UNSEEN, Counts, versions_of, whole
 from .shift import shift_sets as shift_sets
 from .shift import shift_targets as shift_targets
+from .token_sets import TokenSets, check_sets
 
 Tensor = torch.Tensor
 
@@ -43,6 +45,12 @@ class TokenBatch:
                  has the same B sequences, in the same order, and of each some tokens or none, in any pattern. Sums over a
                  sequence are then over the group. See below.
 
+    kept         the set of ids that each token was sampled from, a row of `TokenSets` for each flat row of targets: top-k, top-p and
+                 min-p cut the others off, so that the policy that acted is the softmax over the set. Log-probs, ratio, entropy,
+                 KL and gradient are then over the set; old_logps, ref_logps and sampler_logps have to be over the same sets. A
+                 row without ids runs over the whole vocabulary.
+    missing      of a target that its kept set lacks: "include", "full", "mask" or "raise", see `Options`.
+
     With a context_group, the tokens' losses of all ranks add up to those of the whole sequences, and so do gradients. What
     needs a sequence costs an all-reduce of B numbers: its length (once a batch; from hidden states also whether it holds a
     contributing token), and at a sequence level the ratio and its slope (once a loss); the default normalizer costs one of a
@@ -65,6 +73,8 @@ class TokenBatch:
     nll_weights: Tensor | None = field(default=None, kw_only=True)
     groups: Tensor | None = field(default=None, kw_only=True)
     context_group: Any = field(default=None, kw_only=True)
+    kept: TokenSets | None = field(default=None, kw_only=True)
+    missing: str = field(default="include", kw_only=True)
     __repr__ = describe
 
     def __post_init__(self) -> None:
@@ -74,7 +84,7 @@ class TokenBatch:
             raise ValueError(f"targets is {got}: pass an int64 tensor of token ids, [B, T] or packed [N].")
         if targets.dim() not in (1, 2):
             raise ValueError(f"targets has shape {list(targets.shape)}: pass [B, T], or packed [N] with cu_seqlens.")
-        for name in (f.name for f in fields(self) if f.name not in ("targets", "context_group")):
+        for name in (f.name for f in fields(self) if f.name not in ("targets", "context_group", "kept", "missing")):
             value = getattr(self, name)
             if value is None:
                 if name == "advantages":
@@ -96,6 +106,10 @@ class TokenBatch:
             object.__setattr__(self, "mask", as_mask("mask", self.mask, targets.shape))
         if self.cu_seqlens is not None:
             check_offsets("targets", targets, self.cu_seqlens)
+        check_missing(self.missing)
+        if self.kept is not None:
+            check_sets("kept", self.kept, targets)
+            object.__setattr__(self, "mask", narrowed(self.kept, targets, self.mask, self.missing))
         for name in ("advantages", "weights", "nll_weights"):
             self.flat(name)
         if self.context_group is not None:
@@ -186,6 +200,10 @@ class TokenBatch:
         mask = None if self.mask is None else flat(self.mask)
         if kind == "trained":
             return mask
+        base = next((base for base in KINDS if kind == whole(base)), None)
+        if base is not None:
+            marked, without = self.marked(base), self.without_set
+            return without if marked is None else marked & without
         advantages, weights = self.flat("advantages"), self.flat("weights")  # 0 where masked
         assert advantages is not None
         contributing = advantages != 0 if weights is None else (advantages != 0) & (weights != 0)
@@ -195,8 +213,8 @@ class TokenBatch:
         if kind == "contributing" or self.sequences is None:
             return contributing
         sources = (self.mask, self.advantages, self.weights, self.nll_weights)
-        whole = self.spread(self._exchanged("contributing tokens", self._own_sum(contributing), *sources) > 0)
-        return whole if mask is None else whole & mask
+        alive = self.spread(self._exchanged("contributing tokens", self._own_sum(contributing), *sources) > 0)
+        return alive if mask is None else alive & mask
 
     def count(self, kind: str, marked: Tensor | None = None) -> int:
         """Number of rows of a kind, as a Python number. `marked`: what `marked(kind)` returned, if the caller has it already.
@@ -207,10 +225,20 @@ class TokenBatch:
         marked = self.marked(kind) if marked is None else marked
         if not self.targets.is_cuda:
             return self.rows if marked is None else int(marked.sum())
-        count = self._counts().on_host()[KINDS.index(kind)]
+        count = self._counts().on_host()[self._kinds.index(kind)]
         if marked is not None:
             torch._assert_async(marked.sum() == count, f"the rows of a TokenBatch that are {kind} {UNSEEN}")
         return count
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return KINDS if self.kept is None else (*KINDS, *map(whole, KINDS))
+
+    @property
+    def without_set(self) -> Tensor:
+        """bool [N]: rows that run over the whole vocabulary, of a batch with kept sets."""
+        assert self.kept is not None
+        return without_set(self.kept, self.targets, self.missing)
 
     def _counts(self) -> Counts:
         """The counts of all kinds, cached on the host, and sent again if a tensor that they depend on was written since."""
@@ -222,7 +250,7 @@ class TokenBatch:
         return known[1]
 
     def _count_rows(self) -> Counts:
-        marks = [self.marked(kind) for kind in KINDS]
+        marks = [self.marked(kind) for kind in self._kinds]
         counts = [
             torch.full((), self.rows, device=self.targets.device) if m is None else m.sum() for m in marks
         ]  # no host sync

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from collections.abc import Callable
+from typing import Any, NamedTuple, overload
 
 import torch
 
 from .checks import require
 from .layout import as_mask, check_targets, flat
-from .operators import hidden_source, leaves_the_graph, logits_source, outside
+from .missing import narrowed, without_set
+from .operators import checked_logits, hidden_source, leaves_the_graph, logits_source, outside
+from .options import Options, merged
+from .supports import statistics_of
+from .token_sets import TokenSets, check_sets
 from .transform import LogitTransform, as_transform
 from .vocabulary.hidden import check_head
+from .vocabulary.kept import KeptRows
 from .vocabulary.shard import VocabShard
-from .vocabulary.stage import Source, vocabulary_stage
+from .vocabulary.sources import Source
 
 Tensor = torch.Tensor
 
-ALSO = ("sum_squares", "top_prob", "top_id")
+ALSO = ("sum_squares", "top_prob", "top_id", "log_kept_mass")
 
 
 @overload
@@ -28,9 +34,11 @@ def token_logprobs(
     transform: LogitTransform | None = None,
     entropy: bool | str = False,
     inplace: bool = False,
+    kept: TokenSets | None = None,
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
+    options: Options | None = None,
 ) -> tuple[Tensor, Tensor | None]: ...
 @overload
 def token_logprobs(
@@ -42,9 +50,11 @@ def token_logprobs(
     transform: LogitTransform | None = None,
     entropy: bool | str = False,
     inplace: bool = False,
+    kept: TokenSets | None = None,
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
+    options: Options | None = None,
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]: ...
 def token_logprobs(
     logits: Tensor,
@@ -55,9 +65,11 @@ def token_logprobs(
     entropy: bool | str = False,
     also: tuple[str, ...] = (),
     inplace: bool = False,
+    kept: TokenSets | None = None,
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
+    options: Options | None = None,
 ) -> Any:
     """Log-prob of each target and, if asked, the entropy of its distribution.
 
@@ -71,25 +83,36 @@ def token_logprobs(
     also      further statistics of each row's distribution p: "sum_squares" (sum of p^2, with gradient), "top_prob" (the largest
               p) and "top_id" (its id, int64, the lowest where several are equal; -1 where masked), both without. They come
               as a third result, a dict of tensors of the shape of targets. "top_id" costs one more read of the logits.
+              "log_kept_mass", with gradient: log of the probability that the whole row gives to its kept set, 0 without one.
+              It costs the visit of the whole row that the set saves.
+    kept      `TokenSets`, a set for each target: log-prob and statistics are those of the softmax over the set, and only the
+              logits of its ids are read; the gradient of all others is 0. A row without ids runs over the whole vocabulary.
     inplace   True: destroys the logits in the backward, which writes the gradient into their memory. Autograd raises where
               another operation still needs their values. Code that reads the tensor afterwards gets the gradient, without
               an error. For the output of a model: a leaf that requires grad is refused.
     shard     logits are [.., V / ranks], this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
     backend   "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
+    options   `Options`: these two, and what kept sets leave open.
 
     Returns (logps, entropy), with `also` (logps, entropy, dict), fp32, the shape of targets, in nats. The softmax runs in
     fp32; only the gradient is rounded to the logits' dtype. A row of only -inf gives NaN, as torch.log_softmax does.
     Raises ValueError on shapes, dtypes, devices or (on the CPU) ids that are wrong; on a GPU an id outside the
     vocabulary gives NaN, see GRPO_KERNELS_CHECK in `python -m grpo_kernels doctor`.
     """
-    if leaves_the_graph(shard=shard):
-        options: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "inplace": inplace, "shard": shard}
-        options["also"] = also
-        return outside(token_logprobs, logits, targets, backend=backend, strict=strict, **options)
+    options = merged(options, backend=backend, strict=strict)
+    if leaves_the_graph(kept, None, shard=shard):
+        given: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "inplace": inplace, "shard": shard}
+        return outside(token_logprobs, logits, targets, also=also, kept=kept, options=options, **given)
     mask = _check_targets(targets, mask, entropy, also)
-    rows, source = logits_source(logits, targets.shape, targets.device, inplace, shard, backend, strict)
-    check_targets(targets, mask, rows.shape[-1] if shard is None else shard.vocab, logits=True)
-    return _stage(source, (rows,), targets, mask, transform, entropy, also)
+    rows = checked_logits(logits, targets.shape, targets.device, inplace, shard)
+    vocab = rows.shape[-1] if shard is None else shard.vocab
+    mask, sets = _kept(kept, targets, mask, vocab, options)
+    check_targets(targets, mask, vocab, logits=True)
+
+    def source_of(sets: KeptRows | None) -> Source:
+        return logits_source(targets.device, inplace, shard, options, sets)
+
+    return _stage(source_of, (rows,), targets, mask, sets, _Asked(transform, entropy, also, options))
 
 
 @overload
@@ -102,9 +125,11 @@ def linear_logprobs(
     mask: Tensor | None = None,
     transform: LogitTransform | None = None,
     entropy: bool | str = False,
+    kept: TokenSets | None = None,
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
+    options: Options | None = None,
 ) -> tuple[Tensor, Tensor | None]: ...
 @overload
 def linear_logprobs(
@@ -117,9 +142,11 @@ def linear_logprobs(
     mask: Tensor | None = None,
     transform: LogitTransform | None = None,
     entropy: bool | str = False,
+    kept: TokenSets | None = None,
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
+    options: Options | None = None,
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]: ...
 def linear_logprobs(
     hidden: Tensor,
@@ -131,9 +158,11 @@ def linear_logprobs(
     transform: LogitTransform | None = None,
     entropy: bool | str = False,
     also: tuple[str, ...] = (),
+    kept: TokenSets | None = None,
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
+    options: Options | None = None,
 ) -> Any:
     """`token_logprobs` from hidden states and the head's weight: the logits never exist.
 
@@ -146,7 +175,8 @@ def linear_logprobs(
     weight    [V, H]; bias [V] or None. Products run in the autocast dtype if autocast is on, else in that of hidden.
     transform softcap and scale that the model applies after its head, and the temperature: see `LogitTransform.of`.
     shard     weight and bias are this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
-    The rest is as in `token_logprobs`.
+    The rest is as in `token_logprobs`. Rows with a kept set take part in no product with the whole weight; see
+    `linear_grpo_loss`.
 
     Masked rows take part in no product. The forward is one product of the others; the backward, which cannot know the
     upstream gradient before it arrives, computes the logits again: three products of the rows whose upstream gradient is
@@ -155,15 +185,19 @@ def linear_logprobs(
     host sync: pass only the rows that count (hidden[mask], targets[mask]) to avoid it.
     Raises ValueError naming the argument that is wrong.
     """
-    if leaves_the_graph(shard=shard):
-        options: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "entropy": entropy, "shard": shard}
-        options["also"] = also
-        return outside(linear_logprobs, hidden, weight, targets, backend=backend, strict=strict, **options)
+    options = merged(options, backend=backend, strict=strict)
+    if leaves_the_graph(kept, None, shard=shard):
+        given: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "entropy": entropy, "shard": shard}
+        return outside(linear_logprobs, hidden, weight, targets, also=also, kept=kept, options=options, **given)
     mask = _check_targets(targets, mask, entropy, also)
     head = check_head(hidden, weight, bias, targets.shape, targets.device, shard)
+    mask, sets = _kept(kept, targets, mask, head.vocab, options)
     check_targets(targets, mask, head.vocab)
-    source = hidden_source(head, None if mask is None else flat(mask), backend, strict)
-    return _stage(source, head.tensors, targets, mask, transform, entropy, also)
+
+    def source_of(sets: KeptRows | None) -> Source:
+        return hidden_source(head, None if mask is None else flat(mask), options, None, sets)
+
+    return _stage(source_of, head.tensors, targets, mask, sets, _Asked(transform, entropy, also, options))
 
 
 def _check_targets(targets: Tensor, mask: Tensor | None, entropy: bool | str, also: tuple[str, ...]) -> Tensor | None:
@@ -185,16 +219,48 @@ def _check_targets(targets: Tensor, mask: Tensor | None, entropy: bool | str, al
     return mask
 
 
+def _kept(
+    kept: TokenSets | None, targets: Tensor, mask: Tensor | None, vocab: int, options: Options
+) -> tuple[Tensor | None, KeptRows | None]:  # fmt: skip
+    """(the mask, the rows with sets)."""
+    if kept is None:
+        return mask, None
+    check_sets("kept", kept, targets, vocab)
+    missing = options.missing or "include"
+    mask = narrowed(kept, targets, mask, missing)
+    has = ~without_set(kept, targets, missing) if missing == "full" else None
+    return mask, KeptRows.of(kept, flat(targets).to(torch.int64), None if mask is None else flat(mask), has)
+
+
+class _Asked(NamedTuple):
+    """What a caller wants to know of each row."""
+
+    transform: LogitTransform | None
+    entropy: bool | str
+    also: tuple[str, ...]
+    options: Options
+
+
 def _stage(
-    source: Source, tensors: tuple[Tensor | None, ...], targets: Tensor, mask: Tensor | None, transform: LogitTransform | None,
-    entropy: bool | str, also: tuple[str, ...],
+    source_of: Callable[[KeptRows | None], Source], tensors: tuple[Tensor | None, ...], targets: Tensor, mask: Tensor | None,
+    sets: KeptRows | None, asked: _Asked,
 ) -> Any:  # fmt: skip
+    transform, entropy, also, options = asked
     shape = targets.shape
     rows = as_transform(transform).for_rows(shape, mask, None, targets.device)
-    statistics = (*(("entropy",) if entropy else ()), *also)
-    with_gradient = tuple(name for name in statistics if name == "sum_squares" or (name == "entropy" and entropy is True))
+    mass = "log_kept_mass" in also
+    names = (*(("entropy",) if entropy else ()), *(name for name in also if name != "log_kept_mass"))
+    with_gradient = tuple(name for name in names if name == "sum_squares" or (name == "entropy" and entropy is True))
     read = None if mask is None else flat(mask)
-    logps, found = vocabulary_stage(source, statistics, with_gradient, flat(targets).to(torch.int64), read, rows, *tensors)
-    found = {name: x.view(shape) for name, x in found.items()}
-    H = found.pop("entropy", None)
-    return (logps.view(shape), H, found) if also else (logps.view(shape), H)
+    over = options.over_vocabulary if sets is not None else None
+    if mass and over is None:
+        over = ()
+    found = statistics_of(
+        source_of, sets, names, with_gradient, over, flat(targets).to(torch.int64), read, rows, tensors
+    )  # fmt: skip
+    named = {name: x.view(shape) for name, x in found.named.items()}
+    if mass:
+        known = found.log_kept_mass
+        named["log_kept_mass"] = (torch.zeros_like(found.logps) if known is None else known).view(shape)
+    H = named.pop("entropy", None)
+    return (found.logps.view(shape), H, named) if also else (found.logps.view(shape), H)

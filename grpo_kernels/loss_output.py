@@ -12,6 +12,7 @@ from .batch import TokenBatch
 from .checks import describe
 from .formulas.ops import bounded_exp
 from .formulas.token_stage import TokenRows, kl_of_rows
+from .missing import outside
 from .objective import Objective
 
 Tensor = torch.Tensor
@@ -25,6 +26,8 @@ class LossOutput:
     logps     fp32, the shape of targets, detached; 0 where masked.
     entropy   likewise, in nats.
     rows      the batch's flat rows as the loss weighed them, for statistics of one's own.
+    whole_logps  with kept sets, log-probs over the whole vocabulary, where an option needs them; else None.
+    kl_apart  whether the KL is that of whole_logps.
     metrics   computed on first use, see below.
     """
 
@@ -35,6 +38,8 @@ class LossOutput:
     _batch: TokenBatch = field(repr=False)
     rows: TokenRows = field(repr=False)
     _log_ratio: Tensor | None = field(default=None, repr=False)  # fp32 [n] at the objective's level, if the loss computed it
+    whole_logps: Tensor | None = field(default=None, repr=False)
+    kl_apart: bool = field(default=False, repr=False)
     _metrics: dict[str, Tensor] | None = field(default=None, repr=False)
     __repr__ = describe
 
@@ -52,6 +57,8 @@ class LossOutput:
         zero_advantage   share of all trained tokens whose advantage is exactly 0
         entropy          mean entropy in nats
         kl               mean of the KL estimator, weighted as it is in the loss (only with beta != 0)
+        outside_set      share of tokens that their kept set lacks (only with kept sets)
+        kept_mass        mean probability that the whole row gives to its set (only where whole_logps is there)
         kept             share of tokens that all filters of this process keep (only with filters)
         """
         if self._metrics is None:
@@ -91,7 +98,13 @@ class LossOutput:
             "entropy": mean(self.entropy.reshape(-1)),
         }
         if rows.ref_logps is not None:
-            metrics["kl"] = mean(kl_of_rows(self._objective, logps, rows, x)[0])
+            of_kl = self.whole_logps.reshape(-1) if self.kl_apart and self.whole_logps is not None else logps
+            metrics["kl"] = mean(kl_of_rows(self._objective, of_kl, rows, x)[0])
+        sets = self._batch.kept
+        if sets is not None:
+            metrics["outside_set"] = mean(outside(sets, self._batch.targets).to(torch.float32))
+            if self.whole_logps is not None:
+                metrics["kept_mass"] = mean((self.whole_logps.reshape(-1) - logps).exp())
         if self._objective.filters:
             kept = read
             for f in self._objective.filters:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,14 +13,19 @@ from .checks import require
 from .formulas.token_stage import TokenRows
 from .layout import check_targets, per_token
 from .loss_output import LossOutput
+from .loss_stages import Call, loss_of_logps, loss_of_source
 from .objective import Denominators, Objective
-from .operators import hidden_source, is_traced, leaves_the_graph, logits_source, outside
+from .operators import checked_logits, hidden_source, is_traced, leaves_the_graph, logits_source, outside
+from .options import Options, merged
+from .row_counts import whole
+from .token_sets import check_sets
 from .transform import LogitTransform, as_transform
 from .vocabulary.hidden import Head, check_head
-from .vocabulary.memory import converted
-from .vocabulary.rows import RowTransform
+from .vocabulary.kept import KeptRows
 from .vocabulary.shard import VocabShard
-from .vocabulary.stage import Hidden, Logits, Source, gradient_once, vocabulary_stage, with_signature
+from .vocabulary.sources import Source
+from .vocabulary.stage import vocabulary_stage
+from .vocabulary.weight_gradient import check_weight_grad
 
 Tensor = torch.Tensor
 
@@ -39,6 +44,7 @@ def grpo_loss(
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
+    options: Options | None = None,
 ) -> LossOutput:
     """The loss of `objective` over `batch`, from logits, with the gradient computed in the same visit of each row.
 
@@ -57,6 +63,9 @@ def grpo_loss(
     shard        logits are [.., V / ranks], this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
                  The rows are then visited twice, with one all-gather in between.
     backend      "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
+    options      `Options`: the three before, and what kept sets (`TokenBatch.kept`) leave open.
+
+    Over kept sets only the logits of their ids are read, and the gradient of all others is 0.
 
     Objectives of one pass (`Objective.one_pass`: token level) read each logit from memory once and write its gradient once;
     the others read twice.
@@ -68,19 +77,30 @@ def grpo_loss(
     retain_graph=True it works). Raises ValueError naming the argument that is wrong, before any work.
     """
     _check_specs(batch, objective)
-    if leaves_the_graph(shard=shard, context_group=batch.context_group):
-        options: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "shard": shard}
-        options |= {"skip_inactive": skip_inactive, "backend": backend, "strict": strict}
-        return outside(grpo_loss, logits, batch, objective, **options)
+    options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
+    if leaves_the_graph(batch.kept, None, shard=shard, context_group=batch.context_group):
+        given: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "shard": shard}
+        return outside(grpo_loss, logits, batch, objective, options=options, **given)
+    batch = _with_options(batch, options)
     shape, device = batch.targets.shape, batch.targets.device
-    flat_logits, source = logits_source(logits, shape, device, inplace, shard, backend, strict)
-    check_targets(batch.targets, batch.mask, flat_logits.shape[-1] if shard is None else shard.vocab, logits=True)
+    flat_logits = checked_logits(logits, shape, device, inplace, shard)
+    vocab = flat_logits.shape[-1] if shard is None else shard.vocab
+    check_targets(batch.targets, batch.mask, vocab, logits=True)
+    _check_kept(batch, vocab)
     row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
-    rows = objective.token_rows(batch, normalizer, skip_inactive)
+    rows = objective.token_rows(batch, normalizer, options.skip_inactive)
+    kept = kept_rows(batch, rows)
+    if inplace and kept is not None and options.over_vocabulary is not None:
+        raise ValueError(f"inplace=True, but {options} needs the logits for two gradients: pass inplace=False.")
+
+    def source_of(kept: KeptRows | None) -> Source:
+        return logits_source(device, inplace, shard, options, kept)
+
     # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
     # visited twice anyway, with the exchange in between.
     late = shard is not None or (flat_logits.dtype == torch.float16 and torch.is_grad_enabled())
-    return _loss(batch, objective, rows, source, (flat_logits,), row_transform, one_visit=objective.one_pass and not late)
+    call = Call(batch, objective, rows, kept, options, row_transform, one_visit=objective.one_pass and not late)
+    return loss_of_source(call, source_of, (flat_logits,))
 
 
 def linear_grpo_loss(
@@ -97,6 +117,8 @@ def linear_grpo_loss(
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
+    weight_grad: Tensor | None = None,
+    options: Options | None = None,
 ) -> LossOutput:
     """`grpo_loss` from hidden states and the head's weight: the logits never exist. For a model of transformers,
     `loss_from_model` finds all of this by itself.
@@ -116,6 +138,9 @@ def linear_grpo_loss(
                  log-probs come from a forward product of its own, and no gradient flows to it.
     shard        weight, bias and those of `reference` are this rank's part of a vocabulary cut over a group: see
                  `distributed.VocabShard`. One all-gather per chunk of rows, and one all-reduce of the gradient of hidden.
+    weight_grad  [V, H], fp32 or the weight's dtype: the backward adds the gradient of weight into it, and autograd gives weight
+                 none. For gradients that are summed over micro-batches in memory of one's own (Megatron's main_grad). With kept
+                 sets only the rows of their ids are touched.
     The rest is as in `grpo_loss`.
 
     Some rows at a time are projected, turned into their gradient and multiplied back: three matrix products for rows that
@@ -125,34 +150,43 @@ def linear_grpo_loss(
     they project active rows twice, four products. Logits are fp32, never rounded to 16 bits; the gradient of the weight
     is summed in fp32. Peak memory beyond the inputs: the gradients, and one chunk of logits whatever the batch.
 
+    Over kept sets (`TokenBatch.kept`) there is no product with the whole weight: a row costs a dot product for each id of its set,
+    and as much again for each gradient. A row whose set is one id costs nothing.
+
     On a GPU, make the batch before the model's forward: its row counts are then on the host when they are needed here.
     As in `grpo_loss` the gradients are handed over once. Raises ValueError naming the argument that is wrong.
     """
     _check_specs(batch, objective)
-    if leaves_the_graph(shard=shard, context_group=batch.context_group):
-        options: dict[str, Any] = {"bias": bias, "reference": reference, "transform": transform, "normalizer": normalizer}
-        options |= {"skip_inactive": skip_inactive, "shard": shard, "backend": backend, "strict": strict}
-        return outside(linear_grpo_loss, hidden, weight, batch, objective, **options)
+    options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
+    if leaves_the_graph(batch.kept, weight_grad, shard=shard, context_group=batch.context_group):
+        given: dict[str, Any] = {"bias": bias, "reference": reference, "transform": transform, "normalizer": normalizer}
+        given |= {"shard": shard, "weight_grad": weight_grad}
+        return outside(linear_grpo_loss, hidden, weight, batch, objective, options=options, **given)
+    batch = _with_options(batch, options)
     shape, device = batch.targets.shape, batch.targets.device
     head = check_head(hidden, weight, bias, shape, device, shard)
     check_targets(batch.targets, batch.mask, head.vocab)
+    _check_kept(batch, head.vocab)
     row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
 
-    def source_of(a_head: Head, rows: TokenRows) -> Source:
-        index, active = (None, None) if is_traced() else split_rows(batch, rows, objective)
-        return hidden_source(a_head, rows.read, backend, strict, index, active)
+    check_weight_grad(weight_grad, head.weight)
+
+    def source_of(a_head: Head, rows: TokenRows, kept: KeptRows | None, into: Tensor | None = weight_grad) -> Source:
+        index = None if is_traced() else split_rows(batch, rows, objective, kept)
+        return hidden_source(a_head, rows.read, options, index, kept, into)
 
     if reference is not None:
         ref_head = _reference_head(reference, batch, objective, shard)
         # Which rows are read does not depend on the reference's log-probs.
-        rows = objective.token_rows(batch.with_ref_logps(torch.zeros(shape, device=device)), normalizer, skip_inactive)
+        rows = objective.token_rows(batch.with_ref_logps(torch.zeros(shape, device=device)), normalizer, options.skip_inactive)
+        kept = kept_rows(batch, rows) if options.reference_over == "kept" else None
         with torch.no_grad():
-            source = source_of(ref_head, rows)
+            source = source_of(ref_head, rows, kept, None)
             ref_logps, _ = vocabulary_stage(source, (), (), rows.targets, rows.read, row_transform, *ref_head.tensors)
         batch = batch.with_ref_logps(ref_logps.view(shape))
-    rows = objective.token_rows(batch, normalizer, skip_inactive)
-    source = source_of(head, rows)
-    return _loss(batch, objective, rows, source, head.tensors, row_transform, one_visit=objective.one_pass)
+    rows = objective.token_rows(batch, normalizer, options.skip_inactive)
+    call = Call(batch, objective, rows, kept_rows(batch, rows), options, row_transform, objective.one_pass)
+    return loss_of_source(call, functools.partial(source_of, head, rows), head.tensors)
 
 
 def objective_loss(
@@ -191,22 +225,53 @@ def objective_loss(
         x = x.reshape(-1).to(torch.float32)
         return x if rows.trained is None else torch.where(rows.trained, x, 0.0)
 
-    return _loss_of_logps(flat_rows(logps), None if entropy is None else flat_rows(entropy), batch, objective, rows)
+    return loss_of_logps(flat_rows(logps), None if entropy is None else flat_rows(entropy), batch, objective, rows)
 
 
-def split_rows(batch: TokenBatch, rows: TokenRows, objective: Objective) -> tuple[Tensor, int]:
-    """(indices of the rows that are read, those that can have a gradient first, each kind in order; how many of them can),
-    without waiting for the device."""
-    marked = batch.marked(objective.active_rows) if rows.active is None else rows.active
-    if rows.read is None and marked is None:
-        return torch.arange(rows.targets.numel(), device=rows.targets.device), rows.targets.numel()
+def split_rows(
+    batch: TokenBatch, rows: TokenRows, objective: Objective, kept: KeptRows | None
+) -> tuple[Tensor, int]:  # fmt: skip
+    """(indices of the rows that are read over the whole vocabulary, those that can have a gradient first, each kind in order;
+    how many of them can), without waiting for the device."""
+    n, device = rows.targets.numel(), rows.targets.device
+    read, active = rows.read, batch.marked(objective.active_rows) if rows.active is None else rows.active
+    same = read is active
+    if kept is not None:
+        if kept.has_all:
+            return torch.empty(0, dtype=torch.int64, device=device), 0
+        read, active = kept.others(read), kept.others(active)
+    if read is None and active is None:
+        return torch.arange(n, device=device), n
     rank = torch.full_like(rows.targets, 2)
-    for value, mask in ((1, rows.read), (0, marked)):
+    for value, mask in ((1, read), (0, active)):
         rank = torch.full_like(rank, value) if mask is None else torch.where(mask, value, rank)
     order = torch.argsort(rank, stable=True)
-    active = batch.count(objective.active_rows, marked)
-    read = active if rows.read is marked else batch.count("trained", rows.read)
-    return order[:read], active
+    kind = str if kept is None else whole
+    can_have = batch.count(kind(objective.active_rows), active)
+    return order[: can_have if same else batch.count(kind("trained"), read)], can_have
+
+
+def _with_options(batch: TokenBatch, options: Options) -> TokenBatch:
+    """The batch with what the options say of targets outside of their sets."""
+    if batch.kept is None or options.missing in (None, batch.missing):
+        return batch
+    require(
+        batch.missing == "include", "missing", options.missing, f"the batch says missing={batch.missing!r}: leave it out here."
+    )
+    return replace(batch, missing=options.missing)
+
+
+def _check_kept(batch: TokenBatch, vocab: int) -> None:
+    if batch.kept is not None:
+        check_sets("kept", batch.kept, batch.targets, vocab)
+
+
+def kept_rows(batch: TokenBatch, rows: TokenRows) -> KeptRows | None:
+    """The rows with sets; None without kept sets."""
+    if batch.kept is None:
+        return None
+    has = ~batch.without_set if batch.missing == "full" else None
+    return KeptRows.of(batch.kept, rows.targets, rows.read, has)
 
 
 def _reference_head(
@@ -228,112 +293,3 @@ def _check_specs(batch: TokenBatch, objective: Objective) -> None:
         raise ValueError(f"batch is a {type(batch).__name__}: pass a TokenBatch.")
     if not isinstance(objective, Objective):
         raise ValueError(f"objective is a {type(objective).__name__}: pass an Objective, for example Objective.preset('grpo').")
-
-
-def total(losses: Tensor) -> Tensor:
-    """Their sum in fp64, rounded to fp32: so the result does not depend on how torch splits the sum among threads."""
-    return losses.sum(dtype=torch.float64).to(torch.float32)
-
-
-HANDED_OVER = (
-    "the gradient of this loss was already handed over by an earlier backward. It exists once, to save memory: compute the "
-    "loss again, or use token_logprobs (linear_logprobs) with your own loss, for a second backward."
-)
-
-
-def _loss(
-    batch: TokenBatch, objective: Objective, rows: TokenRows, source: Source, tensors: tuple[Tensor | None, ...],
-    transform: RowTransform, one_visit: bool,
-) -> LossOutput:  # fmt: skip
-    """The loss of a source's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull."""
-    if one_visit and not is_traced():
-        assert isinstance(source, (Logits, Hidden))
-        visit = OneVisit(source, rows, objective, transform)
-        loss, logps, entropy = _GradientInForward.apply(visit, *tensors)
-        shape = batch.targets.shape
-        return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows)
-    with_gradient = ("entropy",) if objective.needs_entropy else ()
-    logps, also = vocabulary_stage(source, ("entropy",), with_gradient, rows.targets, rows.read, transform, *tensors)
-    return _loss_of_logps(logps, also["entropy"], batch, objective, rows)
-
-
-def _loss_of_logps(
-    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows
-) -> LossOutput:  # fmt: skip
-    """The loss of flat log-probs and entropy [n]: the token stage alone."""
-    L, H = logps.detach(), None if entropy is None else entropy.detach()
-    x = None if objective.one_pass else objective.log_ratio(L, rows, batch)
-    losses, d_logps, d_entropy = objective.token_stage(L, H, rows, batch, x)
-    loss = _TokenStage.apply(logps, entropy, losses, d_logps, d_entropy)
-    H = torch.full_like(L, math.nan) if H is None else H
-    shape = batch.targets.shape
-    return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x)
-
-
-@with_signature
-class _TokenStage(torch.autograd.Function):
-    """The sum of per-token losses, differentiable in log-probs and entropy: their slopes were computed beside the losses."""
-
-    @staticmethod
-    def forward(logps: Tensor, entropy: Tensor | None, losses: Tensor, d_logps: Tensor, d_entropy: Tensor | None) -> Tensor:
-        return total(losses)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[3:])
-
-    @staticmethod
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradient_once(_times, d_loss, *ctx.saved_tensors), None, None, None
-
-
-def _times(d_loss: Tensor, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(None if slope is None else slope * d_loss for slope in slopes)
-
-
-@dataclass(eq=False)
-class OneVisit:
-    """What a one-visit loss needs beside its tensors. Inside forward, grad mode is off: `gradients` records that of
-    the caller."""
-
-    source: Logits | Hidden
-    rows: TokenRows
-    objective: Objective
-    transform: RowTransform
-    gradients: bool = field(default_factory=torch.is_grad_enabled)
-
-
-class _GradientInForward(torch.autograd.Function):
-    """Loss, log-probs and entropy of a source's rows. The gradient is computed in the forward; the backward only scales it."""
-
-    @staticmethod
-    def forward(ctx: Any, visit: OneVisit, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        wanted = tuple(visit.gradients and needed for needed in ctx.needs_input_grad[1:])
-        result, ctx.gradients = visit.source.fused(tensors, wanted, visit.rows, visit.objective, visit.transform)
-        ctx.versions = [None if g is None else g._version for g in ctx.gradients]
-        ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in tensors], visit.source.backend
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(result.logps, result.entropy)
-        return total(result.losses), result.logps, result.entropy
-
-    @staticmethod
-    def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        if d_loss is None:
-            return (None,) * (1 + len(ctx.dtypes))
-        return None, *gradient_once(_hand_over, ctx, d_loss)
-
-
-def _hand_over(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-    if ctx.gradients is None:
-        raise RuntimeError(HANDED_OVER)
-    gradients, ctx.gradients = ctx.gradients, None
-    for gradient, version in zip(gradients, ctx.versions, strict=True):
-        if gradient is None:
-            continue
-        if gradient._version != version:  # in place, that of the logits
-            raise RuntimeError(
-                "the logits' memory holds the gradient of grpo_loss(inplace=True), and was written to before the backward. "
-                "Call backward first, or pass inplace=False."
-            )
-        ctx.backend.scale_(gradient, d_loss)
-    return tuple(None if g is None else converted(g, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))

@@ -11,17 +11,20 @@ gradient; the operators themselves have none.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from .checks import require
 from .layout import check_targets, logit_rows
+from .options import Options
 from .vocabulary import backends
 from .vocabulary.hidden import Head
+from .vocabulary.kept import KeptRows
 from .vocabulary.rows import RowStats, RowTransform, Slopes
 from .vocabulary.shard import VocabShard, check_shard, on_shard
-from .vocabulary.stage import Hidden, Logits, Source, rows_read
+from .vocabulary.sources import Hidden, Logits, Source
 
 Tensor = torch.Tensor
 
@@ -52,7 +55,7 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
     return register
 
 
-def _at_run_time(given: tuple[Any, ...], device: torch.device) -> tuple[RowTransform, backends.Backend]:
+def _at_run_time(given: tuple[Any, ...], device: torch.device) -> tuple[RowTransform, backends.SparseBackend]:
     scale, softcap, inv_temperature, inv_temperatures, backend, strict = given
     transform = RowTransform(scale, softcap, inv_temperature if inv_temperatures is None else inv_temperatures)
     return transform, backends.pick(backend, device, strict)
@@ -114,35 +117,47 @@ def _linear_pull(
 # ---- the source that a public function uses: one that computes now, or one that puts these operators into a graph
 
 
-def logits_source(
-    logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, shard: VocabShard | None, backend: str, strict: bool
-) -> tuple[Tensor, Source]:
-    """(checked logits as rows [A, T, V] in the order of targets of `shape`, the source that reads them)."""
+def checked_logits(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, shard: VocabShard | None) -> Tensor:
+    """Logits as rows [A, T, V] in the order of targets of `shape`."""
     check_shard(shard)
-    rows = logit_rows(logits if shard is None else shard.local("logits", logits, -1), shape, device, inplace, shard is None)
+    return logit_rows(logits if shard is None else shard.local("logits", logits, -1), shape, device, inplace, shard is None)
+
+
+def logits_source(
+    device: torch.device, inplace: bool, shard: VocabShard | None, options: Options, kept: KeptRows | None = None
+) -> Source:
+    """The source that reads checked logits."""
     if torch.compiler.is_compiling():
-        return rows, TracedLogits(backend, strict)
-    return rows, Logits(on_shard(backends.pick(backend, device, strict), shard), inplace)
+        return TracedLogits(options.backend, options.strict)
+    return Logits(on_shard(backends.pick(options.backend, device, options.strict), shard), inplace, shard, kept)
 
 
 def hidden_source(
-    head: Head, read: Tensor | None, backend: str, strict: bool, index: Tensor | None = None, active: int | None = None
-) -> Source:
-    """The source for a checked head. `index` and `active`: see `Hidden`; None where the caller does not know them."""
-    device = head.hidden.device
+    head: Head, read: Tensor | None, options: Options, rows: tuple[Tensor, int] | None = None, kept: KeptRows | None = None,
+    into: Tensor | None = None,
+) -> Source:  # fmt: skip
+    """The source for a checked head. `rows`: (index, active) of `Hidden`; None where the caller does not know them."""
     if torch.compiler.is_compiling():
-        return TracedHidden(backend, strict, head.dtype)
-    if index is None and not torch._C._are_functorch_transforms_active():
-        index = rows_read(head.hidden.shape[0], read, device)
-    return Hidden(on_shard(backends.pick(backend, device, strict), head.shard), head.dtype, head.shard, index, active)
+        return TracedHidden(options.backend, options.strict, head.dtype)
+    backend = on_shard(backends.pick(options.backend, head.hidden.device, options.strict), head.shard)
+    index, active = (None, None) if rows is None else rows
+    source = Hidden(backend, head.dtype, head.shard, index, active, kept, into)
+    if index is not None or torch._C._are_functorch_transforms_active():
+        return source
+    return replace(source, index=source.rows_of(head.hidden.shape[0], read, head.hidden.device))
 
 
-def leaves_the_graph(**groups: Any) -> bool:
-    """Whether a call has to break the graph, because the operators take no process groups. ValueError under torch.func."""
+def leaves_the_graph(kept: Any, weight_grad: Any, **groups: Any) -> bool:
+    """Whether a call has to break the graph, because the operators take no sets of kept ids, no memory to add to and no process
+    groups. ValueError under torch.func for the latter two."""
     given = [name for name, value in groups.items() if value is not None]
-    if given and not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise ValueError(f"{given[0]} is given under torch.func, which does not support process groups: use torch.autograd.")
-    return bool(given) and torch.compiler.is_compiling()
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        if given:
+            raise ValueError(
+                f"{given[0]} is given under torch.func, which does not support process groups: use torch.autograd."
+            )
+        require(weight_grad is None, "weight_grad", weight_grad, "torch.func gives gradients as results: leave it out.")
+    return torch.compiler.is_compiling() and bool(given or kept is not None or weight_grad is not None)
 
 
 def outside(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

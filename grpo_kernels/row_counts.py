@@ -8,6 +8,12 @@ Tensor = torch.Tensor
 
 KINDS = ("trained", "contributing", "sequences")
 
+
+def whole(kind: str) -> str:
+    """The kind of those of these rows that have no set of kept ids: they run over the whole vocabulary."""
+    return f"{kind}, whole"
+
+
 UNSEEN = (
     "changed, but torch saw no write into its tensors (through NumPy, DLPack or .data, or in inference mode): write with "
     "torch operations outside of inference mode, or make a new TokenBatch."

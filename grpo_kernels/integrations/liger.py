@@ -31,7 +31,8 @@ from ..formulas.ops import bounded_exp
 from ..formulas.token_stage import TokenRows, kl_of_rows
 from ..layout import of_a_leaf
 from ..logprobs import linear_logprobs, token_logprobs
-from ..losses import grpo_loss, linear_grpo_loss, total
+from ..loss_stages import total
+from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Objective
 from ..transform import LogitTransform
 from ._liger_specs import (

@@ -7,6 +7,7 @@ it is one product in `forward`, and three in `backward` for rows with a gradient
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,8 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .backends import Backend, FusedRows
-from .memory import large_pages
-from .products import products_for
+from .products import Products, products_for
 from .rows import RowStats, RowTransform, Slopes
 from .shard import VocabShard, check_shard, refuse_managed
 
@@ -133,7 +133,6 @@ class Engine:
 
     def __init__(self, head: Head, backend: Backend, wanted: tuple[bool, bool, bool] = (False, False, False)) -> None:
         self.head, self.backend, self.wanted = head, backend, wanted
-        self.products = products_for(head.weight.detach(), None if head.bias is None else head.bias.detach(), head.dtype)
         self.hidden = head.hidden.detach()
         # The most rows of one chunk. It depends on the whole vocabulary and the device, not on the number of rows (memory is
         # the same for any) or on this rank's part of the vocabulary: ranks that share a vocabulary must cut alike. The relative cost of adding to d_weight depends on a chunk's
@@ -151,6 +150,12 @@ class Engine:
             self.d_hidden = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
         if wanted[2]:
             self.d_bias = torch.zeros(head.weight.shape[0], device=self.hidden.device, dtype=torch.float32)
+
+    @functools.cached_property
+    def products(self) -> Products:
+        """Made for the first chunk: without one, nothing of the size of the weight is touched."""
+        head = self.head
+        return products_for(head.weight.detach(), None if head.bias is None else head.bias.detach(), head.dtype)
 
     def forward(self, index: Tensor, targets: Tensor, transform: RowTransform, names: tuple[str, ...]) -> RowStats:
         """Partials [q, N]: computed for the rows of `index`; the other rows get the values of a row that is not read."""
@@ -212,13 +217,8 @@ class Engine:
         if self.d_bias is not None:
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
 
-    def gradients(self) -> Gradients:
-        """(d_hidden, d_weight, d_bias) in the dtype of the sums; None for those that are not wanted."""
-        if self.wanted[1] and self.d_weight is None:  # no row had a gradient, which is a gradient of 0
-            self.d_weight = large_pages(self.head.weight.new_empty(self.head.weight.shape, dtype=torch.float32)).zero_()
+    def whole_d_hidden(self) -> Tensor | None:
+        """d_hidden, in the dtype of its sum, over all ranks that share the vocabulary; None if it is not wanted."""
         if self.d_hidden is not None and self.head.shard is not None:
             self.d_hidden = self.head.shard.sum_hidden(self.d_hidden)
-        return self.d_hidden, self.d_weight, self.d_bias
-
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+        return self.d_hidden

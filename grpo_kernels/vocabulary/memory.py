@@ -1,4 +1,4 @@
-"""Memory of large results on a CPU, without the cost of its first touch.
+"""Memory of large results on a CPU: without the cost of its first touch, or only as much as is touched.
 
 A new tensor of some hundred MB has no memory yet: the kernel hands it out in pages of 4 KiB, each with a fault when it is first
 written to, which takes several times as long as the pass that writes. Pages of 2 MiB take hardly longer than memory that is there
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import mmap
 from collections.abc import Callable
 
@@ -42,6 +43,15 @@ def large_pages(new: Tensor) -> Tensor:
         end = (new.untyped_storage().data_ptr() + new.untyped_storage().nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
         function(begin, end - begin, mmap.MADV_HUGEPAGE)
     return new
+
+
+def zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.zeros. On a CPU the zeros of a large tensor are not written: they are pages of the system, of which only those that
+    are written to, or read, cost time and memory."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < LARGE_BYTES or torch.compiler.is_compiling():
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
 
 def converted(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,6 +25,20 @@ class RowTransform(NamedTuple):
         t = self.inv_temperature
         return self if isinstance(t, float) else self._replace(inv_temperature=t[rows])
 
+    def of(self, x: Tensor, rows: Tensor) -> Tensor:
+        """z of single logits x fp32 [m], of rows `rows` [m]."""
+        t = self.inv_temperature
+        t = t if isinstance(t, float) else t[rows]
+        if self.softcap:
+            return torch.tanh(x * (self.scale / self.softcap)) * (self.softcap * t)
+        return x * (self.scale * t)
+
+    def slope(self, x: Tensor, rows: Tensor) -> float | Tensor:
+        """dz/dx of single logits."""
+        t = self.inv_temperature
+        slope = self.scale * (t if isinstance(t, float) else t[rows])
+        return slope * (1.0 - torch.tanh(x * (self.scale / self.softcap)).square()) if self.softcap else slope
+
 
 #: Rows of the tensor that `stats` fills, in this order, and what stands there for a row that is not read.
 #:   max       max_j z_j
@@ -171,6 +185,10 @@ class Slopes(NamedTuple):
     def at(self, rows: slice | Tensor) -> Slopes:
         """Those of these rows only."""
         return Slopes(self.target[rows], *(None if x is None else x[rows] for x in self[1:]))
+
+    def where(self, rows: Tensor) -> Slopes:
+        """0 but of these rows, a bool [n]."""
+        return Slopes(*(None if x is None else torch.where(rows, x, 0.0) for x in self))  # type: ignore[arg-type]
 
     @property
     def nonzero(self) -> Tensor:

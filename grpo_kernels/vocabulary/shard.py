@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..checks import as_number, require, require_whole
-from .backends import Backend, FusedRows, two_visits
+from .backends import FusedRows, SparseBackend, two_visits
 from .rows import RowStats, RowTransform, Slopes, merge
 
 if TYPE_CHECKING:
@@ -131,10 +131,12 @@ def check_shard(shard: VocabShard | None) -> None:
 class VocabParallel:
     """A backend for rows that are cut over the ranks of a shard: another backend for this rank's part, and one exchange."""
 
-    def __init__(self, backend: Backend, shard: VocabShard) -> None:
+    def __init__(self, backend: SparseBackend, shard: VocabShard) -> None:
         self.backend, self.shard = backend, shard
         self.WRITES_BEHIND_READS = backend.WRITES_BEHIND_READS
         self.scale_ = backend.scale_
+        self.slot_logits, self.add_weight_rows = backend.slot_logits, backend.add_weight_rows
+        self.add_hidden_rows = backend.add_hidden_rows
 
     def stats(
         self, logits: Tensor, targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...],
@@ -148,16 +150,7 @@ class VocabParallel:
             partials = RowStats.not_read(names, n, logits.device).values
             for row, nothing in zip(partials, (-torch.inf, 0.0, torch.nan), strict=False):
                 row.fill_(nothing)
-        # The id of a rank's largest logit counts from the rank's first column, so that column is sent too.
-        first = torch.full((1, n), self.shard.start, dtype=torch.int32, device=logits.device).view(torch.float32)
-        sent = torch.cat([partials, first]) if "top" in names else partials
-        ranks = _ranks(self.shard.group)
-        everyone = sent[None]
-        if ranks > 1:
-            everyone = torch.empty(ranks, *sent.shape, dtype=torch.float32, device=logits.device)
-            all_gather(everyone, sent[None], self.shard.group)
-        starts = everyone[:, -1].view(torch.int32) if "top" in names else None
-        return merge(everyone[:, : len(names)], names, read, starts)
+        return exchange(self.shard, partials, names, read, self.shard.start)
 
     def pull(
         self, logits: Tensor, targets: Tensor, stats: RowStats, slopes: Slopes, transform: RowTransform, out: Tensor,
@@ -183,9 +176,29 @@ class VocabParallel:
         return logits[..., : min(logits.shape[-1], max(0, self.shard.vocab - self.shard.start))]
 
 
-def on_shard(backend: Backend, shard: VocabShard | None) -> Backend:
+def exchange(shard: VocabShard, partials: Tensor, names: tuple[str, ...], read: Tensor | None, start: int) -> RowStats:
+    """Statistics of whole rows from each rank's `partials` [q, n], the same on all ranks: one all-gather. `start`: the id that
+    this rank's ids of `top` count from."""
+    # The id of a rank's largest logit counts from the rank's first column, so that column is sent too.
+    first = torch.full((1, partials.shape[1]), start, dtype=torch.int32, device=partials.device).view(torch.float32)
+    sent = torch.cat([partials, first]) if "top" in names else partials
+    ranks = _ranks(shard.group)
+    everyone = sent[None]
+    if ranks > 1:
+        everyone = torch.empty(ranks, *sent.shape, dtype=torch.float32, device=partials.device)
+        all_gather(everyone, sent[None], shard.group)
+    starts = everyone[:, -1].view(torch.int32) if "top" in names else None
+    return merge(everyone[:, : len(names)], names, read, starts)
+
+
+def on_shard(backend: SparseBackend, shard: VocabShard | None) -> SparseBackend:
     """The backend for this rank's part `shard` of the rows; None: whole rows."""
     return backend if shard is None else VocabParallel(backend, shard)
+
+
+def of_own_part(backend: SparseBackend) -> SparseBackend:
+    """The backend without the exchange among ranks."""
+    return backend.backend if isinstance(backend, VocabParallel) else backend
 
 
 def is_managed(x: Any) -> bool:

@@ -1,29 +1,21 @@
-"""The vocabulary stage as one autograd Function, and the two sources that rows of logits come from.
+"""The vocabulary stage as one autograd Function.
 
     forward    source.stats: partials of each row's softmax, from which log-probs and entropy follow
     backward   source.pull:  the gradient of the source's tensors from the slopes of log-probs and entropy
 
-A source is `Logits` or `Hidden`, which compute at once, or one of `operators.py`, which puts the same two calls into a graph.
+A source is one of `sources.py`, which compute at once, or one of `operators.py`, which puts the same two calls into a graph.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from .backends import Backend, FusedRows
-from .hidden import Engine, Head
-from .memory import converted, large_pages
 from .rows import RowStats, RowTransform, Slopes, partials_of
-from .shard import VocabShard
-
-if TYPE_CHECKING:
-    from ..formulas.token_stage import TokenRows
-    from ..objective import Objective
+from .sources import Source
 
 Tensor = torch.Tensor
 
@@ -59,123 +51,6 @@ def gradient_once(function: Callable[..., Any], *arguments: Any) -> Any:
     if by_func:  # which always records the backward: only a second derivative is refused
         return _NotDifferentiable.apply(function, *live)
     raise RuntimeError(f"{NO_SECOND} Call backward without create_graph=True.")
-
-
-class Source(Protocol):
-    """Where rows of logits come from. `tensors` are those that may get a gradient; vectors have one entry a row, [n]."""
-
-    def stats(
-        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
-    ) -> RowStats:
-        """Statistics of all rows; a row that is not read has log-prob and entropy 0."""
-
-    def pull(
-        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
-        slopes: Slopes, transform: RowTransform,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Gradients of `tensors`, None where not wanted. Slopes of rows that are not read are 0."""
-
-
-@dataclass(frozen=True, eq=False)
-class Logits:
-    """Rows of logits [A, T, V] that are there. `inplace`: pull writes the gradient into their memory."""
-
-    backend: Backend
-    inplace: bool = False
-
-    def stats(
-        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
-    ) -> RowStats:
-        return self.backend.stats(tensors[0], targets, read, transform, names)
-
-    def pull(
-        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
-        slopes: Slopes, transform: RowTransform,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        (logits,) = tensors
-        out = logits.detach() if self.inplace else large_pages(torch.empty_like(logits))
-        self.backend.pull(logits, targets, stats, slopes, transform, out)
-        if self.inplace:
-            torch.autograd.graph.increment_version(logits)
-        return (out,)
-
-    def fused(
-        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], rows: TokenRows, objective: Objective, transform: RowTransform
-    ) -> tuple[FusedRows, tuple[Tensor | None, ...]]:
-        """Losses of all rows of an objective of one pass, and the gradient of the logits, None where not wanted."""
-        (logits,) = tensors
-        out = None
-        if wanted[0]:
-            out = logits.detach() if self.inplace else large_pages(torch.empty_like(logits))
-        result = self.backend.fused(logits, rows, objective, transform, out)
-        if out is not None and self.inplace:
-            torch.autograd.graph.increment_version(logits)
-        return result, (out,)
-
-
-@dataclass(frozen=True, eq=False)
-class Hidden:
-    """Rows of logits that are computed from hidden states [n, H], weight [V, H] and bias [V] or None, some rows at a time.
-
-    dtype    what the products run in.
-    index    the rows that are read, [m] int64; None: found from `read`, for which the host waits on a GPU.
-    active   how many of `index`, from its first on, can have a slope; None: all. On a CPU, where it costs no wait, rows whose
-             slopes are zero are left out of the products as well.
-    """
-
-    backend: Backend
-    dtype: torch.dtype
-    shard: VocabShard | None = None
-    index: Tensor | None = None
-    active: int | None = None
-
-    def stats(
-        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
-    ) -> RowStats:
-        head = Head(tensors[0], tensors[1], tensors[2], self.dtype, self.shard)
-        with torch.autocast(targets.device.type, enabled=False):
-            return Engine(head, self.backend).forward(self._rows(targets, read), targets, transform, names)
-
-    def pull(
-        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
-        slopes: Slopes, transform: RowTransform,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        weight = tensors[1]
-        emptied = self.shard is None if weight.numel() == 0 else weight.untyped_storage().nbytes() == 0
-        if emptied:
-            raise RuntimeError(
-                "weight is gone before the backward, which computes the logits again: keep it gathered until after it (ZeRO-3: "
-                "deepspeed.zero.GatheredParameters around both; FSDP: reshard_after_forward=False), or use linear_grpo_loss with "
-                "an objective of one pass (Objective.one_pass), whose gradient is made in the forward."
-            )
-        index = self._rows(targets, read)[: self.active]
-        if targets.device.type == "cpu":
-            index = index[slopes.nonzero[index]]
-        engine = Engine(Head(tensors[0], tensors[1], tensors[2], self.dtype, self.shard), self.backend, wanted)  # type: ignore[arg-type]
-        with torch.autocast(targets.device.type, enabled=False):
-            engine.backward(index, targets, stats, slopes, transform)
-        return tuple(None if g is None else converted(g, x.dtype) for g, x in zip(engine.gradients(), tensors, strict=True))
-
-    def fused(
-        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], rows: TokenRows, objective: Objective, transform: RowTransform
-    ) -> tuple[FusedRows, tuple[Tensor | None, ...]]:
-        """Losses of all rows of an objective of one pass, and the gradients of `tensors`, None where not wanted."""
-        index, n, device = self._rows(rows.targets, rows.read), rows.targets.numel(), rows.targets.device
-        active = index.numel() if self.active is None else self.active
-        result = FusedRows(*(torch.zeros(n, device=device, dtype=torch.float32) for _ in FusedRows._fields))
-        engine = Engine(Head(tensors[0], tensors[1], tensors[2], self.dtype, self.shard), self.backend, wanted)  # type: ignore[arg-type]
-        with torch.autocast(device.type, enabled=False):
-            engine.fused(index[:active], rows, objective, transform, result, any(wanted))
-            engine.fused(index[active:], rows, objective, transform, result, False)
-        return result, engine.gradients() if any(wanted) else (None,) * 3
-
-    def _rows(self, targets: Tensor, read: Tensor | None) -> Tensor:
-        return rows_read(targets.numel(), read, targets.device) if self.index is None else self.index
-
-
-def rows_read(n: int, read: Tensor | None, device: torch.device) -> Tensor:
-    """Indices of the rows that are read, of n. With `read` the host waits for a GPU."""
-    return torch.arange(n, device=device) if read is None else read.nonzero()[:, 0]
 
 
 class _Positional(inspect.Signature):

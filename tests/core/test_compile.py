@@ -24,6 +24,7 @@ from grpo_kernels.formulas.surrogates import Surrogate
 from grpo_kernels.head import FusedLMHead
 from grpo_kernels.objective import Denominators
 from grpo_kernels.operators import TracedHidden, TracedLogits
+from grpo_kernels.vocabulary.rows import partials_of
 from grpo_kernels.vocabulary.stage import VocabularyStage
 from support.cases import OBJECTIVES, build, pack
 from support.linear_cases import build_linear
@@ -286,7 +287,9 @@ def sample(name: str) -> tuple[Any, ...]:
     else:
         source, tensors = TracedLogits("auto", False), (case.logits(torch.float32)[0].detach().requires_grad_(),)
     with Take():
-        logps, entropy, _ = VocabularyStage.apply(source, ("entropy",), ("entropy",), targets, read, 1.0, 0.0, 0.7, *tensors)
+        names = partials_of(("entropy",))
+        rows = (targets, read, 1.0, 0.0, 0.7)
+        logps, entropy, _ = VocabularyStage.apply(source, ("entropy",), ("entropy",), names, *rows, *tensors)
         (logps.sum() + entropy.sum()).backward()
     return tuple(x.detach() if isinstance(x, Tensor) else x for x in taken[0])
 

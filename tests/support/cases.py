@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from grpo_kernels import LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss
+from grpo_kernels import LogitTransform, LossOutput, Objective, TokenBatch, TokenSets, grpo_loss
 from grpo_kernels.formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
 from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.formulas.surrogates import (
@@ -185,6 +185,7 @@ class Case:
     logits: Tensor
     fields: dict[str, Any]
     transform: dict[str, Any] = field(default_factory=dict)
+    keep: Tensor | None = None  # bool, the shape of logits: the ids that a row's softmax runs over, where it has a set
 
     @property
     def targets(self) -> Tensor:
@@ -207,7 +208,7 @@ class Case:
         return self._oracle(spec, normalizer, torch.float32)
 
     def _oracle(self, spec: Spec, normalizer: float | None, dtype: torch.dtype) -> tuple[oracle.Result, Tensor]:
-        fields = {k: v for k, v in self.fields.items() if k != "targets"}
+        fields = {k: v for k, v in self.fields.items() if k not in ("targets", "kept")}
         return oracle.loss(
             spec,
             self.logits,
@@ -215,6 +216,7 @@ class Case:
             transform=oracle.Transform(**self.transform),
             normalizer=normalizer,
             dtype=dtype,
+            keep=self.keep,
             **fields,
         )
 
@@ -229,16 +231,36 @@ def build(
     vocab: int = 61,
     seed: int = 0,
     transform: dict[str, Any] | None = None,
+    kept: bool = False,
 ) -> Case:
     """Eight sequences of unequal lengths: one fully masked, one empty, holes in the others, an advantage of 0, random
-    weights. Old and reference log-probs lie around the policy's own, LOG_RATIOS away."""
+    weights. Old and reference log-probs lie around the policy's own, LOG_RATIOS away. `kept`: most rows have a set of ids."""
     g = torch.Generator().manual_seed(seed)
     logits = (3.0 * torch.randn(len(LENGTHS), max(LENGTHS), vocab, generator=g)).to(dtype)
-    case = around(logits, g, transform or {})
+    case = around(logits, g, transform or {}, kept)
     return pack(case) if packed else case
 
 
-def around(logits: Tensor, g: torch.Generator, transform: dict[str, Any]) -> Case:
+#: Ids of the sets of rows, in turn: 0 is a row without a set, and a negative set lacks its target.
+SET_SIZES = (5, 1, 9, -4, 0, 3, 1, 17, -1, 2, 0, 30)
+
+
+def sets_around(targets: Tensor, vocab: int, g: torch.Generator) -> tuple[TokenSets, Tensor]:
+    """(sets of SET_SIZES for the rows of targets, the ids [.., V] that their softmax runs over: the set with its target)."""
+    lists: list[list[int]] = []
+    keep = torch.zeros(targets.numel(), vocab, dtype=torch.bool)
+    for row, target in enumerate(targets.reshape(-1).tolist()):
+        size = SET_SIZES[row % len(SET_SIZES)]
+        others = [i for i in torch.randperm(vocab, generator=g).tolist() if i != target]
+        ids = others[:-size] if size < 0 else [target, *others[: size - 1]]
+        lists.append(sorted(ids[: abs(size)], reverse=row % 3 == 0) if size else [])
+        keep[row, [*lists[-1], target]] = True
+        if not size:
+            keep[row] = True
+    return TokenSets.from_lists(lists), keep.view(*targets.shape, vocab)
+
+
+def around(logits: Tensor, g: torch.Generator, transform: dict[str, Any], kept: bool = False) -> Case:
     """A case with these logits [B, T, V]."""
     (b, t, vocab), lengths = logits.shape, torch.tensor(LENGTHS)
     targets = torch.randint(vocab, (b, t), generator=g)
@@ -247,8 +269,9 @@ def around(logits: Tensor, g: torch.Generator, transform: dict[str, Any]) -> Cas
     mask = torch.arange(t) < lengths[:, None]
     mask[2] = False
     mask[0, 3] = mask[4, 0] = False
+    sets, keep = sets_around(targets, vocab, g) if kept else (None, None)
     with torch.no_grad():
-        _, logps, _ = oracle.log_probs(logits.double(), targets, oracle.Transform(**transform))
+        _, logps, _ = oracle.log_probs(logits.double(), targets, oracle.Transform(**transform), keep=keep)
     logps = logps.view(b, t)
     table = torch.tensor(LOG_RATIOS, dtype=torch.float64)
     steps = (
@@ -264,7 +287,9 @@ def around(logits: Tensor, g: torch.Generator, transform: dict[str, Any]) -> Cas
         "weights": 0.3 + torch.rand(b, t, generator=g),
         "sampler_logps": (logps - steps + 0.4 * torch.randn(b, t, generator=g)).clamp(max=-0.01).float(),
     }
-    return Case(logits, fields, transform)
+    if sets is not None:
+        fields["kept"] = sets
+    return Case(logits, fields, transform, keep)
 
 
 def inside_lengths() -> Tensor:
@@ -275,9 +300,11 @@ def inside_lengths() -> Tensor:
 def pack(case: Case) -> Case:
     """The same tokens without padding: [B, T] -> [N] with cu_seqlens."""
     inside = inside_lengths()
-    fields = {k: v if k == "advantages" else v[inside] for k, v in case.fields.items()}
+    fields = {k: v if k in ("advantages", "kept") else v[inside] for k, v in case.fields.items()}
+    if "kept" in fields:
+        fields["kept"] = fields["kept"][inside.reshape(-1)]
     fields["cu_seqlens"] = torch.tensor((0, *LENGTHS)).cumsum(0).to(torch.int32)
-    return Case(case.logits[inside], fields, case.transform)
+    return Case(case.logits[inside], fields, case.transform, None if case.keep is None else case.keep[inside])
 
 
 def run(case: Case, objective: Objective, backend: str, **options: Any) -> tuple[LossOutput, Tensor]:

@@ -69,13 +69,14 @@ def build_linear(
     bias: bool = True,
     seed: int = 34,
     transform: dict[str, Any] | None = None,
+    kept: bool = False,
 ) -> LinearCase:
     g = torch.Generator().manual_seed(seed)
     hidden = torch.randn(len(LENGTHS), max(LENGTHS), width, generator=g).to(dtype)
     weight = (2.0 * width**-0.5 * torch.randn(vocab, width, generator=g)).to(weight_dtype or dtype)
     offset = torch.randn(vocab, generator=g).to(weight_dtype or dtype) if bias else None
     logits = F.linear(hidden.double(), weight.double(), None if offset is None else offset.double())
-    tokens = around(logits, g, transform or {})
+    tokens = around(logits, g, transform or {}, kept)
     if packed:
         hidden, tokens = hidden[inside_lengths()], pack(tokens)
     return LinearCase(hidden, weight, offset, tokens)

@@ -105,15 +105,23 @@ def to_rows(value: float | Tensor, sequences: list[list[int]], dtype: torch.dtyp
 
 
 def log_probs(
-    logits: Tensor, targets: Tensor, transform: Transform | None = None, cu_seqlens: Tensor | None = None
+    logits: Tensor,
+    targets: Tensor,
+    transform: Transform | None = None,
+    cu_seqlens: Tensor | None = None,
+    keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All log-probs [n, V], log-probs of the targets [n] and entropies [n]; a row with p = 0 somewhere is fine."""
+    """All log-probs [n, V], log-probs of the targets [n] and entropies [n]; a row with p = 0 somewhere is fine. `keep`: bool, the
+    shape of logits, the ids that the softmax runs over."""
     transform = transform or Transform()
     temperature = to_rows(transform.temperature, sequences_of(targets, cu_seqlens), logits.dtype)
     z = logits.reshape(-1, logits.shape[-1]) * transform.scale
     if transform.softcap is not None:
         z = transform.softcap * torch.tanh(z / transform.softcap)
-    log_p = torch.log_softmax(z / temperature[:, None], dim=-1)
+    z = z / temperature[:, None]
+    if keep is not None:
+        z = z.masked_fill(~keep.reshape(z.shape), -math.inf)
+    log_p = torch.log_softmax(z, dim=-1)
     chosen = log_p.gather(1, targets.reshape(-1, 1).to(torch.int64))[:, 0]
     finite = torch.where(log_p.detach() == -math.inf, 0.0, log_p)  # lim p log p = 0
     return log_p, chosen, -(log_p.exp() * finite).sum(1)
@@ -454,6 +462,7 @@ def loss(
     mask: Tensor | None = None,
     transform: Transform | None = None,
     dtype: torch.dtype = torch.float64,
+    keep: Tensor | None = None,
     **fields: Tensor | float | None,
 ) -> tuple[Result, Tensor]:
     """The loss of logits and its gradient with respect to them, in the logits' shape.
@@ -467,7 +476,9 @@ def loss(
     flat = leaf.reshape(rows, logits.shape[-1])[at].to(dtype)
     picked = Transform() if transform is None else transform
     temperature = to_rows(picked.temperature, sequences, dtype)[at]
-    _, chosen, h = log_probs(flat, targets.reshape(-1)[at], Transform(picked.scale, picked.softcap, temperature))
+    kept = None if keep is None else keep.reshape(rows, -1)[at]
+    own = Transform(picked.scale, picked.softcap, temperature)
+    _, chosen, h = log_probs(flat, targets.reshape(-1)[at], own, keep=kept)
     logps = torch.zeros(rows, dtype=dtype).index_put((at,), chosen)
     entropy = torch.zeros(rows, dtype=dtype).index_put((at,), h)
     result = objective(spec, logps, entropy, sequences, mask=mask, **fields)  # type: ignore[arg-type]

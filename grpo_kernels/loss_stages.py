@@ -1,0 +1,173 @@
+"""A loss from a source of rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from .batch import TokenBatch
+from .checks import require
+from .formulas.surrogates import PolicyGradient
+from .formulas.token_stage import TokenRows
+from .loss_output import LossOutput
+from .objective import Objective
+from .operators import is_traced
+from .options import Options
+from .supports import statistics_of
+from .vocabulary.kept import KeptRows
+from .vocabulary.memory import converted
+from .vocabulary.rows import RowTransform
+from .vocabulary.sources import Hidden, Logits, Source
+from .vocabulary.stage import gradient_once, with_signature
+from .vocabulary.weight_gradient import WeightGradient
+
+Tensor = torch.Tensor
+
+
+def total(losses: Tensor) -> Tensor:
+    """Their sum in fp64, rounded to fp32: so the result does not depend on how torch splits the sum among threads."""
+    return losses.sum(dtype=torch.float64).to(torch.float32)
+
+
+HANDED_OVER = (
+    "the gradient of this loss was already handed over by an earlier backward. It exists once, to save memory: compute the "
+    "loss again, or use token_logprobs (linear_logprobs) with your own loss, for a second backward."
+)
+
+
+class Call(NamedTuple):
+    """What a loss knows beside its source."""
+
+    batch: TokenBatch
+    objective: Objective
+    rows: TokenRows
+    kept: KeptRows | None
+    options: Options
+    transform: RowTransform
+    one_visit: bool
+
+
+def loss_of_source(
+    call: Call, source_of: Callable[[KeptRows | None], Source], tensors: tuple[Tensor | None, ...]
+) -> LossOutput:  # fmt: skip
+    """The loss of a source's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull."""
+    batch, objective, rows, kept, options, transform, one_visit = call
+    over = options.over_vocabulary if kept is not None else None
+    if over is not None and objective.beta != 0 and objective.kl_spec.weighting != "none":
+        remedy = "that weighs the KL by a ratio over the sets: pass Kl(weighting='none') or reference_over='kept'."
+        require(options.reference_over == "kept", "reference_over", options.reference_over, f"{objective.kl_spec} {remedy}")
+    if one_visit and over is None and not is_traced():
+        source = source_of(kept)
+        assert isinstance(source, (Logits, Hidden))
+        visit = OneVisit(source, rows, objective, transform)
+        loss, logps, entropy = _GradientInForward.apply(visit, *tensors)
+        shape = batch.targets.shape
+        return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows)
+    with_gradient = ("entropy",) if objective.needs_entropy else ()
+    found = statistics_of(source_of, kept, ("entropy",), with_gradient, over, rows.targets, rows.read, transform, tensors)
+    entropy = found.named["entropy"]
+    kl_apart = over is not None and options.reference_over == "vocabulary" and objective.beta != 0
+    own = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
+    out = loss_of_logps(found.logps, entropy, batch, objective, own)
+    if found.whole_logps is None:
+        return out
+    out = replace(out, rows=rows, whole_logps=found.whole_logps.detach().view(batch.targets.shape), kl_apart=kl_apart)
+    return replace(out, loss=out.loss + _kl_over_vocabulary(found.whole_logps, batch, objective, rows)) if kl_apart else out
+
+
+def _kl_over_vocabulary(logps: Tensor, batch: TokenBatch, objective: Objective, rows: TokenRows) -> Tensor:
+    """The KL term alone, of log-probs over the whole vocabulary."""
+    alone = Objective(PolicyGradient(), beta=objective.beta, kl=objective.kl)
+    nothing = torch.zeros_like(rows.policy_weight)
+    rows = TokenRows(
+        rows.targets, rows.read, nothing, nothing, ref_logps=rows.ref_logps, kl_weight=rows.kl_weight, trained=rows.trained
+    )
+    return loss_of_logps(logps, None, batch, alone, rows).loss
+
+
+def loss_of_logps(
+    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows
+) -> LossOutput:  # fmt: skip
+    """The loss of flat log-probs and entropy [n]: the token stage alone."""
+    L, H = logps.detach(), None if entropy is None else entropy.detach()
+    x = None if objective.one_pass else objective.log_ratio(L, rows, batch)
+    losses, d_logps, d_entropy = objective.token_stage(L, H, rows, batch, x)
+    loss = _TokenStage.apply(logps, entropy, losses, d_logps, d_entropy)
+    H = torch.full_like(L, math.nan) if H is None else H
+    shape = batch.targets.shape
+    return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x)
+
+
+@with_signature
+class _TokenStage(torch.autograd.Function):
+    """The sum of per-token losses, differentiable in log-probs and entropy: their slopes were computed beside the losses."""
+
+    @staticmethod
+    def forward(logps: Tensor, entropy: Tensor | None, losses: Tensor, d_logps: Tensor, d_entropy: Tensor | None) -> Tensor:
+        return total(losses)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[3:])
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        return *gradient_once(_times, d_loss, *ctx.saved_tensors), None, None, None
+
+
+def _times(d_loss: Tensor, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if slope is None else slope * d_loss for slope in slopes)
+
+
+@dataclass(eq=False)
+class OneVisit:
+    """What a one-visit loss needs beside its tensors. Inside forward, grad mode is off: `gradients` records that of
+    the caller."""
+
+    source: Logits | Hidden
+    rows: TokenRows
+    objective: Objective
+    transform: RowTransform
+    gradients: bool = field(default_factory=torch.is_grad_enabled)
+
+
+class _GradientInForward(torch.autograd.Function):
+    """Loss, log-probs and entropy of a source's rows. The gradient is computed in the forward; the backward only scales it."""
+
+    @staticmethod
+    def forward(ctx: Any, visit: OneVisit, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        wanted = tuple(visit.gradients and needed for needed in ctx.needs_input_grad[1:])
+        result, ctx.gradients = visit.source.fused(tensors, wanted, visit.rows, visit.objective, visit.transform)
+        ctx.versions = [g._version if isinstance(g, Tensor) else None for g in ctx.gradients]
+        ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in tensors], visit.source.backend
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(result.logps, result.entropy)
+        return total(result.losses), result.logps, result.entropy
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if d_loss is None:
+            return (None,) * (1 + len(ctx.dtypes))
+        return None, *gradient_once(_hand_over, ctx, d_loss)
+
+
+def _hand_over(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+    if ctx.gradients is None:
+        raise RuntimeError(HANDED_OVER)
+    gradients, ctx.gradients = list(ctx.gradients), None
+    for i, (gradient, version) in enumerate(zip(gradients, ctx.versions, strict=True)):
+        if isinstance(gradient, WeightGradient):
+            gradients[i] = gradient.made(d_loss)
+        if not isinstance(gradient, Tensor):
+            continue
+        if gradient._version != version:  # in place, that of the logits
+            raise RuntimeError(
+                "the logits' memory holds the gradient of grpo_loss(inplace=True), and was written to before the backward. "
+                "Call backward first, or pass inplace=False."
+            )
+        ctx.backend.scale_(gradient, d_loss)
+    return tuple(None if g is None else converted(g, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))

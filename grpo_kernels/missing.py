@@ -1,0 +1,45 @@
+"""What becomes of a target that its set of kept ids lacks."""
+
+from __future__ import annotations
+
+import torch
+
+from .checks import require
+from .token_sets import TokenSets
+
+Tensor = torch.Tensor
+
+#: What to do with a target outside of its set: put it in, take the whole vocabulary, mask the row, or refuse.
+MISSING = ("include", "full", "mask", "raise")
+
+
+def check_missing(missing: object) -> None:
+    require(missing in MISSING, "missing", missing, f"it must be one of {', '.join(map(repr, MISSING))}.")
+
+
+def outside(sets: TokenSets, targets: Tensor) -> Tensor:
+    """bool [rows]: rows with a set that lacks the row's target."""
+    return ~sets.contains(targets)
+
+
+def without_set(sets: TokenSets, targets: Tensor, missing: str) -> Tensor:
+    """bool [rows]: rows that run over the whole vocabulary."""
+    empty = sets.counts == 0
+    return empty | outside(sets, targets) if missing == "full" else empty
+
+
+def narrowed(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str) -> Tensor | None:
+    """The mask without what `missing` takes out. Raises ValueError for missing="raise", for which the host waits on a GPU."""
+    if missing not in ("mask", "raise"):
+        return mask
+    lacking = outside(sets, targets).view(targets.shape)
+    if missing == "mask":
+        return ~lacking if mask is None else mask & ~lacking
+    lacking = lacking if mask is None else mask & lacking
+    if not torch.compiler.is_compiling() and lacking.any():
+        at = lacking.nonzero()[0].tolist()
+        raise ValueError(
+            f"targets{at}={int(targets[tuple(at)])} is not in its kept set, and missing='raise': keep what the sampler recorded, or pass "
+            "missing='include' (the target joins its set), 'full' (the row runs over the whole vocabulary) or 'mask'."
+        )
+    return mask

@@ -1,0 +1,237 @@
+"""Rows whose softmax runs over a set of ids: the vocabulary stage over those ids alone.
+
+A set is a small vocabulary of its own. The logits at its ids are put side by side, [n, width] with -inf behind the last one, and
+the row kernels of a backend run on that as on any logits. Where these logits come from, and where their gradient goes, is the
+source's: it knows the positions (row, id) as `Slots`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from .backends import Backend, FusedRows, two_visits
+from .rows import RowStats, RowTransform, Slopes
+from .shard import VocabShard, exchange
+from .sparse import Slots
+
+if TYPE_CHECKING:
+    from ..formulas.token_stage import TokenRows
+    from ..objective import Objective
+    from ..token_sets import TokenSets
+
+Tensor = torch.Tensor
+
+R = TypeVar("R", RowStats, FusedRows)
+
+#: Bytes of logits side by side at a time. Most sets are small: this is for batches with a few very large ones.
+BLOCK_BYTES = 64 << 20
+
+#: The row kernels see logits that are transformed already.
+TRANSFORMED = RowTransform(1.0, 0.0, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRows:
+    """The rows of a batch that have a set, of n rows in all.
+
+    has       bool [n]: rows with a set. The others run over the whole vocabulary.
+    has_all   whether every row has one.
+    read      bool [n]: rows with a set that are looked at.
+    several   bool [n]: those with more than one id. The log-prob of the only id of a set is 0 whatever its logit is, which is
+              therefore not computed.
+    slots     int64: the ids of each row's set, and behind them a place for its target, in use where the set lacks it. -1 where
+              a slot is not in use, as none is of a row that is not read.
+    target    int64 [n]: which slot of its row holds the target.
+    width     at least the number of slots of a row.
+    """
+
+    has: Tensor
+    has_all: bool
+    read: Tensor
+    several: Tensor
+    slots: Slots
+    target: Tensor
+    width: int
+
+    @classmethod
+    def of(cls, sets: TokenSets, targets: Tensor, read: Tensor | None, has: Tensor | None = None) -> KeptRows:
+        """Those of flat int64 `targets` [n], of which `read` are looked at. Nothing waits for the device. `has`: rows whose set
+        counts, None: all that are not empty."""
+        n, device = targets.numel(), targets.device
+        counts, row_of, rows = sets.counts, sets.row_of, torch.arange(targets.numel(), device=targets.device)
+        has_all = has is None and sets.empty_rows == 0
+        has = counts > 0 if has is None else has
+        looked_at = has if read is None else has & read
+        in_row = torch.arange(row_of.numel(), device=device) - sets.offsets[row_of]
+        # Every id but the target's goes to the last entry, which is cut off.
+        target = torch.full((n + 1,), -1, dtype=torch.int64, device=device)
+        target = target.scatter_(0, torch.where(sets.ids == targets[row_of], row_of, n), in_row)[:-1]
+        outside = target < 0
+        # The number of slots does not depend on which targets their sets lack: it would have to be asked of the device.
+        of_id, of_target = sets.offsets[row_of] + in_row + row_of, sets.offsets[1:] + rows
+        ids, owner = (torch.empty(row_of.numel() + n, dtype=torch.int64, device=device) for _ in range(2))
+        ids[of_id], ids[of_target] = sets.ids.to(torch.int64), torch.where(outside, targets, -1)
+        owner[of_id], owner[of_target] = row_of, rows
+        slots = Slots(torch.where(looked_at[owner], ids, -1), sets.offsets + torch.arange(n + 1, device=device), owner)
+        several = looked_at & (counts + outside.to(counts.dtype) > 1)
+        width = -(-(sets.longest + 1) // 16) * 16  # few widths, so that few kernels are compiled for one
+        return cls(has, has_all, looked_at, several, slots, torch.where(outside, counts, target), width)
+
+    def alone(self) -> KeptRows:
+        """The same rows where somebody else looks at the others."""
+        return replace(self, has_all=True)
+
+    def others(self, read: Tensor | None) -> Tensor:
+        """bool [n]: rows that are read and have no set."""
+        return ~self.has if read is None else read & ~self.has
+
+    def joined(self, of_sets: R, of_others: R) -> R:
+        """Per-row results, those of rows with sets and those of the others."""
+        if isinstance(of_sets, RowStats):
+            return of_sets._replace(values=torch.where(self.has, of_sets.values, of_others.values))
+        return type(of_sets)(*(torch.where(self.has, x, y) for x, y in zip(of_sets, of_others, strict=True)))
+
+    @property
+    def outside(self) -> Tensor:
+        """bool [n]: read rows whose set lacks the target."""
+        counts = self.slots.offsets.diff() - 1
+        return self.read & (self.target == counts)
+
+
+@dataclass(eq=False)
+class KeptStage:
+    """The vocabulary stage of rows with sets. `logits` are fp32 [m], one a slot, before the transform; see `slots`.
+
+    backend   of the row kernels.
+    columns   how many ids this process has: all, or those of `shard` from its start on."""
+
+    kept: KeptRows
+    backend: Backend
+    columns: int
+    shard: VocabShard | None = None
+
+    @functools.cached_property
+    def slots(self) -> Slots:
+        """The slots whose logits are needed here, with this process's columns as ids: those of rows with several ids."""
+        slots = self.kept.slots
+        return slots._replace(ids=torch.where(self._own & self.kept.several[slots.rows], slots.ids - self._first, -1))
+
+    def stats(self, logits: Tensor, transform: RowTransform, names: tuple[str, ...]) -> RowStats:
+        """Partials of all rows; one that is not read has log-prob and entropy 0."""
+        read, z, target = self.kept.read, self._transformed(logits, transform), self._target
+        values = torch.empty(len(names), read.numel(), dtype=torch.float32, device=logits.device)
+        for rows, at in self._blocks():
+            block = self._side_by_side(z, rows, at)
+            values[:, rows] = self.backend.stats(block, target[rows], read[rows], TRANSFORMED, names).values
+        stats = RowStats(values, names)
+        top = stats.get("top")
+        if top is not None:  # the kernels give a column of the block
+            top.copy_(self._top_id(z, stats.max))
+        return stats if self.shard is None else exchange(self.shard, values, names, read, 0)
+
+    def pull(self, logits: Tensor, stats: RowStats, slopes: Slopes, transform: RowTransform) -> Tensor:
+        """The gradient of `logits`; 0 of a slot that is not in use."""
+        z, target, gradient = self._transformed(logits, transform), self._target, torch.zeros_like(logits)
+        for rows, at in self._blocks():
+            block = self._side_by_side(z, rows, at)
+            self.backend.pull(block, target[rows], stats.at(rows), slopes.at(rows), TRANSFORMED, block)
+            gradient += _back(block, at)
+        return self._before_transform(gradient, logits, transform)
+
+    def fused(
+        self, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, wanted: bool
+    ) -> tuple[FusedRows, Tensor | None]:
+        """Losses of all rows of an objective of one pass (meaningless of rows that are not read), and the gradient of `logits`
+        if it is wanted."""
+        read, z, target = self.kept.read, self._transformed(logits, transform), self._target
+        results, gradient = [], torch.zeros_like(logits) if wanted else None
+        for part, at in self._blocks():
+            block = self._side_by_side(z, part, at)
+            block_rows = replace(rows[part], targets=target[part], read=read[part])
+            out = None if gradient is None else block
+            if self.shard is None:
+                results.append(self.backend.fused(block, block_rows, objective, TRANSFORMED, out))
+            else:
+                both = _Exchanged(self.backend, self.shard)
+                results.append(two_visits(both, block, block_rows, objective, TRANSFORMED, out, max(1, read.numel())))
+            if gradient is not None:
+                gradient += _back(block, at)
+        result = FusedRows(*(torch.cat(x) for x in zip(*results, strict=True)))
+        return result, None if gradient is None else self._before_transform(gradient, logits, transform)
+
+    @property
+    def _first(self) -> int:
+        return 0 if self.shard is None else self.shard.start
+
+    @functools.cached_property
+    def _own(self) -> Tensor:
+        """bool [m]: slots in use whose id is among this process's columns. An id outside of the vocabulary is nobody's."""
+        ids = self.kept.slots.ids
+        return (ids >= self._first) & (ids < self._first + self.columns)
+
+    @property
+    def _target(self) -> Tensor:
+        """int64 [n]: the column of each row's target in a block, -1 where it is not in use here."""
+        slots, target = self.kept.slots, self.kept.target
+        at = slots.offsets[:-1] + target
+        return torch.where(self._own[at], target, -1)
+
+    def _top_id(self, z: Tensor, top: Tensor) -> Tensor:
+        """int64 [n]: the lowest id whose z is the row's largest, -1 where none is."""
+        slots, none = self.kept.slots, torch.iinfo(torch.int64).max
+        ids = torch.where(self._own & (z == top[slots.rows]), slots.ids, none)
+        lowest = torch.full_like(self.kept.target, none).scatter_reduce_(0, slots.rows, ids, "amin")
+        return torch.where(lowest == none, -1, lowest)
+
+    def _transformed(self, logits: Tensor, transform: RowTransform) -> Tensor:
+        """z [m]: -inf where a slot is not in use here, and 0 where it is the only one of its row."""
+        rows = self.kept.slots.rows
+        z = torch.where(self.kept.several[rows], transform.of(logits, rows), 0.0)
+        return torch.where(self._own, z, -torch.inf)
+
+    def _before_transform(self, gradient: Tensor, logits: Tensor, transform: RowTransform) -> Tensor:
+        used = self.slots.ids >= 0
+        return torch.where(used, gradient * transform.slope(logits, self.kept.slots.rows), 0.0)
+
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """(rows of a block, int64 [m]: where each slot stands in it, behind its end for slots of other rows)."""
+        n, width, slots = self.kept.read.numel(), self.kept.width, self.kept.slots
+        place = torch.arange(slots.rows.numel(), device=slots.rows.device) - slots.offsets[slots.rows]
+        size = max(1, BLOCK_BYTES // (4 * width))
+        for lo in range(0, max(n, 1), size):
+            hi = min(n, lo + size)
+            at = (slots.rows - lo) * width + place
+            if hi - lo < n:
+                at = torch.where((slots.rows >= lo) & (slots.rows < hi), at, (hi - lo) * width)
+            yield slice(lo, hi), at
+
+    def _side_by_side(self, z: Tensor, rows: slice, at: Tensor) -> Tensor:
+        """z of a block of rows as logits [1, rows, width]."""
+        count, width = rows.stop - rows.start, self.kept.width
+        block = torch.full((count * width + 1,), -torch.inf, dtype=torch.float32, device=z.device)
+        return block.scatter_(0, at, z)[:-1].view(1, count, width)
+
+
+class _Exchanged:
+    """The row kernels on blocks of which every rank has its own ids: statistics are those of all ranks."""
+
+    def __init__(self, backend: Backend, shard: VocabShard) -> None:
+        self.backend, self.shard, self.pull = backend, shard, backend.pull
+        self.WRITES_BEHIND_READS, self.fused, self.scale_ = backend.WRITES_BEHIND_READS, backend.fused, backend.scale_
+
+    def stats(
+        self, logits: Tensor, targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...],
+        *, rows: tuple[int, int] | None = None,
+    ) -> RowStats:  # fmt: skip
+        own = self.backend.stats(logits, targets, read, transform, names, rows=rows)
+        return exchange(self.shard, own.values, names, read, 0)
+
+
+def _back(block: Tensor, at: Tensor) -> Tensor:
+    """[m]: what stands at the places of the slots, 0 for those of other rows."""
+    return torch.cat([block.reshape(-1), block.new_zeros(1)])[at]

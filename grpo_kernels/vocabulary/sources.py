@@ -1,0 +1,252 @@
+"""The two sources that rows of logits come from: logits that are there, and hidden states with a head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from .backends import FusedRows, SparseBackend
+from .hidden import Engine, Head
+from .kept import KeptRows, KeptStage
+from .memory import converted, large_pages, zeros
+from .rows import RowStats, RowTransform, Slopes
+from .shard import VocabShard, of_own_part
+from .sparse import Slots
+from .weight_gradient import WeightGradient
+
+if TYPE_CHECKING:
+    from ..formulas.token_stage import TokenRows
+    from ..objective import Objective
+
+Tensor = torch.Tensor
+
+
+class Source(Protocol):
+    """Where rows of logits come from. `tensors` are those that may get a gradient; vectors have one entry a row, [n]."""
+
+    def stats(
+        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
+    ) -> RowStats:
+        """Statistics of all rows; a row that is not read has log-prob and entropy 0."""
+
+    def pull(
+        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
+        slopes: Slopes, transform: RowTransform,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Gradients of `tensors`, None where not wanted. Slopes of rows that are not read are 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class Logits:
+    """Rows of logits [A, T, V] that are there.
+
+    inplace  pull writes the gradient into their memory.
+    kept     the rows that have a set of ids; the others, all of them with None, run over the whole vocabulary."""
+
+    backend: SparseBackend
+    inplace: bool = False
+    shard: VocabShard | None = None
+    kept: KeptRows | None = None
+
+    def stats(
+        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
+    ) -> RowStats:
+        (logits,) = tensors
+        if self.kept is None:
+            return self.backend.stats(logits, targets, read, transform, names)
+        stage = self._stage(logits)
+        of_sets = stage.stats(_at(logits, stage.slots), transform, names)
+        if self.kept.has_all:
+            return of_sets
+        return self.kept.joined(of_sets, self.backend.stats(logits, targets, self.kept.others(read), transform, names))
+
+    def pull(
+        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
+        slopes: Slopes, transform: RowTransform,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        (logits,) = tensors
+        stage = None if self.kept is None else self._stage(logits)
+        of_sets = None if stage is None else stage.pull(_at(logits, stage.slots), stats, slopes, transform)
+        out = self._out(logits)
+        if self.kept is None or not self.kept.has_all:
+            slopes = slopes if self.kept is None else slopes.where(~self.kept.has)
+            self.backend.pull(logits, targets, stats, slopes, transform, out)
+        return (self._written(logits, out, stage, of_sets),)
+
+    def fused(
+        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], rows: TokenRows, objective: Objective, transform: RowTransform
+    ) -> tuple[FusedRows, tuple[Tensor | None, ...]]:
+        """Losses of all rows of an objective of one pass, and the gradient of the logits, None where not wanted."""
+        (logits,) = tensors
+        if self.kept is None:
+            out = self._out(logits) if wanted[0] else None
+            result = self.backend.fused(logits, rows, objective, transform, out)
+            return result, (None if out is None else self._written(logits, out, None, None),)
+        stage = self._stage(logits)
+        result, of_sets = stage.fused(_at(logits, stage.slots), rows, objective, transform, wanted[0])
+        out = self._out(logits) if wanted[0] else None
+        if not self.kept.has_all:
+            others = replace(rows.weighted((~self.kept.has).to(torch.float32)), read=self.kept.others(rows.read))
+            result = self.kept.joined(result, self.backend.fused(logits, others, objective, transform, out))
+        return result, (None if out is None else self._written(logits, out, stage, of_sets),)
+
+    def _stage(self, logits: Tensor) -> KeptStage:
+        assert self.kept is not None
+        return KeptStage(self.kept, of_own_part(self.backend), logits.shape[-1], self.shard)
+
+    def _out(self, logits: Tensor) -> Tensor:
+        """Where the gradient goes: 0 everywhere if no row kernel writes all of it."""
+        kept_only = self.kept is not None and self.kept.has_all
+        if self.inplace:
+            return logits.detach().zero_() if kept_only else logits.detach()
+        return zeros(logits.shape, logits.dtype, logits.device) if kept_only else large_pages(torch.empty_like(logits))
+
+    def _written(self, logits: Tensor, out: Tensor, stage: KeptStage | None, of_sets: Tensor | None) -> Tensor:
+        """`out`, and in it the gradient of the logits of sets."""
+        if stage is not None:
+            assert of_sets is not None
+            a, t, ids = _positions(out, stage.slots)
+            # Rows of sets hold 0 so far. Slots that are not in use add 0: to leave them out, the host would have to know them.
+            out.index_put_((a, t, ids), of_sets.to(out.dtype), accumulate=True)
+        if self.inplace:
+            torch.autograd.graph.increment_version(logits)
+        return out
+
+
+def _positions(logits: Tensor, slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
+    inner = logits.shape[1]
+    return slots.rows // inner, slots.rows % inner, slots.ids.clamp(min=0)
+
+
+def _at(logits: Tensor, slots: Slots) -> Tensor:
+    """fp32 [m]: the logits at slots; anything where one is not in use."""
+    if logits.shape[-1] == 0:  # of a rank without a part of the vocabulary
+        return torch.zeros(slots.ids.shape, device=logits.device)
+    return logits[_positions(logits, slots)].to(torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Hidden:
+    """Rows of logits that are computed from hidden states [n, H], weight [V, H] and bias [V] or None, some rows at a time.
+
+    dtype    what the products run in.
+    index    the rows that are read over the whole vocabulary, [m] int64; None: found from `read`, for which the host waits on a GPU.
+    active   how many of `index`, from its first on, can have a slope; None: all. On a CPU, where it costs no wait, rows whose
+             slopes are zero are left out of the products as well.
+    kept     the rows that have a set of ids, which take part in no product with the whole weight.
+    into     a tensor [V, H] that the gradient of the weight is added into; the weight then gets none from autograd.
+    """
+
+    backend: SparseBackend
+    dtype: torch.dtype
+    shard: VocabShard | None = None
+    index: Tensor | None = None
+    active: int | None = None
+    kept: KeptRows | None = None
+    into: Tensor | None = None
+
+    def stats(
+        self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
+    ) -> RowStats:
+        head = self._head(tensors)
+        with torch.autocast(targets.device.type, enabled=False):
+            if self.kept is None:
+                return Engine(head, self.backend).forward(self._rows(targets, read), targets, transform, names)
+            stage = self._stage(head)
+            of_sets = stage.stats(self._at(head, stage.slots), transform, names)
+            index = self._rows(targets, read)
+            if index.numel() == 0:
+                return of_sets
+            return self.kept.joined(of_sets, Engine(head, self.backend).forward(index, targets, transform, names))
+
+    def pull(
+        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
+        slopes: Slopes, transform: RowTransform,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        weight = tensors[1]
+        emptied = self.shard is None if weight.numel() == 0 else weight.untyped_storage().nbytes() == 0
+        if emptied:
+            raise RuntimeError(
+                "weight is gone before the backward, which computes the logits again: keep it gathered until after it (ZeRO-3: "
+                "deepspeed.zero.GatheredParameters around both; FSDP: reshard_after_forward=False), or use linear_grpo_loss with "
+                "an objective of one pass (Objective.one_pass), whose gradient is made in the forward."
+            )
+        index = self._rows(targets, read)[: self.active]
+        if targets.device.type == "cpu":
+            index = index[slopes.nonzero[index]]
+        head = self._head(tensors)
+        engine = Engine(head, self.backend, wanted)  # type: ignore[arg-type]
+        with torch.autocast(targets.device.type, enabled=False):
+            engine.backward(index, targets, stats, slopes, transform)
+            of_sets = None
+            if self.kept is not None:
+                stage = self._stage(head)
+                of_sets = stage.pull(self._at(head, stage.slots), stats, slopes, transform)
+        d_hidden, late, d_bias = self._gradients(engine, of_sets)
+        gradients = (d_hidden, None if late is None else late.made(), d_bias)
+        return tuple(None if g is None else converted(g, x.dtype) for g, x in zip(gradients, tensors, strict=True))
+
+    def fused(
+        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], rows: TokenRows, objective: Objective, transform: RowTransform
+    ) -> tuple[FusedRows, tuple[Tensor | WeightGradient | None, ...]]:
+        """Losses of all rows of an objective of one pass, and the gradients of `tensors`, None where not wanted."""
+        index, n, device = self._rows(rows.targets, rows.read), rows.targets.numel(), rows.targets.device
+        active = index.numel() if self.active is None else self.active
+        result = FusedRows(*(torch.zeros(n, device=device, dtype=torch.float32) for _ in FusedRows._fields))
+        head = self._head(tensors)
+        engine = Engine(head, self.backend, wanted)  # type: ignore[arg-type]
+        of_sets = None
+        with torch.autocast(device.type, enabled=False):
+            engine.fused(index[:active], rows, objective, transform, result, any(wanted))
+            engine.fused(index[active:], rows, objective, transform, result, False)
+            if self.kept is not None:
+                stage = self._stage(head)
+                logits = self._at(head, stage.slots)
+                of_rows, of_sets = stage.fused(logits, rows, objective, transform, any(wanted))
+                result = self.kept.joined(of_rows, result)
+        return result, self._gradients(engine, of_sets) if any(wanted) else (None,) * 3
+
+    def _head(self, tensors: tuple[Any, ...]) -> Head:
+        return Head(tensors[0], tensors[1], tensors[2], self.dtype, self.shard)
+
+    def rows_of(self, n: int, read: Tensor | None, device: torch.device) -> Tensor:
+        """Indices of the rows that run over the whole vocabulary, of n. With `read` the host waits for a GPU."""
+        if self.kept is not None:
+            read = self.kept.others(read)
+            if self.kept.has_all:
+                return torch.empty(0, dtype=torch.int64, device=device)
+        return torch.arange(n, device=device) if read is None else read.nonzero()[:, 0]
+
+    def _rows(self, targets: Tensor, read: Tensor | None) -> Tensor:
+        return self.rows_of(targets.numel(), read, targets.device) if self.index is None else self.index
+
+    # ---- rows with sets
+
+    def _stage(self, head: Head) -> KeptStage:
+        assert self.kept is not None
+        return KeptStage(self.kept, of_own_part(self.backend), head.weight.shape[0], self.shard)
+
+    def _at(self, head: Head, slots: Slots) -> Tensor:
+        """fp32 [m]: the logits at slots; anything where one is not in use."""
+        logits = self.backend.slot_logits(head.hidden.detach(), head.weight.detach(), slots)
+        if head.bias is None or head.bias.numel() == 0:
+            return logits
+        return logits + head.bias.detach().to(torch.float32)[slots.ids.clamp(min=0)]
+
+    def _gradients(self, engine: Engine, of_sets: Tensor | None) -> tuple[Tensor | None, WeightGradient | None, Tensor | None]:
+        """(d_hidden, d_weight, d_bias) of all rows. `of_sets`: the gradient of the logits at slots."""
+        head, slots = engine.head, None
+        if of_sets is not None:
+            slots = self._stage(head).slots
+            if engine.d_hidden is not None:
+                self.backend.add_weight_rows(of_sets, slots, head.weight.detach(), engine.d_hidden)
+            if engine.d_bias is not None:
+                ones = torch.ones(engine.hidden.shape[0], 1, device=engine.hidden.device)
+                self.backend.add_hidden_rows(of_sets, slots, ones, engine.d_bias[:, None])
+        d_weight = None
+        if engine.wanted[1]:
+            shape, dtype = head.weight.shape, head.weight.dtype
+            d_weight = WeightGradient(self.backend, shape, dtype, engine.d_weight, self.into, engine.hidden, slots, of_sets)
+        return engine.whole_d_hidden(), d_weight, engine.d_bias
