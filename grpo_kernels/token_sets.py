@@ -5,14 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from .checks import describe, require, require_whole, values_are_checked
 from .token_set_checks import check_form, check_ids, check_rows, read_facts
-from .token_set_formats import alone, flat_lists, offsets_of, row_numbers, saveable, unpadded
+from .token_set_formats import alone, flat_lists, lengths_of, offsets_of, row_numbers, saveable, unpadded
 from .token_set_rules import kept_ids
 
 Tensor = torch.Tensor
@@ -43,7 +42,7 @@ class TokenSets:
     values: Tensor | None = None
     _starts: array = field(init=False, repr=False)
     _largest: int = field(init=False, repr=False)
-    _known_lengths: tuple[int, int] | None = field(init=False, repr=False)
+    _lengths: tuple[int, int] = field(init=False, repr=False)
     __repr__ = describe
 
     def __post_init__(self) -> None:
@@ -60,17 +59,16 @@ class TokenSets:
         values: Tensor | None,
         starts: array,
         largest: int,
-        lengths: tuple[int, int] | None = None,
+        lengths: tuple[int, int],
     ) -> None:
-        """The fields, and what the host knows: the offsets, (a bound of) the largest id, (longest row, number of empty rows) or
-        None where nobody has asked."""
+        """The fields, and what the host knows: the offsets, (a bound of) the largest id, (longest row, number of empty rows)."""
         for name, value in (
             ("ids", saveable(ids.contiguous())),
             ("offsets", saveable(offsets.to(torch.int64).contiguous())),
             ("values", None if values is None else saveable(values.contiguous())),
             ("_starts", starts),
             ("_largest", largest),
-            ("_known_lengths", lengths),
+            ("_lengths", lengths),
         ):
             object.__setattr__(self, name, value)
 
@@ -197,8 +195,9 @@ class TokenSets:
             starts.extend([start + base for start in part._starts[1:]])
         values = [part.values for part in parts if part.values is not None]
         largest = max(part._largest for part in parts)
+        lengths = max(part.longest for part in parts), sum(part.empty_rows for part in parts)
         ids = torch.cat([part.ids for part in parts])
-        return cls._of(ids, torch.cat(offsets), torch.cat(values) if values else None, starts, largest)
+        return cls._of(ids, torch.cat(offsets), torch.cat(values) if values else None, starts, largest, lengths)
 
     # ---- what the host knows
 
@@ -210,22 +209,15 @@ class TokenSets:
     def __len__(self) -> int:
         return self.rows
 
-    def _lengths(self) -> tuple[int, int]:
-        if self._known_lengths is None:
-            counts = [end - start for start, end in pairwise(self._starts)]
-            object.__setattr__(self, "_known_lengths", (max(counts, default=0), counts.count(0)))
-        assert self._known_lengths is not None
-        return self._known_lengths
-
     @property
     def longest(self) -> int:
         """Number of ids of the longest row, 0 where there is none. A Python number, known without asking the device."""
-        return self._lengths()[0]
+        return self._lengths[0]
 
     @property
     def empty_rows(self) -> int:
         """Number of rows without ids, which stand for the whole vocabulary. A Python number, known without asking the device."""
-        return self._lengths()[1]
+        return self._lengths[1]
 
     @property
     def largest_id(self) -> int:
@@ -249,20 +241,23 @@ class TokenSets:
         first, last = self._starts[start], self._starts[stop]
         values = None if self.values is None else self.values[first:last]
         starts = array("q", [at - first for at in self._starts[start : stop + 1]])
-        return self._of(self.ids[first:last], self.offsets[start : stop + 1] - first, values, starts, self._largest)
+        return self._of(
+            self.ids[first:last], self.offsets[start : stop + 1] - first, values, starts, self._largest, lengths_of(starts)
+        )
 
     def take(self, index: Tensor) -> TokenSets:
         """Row index[i] as row i; -1 is a row without ids. `index`: int64 [n] in [-1, rows), which the host reads."""
         index = index.cpu()
         starts = torch.frombuffer(self._starts, dtype=torch.int64)
-        first, last = starts[index.clamp(min=0)], starts[index + 1]
-        counts = torch.where(index < 0, 0, last - first)
+        first, last = starts[index.clamp(min=0)], starts[index + 1]  # of -1: both 0
+        counts = last - first
         offsets = offsets_of(counts)
         device, nnz = self.ids.device, int(offsets[-1])
         shifts = (first - offsets[:-1]).to(device).repeat_interleave(counts.to(device), output_size=nnz)
         at = shifts + torch.arange(nnz, device=device)
         values = None if self.values is None else self.values[at]
-        return self._of(self.ids[at], offsets.to(device), values, array("q", offsets.tolist()), self._largest)
+        told = array("q", offsets.tolist())
+        return self._of(self.ids[at], offsets.to(device), values, told, self._largest, lengths_of(told))
 
     # ---- as tensors: nothing here waits for the device
 
@@ -306,7 +301,7 @@ class TokenSets:
     def _apply(self, change: Callable[[Tensor], Tensor]) -> TokenSets:
         """The sets with each tensor changed in a way that keeps its numbers."""
         values = None if self.values is None else change(self.values)
-        return self._of(change(self.ids), change(self.offsets), values, self._starts, self._largest, self._known_lengths)
+        return self._of(change(self.ids), change(self.offsets), values, self._starts, self._largest, self._lengths)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TokenSets:
         """The sets on another device. `non_blocking` as in Tensor.to: from pinned memory the host goes on at once."""
@@ -322,12 +317,12 @@ class TokenSets:
         check_form(self.ids, self.offsets, values)
         if values is not None and values_are_checked(values):
             read_facts(self.ids, self.offsets, values, "offsets")
-        return self._of(self.ids, self.offsets, values, self._starts, self._largest, self._known_lengths)
+        return self._of(self.ids, self.offsets, values, self._starts, self._largest, self._lengths)
 
     def __reduce__(self) -> Any:
         """For pickle: of a slice only the ids that are in it."""
         values = None if self.values is None else alone(self.values.detach())
-        return TokenSets._of, (alone(self.ids), alone(self.offsets), values, self._starts, self._largest, self._known_lengths)
+        return TokenSets._of, (alone(self.ids), alone(self.offsets), values, self._starts, self._largest, self._lengths)
 
 
 # ---- sets beside a batch

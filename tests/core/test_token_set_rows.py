@@ -225,3 +225,28 @@ def test_inference_mode() -> None:
         assert lists(sets[[3, 0]]) == [SOME[3], SOME[0]]
     for x, y in zip(found, expected, strict=True):
         assert torch.equal(x, y)
+
+
+def test_compiled() -> None:
+    """What a loss asks of sets is one graph, of slices too, and new sizes compile nothing after the first few."""
+    graphs: list[Any] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def ask(sets: TokenSets, targets: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        check_sets("kept", sets, targets, 50)
+        sums = torch.zeros(sets.rows).index_add(0, sets.row_of, x[sets.ids])
+        return sums + sets.contains(targets) + sets.counts + sets.longest + 0.5 * sets.empty_rows
+
+    compiled, x = torch.compile(ask, backend=count, fullgraph=True), torch.randn(50)
+    for seed in range(8):
+        g = torch.Generator().manual_seed(seed)
+        rows = [torch.randperm(40, generator=g)[: (i * (seed + 2)) % (5 + seed)].tolist() for i in range(4 + seed)]
+        sets = build([[1], *rows])[1:]
+        targets = torch.arange(len(rows))
+        torch.testing.assert_close(compiled(sets, targets, x), ask(sets, targets, x))
+        if seed == 2:
+            known = len(graphs)
+    assert len(graphs) == known
