@@ -79,6 +79,12 @@ void check_matrix(const char* name, uintptr_t address, int element, int64_t rows
     check_stride("stride", stride, rows);
 }
 
+int bytes(bool is_bf16) { return is_bf16 ? 2 : 4; }
+
+void check_types(bool gradient_is_bf16, bool operand_is_bf16) {
+    require(operand_is_bf16 || !gradient_is_bf16, "gradient", 2, "a bf16 gradient is multiplied with bf16 operands only.");
+}
+
 // Panels are aligned like cache lines: a register never straddles two.
 struct Packed {
     std::unique_ptr<char[]> memory;
@@ -86,17 +92,17 @@ struct Packed {
     uint32_t* data() const { return reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64); }
 };
 
-void logits_product(uintptr_t hidden, int64_t hidden_stride, uintptr_t weight, int64_t weight_stride, uintptr_t bias,
-                    uintptr_t out, int64_t out_stride, int64_t rows, int64_t width, int64_t vocab, int threads) {
+void logits_product(bool is_bf16, uintptr_t hidden, int64_t hidden_stride, uintptr_t weight, int64_t weight_stride,
+                    uintptr_t bias, uintptr_t out, int64_t out_stride, int64_t rows, int64_t width, int64_t vocab, int threads) {
     check_product(rows, width, vocab, threads);
-    check_matrix("hidden", hidden, 2, rows, width, hidden_stride);
-    check_matrix("weight", weight, 2, vocab, width, weight_stride);
+    check_matrix("hidden", hidden, bytes(is_bf16), rows, width, hidden_stride);
+    check_matrix("weight", weight, bytes(is_bf16), vocab, width, weight_stride);
     check_address("bias", bias, 4, true);
     check_matrix("out", out, 4, rows, vocab, out_stride);
     if (rows == 0 || vocab == 0) return;
-    const Packed packed(products->hidden_pack_bytes(rows, width));
-    const LogitsProduct job{{at<uint16_t>(hidden), hidden_stride},
-                            {at<uint16_t>(weight), weight_stride},
+    const Packed packed(products->hidden_pack_bytes(rows, width, is_bf16));
+    const LogitsProduct job{{at<char>(hidden), is_bf16, hidden_stride},
+                            {at<char>(weight), is_bf16, weight_stride},
                             at<float>(bias),
                             {at<float>(out), out_stride},
                             rows,
@@ -130,15 +136,16 @@ Grid grid_for(int64_t rows, int64_t width, int threads) {
     return best;
 }
 
-void d_hidden(uintptr_t gradient, bool is_bf16, int64_t gradient_stride, uintptr_t weight, int64_t weight_stride, uintptr_t out,
-              int64_t out_stride, int64_t rows, int64_t width, int64_t vocab, int threads) {
+void d_hidden(uintptr_t gradient, bool gradient_is_bf16, int64_t gradient_stride, uintptr_t weight, bool weight_is_bf16,
+              int64_t weight_stride, uintptr_t out, int64_t out_stride, int64_t rows, int64_t width, int64_t vocab, int threads) {
     check_product(rows, width, vocab, threads);
-    check_matrix("gradient", gradient, is_bf16 ? 2 : 4, rows, vocab, gradient_stride);
-    check_matrix("weight", weight, 2, vocab, width, weight_stride);
+    check_types(gradient_is_bf16, weight_is_bf16);
+    check_matrix("gradient", gradient, bytes(gradient_is_bf16), rows, vocab, gradient_stride);
+    check_matrix("weight", weight, bytes(weight_is_bf16), vocab, width, weight_stride);
     check_matrix("out", out, 4, rows, width, out_stride);
     if (rows == 0 || width == 0) return;
-    const HiddenGradProduct job{{at<char>(gradient), is_bf16, gradient_stride},
-                                {at<uint16_t>(weight), weight_stride},
+    const HiddenGradProduct job{{at<char>(gradient), gradient_is_bf16, gradient_stride},
+                                {at<char>(weight), weight_is_bf16, weight_stride},
                                 {at<float>(out), out_stride},
                                 rows,
                                 width,
@@ -153,18 +160,24 @@ void d_hidden(uintptr_t gradient, bool is_bf16, int64_t gradient_stride, uintptr
     });
 }
 
-void add_d_weight(uintptr_t gradient, bool is_bf16, int64_t gradient_stride, uintptr_t hidden, int64_t hidden_stride,
-                  uintptr_t sum, int64_t sum_stride, bool first, int64_t rows, int64_t width, int64_t vocab, int threads) {
+void d_weight(uintptr_t gradient, bool gradient_is_bf16, int64_t gradient_stride, uintptr_t hidden, bool hidden_is_bf16,
+              int64_t hidden_stride, uintptr_t start, int64_t start_stride, uintptr_t out, bool out_is_bf16, int64_t out_stride,
+              int64_t rows, int64_t width, int64_t vocab, int threads) {
     check_product(rows, width, vocab, threads);
-    check_matrix("gradient", gradient, is_bf16 ? 2 : 4, rows, vocab, gradient_stride);
-    check_matrix("hidden", hidden, 2, rows, width, hidden_stride);
-    check_matrix("sum", sum, 4, vocab, width, sum_stride);
+    check_types(gradient_is_bf16, hidden_is_bf16);
+    check_matrix("gradient", gradient, bytes(gradient_is_bf16), rows, vocab, gradient_stride);
+    check_matrix("hidden", hidden, bytes(hidden_is_bf16), rows, width, hidden_stride);
+    if (start) check_matrix("start", start, 4, vocab, width, start_stride);
+    check_matrix("out", out, bytes(out_is_bf16), vocab, width, out_stride);
     if (vocab == 0 || width == 0) return;
-    const Packed packed(products->hidden_panel_bytes(rows, width));
-    const WeightGradProduct job{{at<char>(gradient), is_bf16, gradient_stride},
-                                {at<uint16_t>(hidden), hidden_stride},
-                                {at<float>(sum), sum_stride},
-                                first,
+    const Packed packed(products->hidden_panel_bytes(rows, width, hidden_is_bf16));
+    const WeightGradProduct job{{at<char>(gradient), gradient_is_bf16, gradient_stride},
+                                {at<char>(hidden), hidden_is_bf16, hidden_stride},
+                                at<float>(start),
+                                start_stride,
+                                at<char>(out),
+                                out_is_bf16,
+                                out_stride,
                                 rows,
                                 width,
                                 vocab,
@@ -173,7 +186,7 @@ void add_d_weight(uintptr_t gradient, bool is_bf16, int64_t gradient_stride, uin
     each_range(ceil_div(width, PANEL_COLUMNS), 1, threads,
                [&](int64_t begin, int64_t end) { products->pack_hidden_panels(job, begin, end); });
     each_range_with_memory(vocab, range_size(vocab, threads), threads,
-                           [&](int64_t begin, int64_t end) { return products->add_d_weight(job, begin, end); });
+                           [&](int64_t begin, int64_t end) { return products->d_weight(job, begin, end); });
 }
 
 }  // namespace
@@ -182,7 +195,7 @@ void bind_products(nb::module_& m) {
     m.def("has_products", [] { return products != nullptr; }, "Whether this processor has AVX512_BF16.");
     m.def("logits_product", &logits_product);
     m.def("d_hidden", &d_hidden);
-    m.def("add_d_weight", &add_d_weight);
+    m.def("d_weight", &d_weight);
 }
 
 }  // namespace grpo

@@ -1,5 +1,5 @@
-// Matrix products of bf16 operands with fp32 results, which no library offers at the speed of the processor's bf16
-// instructions. Row-major operands with unit stride along the rows; strides in elements.
+// Matrix products of bf16 or of fp32 operands with fp32 results, which libraries round, or make at half the speed of the
+// processor. Row-major operands with unit stride along the rows; strides in elements.
 //
 // Every output element is a sum of blocks along the inner dimension, whose size is fixed: it depends neither on the number of
 // threads nor on how many other rows there are.
@@ -8,16 +8,13 @@
 
 namespace grpo {
 
-struct Bf16Matrix {
-    const uint16_t* data;
-    int64_t stride;
-};
-
-// fp32 or bf16; fp32 is rounded to bf16 on the way into the product.
-struct GradientMatrix {
+// fp32 or bf16.
+struct Operand {
     const char* data;
     bool is_bf16;
     int64_t stride;
+
+    template <class T> const T* at(int64_t i, int64_t j) const { return reinterpret_cast<const T*>(data) + i * stride + j; }
 };
 
 struct Fp32Matrix {
@@ -25,29 +22,30 @@ struct Fp32Matrix {
     int64_t stride;
 };
 
-// out [N, V] = hidden [N, H] weight [V, H]^T + bias [V]
+// out [N, V] = hidden [N, H] weight [V, H]^T + bias [V]. Hidden states and weight are of one type.
 struct LogitsProduct {
-    Bf16Matrix hidden, weight;
+    Operand hidden, weight;
     const float* bias;  // may be null
     Fp32Matrix out;
     int64_t rows, width, vocab;  // N, H, V
     uint32_t* packed;            // hidden_pack_bytes(N, H)
 };
 
-// out [N, H] = gradient [N, V] weight [V, H]
+// out [N, H] = gradient [N, V] weight [V, H]. With a bf16 weight a gradient in fp32 is rounded to bf16 on the way.
 struct HiddenGradProduct {
-    GradientMatrix gradient;
-    Bf16Matrix weight;
+    Operand gradient, weight;
     Fp32Matrix out;
     int64_t rows, width, vocab;
 };
 
-// sum [V, H] (+)= gradient [N, V]^T hidden [N, H]
+// out [V, H] = start [V, H] + gradient [N, V]^T hidden [N, H]. With hidden states in bf16 a gradient in fp32 is rounded on the way.
 struct WeightGradProduct {
-    GradientMatrix gradient;
-    Bf16Matrix hidden;
-    Fp32Matrix sum;
-    bool first;  // overwrite instead of adding
+    Operand gradient, hidden;
+    const float* start;  // null: 0; may be out
+    int64_t start_stride;
+    char* out;
+    bool out_is_bf16;  // the sum is rounded at its end
+    int64_t out_stride;
     int64_t rows, width, vocab;
     uint32_t* packed;  // hidden_panel_bytes(N, H)
 };
@@ -56,16 +54,16 @@ struct WeightGradProduct {
 // vocabulary, or each rectangle of the output, is one thread's work from beginning to end. That work returns false, and has
 // done nothing, where the thread gets no memory to work in.
 struct Products {
-    int64_t (*hidden_pack_bytes)(int64_t rows, int64_t width);
+    int64_t (*hidden_pack_bytes)(int64_t rows, int64_t width, bool is_bf16);
     void (*pack_hidden)(const LogitsProduct&, int64_t begin, int64_t end);  // rows of N
     bool (*logits)(const LogitsProduct&, int64_t begin, int64_t end);       // columns of V
 
     // rows of N, columns of H
     bool (*d_hidden)(const HiddenGradProduct&, int64_t begin, int64_t end, int64_t first_column, int64_t last_column);
 
-    int64_t (*hidden_panel_bytes)(int64_t rows, int64_t width);
+    int64_t (*hidden_panel_bytes)(int64_t rows, int64_t width, bool is_bf16);
     void (*pack_hidden_panels)(const WeightGradProduct&, int64_t begin, int64_t end);  // panels of PANEL_COLUMNS of H
-    bool (*add_d_weight)(const WeightGradProduct&, int64_t begin, int64_t end);        // rows of V
+    bool (*d_weight)(const WeightGradProduct&, int64_t begin, int64_t end);            // rows of V
 };
 
 constexpr int64_t PANEL_COLUMNS = 64;

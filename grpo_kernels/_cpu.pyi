@@ -14,16 +14,17 @@ def pull(
 def scale(data: int, dtype: int, count: int, factor: float, threads: int, /) -> None: ...
 def has_products() -> bool: ...
 def logits_product(
-    hidden: int, hidden_stride: int, weight: int, weight_stride: int, bias: int, out: int, out_stride: int,
+    is_bf16: bool, hidden: int, hidden_stride: int, weight: int, weight_stride: int, bias: int, out: int, out_stride: int,
     rows: int, width: int, vocab: int, threads: int, /,
 ) -> None: ...  # fmt: skip
 def d_hidden(
-    gradient: int, is_bf16: bool, gradient_stride: int, weight: int, weight_stride: int, out: int, out_stride: int,
-    rows: int, width: int, vocab: int, threads: int, /,
+    gradient: int, gradient_is_bf16: bool, gradient_stride: int, weight: int, weight_is_bf16: bool, weight_stride: int,
+    out: int, out_stride: int, rows: int, width: int, vocab: int, threads: int, /,
 ) -> None: ...  # fmt: skip
-def add_d_weight(
-    gradient: int, is_bf16: bool, gradient_stride: int, hidden: int, hidden_stride: int, sum: int, sum_stride: int,
-    first: bool, rows: int, width: int, vocab: int, threads: int, /,
+def d_weight(
+    gradient: int, gradient_is_bf16: bool, gradient_stride: int, hidden: int, hidden_is_bf16: bool, hidden_stride: int,
+    start: int, start_stride: int, out: int, out_is_bf16: bool, out_stride: int,
+    rows: int, width: int, vocab: int, threads: int, /,
 ) -> None: ...  # fmt: skip
 def slot_logits(
     hidden: int, hidden_dtype: int, hidden_stride: int, rows: int, weight: int, weight_dtype: int, weight_stride: int,

@@ -98,7 +98,7 @@ def by_ours(case: HiddenCase) -> Run:
         if not forward_only:
             d_logits = gradient.take()
             found += (products.d_hidden(d_logits).to(hidden.dtype),)
-            found += () if frozen else (products.add_d_weight(None, d_logits, rows).to(weight.dtype),)
+            found += () if frozen else (products.add_d_weight(None, d_logits, rows, last=True),)
         return found
 
     return Run(run, None if forward_only else gradient.make)

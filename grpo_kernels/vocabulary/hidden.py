@@ -144,6 +144,7 @@ class Engine:
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
+        self.summed = 0  # rows in d_weight
         if wanted[0]:
             # fp32 for fp16: the loss scale is applied later, and fp16 would underflow before.
             dtype = torch.float32 if self.hidden.dtype == torch.float16 else self.hidden.dtype
@@ -210,10 +211,9 @@ class Engine:
     def _accumulate(self, at: Tensor, hidden: Tensor, d_logits: Tensor, index: Tensor) -> None:
         if self.d_hidden is not None:
             self.d_hidden[at] = self.products.d_hidden(d_logits).to(self.d_hidden.dtype)
-        if self.wanted[1] and at.numel() == index.numel():
-            self.d_weight = self.products.d_weight(d_logits, hidden)
-        elif self.wanted[1]:
-            self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden)
+        if self.wanted[1]:
+            self.summed += at.numel()
+            self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden, last=self.summed == index.numel())
         if self.d_bias is not None:
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
 

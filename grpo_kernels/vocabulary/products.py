@@ -2,8 +2,7 @@
 
 logits   = hidden @ weight.T + bias      [c, H] x [V, H] -> fp32 [c, V], never rounded to 16 bits
 d_hidden = d_logits @ weight             [c, V] x [V, H] -> [c, H]
-d_weight += d_logits.T @ hidden          [c, V] x [c, H] -> fp32 [V, H], summed in fp32 over all chunks; a sum of one
-                                         chunk is made in the operands' dtype, rounded once either way
+d_weight += d_logits.T @ hidden          [c, V] x [c, H] -> [V, H], summed in fp32 over all chunks and rounded at the end at most
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ def products_for(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Pro
         return Products(weight, bias)
     if weight.is_cuda and dtype in (torch.bfloat16, torch.float16):
         return (TensorCoreProducts if dtype == torch.bfloat16 else HalfProducts)(weight.to(dtype), bias)
-    if dtype == torch.bfloat16 and weight.device.type == "cpu" and cpu_products.available() is None:
-        return Bf16Products(weight.to(dtype), bias)
+    if weight.device.type == "cpu" and cpu_products.available() is None:
+        if dtype == torch.bfloat16 or weight.dtype == torch.float32:
+            return NativeProducts(weight, bias, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     return Products(weight, bias)  # nothing is faster than fp32 here, so nothing is rounded, whatever `dtype` allows
 
 
@@ -62,15 +62,11 @@ class Products:
             out += _times_transposed(d_logits[:, block], weight.t())
         return out
 
-    def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor) -> Tensor:
-        """`total` plus the product of this chunk; None starts the sum."""
-        if total is None:
-            return self.d_weight(d_logits, hidden)
-        return total.addmm_(d_logits.t(), hidden)
-
-    def d_weight(self, d_logits: Tensor, hidden: Tensor) -> Tensor:
-        """The product where one chunk holds all rows."""
-        out = large_pages(hidden.new_empty(d_logits.shape[1], hidden.shape[1]))
+    def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor, last: bool) -> Tensor:
+        """`total` [V, H] plus the product of this chunk; None starts the sum. Of the `last` chunk the sum may be rounded."""
+        if total is not None:
+            return total.addmm_(d_logits.t(), hidden)
+        out = large_pages(torch.empty(self.weight.shape, device=hidden.device, dtype=torch.float32))
         return torch.mm(d_logits.t(), hidden, out=out)
 
     def _weight_blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -81,15 +77,17 @@ class Products:
             yield block, self.weight[block].float()
 
 
-class Bf16Products(Products):
-    """CPUs with AVX512_BF16: bf16 operands, fp32 results, by our own kernels, since libraries round such results.
+class NativeProducts(Products):
+    """CPUs with AVX512_BF16: bf16 or fp32 operands, fp32 results, by our own kernels. Libraries round results of bf16 operands, and
+    transpose slowly for the gradient of the weight.
 
-    d_logits is bf16 as well, each row in the memory of its fp32 logits: row kernels write behind where they read."""
+    With bf16 operands d_logits is bf16 as well, each row in the memory of its fp32 logits: row kernels write behind where they
+    read."""
 
-    dtype = torch.bfloat16
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight if weight.stride(1) == 1 else weight.contiguous(), None if bias is None else bias.float())
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        operand = weight.to(dtype)
+        super().__init__(operand if operand.stride(1) == 1 else operand.contiguous(), None if bias is None else bias.float())
+        self.dtype, self._gradient_dtype = dtype, weight.dtype if weight.dtype in cpu_products.OPERANDS else torch.float32
         self._logits = torch.empty(0, weight.shape[0], dtype=torch.float32)  # used again by the next chunk
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -100,24 +98,20 @@ class Bf16Products(Products):
         return out
 
     def gradient_buffer(self, logits: Tensor, exact: bool) -> Tensor:
-        return logits if exact else logits.view(torch.bfloat16)[:, : logits.shape[1]]
-
-    def d_weight(self, d_logits: Tensor, hidden: Tensor) -> Tensor:
-        if d_logits.dtype == torch.bfloat16:
-            return super().d_weight(d_logits, hidden)
-        return self.add_d_weight(None, d_logits, hidden)
+        return logits if exact or self.dtype == torch.float32 else logits.view(torch.bfloat16)[:, : logits.shape[1]]
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
         out = torch.empty(d_logits.shape[0], self.weight.shape[1], dtype=torch.float32)
         cpu_products.d_hidden(d_logits, self.weight, out)
         return out
 
-    def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor) -> Tensor:
-        first = total is None
-        if total is None:
-            total = large_pages(torch.empty(self.weight.shape, dtype=torch.float32))
-        cpu_products.add_d_weight(d_logits, hidden, total, first=first)
-        return total
+    def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor, last: bool) -> Tensor:
+        dtype = self._gradient_dtype if last else torch.float32
+        out = total
+        if out is None or out.dtype != dtype:
+            out = large_pages(torch.empty(self.weight.shape, dtype=dtype))
+        cpu_products.d_weight(d_logits, hidden, total, out)
+        return out
 
 
 class TensorCoreProducts(Products):
@@ -135,9 +129,9 @@ class TensorCoreProducts(Products):
     def d_hidden(self, d_logits: Tensor) -> Tensor:
         return torch.mm(d_logits, self.weight)
 
-    def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor) -> Tensor:
+    def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor, last: bool) -> Tensor:
         if total is None:
-            return torch.mm(d_logits.t(), hidden, out_dtype=torch.float32)
+            return torch.mm(d_logits.t(), hidden, out_dtype=self.dtype if last else torch.float32)
         return torch.addmm(total, d_logits.t(), hidden, out_dtype=torch.float32, out=total)
 
 
@@ -147,11 +141,8 @@ class HalfProducts(Products):
     dtype = torch.float16
     logits = TensorCoreProducts.logits
 
-    def d_weight(self, d_logits: Tensor, hidden: Tensor) -> Tensor:
-        return super().d_weight(d_logits, hidden.float())
-
-    def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor) -> Tensor:
-        return super().add_d_weight(total, d_logits, hidden.float())
+    def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor, last: bool) -> Tensor:
+        return super().add_d_weight(total, d_logits, hidden.float(), last)
 
 
 def _times_transposed(a: Tensor, b: Tensor) -> Tensor:

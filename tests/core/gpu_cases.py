@@ -215,8 +215,9 @@ def test_products(
     given = d_logits.double()
     found["d_hidden"] = relative(products.d_hidden(d_logits), given @ weight.double())
     d_weight = given.t() @ hidden.double()
-    found["d_weight"] = relative(products.d_weight(d_logits, hidden), d_weight)
-    total = products.add_d_weight(products.add_d_weight(None, d_logits, hidden), d_logits, hidden)
+    found["d_weight"] = relative(products.add_d_weight(None, d_logits, hidden, last=True), d_weight)
+    total = products.add_d_weight(None, d_logits, hidden, last=False)
+    total = products.add_d_weight(total, d_logits, hidden, last=True)
     assert total.dtype == torch.float32
     found["sum of d_weight"] = relative(total, 2 * d_weight)
     for name, error in found.items():

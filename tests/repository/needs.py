@@ -224,7 +224,7 @@ NEEDS = [
     Need(
         "The gradient of the weight summed in bf16 over chunks",
         "liger#1391 liger#1454 cce#14 allenai/OLMo-core#370 axolotl-ai-cloud/axolotl#1601",
-        "test_linear_engine::test_chunk_count_changes_only_rounding test_cpu_products::test_add_d_weight",
+        "test_linear_engine::test_chunk_count_changes_only_rounding test_cpu_products::test_d_weight",
         gpu="gpu_cases::test_products gpu_cases::test_from_hidden_states",
     ),
     Need(
@@ -233,7 +233,7 @@ NEEDS = [
         """
         test_determinism::test_a_row_depends_on_no_other test_determinism::test_threads_change_no_bit
         test_determinism::test_triton_rows_depend_on_no_other
-        test_determinism::test_with_the_bf16_products_a_row_depends_on_no_other
+        test_determinism::test_with_our_products_a_row_depends_on_no_other
         test_determinism::test_from_hidden_states_a_call_gives_the_same_bits_again
         test_linear_engine::test_chunk_rows_do_not_depend_on_the_number_of_rows
         test_determinism::test_old_log_probs_are_those_of_the_loss

@@ -169,10 +169,8 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
 def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the rows that take part in each of the three products from here on."""
     rows: Counter[str] = Counter()
-    running: list[str] = []
     make = linear.products_for
-    rows_of = {"logits": "hidden", "d_hidden": "d_logits", "d_weight": "d_logits", "add_d_weight": "d_logits"}
-    position = {"logits": 0, "d_hidden": 0, "d_weight": 0, "add_d_weight": 1}
+    rows_of = {"logits": ("hidden", 0), "d_hidden": ("d_logits", 0), "add_d_weight": ("d_logits", 1)}
 
     def counted(*args: Any) -> Any:
         products = make(*args)
@@ -181,14 +179,10 @@ def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             product = getattr(products, name)
 
             def counting(*args: Any, **kwargs: Any) -> Any:
-                matrix = kwargs[rows_of[name]] if rows_of[name] in kwargs else args[position[name]]
-                if not running:  # one may be made of another
-                    rows[name.removeprefix("add_")] += matrix.shape[0]
-                running.append(name)
-                try:
-                    return product(*args, **kwargs)
-                finally:
-                    running.pop()
+                keyword, position = rows_of[name]
+                matrix = kwargs[keyword] if keyword in kwargs else args[position]
+                rows[name.removeprefix("add_")] += matrix.shape[0]
+                return product(*args, **kwargs)
 
             setattr(products, name, counting)
 

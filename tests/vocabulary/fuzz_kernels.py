@@ -344,7 +344,7 @@ class Matrix:
 
     @property
     def rounded(self) -> Array:
-        """As the products take it: bf16."""
+        """As products of bf16 operands take it."""
         return widen(narrow(self.values, BF16), BF16).astype(np.float64)
 
     @property
@@ -355,7 +355,7 @@ class Matrix:
 
 
 class ProductCall:
-    """One of the three bf16 products."""
+    """One of the three products, of bf16 or fp32 operands."""
 
     SIZES = (0, 1, 2, 5, 6, 7, 31, 33, 63, 64, 65, 129, 191, 193, 511, 513, 1030)
 
@@ -364,48 +364,63 @@ class ProductCall:
         self.module, self.memory, self.rng = module, memory, rng
         self.n, self.h, self.v = (int(rng.choice(self.SIZES, p=[0.04] + [0.06] * 16)) for _ in range(3))
         self.which, self.threads = str(rng.choice(["logits", "d_hidden", "d_weight"])), int(rng.choice([1, 2, 3, 1000]))
-        self.kind, self.gradient = str(rng.choice(["plain", "plain", "wild", "masked"])), int(rng.choice([FP32, BF16]))
-        self.first = bool(rng.integers(2))
+        self.kind, self.operand = str(rng.choice(["plain", "plain", "wild", "masked"])), int(rng.choice([FP32, BF16]))
+        self.gradient = int(rng.choice([FP32, BF16])) if self.operand == BF16 else FP32
+        # The sum begins at 0, at what `out` holds, or elsewhere.
+        self.start = str(rng.choice(["none", "out", "other"]))
+        self.result = FP32 if self.which != "d_weight" or self.start == "out" else int(rng.choice([FP32, BF16]))
 
     def __str__(self) -> str:
-        return f"{self.which} {self.n} x {self.h} x {self.v}, {self.kind}, gradient {self.gradient}, first {self.first}, threads {self.threads}"
+        types = f"operands {self.operand}, gradient {self.gradient}, result {self.result}"
+        return f"{self.which} {self.n} x {self.h} x {self.v}, {self.kind}, {types}, start {self.start}, threads {self.threads}"
+
+    def product(self, left: Matrix, right: Matrix) -> tuple[Array, Array]:
+        """The operands' values as they are multiplied."""
+        rounded = self.operand == BF16
+        return (left.rounded, right.rounded) if rounded else (left.values.astype(np.float64), right.values.astype(np.float64))
 
     def run(self) -> None:
         n, h, v, m, memory = self.n, self.h, self.v, self.module, self.memory
         start: Array = np.zeros(1)
+        is_bf16, gradient_is_bf16 = self.operand == BF16, self.gradient == BF16
         if self.which == "logits":
-            a, b = Matrix.make(memory, n, h, BF16, self.kind), Matrix.make(memory, v, h, BF16, self.kind)
+            a, b = (Matrix.make(memory, rows, h, self.operand, self.kind) for rows in (n, v))
             out = Matrix.make(memory, n, v, FP32, "plain")
-            bias = memory.holding(numbers(self.rng, (v,), "plain")) if self.first else None
-            before, left, right = memory.snapshot(), a.rounded, b.rounded.T
+            bias = memory.holding(numbers(self.rng, (v,), "plain")) if self.start != "none" else None
+            before, (left, right) = memory.snapshot(), self.product(a, b)
+            right = right.T
             start = start if bias is None else bias.typed(np.float32)
             m.logits_product(
-                a.buffer.address, a.stride, b.buffer.address, b.stride, bias.address if bias else 0,
+                is_bf16, a.buffer.address, a.stride, b.buffer.address, b.stride, bias.address if bias else 0,
                 out.buffer.address, out.stride, n, h, v, self.threads,
             )  # fmt: skip
         elif self.which == "d_hidden":
-            a, b = Matrix.make(memory, n, v, self.gradient, self.kind), Matrix.make(memory, v, h, BF16, self.kind)
+            a, b = Matrix.make(memory, n, v, self.gradient, self.kind), Matrix.make(memory, v, h, self.operand, self.kind)
             out = Matrix.make(memory, n, h, FP32, "plain")
-            before, left, right = memory.snapshot(), a.rounded, b.rounded
+            before, (left, right) = memory.snapshot(), self.product(a, b)
             m.d_hidden(
-                a.buffer.address, self.gradient == BF16, a.stride, b.buffer.address, b.stride,
+                a.buffer.address, gradient_is_bf16, a.stride, b.buffer.address, is_bf16, b.stride,
                 out.buffer.address, out.stride, n, h, v, self.threads,
             )  # fmt: skip
         else:
-            a, b = Matrix.make(memory, n, v, self.gradient, self.kind), Matrix.make(memory, n, h, BF16, self.kind)
-            out = Matrix.make(memory, v, h, FP32, "plain")
-            before, left, right = memory.snapshot(), a.rounded.T, b.rounded
-            start = start if self.first else out.values
-            m.add_d_weight(
-                a.buffer.address, self.gradient == BF16, a.stride, b.buffer.address, b.stride,
-                out.buffer.address, out.stride, self.first, n, h, v, self.threads,
+            a, b = Matrix.make(memory, n, v, self.gradient, self.kind), Matrix.make(memory, n, h, self.operand, self.kind)
+            out = Matrix.make(memory, v, h, self.result, "plain")
+            begin = {"none": None, "out": out}.get(self.start) or Matrix.make(memory, v, h, FP32, "plain")
+            before, (left, right) = memory.snapshot(), self.product(a, b)
+            left, given = left.T, self.start != "none"
+            start = begin.values if given else start
+            m.d_weight(
+                a.buffer.address, gradient_is_bf16, a.stride, b.buffer.address, is_bf16, b.stride,
+                begin.buffer.address if given else 0, begin.stride, out.buffer.address, self.result == BF16, out.stride,
+                n, h, v, self.threads,
             )  # fmt: skip
         memory.check(before, {out.buffer: out.mask})
         with np.errstate(invalid="ignore", over="ignore"):
             exact, size = left @ right + start, np.abs(left) @ np.abs(right) + np.abs(start)
         fine = np.isfinite(exact) & (size < 1e38)
         off = np.where(fine, np.abs(out.values - np.where(fine, exact, 0.0)), 0.0)
-        assert (off <= 4e-7 * np.where(fine, size, 0.0) + 1e-37).all(), off.max()
+        stored = 2.0**-8 * np.where(fine, np.abs(exact), 0.0) if self.result == BF16 else 0.0
+        assert (off <= 4e-7 * np.where(fine, size, 0.0) + stored + 1e-37).all(), off.max()
         assert not np.isfinite(out.values[~np.isfinite(size)]).any(), "a NaN or an infinity has vanished"
 
 
@@ -425,29 +440,41 @@ def refusals(module: ModuleType, memory: Memory) -> int:
     )  # fmt: skip
     scale = dict(data=buffers[0], dtype=0, count=4, factor=2.0, threads=1)
     logits = dict(
-        hidden=buffers[0], hs=4, weight=buffers[1], ws=4, bias=0, out=buffers[2], os=4, rows=4, width=4, vocab=4, threads=1
-    )
-    d_hidden = dict(
-        gradient=buffers[0], bf=True, gs=4, weight=buffers[1], ws=4, out=buffers[2], os=4, rows=4, width=4, vocab=4, threads=1
-    )
-    d_weight = dict(
-        gradient=buffers[0],
         bf=False,
-        gs=4,
-        hidden=buffers[1],
+        hidden=buffers[0],
         hs=4,
-        sum=buffers[2],
-        ss=4,
-        first=True,
+        weight=buffers[1],
+        ws=4,
+        bias=0,
+        out=buffers[2],
+        os=4,
         rows=4,
         width=4,
         vocab=4,
         threads=1,
     )
+    d_hidden = dict(
+        gradient=buffers[0],
+        gbf=True,
+        gs=4,
+        weight=buffers[1],
+        bf=True,
+        ws=4,
+        out=buffers[2],
+        os=4,
+        rows=4,
+        width=4,
+        vocab=4,
+        threads=1,
+    )
+    d_weight = dict(
+        gradient=buffers[0], gbf=False, gs=4, hidden=buffers[1], bf=True, hs=4, start=buffers[3], ss=4, out=buffers[2], obf=True, os=4,
+        rows=4, width=4, vocab=4, threads=1,
+    )  # fmt: skip
     calls = [(module.stats, stats), (module.pull, grads), (module.scale, scale)]
     if module.has_products():
-        calls += [(module.logits_product, logits), (module.d_hidden, d_hidden), (module.add_d_weight, d_weight)]
-    optional = {"read", "inverses", "weighted", "squares", "top", "constant", "log", "prob", "bias"}
+        calls += [(module.logits_product, logits), (module.d_hidden, d_hidden), (module.d_weight, d_weight)]
+    optional = {"read", "inverses", "weighted", "squares", "top", "constant", "log", "prob", "bias", "start"}
     refused = 0
     for function, good in calls:
         function(*good.values())
@@ -465,6 +492,8 @@ def refusals(module: ModuleType, memory: Memory) -> int:
         ]
         pointers = [k for k, v in good.items() if v in buffers]
         bad += [(k, 0) for k in pointers if k not in optional] + [(k, good[k] + 1) for k in pointers]  # type: ignore[operator]
+        if good.get("gbf"):
+            bad.append(("bf", False))  # beside fp32 operands
         if "squares" in good:
             bad.append(("squares", buffers[7]))  # without the weighted sum
         for name, value in bad:

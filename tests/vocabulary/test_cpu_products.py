@@ -1,4 +1,4 @@
-"""The bf16 products with fp32 results against float64 products of the same operands.
+"""The products of bf16 and of fp32 operands against float64 products of the same operands.
 
 The rule: an error is at most a few fp32 roundings of the sum of the absolute terms; a result rounded to bf16 is 1000 times
 worse than that."""
@@ -21,7 +21,8 @@ if cpu_products.available() is not None:
 Tensor = torch.Tensor
 
 TOLERANCE = 4e-7
-# N, H, V: single elements, tails of every tile and panel, several blocks along each inner dimension (512 long), odd pairs.
+FP32, BF16 = torch.float32, torch.bfloat16
+# N, H, V: single elements, tails of every tile and panel, several blocks along each inner dimension (256 or 512 long), odd pairs.
 SHAPES = [
     (1, 1, 1),
     (1, 7, 1031),
@@ -38,9 +39,12 @@ SHAPES = [
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def operands(n: int, h: int, v: int) -> tuple[Tensor, Tensor, Tensor]:
+KINDS = [(BF16, BF16), (BF16, FP32), (FP32, FP32)]  # operands, gradient
+
+
+def operands(n: int, h: int, v: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
     """hidden, weight and an fp32 gradient."""
-    return torch.randn(n, h).bfloat16(), torch.randn(v, h).bfloat16(), torch.randn(n, v)
+    return torch.randn(n, h).to(dtype), torch.randn(v, h).to(dtype), torch.randn(n, v)
 
 
 def nan(*shape: int) -> Tensor:
@@ -59,9 +63,9 @@ def d_hidden_of(gradient: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def d_weight_of(gradient: Tensor, hidden: Tensor) -> Tensor:
-    out = nan(gradient.shape[1], hidden.shape[1])
-    cpu_products.add_d_weight(gradient, hidden, out, first=True)
+def d_weight_of(gradient: Tensor, hidden: Tensor, dtype: torch.dtype = FP32) -> Tensor:
+    out = nan(gradient.shape[1], hidden.shape[1]).to(dtype)
+    cpu_products.d_weight(gradient, hidden, None, out)
     return out
 
 
@@ -74,33 +78,40 @@ def check(got: Tensor, a: Tensor, b: Tensor, start: Tensor | None = None) -> Non
     assert worst <= TOLERANCE, worst
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("n, h, v", SHAPES)
-def test_logits(n: int, h: int, v: int) -> None:
-    hidden, weight, _ = operands(n, h, v)
+def test_logits(n: int, h: int, v: int, dtype: torch.dtype) -> None:
+    hidden, weight, _ = operands(n, h, v, dtype)
     bias = torch.randn(v)
     check(logits_of(hidden, weight), hidden, weight.T)
     check(logits_of(hidden, weight, bias), hidden, weight.T, bias)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype, of_gradient", KINDS)
 @pytest.mark.parametrize("n, h, v", SHAPES)
-def test_d_hidden(n: int, h: int, v: int, dtype: torch.dtype) -> None:
-    _, weight, gradient = operands(n, h, v)
-    gradient = gradient.to(dtype)
-    check(d_hidden_of(gradient, weight), gradient.bfloat16(), weight)
+def test_d_hidden(n: int, h: int, v: int, dtype: torch.dtype, of_gradient: torch.dtype) -> None:
+    _, weight, gradient = operands(n, h, v, dtype)
+    gradient = gradient.to(of_gradient)
+    check(d_hidden_of(gradient, weight), gradient.to(dtype), weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype, of_gradient", KINDS)
 @pytest.mark.parametrize("n, h, v", SHAPES)
-def test_add_d_weight(n: int, h: int, v: int, dtype: torch.dtype) -> None:
-    hidden, _, gradient = operands(n, h, v)
-    gradient = gradient.to(dtype)
+def test_d_weight(n: int, h: int, v: int, dtype: torch.dtype, of_gradient: torch.dtype) -> None:
+    """From 0, on top of what is there, and on top of a sum elsewhere; in fp32, and rounded once at the end."""
+    hidden, _, gradient = operands(n, h, v, dtype)
+    gradient = gradient.to(of_gradient)
     first = d_weight_of(gradient, hidden)
-    check(first, gradient.bfloat16().T, hidden)
+    check(first, gradient.to(dtype).T, hidden)
     start = torch.randn(v, h)
     total = start.clone()
-    cpu_products.add_d_weight(gradient, hidden, total, first=False)
-    check(total, gradient.bfloat16().T, hidden, start)
+    cpu_products.d_weight(gradient, hidden, total, total)
+    check(total, gradient.to(dtype).T, hidden, start)
+    rounded = nan(v, h).bfloat16()
+    kept = start.clone()
+    cpu_products.d_weight(gradient, hidden, kept, rounded)
+    assert torch.equal(rounded, total.bfloat16()) and torch.equal(kept, start)
+    assert torch.equal(d_weight_of(gradient, hidden, BF16), first.bfloat16())
 
 
 def test_the_result_is_not_rounded_to_bf16() -> None:
@@ -128,26 +139,31 @@ def frame_is_nan(part: Tensor) -> bool:
     return int(whole.isnan().sum()) == whole.numel() - part.numel()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_strided_operands_and_results(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype, of_gradient", KINDS)
+def test_strided_operands_and_results(dtype: torch.dtype, of_gradient: torch.dtype) -> None:
     n, h, v = 29, 581, 1091
-    hidden, weight, gradient = operands(n, h, v)
-    gradient = gradient.to(dtype)
-    part_hidden = inner_part(n, h, torch.bfloat16).copy_(hidden)
-    part_weight = inner_part(v, h, torch.bfloat16).copy_(weight)
-    part_gradient = inner_part(n, v, dtype).copy_(gradient)
+    hidden, weight, gradient = operands(n, h, v, dtype)
+    gradient = gradient.to(of_gradient)
+    part_hidden = inner_part(n, h, dtype).copy_(hidden)
+    part_weight = inner_part(v, h, dtype).copy_(weight)
+    part_gradient = inner_part(n, v, of_gradient).copy_(gradient)
     out, d_hidden, d_weight = (inner_part(a, b, torch.float32) for a, b in ((n, v), (n, h), (v, h)))
+    start, rounded = inner_part(v, h, torch.float32).copy_(torch.randn(v, h)), inner_part(v, h, torch.bfloat16)
     cpu_products.logits(part_hidden, part_weight, None, out)
     cpu_products.d_hidden(part_gradient, part_weight, d_hidden)
-    cpu_products.add_d_weight(part_gradient, part_hidden, d_weight, first=True)
+    cpu_products.d_weight(part_gradient, part_hidden, None, d_weight)
+    cpu_products.d_weight(part_gradient, part_hidden, start, rounded)
     assert torch.equal(out, logits_of(hidden, weight)) and frame_is_nan(out)
     assert torch.equal(d_hidden, d_hidden_of(gradient, weight)) and frame_is_nan(d_hidden)
     assert torch.equal(d_weight, d_weight_of(gradient, hidden)) and frame_is_nan(d_weight)
+    total = start.clone()
+    cpu_products.d_weight(gradient, hidden, total, total)
+    assert torch.equal(rounded, total.bfloat16()) and frame_is_nan(rounded) and frame_is_nan(start)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype, of_gradient", KINDS)
 @pytest.mark.parametrize("n, h, v", [(1, 7, 131), (7, 63, 65), (65, 1000, 131), (3, 640, 1045)])
-def test_nothing_is_read_past_an_end(n: int, h: int, v: int, dtype: torch.dtype) -> None:
+def test_nothing_is_read_past_an_end(n: int, h: int, v: int, dtype: torch.dtype, of_gradient: torch.dtype) -> None:
     """Every operand and result ends where a protected page begins: one byte too far and the process dies."""
     libc = ctypes.CDLL(None)
 
@@ -160,20 +176,24 @@ def test_nothing_is_read_past_an_end(n: int, h: int, v: int, dtype: torch.dtype)
         tensor = torch.frombuffer(memory, dtype=dtype, count=rows * columns, offset=readable - size)
         return tensor.view(rows, columns).copy_(torch.randn(rows, columns))
 
-    hidden, weight = at_end_of_page(n, h, torch.bfloat16), at_end_of_page(v, h, torch.bfloat16)
-    gradient, bias = at_end_of_page(n, v, dtype), at_end_of_page(1, v, torch.float32)[0]
+    hidden, weight = at_end_of_page(n, h, dtype), at_end_of_page(v, h, dtype)
+    gradient, bias = at_end_of_page(n, v, of_gradient), at_end_of_page(1, v, torch.float32)[0]
     out, d_hidden, d_weight = (at_end_of_page(a, b, torch.float32) for a, b in ((n, v), (n, h), (v, h)))
+    rounded = at_end_of_page(v, h, torch.bfloat16)
     cpu_products.logits(hidden, weight, bias, out)
     cpu_products.d_hidden(gradient, weight, d_hidden)
-    cpu_products.add_d_weight(gradient, hidden, d_weight, first=False)
+    cpu_products.d_weight(gradient, hidden, d_weight, rounded)
+    cpu_products.d_weight(gradient, hidden, d_weight, d_weight)
+    assert torch.equal(rounded, d_weight.bfloat16())
     assert torch.equal(out, logits_of(hidden, weight, bias))
     assert torch.equal(d_hidden, d_hidden_of(gradient, weight))
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_nan_and_inf_reach_their_rows_and_columns_only(bad: float) -> None:
+def test_nan_and_inf_reach_their_rows_and_columns_only(bad: float, dtype: torch.dtype) -> None:
     n, h, v = 9, 70, 130
-    hidden, weight, gradient = operands(n, h, v)
+    hidden, weight, gradient = operands(n, h, v, dtype)
     logits, d_hidden, d_weight = logits_of(hidden, weight), d_hidden_of(gradient, weight), d_weight_of(gradient, hidden)
 
     hidden[4, 69], gradient[5, 129] = bad, bad
@@ -193,8 +213,9 @@ def test_nan_and_inf_reach_their_rows_and_columns_only(bad: float) -> None:
     assert torch.equal(broken, d_weight)
 
 
-def test_results_do_not_depend_on_the_number_of_threads() -> None:
-    hidden, weight, gradient = operands(45, 700, 2100)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
+    hidden, weight, gradient = operands(45, 700, 2100, dtype)
     results = []
     for threads in (1, 2, 3, 7):
         torch.set_num_threads(threads)
@@ -204,16 +225,18 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
             assert torch.equal(one_thread, several)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(3, 8), slice(12, 31)])
-def test_a_row_does_not_depend_on_the_others(rows: slice) -> None:
-    hidden, weight, gradient = operands(31, 700, 1100)
+def test_a_row_does_not_depend_on_the_others(rows: slice, dtype: torch.dtype) -> None:
+    hidden, weight, gradient = operands(31, 700, 1100, dtype)
     assert torch.equal(logits_of(hidden[rows], weight), logits_of(hidden, weight)[rows])
     assert torch.equal(d_hidden_of(gradient[rows], weight), d_hidden_of(gradient, weight)[rows])
     assert torch.equal(d_weight_of(gradient[:, rows], hidden), d_weight_of(gradient, hidden)[rows])
 
 
-def test_no_rows() -> None:
-    hidden, weight, gradient = operands(0, 70, 100)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_no_rows(dtype: torch.dtype) -> None:
+    hidden, weight, gradient = operands(0, 70, 100, dtype)
     assert logits_of(hidden, weight).shape == (0, 100)
     assert d_hidden_of(gradient, weight).shape == (0, 70)
     assert torch.equal(d_weight_of(gradient, hidden), torch.zeros(100, 70))
@@ -237,11 +260,10 @@ small, tall, wide = torch.zeros(n, 1), torch.zeros(8 * n, 1), torch.zeros(n, 64)
 calls = [  # (product, arguments, result, bytes of an operand that is packed for all threads first)
     (cpu_products.d_hidden, (torch.randn(n, 2), bf16(2, 1)), small, 0),
     (cpu_products.logits, (bf16(n, 513), bf16(64, 513), None), wide, 2 * n * 272 * 4),
-    (cpu_products.add_d_weight, (torch.randn(8 * n, 1), bf16(8 * n, 1)), torch.zeros(1, 1), 4 * n * 256),
+    (cpu_products.d_weight, (torch.randn(8 * n, 1), bf16(8 * n, 1), None), torch.zeros(1, 1), 4 * n * 256),
 ]
 for product, arguments, out, packed in calls:
-    options = {"first": True} if product is cpu_products.add_d_weight else {}
-    product(*arguments, out, **options)
+    product(*arguments, out)
     right = out.clone()
     # A thread that has ended may leave the 8 MiB of its stack behind, for the next call to find.
     for room in (0, packed // 2, packed + (8 << 20 if threads == 1 else 1 << 20)):
@@ -249,14 +271,14 @@ for product, arguments, out, packed in calls:
         used = []
         for _ in range(8):
             try:
-                product(*arguments, out, **options)
+                product(*arguments, out)
             except MemoryError:
                 used.append(statm())
                 continue
             raise AssertionError(f"{product.__name__} found memory where there is none")
         resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
         assert all(last - first < 1 << 20 for first, last in zip(used[1], used[-1])), "memory was not given back"
-    product(*arguments, out.zero_(), **options)
+    product(*arguments, out.zero_())
     assert torch.equal(out, right), product.__name__
 """
 
@@ -281,5 +303,8 @@ def test_wrong_operands_are_refused() -> None:
             cpu_products.logits(bad_hidden, bad_weight, None, out)
     with pytest.raises(AssertionError):
         cpu_products.d_hidden(gradient.half(), weight, nan(4, 8))
-    with pytest.raises(AssertionError):
-        cpu_products.add_d_weight(gradient, hidden, nan(16, 8).bfloat16(), first=True)
+    for begin, out in ((None, nan(16, 8).half()), (nan(16, 8).bfloat16(), nan(16, 8))):
+        with pytest.raises(AssertionError):
+            cpu_products.d_weight(gradient, hidden, begin, out)
+    with pytest.raises(AssertionError):  # a bf16 gradient beside fp32 operands
+        cpu_products.d_hidden(gradient.bfloat16(), weight.float(), nan(4, 8))
