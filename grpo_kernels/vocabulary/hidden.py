@@ -129,14 +129,17 @@ def _local(name: str, x: Tensor, partial: bool = False) -> Tensor:
 
 
 class Engine:
-    """One pass over the rows of a head. `wanted` says which gradients it accumulates: (hidden, weight, bias)."""
+    """One pass over the rows of a head. `wanted` says which gradients it accumulates: (hidden, weight, bias). `rounded`: d_weight
+    may end in the dtype of the weight; without it it is fp32, for more to be added."""
 
-    def __init__(self, head: Head, backend: Backend, wanted: tuple[bool, bool, bool] = (False, False, False)) -> None:
-        self.head, self.backend, self.wanted = head, backend, wanted
+    def __init__(
+        self, head: Head, backend: Backend, wanted: tuple[bool, bool, bool] = (False, False, False), rounded: bool = True
+    ) -> None:
+        self.head, self.backend, self.wanted, self.rounded = head, backend, wanted, rounded
         self.hidden = head.hidden.detach()
-        # The most rows of one chunk. It depends on the whole vocabulary and the device, not on the number of rows (memory is
-        # the same for any) or on this rank's part of the vocabulary: ranks that share a vocabulary must cut alike. The relative cost of adding to d_weight depends on a chunk's
-        # rows only.
+        # The most rows of one chunk. It depends on the whole vocabulary and the device, not on the number of rows, so that
+        # memory is the same for any, or on this rank's part of the vocabulary: ranks that share it must cut alike. The relative
+        # cost of adding to d_weight depends on a chunk's rows only.
         rows = CHUNK_BYTES.get(self.hidden.device.type, CHUNK_BYTES["cuda"]) // (4 * head.vocab)
         self.chunk_rows = max(64, rows // 64 * 64)
         # The gradient of the logits stays fp32 if the bias needs its sum, or if the row kernel cannot narrow it in place.
@@ -213,7 +216,8 @@ class Engine:
             self.d_hidden[at] = self.products.d_hidden(d_logits).to(self.d_hidden.dtype)
         if self.wanted[1]:
             self.summed += at.numel()
-            self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden, last=self.summed == index.numel())
+            last = self.rounded and self.summed == index.numel()
+            self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden, last)
         if self.d_bias is not None:
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
 

@@ -177,7 +177,7 @@ class Hidden:
         if targets.device.type == "cpu":
             index = index[slopes.nonzero[index]]
         head = self._head(tensors)
-        engine = Engine(head, self.backend, wanted)  # type: ignore[arg-type]
+        engine = Engine(head, self.backend, wanted, self.into is None and self.kept is None)  # type: ignore[arg-type]
         with torch.autocast(targets.device.type, enabled=False):
             engine.backward(index, targets, stats, slopes, transform)
             of_sets = None
@@ -196,7 +196,7 @@ class Hidden:
         active = index.numel() if self.active is None else self.active
         result = FusedRows(*(torch.zeros(n, device=device, dtype=torch.float32) for _ in FusedRows._fields))
         head = self._head(tensors)
-        engine = Engine(head, self.backend, wanted)  # type: ignore[arg-type]
+        engine = Engine(head, self.backend, wanted, self.into is None and self.kept is None)  # type: ignore[arg-type]
         of_sets = None
         with torch.autocast(device.type, enabled=False):
             engine.fused(index[:active], rows, objective, transform, result, any(wanted))

@@ -21,7 +21,7 @@ from grpo_kernels import (
 )
 from support import oracle
 from support.cases import DTYPES, OBJECTIVES, Case, assert_no_worse, build, near_a_kink, run, same_bits
-from support.linear_cases import assert_gradients_no_worse, build_linear, gradients_of, run_linear
+from support.linear_cases import assert_gradients_no_worse, build_linear, gradients_of, in_chunks, run_linear
 
 Tensor = torch.Tensor
 
@@ -373,6 +373,17 @@ def test_weight_grad_is_added_to(dtype: torch.dtype, kept: bool, name: str, back
     rounding = 1e-5 if dtype == torch.float32 else 2**-8
     scale = float(gradients["weight"].abs().max())
     torch.testing.assert_close(total - start, gradients["weight"].float(), rtol=rounding, atol=rounding * scale + 1e-6)
+
+
+@pytest.mark.parametrize("rows", [64, 8], ids=["one chunk", "several chunks"])
+def test_what_is_added_to_an_fp32_weight_grad_is_not_rounded(rows: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, total = build_linear(torch.bfloat16), torch.zeros(61, 24)
+    in_chunks(monkeypatch, rows)
+    leaves, objective = case.leaves, Objective.preset("dapo")
+    linear_grpo_loss(
+        leaves["hidden"], leaves["weight"], case.tokens.batch(), objective, backend=backend, weight_grad=total
+    ).loss.backward()
+    assert (total != total.bfloat16().float()).float().mean() > 0.9
 
 
 def test_wrong_weight_grads_are_refused() -> None:
