@@ -320,7 +320,7 @@ class TokenSets:
         return self._of(self.ids, self.offsets, values, self._starts, self._largest, self._lengths)
 
     def __reduce__(self) -> Any:
-        """For pickle: of a slice only the ids that are in it."""
+        """For pickle and deepcopy: of a slice only the ids that are in it, and values without their history."""
         values = None if self.values is None else alone(self.values.detach())
         return TokenSets._of, (alone(self.ids), alone(self.offsets), values, self._starts, self._largest, self._lengths)
 

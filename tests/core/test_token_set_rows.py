@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -31,6 +31,9 @@ def assert_part(part: TokenSets, rows: list[list[int]], index: list[int]) -> Non
 
 @examples
 @given(rows=ROWS, start=BOUND, stop=BOUND, step=st.sampled_from([None, 1, 2, -1, -3]))
+@example(rows=SOME, start=3, stop=1, step=None)
+@example(rows=SOME, start=9, stop=20, step=None)
+@example(rows=SOME, start=-4, stop=-1, step=1)
 def test_slices(rows: list[list[int]], start: int | None, stop: int | None, step: int | None) -> None:
     where = slice(start, stop, step)
     assert_part(build(rows, True)[where], rows, [*range(len(rows))[where]])

@@ -187,6 +187,13 @@ def test_pickling(values: bool) -> None:
             assert sets.values is not None and torch.equal(other.values, sets.values)
 
 
+def test_a_copy_has_no_gradient() -> None:
+    """One that is computed could not be copied with its history."""
+    sets = build(SOME).with_values(torch.arange(6.0, requires_grad=True) * 2)
+    for other in (pickle.loads(pickle.dumps(sets)), copy.deepcopy(sets)):
+        assert other.values.tolist() == [0, 2, 4, 6, 8, 10] and not other.values.requires_grad
+
+
 def test_sets_made_in_inference_mode_can_be_trained_on() -> None:
     with torch.inference_mode():
         made = TokenSets.cat([build(SOME, True), build(SOME, True)])
