@@ -19,6 +19,7 @@ from .vocabulary.hidden import check_head
 from .vocabulary.kept import KeptRows
 from .vocabulary.shard import VocabShard
 from .vocabulary.sources import Source
+from .vocabulary.sparse import Slots
 
 Tensor = torch.Tensor
 
@@ -35,6 +36,7 @@ def token_logprobs(
     entropy: bool | str = False,
     inplace: bool = False,
     kept: TokenSets | None = None,
+    at: TokenSets | None = None,
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
@@ -51,6 +53,7 @@ def token_logprobs(
     entropy: bool | str = False,
     inplace: bool = False,
     kept: TokenSets | None = None,
+    at: TokenSets | None = None,
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
@@ -66,6 +69,7 @@ def token_logprobs(
     also: tuple[str, ...] = (),
     inplace: bool = False,
     kept: TokenSets | None = None,
+    at: TokenSets | None = None,
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
@@ -92,25 +96,29 @@ def token_logprobs(
               an error. For the output of a model: a leaf that requires grad is refused.
     shard     logits are [.., V / ranks], this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
     backend   "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
-    options   `Options`: these two, and what kept sets leave open.
+    at        `TokenSets`, ids of each row whose log-probs are wanted too, with gradient: of a teacher's top-k, an engine's `logprobs`,
+              several branches. They come in the dict of `also` as "at", fp32 [nnz] in the order of at.ids. One log-sum-exp
+              serves all ids of a row. An id outside of a kept set has -inf, one of a masked row 0.
+    options   `Options`: backend and strict, and what kept sets leave open.
 
-    Returns (logps, entropy), with `also` (logps, entropy, dict), fp32, the shape of targets, in nats. The softmax runs in
+    Returns (logps, entropy), with `also` or `at` (logps, entropy, dict), fp32, the shape of targets, in nats. The softmax runs in
     fp32; only the gradient is rounded to the logits' dtype. A row of only -inf gives NaN, as torch.log_softmax does.
     Raises ValueError on shapes, dtypes, devices or (on the CPU) ids that are wrong; on a GPU an id outside the
     vocabulary gives NaN, see GRPO_KERNELS_CHECK in `python -m grpo_kernels doctor`.
     """
     options = merged(options, backend=backend, strict=strict)
-    if leaves_the_graph(kept, None, shard=shard):
+    if leaves_the_graph(at if kept is None else kept, None, shard=shard):
         given: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "inplace": inplace, "shard": shard}
-        return outside(token_logprobs, logits, targets, also=also, kept=kept, options=options, **given)
+        return outside(token_logprobs, logits, targets, also=also, kept=kept, at=at, options=options, **given)
     mask = _check_targets(targets, mask, entropy, also)
     rows = checked_logits(logits, targets.shape, targets.device, inplace, shard)
     vocab = rows.shape[-1] if shard is None else shard.vocab
     mask, sets = _kept(kept, targets, mask, vocab, options)
+    slots = _slots(at, targets, vocab)
     check_targets(targets, mask, vocab, logits=True)
 
     def source_of(sets: KeptRows | None) -> Source:
-        return logits_source(targets.device, inplace, shard, options, sets)
+        return logits_source(targets.device, inplace, shard, options, sets, slots)
 
     return _stage(source_of, (rows,), targets, mask, sets, _Asked(transform, entropy, also, options))
 
@@ -126,6 +134,7 @@ def linear_logprobs(
     transform: LogitTransform | None = None,
     entropy: bool | str = False,
     kept: TokenSets | None = None,
+    at: TokenSets | None = None,
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
@@ -143,6 +152,7 @@ def linear_logprobs(
     transform: LogitTransform | None = None,
     entropy: bool | str = False,
     kept: TokenSets | None = None,
+    at: TokenSets | None = None,
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
@@ -159,6 +169,7 @@ def linear_logprobs(
     entropy: bool | str = False,
     also: tuple[str, ...] = (),
     kept: TokenSets | None = None,
+    at: TokenSets | None = None,
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
@@ -186,16 +197,17 @@ def linear_logprobs(
     Raises ValueError naming the argument that is wrong.
     """
     options = merged(options, backend=backend, strict=strict)
-    if leaves_the_graph(kept, None, shard=shard):
+    if leaves_the_graph(at if kept is None else kept, None, shard=shard):
         given: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "entropy": entropy, "shard": shard}
-        return outside(linear_logprobs, hidden, weight, targets, also=also, kept=kept, options=options, **given)
+        return outside(linear_logprobs, hidden, weight, targets, also=also, kept=kept, at=at, options=options, **given)
     mask = _check_targets(targets, mask, entropy, also)
     head = check_head(hidden, weight, bias, targets.shape, targets.device, shard)
     mask, sets = _kept(kept, targets, mask, head.vocab, options)
+    slots = _slots(at, targets, head.vocab)
     check_targets(targets, mask, head.vocab)
 
     def source_of(sets: KeptRows | None) -> Source:
-        return hidden_source(head, None if mask is None else flat(mask), options, None, sets)
+        return hidden_source(head, None if mask is None else flat(mask), options, None, sets, None, slots)
 
     return _stage(source_of, head.tensors, targets, mask, sets, _Asked(transform, entropy, also, options))
 
@@ -232,6 +244,13 @@ def _kept(
     return mask, KeptRows.of(kept, flat(targets).to(torch.int64), None if mask is None else flat(mask), has)
 
 
+def _slots(at: TokenSets | None, targets: Tensor, vocab: int) -> Slots | None:
+    if at is None:
+        return None
+    check_sets("at", at, targets, vocab)
+    return Slots(at.ids.to(torch.int64), at.offsets, at.row_of)
+
+
 class _Asked(NamedTuple):
     """What a caller wants to know of each row."""
 
@@ -258,9 +277,9 @@ def _stage(
     found = statistics_of(
         source_of, sets, names, with_gradient, over, flat(targets).to(torch.int64), read, rows, tensors
     )  # fmt: skip
-    named = {name: x.view(shape) for name, x in found.named.items()}
+    named = {name: x if name == "at" else x.view(shape) for name, x in found.named.items()}
     if mass:
         known = found.log_kept_mass
         named["log_kept_mass"] = (torch.zeros_like(found.logps) if known is None else known).view(shape)
     H = named.pop("entropy", None)
-    return (found.logps.view(shape), H, named) if also else (found.logps.view(shape), H)
+    return (found.logps.view(shape), H, named) if named or also else (found.logps.view(shape), H)

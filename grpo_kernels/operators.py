@@ -25,6 +25,7 @@ from .vocabulary.kept import KeptRows
 from .vocabulary.rows import RowStats, RowTransform, Slopes
 from .vocabulary.shard import VocabShard, check_shard, on_shard
 from .vocabulary.sources import Hidden, Logits, Source
+from .vocabulary.sparse import Slots
 
 Tensor = torch.Tensor
 
@@ -124,32 +125,33 @@ def checked_logits(logits: Tensor, shape: torch.Size, device: torch.device, inpl
 
 
 def logits_source(
-    device: torch.device, inplace: bool, shard: VocabShard | None, options: Options, kept: KeptRows | None = None
-) -> Source:
+    device: torch.device, inplace: bool, shard: VocabShard | None, options: Options, kept: KeptRows | None = None,
+    at: Slots | None = None,
+) -> Source:  # fmt: skip
     """The source that reads checked logits."""
     if torch.compiler.is_compiling():
         return TracedLogits(options.backend, options.strict)
-    return Logits(on_shard(backends.pick(options.backend, device, options.strict), shard), inplace, shard, kept)
+    return Logits(on_shard(backends.pick(options.backend, device, options.strict), shard), inplace, shard, kept, at)
 
 
 def hidden_source(
     head: Head, read: Tensor | None, options: Options, rows: tuple[Tensor, int] | None = None, kept: KeptRows | None = None,
-    into: Tensor | None = None,
+    into: Tensor | None = None, at: Slots | None = None,
 ) -> Source:  # fmt: skip
     """The source for a checked head. `rows`: (index, active) of `Hidden`; None where the caller does not know them."""
     if torch.compiler.is_compiling():
         return TracedHidden(options.backend, options.strict, head.dtype)
     backend = on_shard(backends.pick(options.backend, head.hidden.device, options.strict), head.shard)
     index, active = (None, None) if rows is None else rows
-    source = Hidden(backend, head.dtype, head.shard, index, active, kept, into)
+    source = Hidden(backend, head.dtype, head.shard, index, active, kept, into, at)
     if index is not None or torch._C._are_functorch_transforms_active():
         return source
     return replace(source, index=source.rows_of(head.hidden.shape[0], read, head.hidden.device))
 
 
-def leaves_the_graph(kept: Any, weight_grad: Any, **groups: Any) -> bool:
-    """Whether a call has to break the graph, because the operators take no sets of kept ids, no memory to add to and no process
-    groups. ValueError under torch.func for the latter two."""
+def leaves_the_graph(sets: Any, weight_grad: Any, **groups: Any) -> bool:
+    """Whether a call has to break the graph, because the operators take no sets of ids, no memory to add to and no process groups.
+    ValueError under torch.func for the latter two."""
     given = [name for name, value in groups.items() if value is not None]
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         if given:
@@ -157,7 +159,7 @@ def leaves_the_graph(kept: Any, weight_grad: Any, **groups: Any) -> bool:
                 f"{given[0]} is given under torch.func, which does not support process groups: use torch.autograd."
             )
         require(weight_grad is None, "weight_grad", weight_grad, "torch.func gives gradients as results: leave it out.")
-    return torch.compiler.is_compiling() and bool(given or kept is not None or weight_grad is not None)
+    return torch.compiler.is_compiling() and bool(given or sets is not None or weight_grad is not None)
 
 
 def outside(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -169,8 +171,15 @@ def outside(function: Callable[..., Any], *arguments: Any, **options: Any) -> An
 outside._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
+class _Traced:
+    at = None  # log-probs of several ids leave the graph
+
+    def logits_at(self, tensors: tuple[Any, ...]) -> Any:
+        raise AssertionError
+
+
 @dataclass(frozen=True, eq=False)
-class TracedLogits:
+class TracedLogits(_Traced):
     """`Logits` in a graph: the backend is picked when the graph runs."""
 
     backend: str
@@ -184,14 +193,14 @@ class TracedLogits:
 
     def pull(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
-        slopes: Slopes, transform: RowTransform,
+        slopes: Slopes, transform: RowTransform, several: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         rows = (targets, read, stats.values, list(stats.names), *slopes)
         return (_pull(*tensors, *rows, *_numbers(transform), self.backend, self.strict),)
 
 
 @dataclass(frozen=True, eq=False)
-class TracedHidden:
+class TracedHidden(_Traced):
     """`Hidden` in a graph."""
 
     backend: str
@@ -206,7 +215,7 @@ class TracedHidden:
 
     def pull(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
-        slopes: Slopes, transform: RowTransform,
+        slopes: Slopes, transform: RowTransform, several: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         rows = (targets, read, stats.values, list(stats.names), *slopes)
         gradients = _linear_pull(*tensors, self.dtype, *wanted, *rows, *_numbers(transform), self.backend, self.strict)

@@ -44,4 +44,7 @@ def statistics_of(
         name: over_all[name] if name in over_vocabulary else torch.where(kept.has, over_sets[name], over_all[name])
         for name in names
     }
+    slots = source_of(None).at
+    if slots is not None:
+        named["at"] = torch.where(kept.has[slots.rows], over_sets["at"], over_all["at"])
     return Statistics(torch.where(kept.has, sets, whole), named, whole)

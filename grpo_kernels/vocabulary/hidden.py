@@ -18,6 +18,7 @@ from .backends import Backend, FusedRows
 from .products import Products, products_for
 from .rows import RowStats, RowTransform, Slopes
 from .shard import VocabShard, check_shard, refuse_managed
+from .sparse import Slots
 
 if TYPE_CHECKING:
     from ..formulas.token_stage import TokenRows
@@ -191,12 +192,20 @@ class Engine:
                 self._accumulate(at, hidden, d_logits, index)
             del logits, d_logits, out
 
-    def backward(self, index: Tensor, targets: Tensor, stats: RowStats, slopes: Slopes, transform: RowTransform) -> None:
-        """Accumulate the gradients of the rows of `index`; their logits are computed again. All vectors cover all rows, [N]."""
+    def backward(
+        self, index: Tensor, targets: Tensor, stats: RowStats, slopes: Slopes, transform: RowTransform,
+        slots: Slots | None = None, at_slots: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Accumulate the gradients of the rows of `index`; their logits are computed again. All vectors cover all rows, [N].
+        `at_slots`: the gradient of the logits at `slots`, in place of what the slopes say there."""
         for at, hidden in self._chunks(index):
             logits = self.products.logits(hidden)
             d_logits = self.products.gradient_buffer(logits, self.exact)
             self.backend.pull(logits[None], targets[at], stats.at(at), slopes.at(at), transform.at(at), d_logits[None])
+            if slots is not None and at_slots is not None:
+                row = torch.full_like(targets, -1).index_copy_(0, at, torch.arange(at.numel(), device=at.device))[slots.rows]
+                here = ((row >= 0) & (slots.ids >= 0)).nonzero()[:, 0]
+                d_logits[row[here], slots.ids[here]] = at_slots[here].to(d_logits.dtype)
             self._accumulate(at, hidden, d_logits, index)
             del logits, d_logits
 

@@ -96,6 +96,21 @@ class KeptRows:
             return of_sets._replace(values=torch.where(self.has, of_sets.values, of_others.values))
         return type(of_sets)(*(torch.where(self.has, x, y) for x, y in zip(of_sets, of_others, strict=True)))
 
+    def places(self, at: Slots) -> Tensor:
+        """int64 [k]: which of `slots` each pair of `at` is; their number where it is none of them."""
+        m = self.slots.ids.numel()
+        pairs, order = self.slots.pairs.sort()
+        place = torch.searchsorted(pairs, at.pairs)
+        found = torch.cat([pairs, pairs.new_full((1,), -1)])[place] == at.pairs
+        return torch.where(found, torch.cat([order, order.new_full((1,), m)])[place], m)
+
+    def replaced(self, gradient: Tensor, at: Slots | None, several: Tensor | None) -> Tensor:
+        """The gradient of the logits at `slots`, with `several` in its place at the pairs of `at`."""
+        if several is None:
+            return gradient
+        assert at is not None
+        return torch.cat([gradient, gradient.new_zeros(1)]).index_copy_(0, self.places(at), several)[:-1]
+
     @property
     def outside(self) -> Tensor:
         """bool [n]: read rows whose set lacks the target."""

@@ -114,11 +114,15 @@ class VocabShard:
             )
         return x.to_local()  # type: ignore[attr-defined]
 
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks, in place."""
+        if _ranks(self.group) > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
     def sum_hidden(self, d_hidden: Tensor) -> Tensor:
         """Sum d_hidden, the gradient of the hidden states [N, H], over the ranks in place, if reduce_hidden is set."""
-        if self.reduce_hidden and _ranks(self.group) > 1:
-            dist.all_reduce(d_hidden, group=self.group)
-        return d_hidden
+        return self.sum_over_ranks(d_hidden) if self.reduce_hidden else d_hidden
 
 
 def check_shard(shard: VocabShard | None) -> None:

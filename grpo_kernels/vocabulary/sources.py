@@ -12,6 +12,7 @@ from .hidden import Engine, Head
 from .kept import KeptRows, KeptStage
 from .memory import converted, large_pages, zeros
 from .rows import RowStats, RowTransform, Slopes
+from .several import LogitsAt
 from .shard import VocabShard, of_own_part
 from .sparse import Slots
 from .weight_gradient import WeightGradient
@@ -26,6 +27,13 @@ Tensor = torch.Tensor
 class Source(Protocol):
     """Where rows of logits come from. `tensors` are those that may get a gradient; vectors have one entry a row, [n]."""
 
+    @property
+    def at(self) -> Slots | None:
+        """Further ids of rows whose log-probs are wanted."""
+
+    def logits_at(self, tensors: tuple[Any, ...]) -> LogitsAt:
+        """The logits at them."""
+
     def stats(
         self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
     ) -> RowStats:
@@ -33,9 +41,10 @@ class Source(Protocol):
 
     def pull(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
-        slopes: Slopes, transform: RowTransform,
+        slopes: Slopes, transform: RowTransform, several: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Gradients of `tensors`, None where not wanted. Slopes of rows that are not read are 0."""
+        """Gradients of `tensors`, None where not wanted. Slopes of rows that are not read are 0. `several`: the gradient of the
+        logits at `at`, in place of what the slopes say there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +52,20 @@ class Logits:
     """Rows of logits [A, T, V] that are there.
 
     inplace  pull writes the gradient into their memory.
-    kept     the rows that have a set of ids; the others, all of them with None, run over the whole vocabulary."""
+    kept     the rows that have a set of ids; the others, all of them with None, run over the whole vocabulary.
+    at       further ids of rows, whose log-probs are wanted."""
 
     backend: SparseBackend
     inplace: bool = False
     shard: VocabShard | None = None
     kept: KeptRows | None = None
+    at: Slots | None = None
+
+    def logits_at(self, tensors: tuple[Any, ...]) -> LogitsAt:
+        (logits,) = tensors
+        assert self.at is not None
+        own = self._own(logits)
+        return _several(self, _at(logits, own), own)
 
     def stats(
         self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
@@ -64,15 +81,22 @@ class Logits:
 
     def pull(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
-        slopes: Slopes, transform: RowTransform,
+        slopes: Slopes, transform: RowTransform, several: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         (logits,) = tensors
         stage = None if self.kept is None else self._stage(logits)
-        of_sets = None if stage is None else stage.pull(_at(logits, stage.slots), stats, slopes, transform)
+        of_sets = None
+        if stage is not None and self.kept is not None:
+            of_sets = self.kept.replaced(stage.pull(_at(logits, stage.slots), stats, slopes, transform), self.at, several)
         out = self._out(logits)
         if self.kept is None or not self.kept.has_all:
             slopes = slopes if self.kept is None else slopes.where(~self.kept.has)
             self.backend.pull(logits, targets, stats, slopes, transform, out)
+            if several is not None:
+                own = self._own(logits)
+                here = _whole_rows(self, own, read)
+                a, t, ids = (x[here] for x in _positions(out, own))
+                out[a, t, ids] = several[here].to(out.dtype)
         return (self._written(logits, out, stage, of_sets),)
 
     def fused(
@@ -96,6 +120,10 @@ class Logits:
         assert self.kept is not None
         return KeptStage(self.kept, of_own_part(self.backend), logits.shape[-1], self.shard)
 
+    def _own(self, logits: Tensor) -> Slots:
+        assert self.at is not None
+        return self.at.columns(0 if self.shard is None else self.shard.start, logits.shape[-1])
+
     def _out(self, logits: Tensor) -> Tensor:
         """Where the gradient goes: 0 everywhere if no row kernel writes all of it."""
         kept_only = self.kept is not None and self.kept.has_all
@@ -113,6 +141,31 @@ class Logits:
         if self.inplace:
             torch.autograd.graph.increment_version(logits)
         return out
+
+
+def _several(source: Logits | Hidden, logits: Tensor, own: Slots) -> LogitsAt:
+    """The logits at the ids of `source.at` from those of this process, whose slots are `own`."""
+    assert source.at is not None
+    slots, kept = source.at, source.kept
+    logits = torch.where(own.ids >= 0, logits, 0.0)
+    if source.shard is not None:
+        logits = source.shard.sum_over_ranks(logits)
+        used = slots.ids < source.shard.vocab
+    else:
+        used = own.ids >= 0
+    if kept is not None:
+        has = kept.has[slots.rows]
+        logits = torch.where(has & ~kept.several[slots.rows], 0.0, logits)  # as that of an only id counts
+        used = used & (~has | (kept.places(slots) < kept.slots.ids.numel()))
+    return LogitsAt(slots, logits, used)
+
+
+def _whole_rows(source: Logits | Hidden, own: Slots, read: Tensor | None) -> Tensor:
+    """Which of `own`, this process's slots, belong to rows that are read over the whole vocabulary. The host waits for a GPU."""
+    here = own.ids >= 0
+    if source.kept is not None:
+        here = here & ~source.kept.has[own.rows]
+    return (here if read is None else here & read[own.rows]).nonzero()[:, 0]
 
 
 def _positions(logits: Tensor, slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,6 +189,7 @@ class Hidden:
     active   how many of `index`, from its first on, can have a slope; None: all. On a CPU, where it costs no wait, rows whose
              slopes are zero are left out of the products as well.
     kept     the rows that have a set of ids, which take part in no product with the whole weight.
+    at       further ids of rows, whose log-probs are wanted.
     into     a tensor [V, H] that the gradient of the weight is added into; the weight then gets none from autograd.
     """
 
@@ -146,6 +200,13 @@ class Hidden:
     active: int | None = None
     kept: KeptRows | None = None
     into: Tensor | None = None
+    at: Slots | None = None
+
+    def logits_at(self, tensors: tuple[Any, ...]) -> LogitsAt:
+        head = self._head(tensors)
+        own = self._own(head)
+        with torch.autocast(head.hidden.device.type, enabled=False):
+            return _several(self, self._at(head, own), own)
 
     def stats(
         self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
@@ -163,7 +224,7 @@ class Hidden:
 
     def pull(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
-        slopes: Slopes, transform: RowTransform,
+        slopes: Slopes, transform: RowTransform, several: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         weight = tensors[1]
         emptied = self.shard is None if weight.numel() == 0 else weight.untyped_storage().nbytes() == 0
@@ -174,16 +235,21 @@ class Hidden:
                 "an objective of one pass (Objective.one_pass), whose gradient is made in the forward."
             )
         index = self._rows(targets, read)[: self.active]
-        if targets.device.type == "cpu":
-            index = index[slopes.nonzero[index]]
         head = self._head(tensors)
+        own = None if several is None else self._own(head)
+        if targets.device.type == "cpu":
+            nonzero = slopes.nonzero
+            if own is not None:  # slopes of several ids may cancel in the sum of their row
+                nonzero = nonzero.index_fill(0, own.rows[several != 0], True)
+            index = index[nonzero[index]]
         engine = Engine(head, self.backend, wanted, self.into is None and self.kept is None)  # type: ignore[arg-type]
         with torch.autocast(targets.device.type, enabled=False):
-            engine.backward(index, targets, stats, slopes, transform)
+            engine.backward(index, targets, stats, slopes, transform, own, several)
             of_sets = None
             if self.kept is not None:
                 stage = self._stage(head)
                 of_sets = stage.pull(self._at(head, stage.slots), stats, slopes, transform)
+                of_sets = self.kept.replaced(of_sets, self.at, several)
         d_hidden, late, d_bias = self._gradients(engine, of_sets)
         gradients = (d_hidden, None if late is None else late.made(), d_bias)
         return tuple(None if g is None else converted(g, x.dtype) for g, x in zip(gradients, tensors, strict=True))
@@ -221,6 +287,10 @@ class Hidden:
 
     def _rows(self, targets: Tensor, read: Tensor | None) -> Tensor:
         return self.rows_of(targets.numel(), read, targets.device) if self.index is None else self.index
+
+    def _own(self, head: Head) -> Slots:
+        assert self.at is not None
+        return self.at.columns(0 if self.shard is None else self.shard.start, head.weight.shape[0])
 
     # ---- rows with sets
 

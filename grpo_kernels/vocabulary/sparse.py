@@ -18,3 +18,12 @@ class Slots(NamedTuple):
     ids: Tensor  # int64 [m]; -1: a slot that is not used, which no product reads
     offsets: Tensor  # int64 [n + 1]
     rows: Tensor  # int64 [m], the row of each slot
+
+    def columns(self, first: int, count: int) -> Slots:
+        """These slots counted in `count` columns, of which the first is the id `first`; -1 where the id is not among them."""
+        return self._replace(ids=torch.where((self.ids >= first) & (self.ids < first + count), self.ids - first, -1))
+
+    @property
+    def pairs(self) -> Tensor:
+        """int64 [m]: a number for each pair (row, id)."""
+        return (self.rows << 32) + self.ids

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .rows import RowStats, RowTransform, Slopes, partials_of
+from .several import LogitsAt
 from .sources import Source
 
 Tensor = torch.Tensor
@@ -100,26 +101,36 @@ class VocabularyStage(torch.autograd.Function):
         inv_temperature: float | Tensor,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        stats = source.stats(tensors, targets, read, RowTransform(scale, softcap, inv_temperature), names)
-        return stats.logps, *(stats.statistic(name, read) for name in statistics), stats.values
+        transform = RowTransform(scale, softcap, inv_temperature)
+        stats = source.stats(tensors, targets, read, transform, names)
+        found = (stats.logps, *(stats.statistic(name, read) for name in statistics))
+        if source.at is None:
+            return *found, stats.values
+        several = source.logits_at(tensors)
+        return *found, several.log_probs(stats, read, transform), several.logits, several.used, stats.values
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         source, statistics, with_gradient, names, targets, read, scale, softcap, inv_temperature, *tensors = inputs
-        values = dict(zip(statistics, output[1:-1], strict=True))
+        values = dict(zip(statistics, output[1:], strict=False))
+        several = () if source.at is None else output[-3:-1]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(output[-1], *(x for name, x in values.items() if name not in with_gradient))
+        fixed = (x for name, x in values.items() if name not in with_gradient)
+        ctx.mark_non_differentiable(output[-1], *several, *fixed)
         per_row = isinstance(inv_temperature, Tensor)
         ctx.source, ctx.statistics, ctx.with_gradient, ctx.names = source, statistics, with_gradient, names
         ctx.numbers = (scale, softcap, None if per_row else inv_temperature)
         kept = [values[name] for name in with_gradient]
-        ctx.save_for_backward(targets, read, inv_temperature if per_row else None, output[-1], *kept, *tensors)
+        ctx.save_for_backward(targets, read, inv_temperature if per_row else None, output[-1], *several, *kept, *tensors)
 
     @staticmethod
     def backward(ctx: Any, d_logps: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         targets, read, inv_temperatures, partials, *saved = ctx.saved_tensors
         upstream = {"logps": d_logps, **dict(zip(ctx.statistics, others, strict=False))}
-        given = tuple(name for name in ("logps", *ctx.with_gradient) if upstream[name] is not None)
+        known = ("logps", *ctx.with_gradient)
+        if ctx.source.at is not None:
+            upstream["at"], known = others[len(ctx.statistics)], (*known, "at")
+        given = tuple(name for name in known if upstream[name] is not None)
         if not given:
             return (None,) * len(ctx.needs_input_grad)
         plan = _Pull(ctx.source, ctx.names, ctx.needs_input_grad[9:], ctx.numbers, given, ctx.with_gradient)
@@ -131,7 +142,8 @@ def vocabulary_stage(
     source: Source, statistics: tuple[str, ...], with_gradient: tuple[str, ...], targets: Tensor, read: Tensor | None,
     transform: RowTransform, *tensors: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """(log-probs [n], the statistics by name), with the gradient of the source's tensors."""
+    """(log-probs [n], the statistics by name, "at" those of the ids that the source asks for), with the gradient of the source's
+    tensors."""
     names, rows = partials_of(statistics), (targets, read, *transform)
     if torch.compiler.is_compiling():
         # torch.compile knows such a Function with gradients only.
@@ -140,7 +152,7 @@ def vocabulary_stage(
     else:
         stage, rows = VocabularyStage.apply, tuple(map(_savable, rows))
     logps, *values = stage(source, statistics, with_gradient, names, *rows, *tensors)
-    return logps, dict(zip(statistics, values, strict=False))
+    return logps, dict(zip(statistics if source.at is None else (*statistics, "at"), values, strict=False))
 
 
 def _savable(x: Any) -> Any:
@@ -163,9 +175,17 @@ class _Pull(NamedTuple):
 def _pull(
     plan: _Pull, targets: Tensor, read: Tensor | None, inv_temperatures: Tensor | None, partials: Tensor, *rest: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    one, two = len(plan.given), len(plan.given) + len(plan.kept)
-    upstream, values, tensors = rest[:one], rest[one:two], rest[two:]
-    slopes = Slopes.of(dict(zip(plan.kept, values, strict=True)), dict(zip(plan.given, upstream, strict=True)), read)  # type: ignore[arg-type]
+    one, slots = len(plan.given), plan.source.at
+    upstream: dict[str, Tensor] = dict(zip(plan.given, rest[:one], strict=True))  # type: ignore[arg-type]
+    several = None if slots is None else LogitsAt(slots, rest[one], rest[one + 1])  # type: ignore[arg-type]
+    rest = rest[one if several is None else one + 2 :]
+    values, tensors = rest[: len(plan.kept)], rest[len(plan.kept) :]
+    d_several = upstream.pop("at", None)
+    upstream = upstream or {"logps": torch.zeros_like(partials[0])}
+    slopes = Slopes.of(dict(zip(plan.kept, values, strict=True)), upstream, read)  # type: ignore[arg-type]
     scale, softcap, number = plan.numbers
     transform = RowTransform(scale, softcap, inv_temperatures if number is None else number)  # type: ignore[arg-type]
-    return plan.source.pull(tensors, plan.wanted, targets, read, RowStats(partials, plan.names), slopes, transform)
+    stats, gradient = RowStats(partials, plan.names), None
+    if several is not None and d_several is not None:
+        gradient, slopes = several.gradients(d_several.to(torch.float32), targets, read, stats, slopes, transform)
+    return plan.source.pull(tensors, plan.wanted, targets, read, stats, slopes, transform, gradient)

@@ -21,7 +21,7 @@ from grpo_kernels import (
 )
 from support import oracle
 from support.cases import DTYPES, OBJECTIVES, Case, assert_no_worse, build, near_a_kink, run, same_bits
-from support.linear_cases import assert_gradients_no_worse, build_linear, gradients_of, in_chunks, run_linear
+from support.linear_cases import ROUNDING, assert_gradients_no_worse, build_linear, gradients_of, in_chunks, run_linear
 
 Tensor = torch.Tensor
 
@@ -399,3 +399,81 @@ def test_wrong_weight_grads_are_refused() -> None:
             linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), weight_grad=wrong)
     with pytest.raises(ValueError, match="does not require grad: leave it out for a frozen head"):
         linear_grpo_loss(hidden, weight.detach(), batch, Objective.preset("dapo"), weight_grad=torch.zeros(6, 4))
+
+
+# ---- log-probs of several ids of a row
+
+
+def some_ids(case: Case, g: torch.Generator) -> TokenSets:
+    """Up to six ids of each row, some with the target and some with none."""
+    vocab, lists = case.logits.shape[-1], []
+    for row, target in enumerate(case.targets.reshape(-1).tolist()):
+        ids = [i for i in torch.randperm(vocab, generator=g).tolist() if i != target][: row % 6]
+        lists.append([*ids, target] if row % 4 == 1 else ids)
+    return TokenSets.from_lists(lists)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kept", [False, True], ids=["whole", "kept"])
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
+def test_log_probs_of_several_ids_match_oracle(
+    linear: bool, kept: bool, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Beside log-probs of the targets, entropy and sum of squares, whose gradients meet in the same columns."""
+    in_chunks(monkeypatch, 5)
+    case = build_linear(dtype, transform=EVERYTHING, kept=kept)
+    tokens, leaves, g = case.tokens, case.leaves, torch.Generator().manual_seed(5)
+    at = some_ids(tokens, g)
+    options: dict[str, Any] = {"mask": tokens.mask, "kept": tokens.fields.get("kept"), "transform": tokens.logit_transform()}
+    options |= {"entropy": True, "backend": backend, "at": at, "also": ("sum_squares",)}
+    leaf = tokens.logits.to(dtype).detach().requires_grad_()
+    if linear:
+        logps, entropy, more = linear_logprobs(
+            leaves["hidden"], leaves["weight"], tokens.targets, bias=leaves["bias"], **options
+        )
+    else:
+        logps, entropy, more = token_logprobs(leaf, tokens.targets, **options)
+    exact = {k: v.detach().double().requires_grad_() for k, v in leaves.items()}
+    z = torch.nn.functional.linear(exact["hidden"], exact["weight"], exact["bias"])
+    exact_leaf = leaf.detach().double().requires_grad_()
+    z = z if linear else exact_leaf
+    log_p, chosen, h = oracle.log_probs(z, tokens.targets, oracle.Transform(**EVERYTHING), keep=tokens.keep)
+    mask = tokens.mask.reshape(-1)
+    d_logps, d_entropy, d_squares, d_at = (torch.randn(n, generator=g) for n in (*[mask.numel()] * 3, at.ids.numel()))
+    wanted = log_p[at.row_of, at.ids.long()]
+    read = mask[at.row_of]
+    assert more["at"].shape == at.ids.shape and (more["at"][~read] == 0).all()
+    finite = read & wanted.isfinite()
+    assert finite.any() and (not kept or (read & ~finite).any())
+    assert (more["at"][read & ~finite] == -torch.inf).all()
+    torch.testing.assert_close(more["at"].double()[finite], wanted[finite], rtol=2e-6, atol=4e-6)
+    ours = [
+        (logps.reshape(-1), d_logps), (entropy.reshape(-1), d_entropy), (more["sum_squares"].reshape(-1), d_squares),
+        (more["at"], torch.where(finite, d_at, 0.0)),
+    ]  # fmt: skip
+    torch.autograd.backward([x for x, _ in ours], [d for _, d in ours])
+    squares = log_p.exp().square().sum(1)
+    expected = torch.where(mask, chosen * d_logps + h * d_entropy + squares * d_squares, 0.0).sum()
+    (expected + (wanted[finite] * d_at[finite]).sum()).backward()
+    if not linear:
+        leaves, exact = {"logits": leaf}, {"logits": exact_leaf}
+    for name, gradient in gradients_of(leaves).items():
+        scale = float(exact[name].grad.abs().max())
+        rounding = ROUNDING[dtype] if linear else {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
+        torch.testing.assert_close(
+            gradient.double(), exact[name].grad, rtol=rounding, atol=rounding * scale * (0.5 if linear else 0.05)
+        )
+
+
+def test_several_ids_of_a_certain_row_have_exact_slopes(backend: str) -> None:
+    """bf16 logits of a row with p = 0.9999 at one id: 1 - p there, and the slopes of two ids may cancel in their sum."""
+    logits = torch.zeros(2, 40)
+    logits[:, 7] = 13.0
+    leaf = logits.bfloat16().requires_grad_()
+    at = TokenSets.from_lists([[7], [7, 9]])
+    _, _, more = token_logprobs(leaf, torch.tensor([3, 3]), at=at, backend=backend)
+    more["at"].backward(torch.tensor([1.0, 1.0, -1.0]))
+    exact = leaf.detach().double().requires_grad_()
+    log_p = exact.log_softmax(1)
+    (log_p[0, 7] + log_p[1, 7] - log_p[1, 9]).backward()
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2**-8, atol=1e-12)
