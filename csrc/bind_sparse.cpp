@@ -24,8 +24,11 @@ namespace {
 
 const SparseKernels* sparse = &sparse_baseline;
 
-// Slots handed out at once: enough that fetching the first rows of a range does not count.
-constexpr int64_t SLOTS_AT_ONCE = 32;
+// Slots handed out at once: several ranges for each thread, and enough slots that waiting for the first rows does not count.
+int64_t slots_at_once(int64_t count, int threads) {
+    const int64_t even = count / (int64_t(threads) * 16);
+    return even < 32 ? 32 : even > 512 ? 512 : even;
+}
 
 template <class T> T* at(uintptr_t address) { return reinterpret_cast<T*>(address); }
 
@@ -64,14 +67,15 @@ void slot_logits(uintptr_t hidden, int hidden_dtype, int64_t hidden_stride, int6
                          at<int64_t>(slot_rows),
                          at<float>(logits)};
     nb::gil_scoped_release release;
-    each_range(count, SLOTS_AT_ONCE, threads, [&](int64_t begin, int64_t end) { sparse->logits(job, begin, end); });
+    each_range(count, slots_at_once(count, threads), threads, [&](int64_t begin, int64_t end) { sparse->logits(job, begin, end); });
 }
 
 void add_rows(const SlotSums& job, int threads) {
     const int64_t columns = ceil_div(job.width, SUM_COLUMNS);  // a key with many slots is the work of several threads
-    each_range(ceil_div(job.count, SLOTS_AT_ONCE) * columns, 1, threads, [&](int64_t i, int64_t) {
-        const int64_t begin = i / columns * SLOTS_AT_ONCE, first = i % columns * SUM_COLUMNS;
-        const int64_t end = begin + SLOTS_AT_ONCE, last = first + SUM_COLUMNS;
+    const int64_t slots = slots_at_once(job.count, threads);
+    each_range(ceil_div(job.count, slots) * columns, 1, threads, [&](int64_t i, int64_t) {
+        const int64_t begin = i / columns * slots, first = i % columns * SUM_COLUMNS;
+        const int64_t end = begin + slots, last = first + SUM_COLUMNS;
         sparse->sums(job, begin, end < job.count ? end : job.count, first, last < job.width ? last : job.width);
     });
 }

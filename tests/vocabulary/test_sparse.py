@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary.backends import eager_sparse
 from grpo_kernels.vocabulary.sparse import Slots
 from support import sparse_cases as cases
+from support.processes import interpreted
 from support.sparse_cases import DTYPES, WIDTHS
 
 Tensor = torch.Tensor
@@ -130,6 +132,12 @@ def test_wide_rows(module: Any, dtype: torch.dtype) -> None:
     cases.check_logits(module, 5, 2100, dtype, dtype, 2)
     cases.check_sums(module, "weight", 7, 2100, dtype, dtype, 2)
     cases.check_sums(module, "hidden", 7, 2100, dtype, dtype, 2)
+
+
+def test_triton_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("numpy")  # the interpreter imports it
+    interpreted(Path(__file__).with_name("sparse_triton_cases.py"))
 
 
 def test_blocks_of_eager_sums(monkeypatch: pytest.MonkeyPatch) -> None:

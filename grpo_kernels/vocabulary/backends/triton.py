@@ -18,10 +18,10 @@ import triton
 from ...formulas import token_stage
 from ..rows import PARTIALS, RowStats, RowTransform, Slopes
 from . import FusedRows
-from .eager_sparse import add_hidden_rows, add_weight_rows, slot_logits  # noqa: F401
 from .triton_formulas import compiled_formula
 from .triton_kernels import _fused_kernel, _pull_kernel, _scale_kernel, _stats_kernel
 from .triton_launch import Launch, run
+from .triton_sparse import add_hidden_rows, add_weight_rows, slot_logits  # noqa: F401
 
 if TYPE_CHECKING:
     from ...formulas.token_stage import TokenRows

@@ -1,0 +1,79 @@
+"""The sparse products on a GPU: which kernel is launched, with which tile. The host waits for nothing.
+
+Sizes and strides are runtime values; what is compile-time is dtypes and alignment."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+
+from ..sparse import Slots
+from .triton_launch import Launch, run
+from .triton_sparse_kernels import _add_hidden_rows_kernel, _add_weight_rows_kernel, _slot_logits_kernel
+
+Tensor = torch.Tensor
+
+#: Threads of a program. Each reads 128 bits of a row at a time, of two rows or more before it waits.
+THREADS = 128
+
+_INTERPRETED = not isinstance(_slot_logits_kernel, triton.runtime.jit.JITFunction)
+
+
+def slot_logits(hidden: Tensor, weight: Tensor, slots: Slots) -> Tensor:
+    m = slots.ids.numel()
+    logits = torch.empty(m, dtype=torch.float32, device=hidden.device)
+    arguments = (
+        hidden, hidden.stride(0), weight, weight.stride(0), hidden.shape[1],
+        slots.ids.contiguous(), slots.rows.contiguous(), logits,
+    )  # fmt: skip
+    _run(_slot_logits_kernel, (weight, hidden), lambda _: m, arguments)
+    return logits
+
+
+def add_weight_rows(values: Tensor, slots: Slots, weight: Tensor, out: Tensor) -> None:
+    arguments = (
+        values.contiguous(), slots.ids.contiguous(), slots.offsets.contiguous(),
+        weight, weight.stride(0), out, out.stride(0), out.shape[1],
+    )  # fmt: skip
+    _run(_add_weight_rows_kernel, (weight, out), lambda block: out.shape[0] * triton.cdiv(out.shape[1], block), arguments)
+
+
+def add_hidden_rows(values: Tensor, slots: Slots, hidden: Tensor, out: Tensor) -> None:
+    m = slots.ids.numel()
+    used = (slots.ids >= 0) & (values != 0)
+    ids, order = torch.where(used, slots.ids, -1).to(torch.int32).sort(stable=True)
+    arguments = (
+        values.contiguous(), slots.rows.contiguous(), ids, order, m,
+        hidden, hidden.stride(0), out, out.stride(0), out.shape[1],
+    )  # fmt: skip
+    _run(_add_hidden_rows_kernel, (hidden, out), lambda block: m * triton.cdiv(out.shape[1], block), arguments)
+
+
+def _run(kernel: Any, matrices: tuple[Tensor, Tensor], programs: Any, arguments: tuple[Any, ...]) -> None:
+    """`programs` says how many for blocks of so many columns. The first matrix sets the width of an access."""
+    for x in matrices:
+        assert x.stride(1) == 1 or x.shape[1] <= 1 or not len(x), (x.shape, x.stride())
+        assert x.shape[1] == matrices[0].shape[1] and max(x.shape) < 2**31 - 2**16, (x.shape, matrices[0].shape)
+    if programs(1) == 0:
+        return
+    with torch.cuda.device_of(matrices[0]):
+        run(
+            kernel,
+            functools.partial(_launch, matrices),
+            lambda launch: programs(launch.flags["LANES"] * launch.flags["ACCESSES"] * launch.flags["COLS"]),
+            arguments,
+            {},
+        )
+
+
+def _launch(matrices: tuple[Tensor, Tensor], halvings: int) -> Launch:
+    aligned = all(x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0 for x in matrices)
+    flags = {"ALIGNED": aligned, "LANES": THREADS >> halvings, "ACCESSES": 1, "COLS": 16 // matrices[0].element_size()}
+    if _INTERPRETED:
+        return Launch(flags, {}, 1)
+    warps = flags["LANES"] // triton.runtime.driver.active.get_current_target().warp_size
+    # Not every version of Triton fuses multiplications and additions by default.
+    return Launch(flags, {"num_warps": warps, "enable_fp_fusion": True}, 1)

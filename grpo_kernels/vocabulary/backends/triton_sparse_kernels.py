@@ -1,0 +1,110 @@
+"""The Triton kernels of the sparse products. Sums go over slots in their order, without atomics."""
+
+import math
+
+import triton
+import triton.language as tl
+
+_NEG_INF = tl.constexpr(-math.inf)
+#: Rows that a program reads at once. They are added up one after the other.
+_SIDE_BY_SIDE = tl.constexpr(8)
+
+
+@triton.jit
+def _at(i, stride, ALIGNED: tl.constexpr):
+    """The offset of row i."""
+    offset = i.to(tl.int64) * stride
+    if ALIGNED:
+        offset = tl.multiple_of(offset, 16)
+    return offset
+
+
+@triton.jit
+def _width(H, wanted, ALIGNED: tl.constexpr):
+    """Columns to read of a row: all or, if it is not wanted, none. The end of an aligned row is read by wide accesses too."""
+    width = tl.where(wanted, H, 0)
+    if ALIGNED:
+        width = width // 16 * 16  # as it is: multiple_of() is forgotten where `wanted` is a constant
+    return width
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["hidden_stride", "weight_stride", "H", "ids", "rows", "logits"])
+def _slot_logits_kernel(
+    hidden, hidden_stride: tl.int64, weight, weight_stride: tl.int64, H,
+    ids, rows, logits,                                                     # [m], m programs
+    ALIGNED: tl.constexpr, LANES: tl.constexpr, ACCESSES: tl.constexpr, COLS: tl.constexpr,
+):
+    BLOCK: tl.constexpr = LANES * ACCESSES * COLS
+    s = tl.program_id(0).to(tl.int64)
+    id = tl.load(ids + s)
+    if id >= 0:
+        x = hidden + _at(tl.load(rows + s), hidden_stride, ALIGNED)
+        y = weight + _at(id, weight_stride, ALIGNED)
+        width = _width(H, True, ALIGNED)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, H, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            a = tl.load(x + cols, mask=cols < width, other=0.0).to(tl.float32)
+            total += a * tl.load(y + cols, mask=cols < width, other=0.0).to(tl.float32)
+        tl.store(logits + s, tl.sum(total, axis=0))
+    else:
+        tl.store(logits + s, _NEG_INF)
+
+
+@triton.jit(do_not_specialize=["values", "ids", "offsets", "weight_stride", "out_stride", "H"])
+def _add_weight_rows_kernel(
+    values, ids, offsets,                                                  # [m], [m], [n + 1]
+    weight, weight_stride: tl.int64, out, out_stride: tl.int64, H,         # a program for each row of out and block of columns
+    ALIGNED: tl.constexpr, LANES: tl.constexpr, ACCESSES: tl.constexpr, COLS: tl.constexpr,
+):
+    BLOCK: tl.constexpr = LANES * ACCESSES * COLS
+    blocks = tl.cdiv(H, BLOCK)
+    i = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.load(offsets + i)
+    end = tl.load(offsets + i + 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    touched = begin > end
+    for first in range(0, end - begin, _SIDE_BY_SIDE):
+        for k in tl.static_range(_SIDE_BY_SIDE):
+            s = begin + first + k
+            id = tl.load(ids + s, mask=s < end, other=-1)
+            value = tl.load(values + s, mask=s < end, other=0.0)
+            counts = (id >= 0) & (value != 0.0)
+            row = weight + _at(tl.where(counts, id, 0), weight_stride, ALIGNED)
+            x = tl.load(row + cols, mask=cols < _width(H, counts, ALIGNED), other=0.0).to(tl.float32)
+            total += tl.where(counts, value, 0.0) * x
+            touched = touched | counts
+    if touched:
+        tl.store(out + _at(i, out_stride, ALIGNED) + cols, total.to(out.dtype.element_ty), mask=cols < _width(H, True, ALIGNED))
+
+
+@triton.jit(do_not_specialize=["values", "rows", "ids", "order", "m", "hidden_stride", "out_stride", "H"])
+def _add_hidden_rows_kernel(
+    values, rows,                                                          # [m]
+    ids, order, m,                                                         # sorted ids, -1 where not used, and their slots
+    hidden, hidden_stride: tl.int64, out, out_stride: tl.int64, H,         # a program for each place and block of columns
+    ALIGNED: tl.constexpr, LANES: tl.constexpr, ACCESSES: tl.constexpr, COLS: tl.constexpr,
+):
+    BLOCK: tl.constexpr = LANES * ACCESSES * COLS
+    blocks = tl.cdiv(H, BLOCK)
+    p = (tl.program_id(0) // blocks).to(tl.int64)
+    id = tl.load(ids + p)
+    before = tl.load(ids + p - 1, mask=p > 0, other=-1)
+    if (id >= 0) & (id != before):  # the first place of an id does all of them
+        cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK,), tl.float32)
+        same = id >= 0
+        while same:
+            for k in tl.static_range(_SIDE_BY_SIDE):
+                same = tl.load(ids + p + k, mask=p + k < m, other=-1) == id
+                slot = tl.load(order + p + k, mask=same, other=0)
+                value = tl.load(values + slot, mask=same, other=0.0)
+                row = hidden + _at(tl.load(rows + slot, mask=same, other=0), hidden_stride, ALIGNED)
+                total += value * tl.load(row + cols, mask=cols < _width(H, same, ALIGNED), other=0.0).to(tl.float32)
+            p += _SIDE_BY_SIDE
+        inside = cols < _width(H, True, ALIGNED)
+        to = out + _at(id, out_stride, ALIGNED) + cols
+        tl.store(to, (tl.load(to, mask=inside).to(tl.float32) + total).to(out.dtype.element_ty), mask=inside)
+# fmt: on

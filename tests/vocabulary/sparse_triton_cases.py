@@ -1,0 +1,47 @@
+"""The sparse products of the Triton backend in Triton's interpreter, against float64. Run by test_sparse.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_kernels.vocabulary.backends import triton as backend
+from support import sparse_cases as cases
+from support.sparse_cases import DTYPES
+
+
+@pytest.mark.parametrize("width, gap", [(1, 0), (33, 6), (64, 0), (64, 16), (1040, 2)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products(dtype: torch.dtype, width: int, gap: int) -> None:
+    n = 5 if width > 1000 else 12
+    for other in DTYPES if width == 33 else (dtype, torch.float32):
+        cases.check_logits(backend, n, width, dtype, other, gap)
+        cases.check_sums(backend, "weight", n, width, dtype, other, gap)
+        cases.check_sums(backend, "hidden", n, width, dtype, other, gap)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_no_slot_names_is_not_read(dtype: torch.dtype) -> None:
+    cases.check_poison(backend, dtype)
+
+
+def test_nan_goes_through() -> None:
+    cases.check_nan_goes_through(backend)
+
+
+def test_nothing_to_do() -> None:
+    cases.check_nothing(backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_are_rounded_once(dtype: torch.dtype) -> None:
+    cases.check_one_rounding(backend, dtype)
+
+
+def test_an_id_that_is_in_all_rows() -> None:
+    cases.check_heavy_id(backend, 60, 20, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_rows_are_independent(dtype: torch.dtype) -> None:
+    cases.check_rows_are_independent(backend, dtype, 20)

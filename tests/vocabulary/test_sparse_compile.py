@@ -1,0 +1,69 @@
+"""What the Triton kernels of the sparse products compile to, and how often, for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
+
+from benchmarks.assembly import LOAD, STORE, accesses, bits, code, loops, taken
+from benchmarks.launches import TARGETS, compiling, device_name
+from grpo_kernels.vocabulary.backends import triton_sparse as backend
+from support import sparse_cases as cases
+
+KERNELS = (backend._slot_logits_kernel, backend._add_weight_rows_kernel, backend._add_hidden_rows_kernel)
+
+#: Dtypes of hidden states and weight.
+PAIRS = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.float16),
+)
+
+pytestmark = pytest.mark.skipif(
+    not isinstance(KERNELS[0], JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
+)
+
+
+def launch(n: int, vocab: int, width: int, hidden: torch.dtype, weight: torch.dtype, gap: int = 0) -> None:
+    slots = cases.random_slots(n, vocab)
+    x, y = (torch.zeros(rows, width + gap, dtype=dtype)[:, :width] for rows, dtype in ((n, hidden), (vocab, weight)))
+    backend.slot_logits(x, y, slots)
+    backend.add_weight_rows(cases.values_for(slots), slots, y, x)
+    backend.add_hidden_rows(cases.values_for(slots), slots, x, y)
+
+
+@pytest.mark.parametrize("gap", (0, 1))
+@pytest.mark.parametrize("target", TARGETS)
+def test_budgets(target: str, gap: int) -> None:
+    """No spills, no fp64, at least four programs of 128 threads by registers and, where rows are aligned, wide accesses."""
+    for hidden, weight in PAIRS[: 2 if gap else 4]:
+        with compiling(target) as launches:
+            launch(7, 40, 64, hidden, weight, gap)
+        assert [name for name, _ in launches] == [kernel.__name__ for kernel in KERNELS]
+        for name, kernel in launches:
+            assembly, used = code(kernel), taken(kernel)
+            said = (target, name, hidden, weight, used)
+            assert used["spilled"] == used["stack"] == 0 and used["registers"] <= 128, said
+            assert not re.search(r"\.f64|_f64", assembly), said
+            if gap == 0 and hidden == weight:
+                loads = max(width for loop in loops(assembly) for width in accesses(LOAD, loop))
+                stores = max(bits(m[0]) for m in re.finditer(STORE, assembly))
+                assert (loads, stores) == (128, 32 if kernel is launches[0][1] else 128), (*said, loads, stores)
+
+
+@pytest.mark.parametrize("gap", (0, 3))
+def test_no_size_compiles_again(gap: int) -> None:
+    device, draw, counts = device_name("sm_90"), random.Random(0), []
+    with compiling("sm_90"):
+        for n, vocab, width in ((40, 48, 64), (1, 16, 16), (16, 17, 1024), *((draw.randint(2, 99), 50, 48) for _ in range(5))):
+            launch(n, vocab, width, torch.bfloat16, torch.bfloat16, gap)
+            counts.append([len(kernel.device_caches[device][0]) for kernel in KERNELS])
+    assert all(count == counts[0] for count in counts[1:]), counts
