@@ -59,9 +59,9 @@ def _add_weight_rows_kernel(
     ALIGNED: tl.constexpr, LANES: tl.constexpr, ACCESSES: tl.constexpr, COLS: tl.constexpr,
 ):
     BLOCK: tl.constexpr = LANES * ACCESSES * COLS
-    blocks = tl.cdiv(H, BLOCK)
-    i = (tl.program_id(0) // blocks).to(tl.int64)
-    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(H, BLOCK)
+    i = program // blocks
+    cols = (program % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
     begin = tl.load(offsets + i)
     end = tl.load(offsets + i + 1)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -88,12 +88,12 @@ def _add_hidden_rows_kernel(
     ALIGNED: tl.constexpr, LANES: tl.constexpr, ACCESSES: tl.constexpr, COLS: tl.constexpr,
 ):
     BLOCK: tl.constexpr = LANES * ACCESSES * COLS
-    blocks = tl.cdiv(H, BLOCK)
-    p = (tl.program_id(0) // blocks).to(tl.int64)
+    program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(H, BLOCK)
+    p = program // blocks
     id = tl.load(ids + p)
     before = tl.load(ids + p - 1, mask=p > 0, other=-1)
     if (id >= 0) & (id != before):  # the first place of an id does all of them
-        cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+        cols = (program % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)
         same = id >= 0
         while same:
