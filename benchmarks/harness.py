@@ -28,6 +28,7 @@ import torch
 import grpo_kernels.vocabulary.native
 from grpo_kernels.diagnosis.native import findings
 from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary.memory import release
 
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 256 << 20  # beyond every L2
@@ -114,6 +115,7 @@ def memory_in_use(device: str) -> int:
     if device == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
+    release()  # what our own large results left
     _trim()
     return _status("VmRSS")
 

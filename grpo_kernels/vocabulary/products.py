@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from . import memory
 from .backends import cpu_products
-from .memory import large_pages
 
 Tensor = torch.Tensor
 
@@ -66,7 +66,7 @@ class Products:
         """`total` [V, H] plus the product of this chunk; None starts the sum. Of the `last` chunk the sum may be rounded."""
         if total is not None:
             return total.addmm_(d_logits.t(), hidden)
-        out = large_pages(torch.empty(self.weight.shape, device=hidden.device, dtype=torch.float32))
+        out = memory.empty(self.weight.shape, torch.float32, hidden.device)
         return torch.mm(d_logits.t(), hidden, out=out)
 
     def _weight_blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -92,7 +92,7 @@ class NativeProducts(Products):
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self._logits.shape[0] < hidden.shape[0]:
-            self._logits = large_pages(torch.empty(hidden.shape[0], self.weight.shape[0], dtype=torch.float32))
+            self._logits = memory.empty((hidden.shape[0], self.weight.shape[0]), torch.float32, hidden.device)
         out = self._logits[: hidden.shape[0]]
         cpu_products.logits(hidden, self.weight, self.bias, out)
         return out
@@ -109,7 +109,7 @@ class NativeProducts(Products):
         dtype = self._gradient_dtype if last else torch.float32
         out = total
         if out is None or out.dtype != dtype:
-            out = large_pages(torch.empty(self.weight.shape, dtype=dtype))
+            out = memory.empty(self.weight.shape, dtype, hidden.device)
         cpu_products.d_weight(d_logits, hidden, total, out)
         return out
 

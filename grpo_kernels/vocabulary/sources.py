@@ -10,7 +10,7 @@ import torch
 from .backends import FusedRows, SparseBackend
 from .hidden import Engine, Head
 from .kept import KeptRows, KeptStage
-from .memory import converted, large_pages, zeros
+from .memory import converted, empty_like, zeros
 from .rows import RowStats, RowTransform, Slopes
 from .several import LogitsAt
 from .shard import VocabShard, of_own_part
@@ -129,7 +129,7 @@ class Logits:
         kept_only = self.kept is not None and self.kept.has_all
         if self.inplace:
             return logits.detach().zero_() if kept_only else logits.detach()
-        return zeros(logits.shape, logits.dtype, logits.device) if kept_only else large_pages(torch.empty_like(logits))
+        return zeros(logits.shape, logits.dtype, logits.device) if kept_only else empty_like(logits)
 
     def _written(self, logits: Tensor, out: Tensor, stage: KeptStage | None, of_sets: Tensor | None) -> Tensor:
         """`out`, and in it the gradient of the logits of sets."""

@@ -1,9 +1,11 @@
-"""Large results on a CPU lie in large pages, where the system gives them."""
+"""Large results on a CPU: whose memory is used again, whose is not, and in which pages new memory lies."""
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,8 +40,10 @@ def assert_large(x: Tensor) -> None:
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> None:
-    """Not here: what has been written to has its pages already."""
+def nothing_is_kept() -> Iterator[None]:
+    memory.release()
+    yield
+    memory.release()
 
 
 @pytest.fixture
@@ -75,24 +79,65 @@ def test_the_gradient_of_a_head_is_in_large_pages(dtype: torch.dtype, backend: s
     assert_large(torch.autograd.grad(logps.sum(), weight)[0])
 
 
-def test_what_the_system_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, int, int]] = []
+def new(count: int = 16 * MIB) -> Tensor:
+    return memory.empty((count,), torch.float32, torch.device("cpu"))
 
-    def refuse(*arguments: int) -> int:
-        calls.append(arguments)
-        return -1
 
-    new = torch.empty(memory.LARGE_BYTES // 4)
-    for function in (refuse, None):
-        monkeypatch.setattr(memory, "_madvise", lambda function=function: function)
-        assert memory.large_pages(new) is new
-    (begin, size, _), start = calls[0], new.data_ptr()
-    assert (
-        len(calls) == 1 and start <= begin and begin + size <= start + memory.LARGE_BYTES and size > memory.LARGE_BYTES - 8192
-    )
-    monkeypatch.setattr(memory, "_madvise", lambda: refuse)
-    memory.large_pages(torch.empty(memory.LARGE_BYTES // 4 - 1))
-    assert len(calls) == 1
+def test_memory_is_used_again_once_nobody_holds_it() -> None:
+    first = new()
+    start, view = first.data_ptr(), first[5:].view(-1)
+    other = new()
+    assert other.data_ptr() != start
+    del first
+    assert new().data_ptr() != start  # a view lies in it
+    del view
+    again = new(10 * MIB)
+    assert again.data_ptr() == start and again.shape == (10 * MIB,)
+    del again
+    assert new(17 * MIB).data_ptr() != start  # too small
+
+
+def test_what_a_gradient_lies_in_is_not_used_again(backend: str) -> None:
+    """Held by a tensor's .grad, by numpy, or by a detached view, while further gradients are made."""
+    batch = TokenBatch(torch.randint(VOCAB, (ROWS,)), torch.randn(ROWS))
+    leaf, held = torch.randn(ROWS, VOCAB).requires_grad_(), []
+    for i in range(memory.KEPT + 2):
+        scaled = (i + 1.0) * grpo_loss(leaf, batch, Objective.preset("dapo"), backend=backend).loss
+        (gradient,) = torch.autograd.grad(scaled, leaf)
+        held.append((gradient.detach()[1:], gradient[1:].clone()))
+        del gradient
+    assert len({view.data_ptr() for view, _ in held}) == len(held)
+    assert all(same_bits(view, values) and view.any() for view, values in held)
+
+
+def test_a_bounded_number_of_blocks_is_kept() -> None:
+    """However many tensors there were at a time; the other memory goes back with its tensors."""
+
+    def mapped() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+    before = mapped()
+    held = [new() for _ in range(memory.KEPT + 4)]
+    assert mapped() - before >= 64 * MIB * len(held)
+    del held
+    assert mapped() - before < 64 * MIB * memory.KEPT + 16 * MIB
+    memory.release()
+    assert mapped() - before < 16 * MIB
+
+
+def test_released_memory_that_is_in_use_stays_valid() -> None:
+    x = new().fill_(3)
+    memory.release()
+    assert new().data_ptr() != x.data_ptr() and bool((x == 3).all())
+
+
+def test_small_tensors_and_refusals_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(size: int) -> Any:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(memory, "_mapped", refuse)
+    assert new(memory.LARGE_BYTES // 4 - 1).isnan().all()  # poisoned like all of torch's
+    assert new().isnan().all()
 
 
 def test_conversion_keeps_values_and_layout() -> None:
@@ -100,3 +145,5 @@ def test_conversion_keeps_values_and_layout() -> None:
     assert memory.converted(x, torch.float32) is x
     y = memory.converted(x, torch.bfloat16)
     assert same_bits(y, x.to(torch.bfloat16)) and y.stride() == x.stride()
+    large = torch.randn(9 * MIB)
+    assert same_bits(memory.converted(large, torch.float64), large.double())
