@@ -42,7 +42,8 @@ def micro_batches(completions: Completions, batch: TokenBatch, config: TrainConf
 def _part(completions: Completions, batch: TokenBatch, rows: Tensor) -> Part:
     weights = None if batch.weights is None else batch.weights[rows]
     mask = None if batch.mask is None else batch.mask[rows]
-    return Part(completions[rows], TokenBatch(batch.targets[rows], batch.advantages[rows], mask=mask, weights=weights))
+    some = completions[rows]
+    return Part(some, TokenBatch(some.targets, batch.advantages[rows], mask=mask, weights=weights, kept=some.kept))
 
 
 def _nothing(completions: Completions, batch: TokenBatch) -> Part:

@@ -13,6 +13,7 @@ import torch
 from ..batch import TokenBatch
 from ..formulas.filters import EntropyQuantile
 from ..objective import Objective
+from ..options import OVER
 from ..presets import NUMERICS, PRESETS
 from ..rewards.advantages import BASELINES, SCALES
 from ..rewards.advantages import NUMERICS as CONSTANTS
@@ -27,6 +28,7 @@ TRAINABLE = tuple(name for name in PRESETS if name not in ("a2po", "distillation
 #: prime-rl's KL is to the sampler, which here is the policy itself.
 TRAINERS = tuple(name for name in NUMERICS if name != "prime-rl")
 LOSSES = ("linear", "logits", "eager")
+RATIOS = ("policy", "sampler")
 SCHEDULES = ("constant", "linear", "cosine")
 DTYPES = ("float32", "bfloat16")  # float16 would need a loss scaler
 
@@ -83,8 +85,8 @@ class TrainConfig:
     corrections: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "weights and masks for what the sampler does otherwise than the full softmax that is trained (top-p, top-k, "
-            "rounding), in this order, with options if any (tis:high=3): " + ", ".join(CORRECTIONS)
+            "help": "weights and masks for what the sampler does otherwise than the policy that is trained (rounding; without replay "
+            "also top-p, top-k, min-p), in this order, with options if any (tis:high=3): " + ", ".join(CORRECTIONS)
         },
     )
     advantage_baseline: str | None = _field(
@@ -101,17 +103,31 @@ class TrainConfig:
     steps: int = _field(200, "training steps: one batch of completions each")
     prompts_per_step: int = _field(16, "prompts in a batch, over all processes")
     group_size: int = _field(8, "completions per prompt, G")
-    num_updates: int = _field(1, "optimizer steps on each batch; the ratio is to the policy before the first")
+    num_updates: int = _field(1, "optimizer steps on each batch; see ratio_to")
+    ratio_to: str = _field(
+        "policy",
+        "what the ratio is to: policy, the log-probs of the trainer before the first step on a batch; sampler, those that tokens "
+        "were sampled with",
+    )
     micro_batch: int = _field(
         0, "completions per forward and backward pass of a process; 0 = all of its batch. Does not change the gradient"
     )
     max_prompt_tokens: int = _field(1024, "longer prompts are left out, with a count")
     max_new_tokens: int = _field(256, "completion budget in tokens")
     temperature: float = _field(1.0, "sampling temperature; the loss uses the same")
-    top_p: float = _field(
-        1.0, "sample from the smallest set of tokens with this probability; the loss stays with the full softmax"
-    )
+    top_p: float = _field(1.0, "sample from the smallest set of tokens with this probability; 1 = all")
     top_k: int = _field(0, "sample from the k most likely tokens; 0 = all")
+    min_p: float = _field(0.0, "sample from tokens with at least this share of the largest probability; 0 = all")
+    replay: bool | None = _field(
+        None,
+        "train over the sets of tokens that top_p, top_k and min_p left, as they were sampled from, and not over the whole "
+        "vocabulary; default: where one of them cuts tokens off",
+    )
+    entropy_over: str = _field(
+        "kept",
+        "with replay the entropy is over the sets (kept), or over the vocabulary, which costs a product with the whole head "
+        "and can be compared over runs that sample otherwise",
+    )
 
     lr: float = _field(1e-6, "learning rate of AdamW")
     lr_schedule: str = _field("constant", f"after the warm-up: {', '.join(SCHEDULES)} (the last two end at 0)")
@@ -154,10 +170,7 @@ class TrainConfig:
     progress: bool = _field(True, "show a progress bar")
 
     def __post_init__(self) -> None:
-        def check(name: str, ok: bool, remedy: str) -> None:
-            if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r}: {remedy}")
-
+        check = self._check
         for name in ("steps", "prompts_per_step", "group_size", "num_updates", "max_prompt_tokens", "max_new_tokens"):
             check(name, getattr(self, name) >= 1, "it must be at least 1.")
         for name in (
@@ -173,6 +186,8 @@ class TrainConfig:
             ("loss", LOSSES),
             ("dtype", DTYPES),
             ("parallel", LAYOUTS),
+            ("ratio_to", RATIOS),
+            ("entropy_over", OVER),
         ):
             check(name, getattr(self, name) in choices, f"it must be one of {', '.join(c for c in choices if c)}.")
         check("prompt_template", "{prompt}" in self.prompt_template, "it must contain {prompt}.")
@@ -188,13 +203,6 @@ class TrainConfig:
         adaptive = self.entropy_target == 0 or 0 <= self.entropy_coef <= 1
         check("entropy_coef", adaptive, "with entropy_target it is where the weight starts, in [0, 1].")
         check("entropy_share", 0 < self.entropy_share <= 1, "it is a share in (0, 1]; 1 keeps all tokens.")
-        check(
-            "temperature",
-            0 < self.temperature < math.inf,
-            "it divides the logits and must be above 0; for greedy use eval_temperature=0.",
-        )
-        check("eval_temperature", 0 <= self.eval_temperature < math.inf, "it must be 0 (greedy) or above.")
-        check("top_p", 0 < self.top_p <= 1, "it must be in (0, 1]; 1 switches it off.")
         check("lr", 0 <= self.lr < math.inf, "it must be a finite number >= 0.")
         check("betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "give two numbers in [0, 1).")
         check("max_grad_norm", self.max_grad_norm > 0, "it must be above 0; inf switches clipping off.")
@@ -204,6 +212,7 @@ class TrainConfig:
             "it must be at least 1; eval_steps=0 switches evaluation off.",
         )
         check("keep_checkpoints", self.keep_checkpoints >= 2, "keep at least 2, so that a damaged one has a predecessor.")
+        self.check_sampling()
         objective = self.objective  # what does not go together is refused now
         self.check_advantages()
         surrogate, bonus = objective.surrogate, self.entropy_coef != 0 or self.entropy_target != 0
@@ -218,6 +227,48 @@ class TrainConfig:
             self.ref_refresh_steps == 0 or objective.beta > 0,
             "there is no reference to refresh at beta=0: set beta above 0.",
         )
+
+    def _check(self, name: str, ok: bool, remedy: str) -> None:
+        if not ok:
+            raise ValueError(f"{name}={getattr(self, name)!r}: {remedy}")
+
+    def check_sampling(self) -> None:
+        check = self._check
+        check(
+            "temperature",
+            0 < self.temperature < math.inf,
+            "it divides the logits and must be above 0; for greedy use eval_temperature=0.",
+        )
+        check("eval_temperature", 0 <= self.eval_temperature < math.inf, "it must be 0 (greedy) or above.")
+        check("top_p", 0 < self.top_p <= 1, "it must be in (0, 1]; 1 switches it off.")
+        check("min_p", 0 <= self.min_p <= 1, "it must be in [0, 1]; 0 switches it off.")
+        check(
+            "replay",
+            not self.replay or self.truncates,
+            "nothing is cut off at top_p=1, top_k=0, min_p=0: there are no sets to train over. Set one of them, or leave it out.",
+        )
+        for name in ("top_k", "min_p"):
+            check(
+                name,
+                getattr(self, name) != 1 or not self.replays,
+                "it leaves one token to sample from, whose probability cannot change: there is nothing to train over the sets. "
+                "Sample from more, or set replay=False.",
+            )
+        check(
+            "ratio_to",
+            self.ratio_to == "policy" or not self.corrections,
+            f"the ratio to the sampler holds what corrections={self.corrections} weigh a second time: leave one of them out.",
+        )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether sampling leaves tokens out."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def replays(self) -> bool:
+        """Whether the loss is over the sets that were sampled from."""
+        return self.truncates if self.replay is None else self.replay
 
     def check_advantages(self) -> None:
         """Refuse unknown names, options and values, by using them on a batch of zeros."""

@@ -39,8 +39,8 @@ class Credit:
 
     def batch(self, completions: Completions, of_each: Tensor) -> TokenBatch:
         """Completions and their advantages, with the weights and masks that the config names for what the sampler did otherwise
-        than the full softmax. Without old log-probs: the first update is on-policy all the same."""
-        batch = TokenBatch(completions.targets, of_each, mask=completions.mask)
+        than the policy that is trained. Without old log-probs, which the update knows."""
+        batch = TokenBatch(completions.targets, of_each, mask=completions.mask, kept=completions.kept)
         if not self.config.corrections:
             return batch
         old = self._of_policy(self.losses.logps, completions)

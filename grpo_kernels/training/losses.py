@@ -10,6 +10,7 @@ from ..batch import TokenBatch
 from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Denominators, Objective
+from ..options import Options
 from ..transform import LogitTransform
 from .config import TrainConfig
 from .head import check_projection, completion_hidden, head_parameters, logit_transform
@@ -33,19 +34,22 @@ class Losses:
     def __init__(self, config: TrainConfig, policy: ParallelModel, device: torch.device) -> None:
         self.device, self.dtype, self.sharded = device, getattr(torch, config.dtype), policy.sharded
         self.linear = config.loss == "linear"
-        self.backend = "eager" if config.loss == "eager" else config.backend
+        backend = "eager" if config.loss == "eager" else config.backend
+        self.options = Options(entropy_over=config.entropy_over, backend=backend)
         self.transform = LogitTransform(config.temperature)  # of logits that the model's own forward gives
         if self.linear:
             policy.without_gradients(check_projection)
             self.transform = logit_transform(policy.model, config.temperature)
-        # A model that softcaps its logits needs their values in its own backward.
-        self.inplace = config.loss == "logits" and getattr(policy.model.config, "final_logit_softcapping", None) is None
+        # A model that softcaps its logits needs their values in its own backward; two gradients, over sets and over all, need them too.
+        softcap = getattr(policy.model.config, "final_logit_softcapping", None)
+        both = config.replays and config.entropy_over == "vocabulary"
+        self.inplace = config.loss == "logits" and softcap is None and not both
 
     def loss(
         self, model: Any, completions: Completions, batch: TokenBatch, objective: Objective, normalizer: Tensor | Denominators
     ) -> LossParts:
         """The objective of one micro-batch: from hidden states, so that logits never exist, or from the model's logits."""
-        options: dict[str, Any] = {"transform": self.transform, "normalizer": normalizer, "backend": self.backend}
+        options: dict[str, Any] = {"transform": self.transform, "normalizer": normalizer, "options": self.options}
         with self.autocast():
             if self.linear:
                 hidden, (weight, bias) = completion_hidden(model, completions), head_parameters(model)
@@ -56,16 +60,16 @@ class Losses:
         return LossParts(out.loss, out.logps, out.metrics)
 
     def logps(self, model: Any, completions: Completions) -> Tensor:
-        """[B, T]: log-probs of the sampled tokens."""
+        """[B, T]: log-probs of the sampled tokens, over the sets that they were sampled from where these are replayed."""
         return self._layer_1(model, completions)[0]
 
     def sum_squares(self, model: Any, completions: Completions) -> Tensor:
-        """[B, T]: the sum of the squared probabilities of all tokens that might have been sampled."""
+        """[B, T]: the sum of the squared probabilities of all tokens that might have been sampled, likewise."""
         return self._layer_1(model, completions, also=("sum_squares",))[2]["sum_squares"]
 
     def _layer_1(self, model: Any, completions: Completions, **options: Any) -> Any:
         targets = completions.targets
-        options |= {"mask": completions.mask, "transform": self.transform, "backend": self.backend}
+        options |= {"mask": completions.mask, "transform": self.transform, "kept": completions.kept, "options": self.options}
         with self.autocast():
             if self.linear:
                 hidden, (weight, bias) = completion_hidden(model, completions), head_parameters(model)

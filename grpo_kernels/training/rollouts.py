@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -33,10 +34,11 @@ class Rollouts:
         temperature: float,
         top_p: float = 1.0,
         top_k: int = 0,
+        min_p: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> Completions:
         """Completions of this rank's share of the rows. The generator, the same on all ranks, draws for all rows, so that what
-        is sampled does not depend on how many processes sample."""
+        is sampled does not depend on how many processes sample. Without replay nobody learns from which sets."""
         share, total, device = self.ranks.share(len(rows)), len(rows) * group_size, self.ranks.device
         prompts = [row["prompt_ids"] for row in rows[share]]
         first, count = share.start * group_size, len(prompts) * group_size
@@ -49,12 +51,13 @@ class Rollouts:
             found = self.policy.without_gradients(
                 partial(
                     sample, group_size=group_size, max_new_tokens=self.config.max_new_tokens, ends=self.ends,
-                    temperature=temperature, top_p=top_p, top_k=top_k, uniform=uniform,
+                    temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, uniform=uniform,
                     wanted=self.ranks.any if self.policy.sharded else bool,
                 ),
                 prompts or [rows[0]["prompt_ids"]],
             )  # fmt: skip
-        return found[:count]
+        found = found[:count]
+        return found if self.config.replays else dataclasses.replace(found, kept=None)
 
     def score(self, rows: list[Row], completions: Completions, group_size: int) -> Scores:
         """The scores of the completions of all rows, those of other ranks too."""

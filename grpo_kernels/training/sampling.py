@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..token_sets import TokenSets
 from . import require
 
 Tensor = torch.Tensor
@@ -25,8 +26,9 @@ class Completions:
     ids: Tensor  # [B, P + T] int64
     attention: Tensor  # [B, P + T] bool: prompt tokens and completion tokens up to and including the first end token
     prompt_width: int  # P
-    logps: Tensor | None = None  # [B, T] fp32: of each token under what it was drawn from, after temperature, top-k and top-p
+    logps: Tensor | None = None  # [B, T] fp32: of each token under what it was drawn from: temperature, top-k, top-p, min-p
     finished: Tensor | None = None  # [B] bool: an end token was sampled, and not only the budget used up
+    kept: TokenSets | None = None  # the set that each token was drawn from, B * T rows; None: all from the whole vocabulary
 
     @property
     def targets(self) -> Tensor:
@@ -46,7 +48,11 @@ class Completions:
 
     def __getitem__(self, rows: slice | Tensor) -> Completions:
         logps, finished = (None if x is None else x[rows] for x in (self.logps, self.finished))
-        return Completions(self.ids[rows], self.attention[rows], self.prompt_width, logps, finished)
+        kept = self.kept
+        if kept is not None:
+            numbers = torch.arange(kept.rows, device=self.ids.device).view(self.targets.shape)
+            kept = kept.take(numbers[rows].flatten())
+        return Completions(self.ids[rows], self.attention[rows], self.prompt_width, logps, finished, kept)
 
 
 def autocast(device: torch.device, dtype: torch.dtype, cache: bool = True) -> AbstractContextManager:
@@ -101,10 +107,12 @@ def sample(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    min_p: float = 0.0,
     uniform: Callable[[], Tensor] | None = None,
     wanted: Callable[[bool], bool] = bool,
 ) -> Completions:
-    """`group_size` completions of each prompt, those of one prompt side by side. temperature 0 is greedy.
+    """`group_size` completions of each prompt, those of one prompt side by side. temperature 0 is greedy. Where top_p, top_k or
+    min_p cut tokens off, in the order of vLLM, the sets of what they left come along.
 
     uniform   called once per token of a completion: B numbers in [0, 1) that choose it. None: torch's own generator.
     wanted    called after each token with whether a completion goes on: whether to make another forward. Ranks that have
@@ -128,10 +136,12 @@ def sample(
     alive = torch.ones(len(ids), 1, dtype=torch.bool, device=device)
     if uniform is None:
         uniform = partial(torch.rand, len(ids), dtype=torch.float64, device=device)
-    logps = []
+    logps, kept = [], []
     for t in range(max_new_tokens):
-        token, logp = (x[:, None] for x in draw(logits, temperature, top_p, top_k, uniform))
-        logps.append(logp)
+        token, logp, sets = draw(logits, temperature, top_p, top_k, min_p, uniform)
+        logps.append(logp[:, None])
+        kept.append(sets)
+        token = token[:, None]
         ids = torch.cat([ids, token.masked_fill(~alive, ends[0])], 1)
         attention = torch.cat([attention, alive], 1)
         alive = alive & ~torch.isin(token, end_tensor)
@@ -145,25 +155,39 @@ def sample(
             use_cache=True,
         ).logits[:, -1]
     model.train(training)
-    return Completions(ids, attention, prompt_width, torch.cat(logps, 1), ~alive[:, 0])
+    recorded = by_completion([x for x in kept if x is not None], attention[:, prompt_width:], ends[0])
+    return Completions(ids, attention, prompt_width, torch.cat(logps, 1), ~alive[:, 0], recorded)
 
 
-def draw(logits: Tensor, temperature: float, top_p: float, top_k: int, uniform: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """One id per row of logits [B, V], where the cumulative probability passes the row's number of `uniform`; and its log-prob."""
+def draw(
+    logits: Tensor, temperature: float, top_p: float, top_k: int, min_p: float, uniform: Callable[[], Tensor]
+) -> tuple[Tensor, Tensor, TokenSets | None]:
+    """One id per row of logits [B, V], where the cumulative probability passes the row's number of `uniform`; its log-prob; and
+    the sets of ids that might have come, None if nothing is cut off."""
     if temperature == 0:
-        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
+        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device), None
+    sets = TokenSets.from_logits(logits, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
+    cut = sets.empty_rows == 0
     logits = logits.float() / temperature
-    if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    ids = sets.padded().long() if cut else torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
+    if cut:
+        logits = logits.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
     probs = logits.softmax(-1)
-    if top_p < 1:
-        ordered, order = probs.sort(-1, descending=True)
-        # A token stays while the mass before it is below top_p, so at least one does.
-        beyond = ordered.cumsum(-1) - ordered >= top_p
-        probs = probs.scatter(-1, order, ordered.masked_fill(beyond, 0.0))
     below = probs.cumsum(-1, dtype=torch.float64)
     at = uniform()[:, None].to(torch.float64) * below[:, -1:]
-    token = torch.searchsorted(below, at, right=True).clamp(max=probs.shape[-1] - 1)
+    chosen = torch.searchsorted(below, at, right=True).clamp(max=probs.shape[-1] - 1)
     # At the very end of the range rounding can point at a token that cannot come.
-    token = torch.where(probs.gather(-1, token) > 0, token, probs.argmax(-1, keepdim=True))
-    return token[:, 0], (probs.gather(-1, token) / below[:, -1:]).log().to(torch.float32)[:, 0]
+    chosen = torch.where(probs.gather(-1, chosen) > 0, chosen, probs.argmax(-1, keepdim=True))
+    logps = (probs.gather(-1, chosen) / below[:, -1:]).log().to(torch.float32)
+    return ids.gather(-1, chosen)[:, 0], logps[:, 0], sets if cut else None
+
+
+def by_completion(steps: list[TokenSets], mask: Tensor, padding: int) -> TokenSets | None:
+    """Sets of B rows for each of T steps, as those of the B * T tokens of a batch. Behind its end a completion has nothing but
+    padding, which is then the only id of its set: no row stands for the whole vocabulary. None if there are no sets."""
+    if not steps:
+        return None
+    count, width = mask.shape
+    numbers = torch.arange(count * width, device=mask.device).view(width, count).T
+    only = TokenSets.from_lists([[padding]], device=mask.device)
+    return TokenSets.cat([*steps, only]).take(torch.where(mask, numbers, count * width).flatten())

@@ -4,7 +4,7 @@
 
 Each step: take prompts, sample G completions of each, score them, turn rewards into group-normalised advantages, and
 make `num_updates` optimizer steps on the objective. Its simplifications: no tools or turns, no critic, and the model that
-samples is the model that trains, so log-probs at sampling need a correction only where top-p, top-k or rounding change them.
+samples is the model that trains. Where top-k, top-p or min-p cut tokens off, it trains over the sets that they left (`replay`).
 
     torchrun --nproc-per-node 8 -m grpo_kernels train --parallel fsdp2 ...
 
@@ -156,7 +156,9 @@ class Trainer:
         rows = prompts_of_step(self.train_rows, self.step, config.prompts_per_step, config.seed)
         # Every step has a seed of its own, so that a resumed run samples the same.
         generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + self.step)
-        completions = self.sample(rows, config.group_size, config.temperature, config.top_p, config.top_k, generator)
+        completions = self.sample(
+            rows, config.group_size, config.temperature, config.top_p, config.top_k, config.min_p, generator
+        )
         sampled = time.perf_counter()
         scores = self.score(rows, completions, config.group_size)
         metrics = self.update(completions, self.credit.advantages(rows, completions, scores))
@@ -169,14 +171,16 @@ class Trainer:
 
     def update(self, completions: Completions, advantages: Tensor) -> dict[str, float]:
         """`num_updates` optimizer steps on one batch. The first is on-policy, and its log-probs are the old ones of the
-        others: they were computed before any step, by the same code. Of several ranks each brings its part of the batch."""
+        others: they were computed before any step, by the same code; unless the ratio is to the sampler (`config.ratio_to`).
+        Of several ranks each brings its part of the batch."""
         config = self.config
         whole = self.credit.batch(completions, advantages)
         parts, dropped = micro_batches(completions, whole, config, self.ranks)
         references: list[Tensor | None] = [None] * len(parts)
         if self.reference is not None:
             references = [self.reference.without_gradients(self.losses.logps, part.completions) for part in parts]
-        old_logps: list[Tensor | None] = [None] * len(parts)
+        to_policy = config.ratio_to == "policy"
+        old_logps = [None if to_policy else part.completions.logps for part in parts]
         metrics: dict[str, float] = {}
         self.mid_update = True
         for k in range(config.num_updates):
@@ -192,7 +196,7 @@ class Trainer:
                     out: LossParts = self.policy(self.losses.loss, part.completions, batch, self.objective, normalizer)
                     out.loss.backward()
                 outs.append(LossParts(out.loss.detach(), out.logps, out.metrics))
-            if k == 0:
+            if k == 0 and to_policy:
                 old_logps = [out.logps for out in outs]
             moved = self.move(config.lr_at(self.step * config.num_updates + k))
             metrics = self.combined(outs) | moved

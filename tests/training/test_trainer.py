@@ -100,23 +100,24 @@ def test_several_end_tokens(tok: Any) -> None:
     assert all(not {3, 5} & set(ids[:-1]) for ids in out.tokens)
 
 
-def choose(*arguments: Any) -> torch.Tensor:
-    return draw(*arguments)[0]
+def choose(logits: torch.Tensor, temperature: float, top_p: float, top_k: int, uniform: Any) -> torch.Tensor:
+    return draw(logits, temperature, top_p, top_k, 0.0, uniform)[0]
 
 
 def test_a_sampled_token_comes_with_its_log_prob_under_what_it_was_drawn_from() -> None:
-    """After temperature, top-k and top-p: what is left over adds up to 1."""
+    """After temperature, top-k, top-p and min-p: what is left over adds up to 1."""
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(400, 4)
     for options, shares in (
-        ((1.0, 1.0, 0), [0.5, 0.3, 0.15, 0.05]),
-        ((1.0, 1.0, 2), [0.625, 0.375, 0.0, 0.0]),
-        ((1.0, 0.79, 0), [0.625, 0.375, 0.0, 0.0]),
-        ((0.5, 1.0, 3), [0.25 / 0.3625, 0.09 / 0.3625, 0.0225 / 0.3625, 0.0]),
+        ((1.0, 1.0, 0, 0.0), [0.5, 0.3, 0.15, 0.05]),
+        ((1.0, 1.0, 2, 0.0), [0.625, 0.375, 0.0, 0.0]),
+        ((1.0, 0.79, 0, 0.0), [0.625, 0.375, 0.0, 0.0]),
+        ((1.0, 1.0, 0, 0.4), [0.625, 0.375, 0.0, 0.0]),
+        ((0.5, 1.0, 3, 0.0), [0.25 / 0.3625, 0.09 / 0.3625, 0.0225 / 0.3625, 0.0]),
     ):
-        tokens, logps = draw(logits, *options, lambda: torch.rand(400, dtype=torch.float64))
+        tokens, logps, _ = draw(logits, *options, lambda: torch.rand(400, dtype=torch.float64))
         torch.testing.assert_close(logps, torch.tensor(shares).log()[tokens])
         assert len(set(tokens.tolist())) == sum(share > 0 for share in shares)
-    assert draw(logits, 0.0, 1.0, 0, torch.rand)[1].eq(0).all()  # greedy: it could be no other
+    assert draw(logits, 0.0, 1.0, 0, 0.0, torch.rand)[1].eq(0).all()  # greedy: it could be no other
 
 
 def test_top_k_top_p_and_temperature() -> None:

@@ -178,7 +178,9 @@ def test_every_estimator_trains(tok: Any, tmp_path: Path, spec: str) -> None:
 def test_a_sampler_that_cuts_the_tail_off_is_corrected(tok: Any, tmp_path: Path) -> None:
     """The weight is the full softmax's probability over that of the tokens that top-p leaves; without top-p it is 1."""
     for top_p in (0.6, 1.0):
-        t = trainer(tok, tmp_path / str(top_p), top_p=top_p, corrections=["importance_weights:high=inf"], micro_batch=5)
+        t = trainer(
+            tok, tmp_path / str(top_p), top_p=top_p, corrections=["importance_weights:high=inf"], micro_batch=5, replay=False
+        )
         completions = t.sample(t.train_rows[:3], 4, 1.0, top_p, generator=torch.Generator().manual_seed(0))
         batch = t.credit.batch(completions, torch.linspace(-1, 1, 12))
         full = completion_logits(t.model, completions).log_softmax(-1).gather(-1, completions.targets[..., None])[..., 0]
@@ -195,7 +197,7 @@ def test_every_correction_trains(tok: Any, tmp_path: Path, name: str) -> None:
     spec = {"rejection_mask": "rejection_mask:low=0.5", "geometric_mask": "geometric_mask:low=0.8"}.get(name, name)
     norms = []
     for size in (0, 5):
-        t = trainer(tok, tmp_path / str(size), corrections=[spec], top_p=0.9, micro_batch=size, max_new_tokens=8)
+        t = trainer(tok, tmp_path / str(size), corrections=[spec], top_p=0.9, micro_batch=size, max_new_tokens=8, replay=False)
         norms.append(t.train_step()["grad_norm"])
     assert norms[0] > 0 and norms[1] == pytest.approx(norms[0], rel=1e-4)
 

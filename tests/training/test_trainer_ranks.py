@@ -71,8 +71,13 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], list[Any]]] = {
         {"tie_word_embeddings": True}, [evens, steps],
     ),
     "tokens": (
-        {"steps": 2, "prompts_per_step": 5, "advantages": "optimal_token", "micro_batch": 3, "top_p": 0.8,
+        {"steps": 2, "prompts_per_step": 5, "advantages": "optimal_token", "micro_batch": 3, "top_p": 0.8, "replay": False,
          "corrections": ["tis:high=0.9,normalize=True", "without_truncated"]},
+        {}, [evens, steps],
+    ),
+    "sets": (
+        {"steps": 3, "prompts_per_step": 5, "micro_batch": 5, "num_updates": 2, "beta": 0.1, "advantages": "optimal_token",
+         "top_k": 12, "top_p": 0.9, "min_p": 0.01, "ratio_to": "sampler", "entropy_over": "vocabulary"},
         {}, [evens, steps],
     ),
     "greedy": ({"steps": 2, "advantages": "remax", "corrections": ["sequence_mask"], "top_k": 9}, {}, [evens]),
@@ -262,11 +267,12 @@ def test_curve_and_parameters_are_those_of_one_process(ranks: Any, alone: Any, n
 
 
 def test_the_runs_hold_the_cases_that_they_are_about(alone: Any) -> None:
-    """Steps without any advantage, and with one on one rank only; a KL; a ratio that is not 1; an evaluation."""
+    """Steps without any advantage, and with one on one rank only; a KL; a ratio that is not 1; an evaluation; sets."""
     assert {line["dropped"] for line in alone["masked"]["lines"]} >= {0.875, 0.5}
     curve = alone["uneven"]["lines"]
     assert all(line["kl"] > 1e-6 and line["ratio_max"] > 1 + 1e-3 for line in curve[1:-1]) and "accuracy" in curve[-1]
     assert [line["entropy_coef"] for line in alone["process"]["lines"]][-1] > 0
+    assert all(line["kept_mass"] < 0.95 and line["ratio_max"] > 1 + 1e-3 for line in alone["sets"]["lines"])
 
 
 def test_half_precision(ranks: Any, folder: Path) -> None:
