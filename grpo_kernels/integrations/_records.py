@@ -66,3 +66,13 @@ def first_empty(sets: TokenSets, among: Tensor | None = None) -> int | None:
     """The first row without ids, of those that `among`, bool [rows], marks; None if there is none."""
     empty = sets.counts == 0 if among is None else (sets.counts == 0) & among.reshape(-1)
     return int(empty.nonzero()[0]) if empty.any() else None
+
+
+def refiltered(logits: Tensor, targets: Tensor, *, top_k: int | None, top_p: float | None) -> tuple[TokenSets, Tensor]:
+    """What a filter in vLLM's order keeps of a trainer's own logits [.., V], and where it drops the target, bool of the shape of
+    targets. There the set is the target alone: log-prob 0, no gradient."""
+    sets, flat = TokenSets.from_logits(logits, top_k=top_k, top_p=top_p, order="vllm"), targets.reshape(-1)
+    lacking = ~sets.contains(flat)
+    alone = TokenSets.from_counts(flat.to(sets.ids.dtype), torch.ones_like(flat))
+    own = torch.arange(len(flat), device=flat.device)
+    return TokenSets.cat([sets, alone]).take(own + lacking * len(flat)), lacking.view(targets.shape)
