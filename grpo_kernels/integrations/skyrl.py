@@ -223,6 +223,7 @@ def sample_support_logprobs(
 
     logits_or_hidden   [.., V / ranks], or [.., H] with lm_head_weight [V / ranks, H], of which only the sets' rows are read.
     support_ids        int32 [.., K], ids of the whole vocabulary, -1 where there is none; a sampled id that is not there joins.
+    vocab_start_index, vocab_end_index, tp_group   as in `fused_lm_head_logprobs`, but no group is one rank.
     temperature        divides the logits. chunk_size is not needed."""
     plain(logits_or_hidden, lm_head_weight)
     if support_ids.shape[:-1] != sampled_ids.shape:
@@ -243,7 +244,7 @@ def sample_support_logprobs(
 
 
 def sample_support_scores(*args: Any, **kwargs: Any) -> Any:
-    """`sample_support_logprobs` in the type of newer versions, which score the entropy of the sets elsewhere."""
+    """`sample_support_logprobs`, of the same args and kwargs, in the type of newer versions, which score the entropy of the sets elsewhere."""
     from skyrl.backends.skyrl_train.utils.sample_support_replay import SampleSupportScores
 
     logps, scored = sample_support_logprobs(*args, **kwargs)

@@ -53,10 +53,13 @@ REFUSED = ("use_tis", "get_mismatch_metrics", "use_opsm", "use_score_centering",
 
 
 class Replay(NamedTuple):
-    """slime's record on the T rows of its logits."""
+    """slime's record on the T rows of its logits.
+
+    kept    a set for each row, none where there is no record.
+    scored  bool [T], False for tokens whose recorded set is empty."""
 
     kept: TokenSets
-    scored: Tensor  # bool [T], False for tokens whose recorded set is empty
+    scored: Tensor
 
 
 def bind(
@@ -90,9 +93,16 @@ def keep_sets(
     response_lengths: Sequence[int],
     allgather_cp: bool,
 ) -> Replay:
-    """slime's ids and offsets [response + 1] of each response, as sets of this rank's T rows of logits, for
-    `calculate_log_probs_and_entropy`. Ids are those of the whole vocabulary, whatever part this rank has. Raises ValueError, with
-    the sample, where a record has not a set for each token of its response."""
+    """slime's record as sets of this rank's T rows of logits, for `calculate_log_probs_and_entropy`.
+
+    top_p_token_ids, top_p_token_offsets   of each response the ids, and [response + 1] where those of each token start: lists, or
+                     int32 tensors on the CPU. Ids are those of the whole vocabulary, whatever part this rank has: vocab_local is
+                     not needed.
+    total_lengths, response_lengths   of each sample; a response is the end of its text.
+    allgather_cp     slime's layout of context parallelism, which its own code is asked for.
+    device           where the sets are made.
+
+    Raises ValueError, with the sample, where a record has not a set for each token of its response."""
     from slime.backends.megatron_utils.loss import _build_shifted_tokens
 
     records, numbers, known = [], [], 0
