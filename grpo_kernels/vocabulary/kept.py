@@ -186,8 +186,8 @@ class KeptStage:
     @functools.cached_property
     def _own(self) -> Tensor:
         """bool [m]: slots in use whose id is among this process's columns. An id outside of the vocabulary is nobody's."""
-        ids = self.kept.slots.ids
-        return (ids >= self._first) & (ids < self._first + self.columns)
+        ids, end = self.kept.slots.ids, self._first + self.columns
+        return (ids >= self._first) & (ids < (end if self.shard is None else min(end, self.shard.vocab)))
 
     @property
     def _target(self) -> Tensor:

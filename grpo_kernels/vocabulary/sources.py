@@ -133,11 +133,11 @@ class Logits:
 
     def _written(self, logits: Tensor, out: Tensor, stage: KeptStage | None, of_sets: Tensor | None) -> Tensor:
         """`out`, and in it the gradient of the logits of sets."""
-        if stage is not None:
+        if stage is not None and out.shape[-1]:  # else of a rank without a part of the vocabulary
             assert of_sets is not None
-            a, t, ids = _positions(out, stage.slots)
             # Rows of sets hold 0 so far. Slots that are not in use add 0: to leave them out, the host would have to know them.
-            out.index_put_((a, t, ids), of_sets.to(out.dtype), accumulate=True)
+            own = torch.where(stage.slots.ids >= 0, of_sets, 0.0)
+            out.index_put_(_positions(out, stage.slots), own.to(out.dtype), accumulate=True)
         if self.inplace:
             torch.autograd.graph.increment_version(logits)
         return out
@@ -300,14 +300,17 @@ class Hidden:
 
     def _at(self, head: Head, slots: Slots) -> Tensor:
         """fp32 [m]: the logits at slots; anything where one is not in use."""
+        if head.weight.shape[0] == 0:  # of a rank without a part of the vocabulary
+            return torch.zeros(slots.ids.shape, device=head.hidden.device)
         logits = self.backend.slot_logits(head.hidden.detach(), head.weight.detach(), slots)
-        if head.bias is None or head.bias.numel() == 0:
+        if head.bias is None:
             return logits
         return logits + head.bias.detach().to(torch.float32)[slots.ids.clamp(min=0)]
 
     def _gradients(self, engine: Engine, of_sets: Tensor | None) -> tuple[Tensor | None, WeightGradient | None, Tensor | None]:
         """(d_hidden, d_weight, d_bias) of all rows. `of_sets`: the gradient of the logits at slots."""
         head, slots = engine.head, None
+        of_sets = of_sets if head.weight.shape[0] else None
         if of_sets is not None:
             slots = self._stage(head).slots
             if engine.d_hidden is not None:

@@ -161,6 +161,29 @@ def check_from_hidden_and_from_logps(rank: int, ranks: int) -> None:
         assert_near(together(leaf.grad, mine, every.shape), whole.grad, 1e-6, f"logps, {kind}")
 
 
+def check_kept_sets(rank: int, ranks: int) -> None:
+    """A rank has the sets of its own rows: beside rows without one, of targets that they lack, from logits and from hidden states."""
+    case, linear = pack(build(kept=True)), build_linear(packed=True, kept=True)
+    for name in ("gspo, k3 by the ratio", "off-policy sequences", "grpo, k3 and entropy"):
+        make, spec = OBJECTIVES[name]
+        (exact, d_exact), (naive, d_naive) = case.expected(spec), case.naive(spec)
+        for kind, mine in parts(rank, ranks, case):
+            leaf, batch = part(case, mine)
+            out = grpo_loss(leaf, batch, make())
+            out.loss.backward()
+            assert_no_worse(summed(out.loss)[None], naive.loss[None], exact.loss[None], f"loss of {name}, {kind}", tiny=2e-5)
+            assert_no_worse(together(leaf.grad, mine, case.logits.shape), d_naive, d_exact, f"gradient of {name}, {kind}")
+        (exact, gradients), (naive, naive_gradients) = linear.expected(spec), linear.naive(spec)
+        for kind, mine in parts(rank, ranks, linear.tokens):
+            hidden, weight = linear.hidden[mine].clone().requires_grad_(), linear.weight.clone().requires_grad_()
+            _, batch = part(linear.tokens, mine)
+            total = torch.zeros_like(weight, requires_grad=False)
+            linear_grpo_loss(hidden, weight, batch, make(), bias=linear.bias, weight_grad=total).loss.backward()
+            assert_no_worse(summed(total), naive_gradients["weight"], gradients["weight"], f"weight of {name}, {kind}")
+            found = together(hidden.grad, mine, linear.hidden.shape)
+            assert_no_worse(found, naive_gradients["hidden"], gradients["hidden"], f"hidden of {name}, {kind}")
+
+
 def check_global_normalizer(rank: int, ranks: int) -> None:
     """Micro-batches of shared sequences: one denominator over all of them and all ranks."""
     case = pack(build())

@@ -17,13 +17,19 @@ from support.cases import build, same_bits
 from support.processes import checks_of
 from support.rows import EVERYTHING, LOGPS, slopes_of
 
-MODULE = "vocab_parallel_checks"
+MODULE, KEPT = "vocab_parallel_checks", "kept_parallel_checks"
 
 
 @pytest.mark.parametrize("check", checks_of(MODULE))
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_on_ranks(on_ranks: Callable[..., dict[str, str]], ranks: int, check: str) -> None:
     assert on_ranks(MODULE, ranks)[check] == "ok", on_ranks(MODULE, ranks)[check]
+
+
+@pytest.mark.parametrize("check", checks_of(KEPT))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_kept_sets_on_ranks(on_ranks: Callable[..., dict[str, str]], ranks: int, check: str) -> None:
+    assert on_ranks(KEPT, ranks)[check] == "ok", on_ranks(KEPT, ranks)[check]
 
 
 @pytest.mark.parametrize("cuts", [(0, 61), (0, 20, 61), (0, 0, 1, 60, 61), tuple(range(62))])
