@@ -26,6 +26,7 @@ CONTRACTS = {
     "hidden": "DAPO loss from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
     "hidden-frozen": "DAPO loss from hidden states with a frozen head: value, gradient of the hidden states",
     "hidden-forward": "log-probs from hidden states and the head's weight, no gradient",
+    "kept": "DAPO loss over kept sets from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
     "step": "a training step end to end: forward, DAPO loss, backward, AdamW",
 }
 
@@ -154,21 +155,25 @@ def _logits_case(cell: Cell, device: str, g: torch.Generator) -> LogitsCase:
         targets[part] = torch.multinomial(x.softmax(-1), 1, generator=g)[:, 0]
     now = torch.cat([_chosen(pristine[part].float(), targets[part]) for part in _blocks(cell, 4, device)])
     logits = pristine.clone().requires_grad_(cell.contract == "logits")
-    return LogitsCase(cell, _batch(cell, targets, now, g), logits, pristine, torch.empty_like(pristine).copy_(pristine))
+    return LogitsCase(cell, tokens(cell, targets, now, g), logits, pristine, torch.empty_like(pristine).copy_(pristine))
 
 
-def _hidden_case(cell: Cell, device: str, g: torch.Generator) -> HiddenCase:
-    """Hidden states near the weight of their target, as a trained head has them."""
+def hidden_near(cell: Cell, device: str, g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden, weight, targets): hidden states near the weight of their target, as a trained head has them."""
     assert cell.hidden is not None
     weight = torch.randn(cell.vocab, cell.hidden, generator=g, device=device) / cell.hidden**0.5
     targets = torch.randint(0, cell.vocab, (cell.rows,), generator=g, device=device)
     confidence = 12 * torch.rand(cell.rows, 1, generator=g, device=device)
     hidden = torch.randn(cell.rows, cell.hidden, generator=g, device=device) + confidence * weight[targets]
-    hidden, weight = hidden.to(cell.dtype), weight.to(cell.dtype)
+    return hidden.to(cell.dtype), weight.to(cell.dtype), targets
+
+
+def _hidden_case(cell: Cell, device: str, g: torch.Generator) -> HiddenCase:
+    hidden, weight, targets = hidden_near(cell, device, g)
     now = _head_logps(cell, hidden, weight, targets, device)
     hidden.requires_grad_(cell.contract != "hidden-forward")
     weight.requires_grad_(cell.contract == "hidden")
-    return HiddenCase(cell, _batch(cell, targets, now, g), hidden, weight)
+    return HiddenCase(cell, tokens(cell, targets, now, g), hidden, weight)
 
 
 def _step_case(cell: Cell, device: str, g: torch.Generator) -> StepCase:
@@ -197,13 +202,13 @@ def _step_case(cell: Cell, device: str, g: torch.Generator) -> StepCase:
     with torch.no_grad():
         hidden = case.hidden().reshape(cell.rows, cell.hidden)
         now = _head_logps(cell, hidden, model.lm_head.weight, targets.view(-1), device)
-    flat = _batch(cell, targets.view(-1), now, g)
+    flat = tokens(cell, targets.view(-1), now, g)
     assert flat.old_logps is not None
     case.batch = TokenBatch(targets, flat.advantages.view_as(targets), old_logps=flat.old_logps.view_as(targets))
     return case
 
 
-def _batch(cell: Cell, targets: Tensor, now: Tensor, g: torch.Generator) -> TokenBatch:
+def tokens(cell: Cell, targets: Tensor, now: Tensor, g: torch.Generator) -> TokenBatch:
     """`now` are the log-probs of today's policy."""
     random = {"generator": g, "device": targets.device}
     size = torch.randn(cell.sequences, **random)
@@ -270,7 +275,7 @@ def reference(case: Case) -> Result:
             entropy[part] = -(z.exp() * z).sum(-1)
         if not found:
             continue
-        value, slope = _loss_and_slope(logps[part], batch, part, cell)
+        value, slope = loss_and_slope(logps[part], batch, part, cell)
         loss += value
         d_logits = z.exp_().mul_(-slope[:, None]).scatter_add_(1, targets, slope[:, None])
         if "d_logits" in found:
@@ -284,7 +289,7 @@ def reference(case: Case) -> Result:
     return {"logps": logps.float()} | ({"entropy": entropy.float()} if cell.contract == "logits-forward" else {})
 
 
-def _loss_and_slope(logps: Tensor, batch: TokenBatch, part: slice, cell: Cell) -> tuple[Tensor, Tensor]:
+def loss_and_slope(logps: Tensor, batch: TokenBatch, part: slice, cell: Cell) -> tuple[Tensor, Tensor]:
     """The share of these rows in the loss, and its derivative with respect to their log-probs."""
     assert batch.old_logps is not None
     rows = TokenBatch(
@@ -314,38 +319,3 @@ def _step_reference(case: StepCase) -> Result:
     gradients = [p.grad.float() + (head["d_weight"] if p is weight else 0) for p in case.model.parameters()]
     case.optimizer.zero_grad(set_to_none=True)
     return {"loss": head["loss"], "gradients": gradients}
-
-
-@torch.no_grad()
-def errors(found: Result, expected: Result, scale: float = 1.0) -> dict[str, float]:
-    """The error of the loss is divided by `scale`. Of log-probs and entropies it is the largest absolute error. Of a
-    gradient it is the relative error in the Euclidean norm, of all rows and of the worst row; of a model's gradients, that
-    of the worst parameter."""
-    if found.keys() != expected.keys():
-        raise ValueError(f"it returned {sorted(found)}, but the contract asks for {sorted(expected)}")
-    off: dict[str, float] = {}
-    for name, x in expected.items():
-        if name == "loss":
-            off[name] = float((found[name].float() - x).abs()) / scale
-        elif name == "gradients":
-            off[name] = _largest([_relative(y, z)[0] for y, z in zip(found[name], x, strict=True)])
-        elif name.startswith("d_"):
-            off[name], off[f"{name}, worst row"] = _relative(found[name], x)
-        else:
-            off[name] = float((found[name].reshape(x.shape).float() - x).abs().max())
-    return off
-
-
-def _largest(values: list[float]) -> float:
-    """NaN if one of them is."""
-    return float(torch.tensor(values).max())
-
-
-def _relative(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Relative errors of all rows together, and of the worst row. A row's norm counts as at least a fifth of the root mean
-    square of all rows: where the gradient nearly vanishes, all that is left is rounding."""
-    pairs = zip(found.reshape(expected.shape).split(512), expected.split(512), strict=True)  # 512: no copies of everything
-    norms = [((x.float() - y).norm(dim=-1).flatten(), y.norm(dim=-1).flatten()) for x, y in pairs]
-    off, size = (torch.cat(parts) for parts in zip(*norms, strict=True))
-    usual = size.norm() / size.count_nonzero().clamp(min=1) ** 0.5
-    return float(off.norm() / size.norm()), float((off / size.clamp(min=0.2 * usual)).max())

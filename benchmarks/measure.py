@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import Case, Cell, Result, errors, make_case, reference
+from benchmarks.cases import Cell, Result
+from benchmarks.errors import errors
 from benchmarks.harness import compilations, gpu_state, host_syncs, interleaved, memory_free, memory_in_use, peak_memory
+from benchmarks.inputs import Case, make_case, reference
 from benchmarks.providers import Provider, Run, Unavailable, first_line, providers
 
-#: The largest error of each kind (see cases.errors) that passes, in 32 and in 16 bits. It is a small multiple of the error
+#: The largest error of each kind (see errors.py) that passes, in 32 and in 16 bits. It is a small multiple of the error
 #: of a correct implementation that rounds logits and gradients to that precision, and a fraction of the error of one wrong
 #: row or one missing term.
 FULL = {"loss": 1e-4, "gradient": 1e-4, "worst row": 1e-3, "parameter": 1e-4, "value": 1e-4}
@@ -179,6 +181,8 @@ def derived(cell: Cell, ms: float) -> dict:
         if cell.contract == "logits-forward":
             return {"gbps_1u": unit / seconds}
         return {"gbps_2u": 2 * unit / seconds, "gbps_3u": 3 * unit / seconds}
+    if cell.contract == "kept":
+        return {}
     backward = {"hidden": 4, "hidden-frozen": 2, "hidden-forward": 0}[cell.contract]
     a = cell.active_rows / cell.rows
     convention = f"{2 + backward}NHV" if a == 1 or not backward else f"(2+{backward}a)NHV, a={a:g}"

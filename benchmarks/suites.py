@@ -84,6 +84,17 @@ def _one_head(contract: str) -> Callable[[str, bool], list[Planned]]:
     return plan
 
 
+def _kept(device: str, quick: bool) -> list[Planned]:
+    shapes = [(64, 256, 32768)] if quick else [(256, 1024, QWEN), (8192, 1024, QWEN)]
+    dtypes = (BF16,) if device == "cuda" else (FP32, BF16)
+    few = ("grpo_kernels, into weight_grad", OURS, "pairs in PyTorch, autograd")
+    return [
+        Planned(_head("kept", n, h, v, dtype), few if n > 256 and device == "cpu" else None)
+        for n, h, v in shapes
+        for dtype in dtypes
+    ]
+
+
 def _rows(device: str, quick: bool) -> list[Planned]:
     if device == "cuda":
         counts = (1024, 4096) if quick else (1024, 4096, 8192, 32768)
@@ -135,6 +146,7 @@ SUITES = {
         Suite("logits", "Loss and gradient from logits", "logits", _logits("logits")),
         Suite("logits-forward", "Log-probs and entropy from logits", "logits-forward", _logits("logits-forward")),
         Suite("hidden", "Loss and gradients from hidden states", "hidden", _hidden),
+        Suite("kept", "Loss and gradients over kept sets, from hidden states", "kept", _kept),
         Suite("hidden-frozen", "Loss from hidden states, frozen head", "hidden-frozen", _one_head("hidden-frozen")),
         Suite("hidden-forward", "Log-probs from hidden states", "hidden-forward", _one_head("hidden-forward")),
         Suite("rows", "From hidden states, by the number of rows", "hidden", _rows),

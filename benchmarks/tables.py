@@ -316,6 +316,7 @@ def blocks(folder: Path = RESULTS) -> dict[str, str]:
         "presets": presets(),
         "logits_cpu": figures(folder, "cpu", "logits"),
         "hidden_cpu": figures(folder, "cpu", "hidden"),
+        "kept_cpu": figures(folder, "cpu", "kept"),
         "plots_cpu": pictures(folder, "cpu"),
         "gpus": gpus(folder),
         "estimate_h200": estimate_h200(),

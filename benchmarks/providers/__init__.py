@@ -81,6 +81,6 @@ def first_line(failure: BaseException) -> str:
 
 def providers(contract: str) -> list[Provider]:
     """In the order of the tables: ours, PyTorch, the peers, the limits."""
-    for name in ("ours", "pytorch", "trl", "liger", "cce", "verl", "quack", "limits"):
+    for name in ("ours", "kept", "pytorch", "trl", "liger", "cce", "verl", "quack", "limits"):
         importlib.import_module(f"{__name__}.{name}")
     return [p for p in _registry if contract in p.contracts]

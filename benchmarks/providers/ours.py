@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.cases import Case, Cell, HiddenCase, LogitsCase, Result, StepCase, policy_loss
 from benchmarks.harness import NATIVE
+from benchmarks.kept_cases import KeptCase
 from benchmarks.providers import Unavailable, provider
 from grpo_kernels import Objective, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
 from grpo_kernels.vocabulary import backends
@@ -17,7 +18,7 @@ from grpo_kernels.vocabulary import backends
 Call = Callable[[], Result]
 
 
-def native(case: Case) -> str:
+def native(case: Case | KeptCase) -> str:
     """The backend of the kernels, by name: with "auto" a fallback to eager PyTorch would be timed as if it were the
     kernels."""
     name = NATIVE[case.batch.targets.device.type]

@@ -13,8 +13,12 @@ divided by the temperature already. Denominators are its global counts, `data` i
 Logits may be cut over tensor-parallel ranks: a DTensor with Shard(-1) says so itself; on Megatron, whose group NeMo-RL does
 not hand to a loss of logits, pass megatron=True.
 
-Not covered: sequence packing (NeMo-RL packs log-probs only), context parallelism, top-k and top-p filtering of the
-training log-probs. A token that the sampler did not score has weight 1 here, 0 there. `sampling_importance_ratio` of an
+Top-k and top-p filtering of the training log-probs: pass NeMo-RL's `TrainingSamplingParams` as sampling_params=. The policy term
+then runs over what the filter keeps of the logits; the KL runs over the vocabulary, as NeMo-RL's reference does, for which the
+rows are visited whole. A token that its own filter drops has log-prob 0 and no gradient, as in NeMo-RL, and is counted in
+`outside_sampling_set`.
+
+Not covered: sequence packing (NeMo-RL packs log-probs only), context parallelism, filters of tensor-parallel logits. A token that the sampler did not score has weight 1 here, 0 there. `sampling_importance_ratio` of an
 objective at sequence level is the mean over the sequences, where NeMo-RL multiplies it by their number.
 
 Written from the code of August 2026 (7ea279a). Its package on PyPI is empty and it wants Python 3.13: its own tests of the
@@ -31,14 +35,14 @@ import torch
 
 from ..batch import TokenBatch
 from ..distributed import VocabShard
-from ..formulas.kl import Kl, k3
-from ..formulas.ops import bounded_exp
+from ..formulas.kl import Kl
 from ..formulas.surrogates import Cispo, Clip, PolicyGradient
-from ..formulas.token_stage import kl_of_rows
 from ..logprobs import token_logprobs
 from ..losses import LossOutput, grpo_loss, objective_loss
 from ..objective import Objective
 from ..rewards.corrections import importance_weights, rejection_mask
+from ._nemo_rl_metrics import metrics_of, normalizations
+from ._records import refiltered
 from ._shared import even_shard
 
 Tensor = torch.Tensor
@@ -61,6 +65,9 @@ class PolicyLoss:
                  policy's own; the KL is weighted by the ratio to the sampler (over log-probs, instead of in one visit);
                  weight of the mean NLL of the micro-batch's tokens in samples with a reward above 0.
 
+    sampling_params  NeMo-RL's `TrainingSamplingParams`, of which top_k and top_p are read: the filter that prev_logprobs went
+                 through. None, or one that keeps everything: no filter.
+
     metric_normalizations tells NeMo-RL's split workers which metric has which denominator.
     """
 
@@ -74,11 +81,20 @@ class PolicyLoss:
         force_on_policy_ratio: bool = False,
         use_on_policy_kl_approximation: bool = False,
         positive_example_nll_weight: float = 0.0,
+        sampling_params: Any = None,
     ) -> None:
         if objective.aggregate not in ("token-mean", "seq-mean-token-mean"):
             raise ValueError(f"aggregate={objective.aggregate!r}: it must be token-mean or seq-mean-token-mean.")
         from nemo_rl.algorithms.loss import interfaces
 
+        top_k, top_p = getattr(sampling_params, "top_k", None), getattr(sampling_params, "top_p", None)
+        #: What the filter keeps, as `TokenSets.from_logits` takes it; None without a filter.
+        self.rules = None if (top_k or 0) <= 0 and top_p in (None, 1) else {"top_k": top_k, "top_p": top_p}
+        if self.rules and objective.beta != 0 and objective.kl_spec.weighting not in ("none", "score"):
+            raise ValueError(
+                f"kl={objective.kl_spec} with sampling_params: the KL runs over the vocabulary, its weight over the sets: use the "
+                "weighting 'score' or 'none', or use_on_policy_kl_approximation."
+            )
         #: Whether the ratio of the correction is reported per sequence.
         self.sequences = objective.level != "token" or (importance or {}).get("level", "token") != "token"
         # A ratio of 1 is every token's own.
@@ -93,10 +109,12 @@ class PolicyLoss:
         #: Whether the correction drops sequences, or tokens.
         self.drops_sequences = (importance or {}).get("mode") == "sequence-mask"
         kinds = getattr(interfaces, "MetricNormalizer", None)  # which not every NeMo-RL has
-        self.metric_normalizations = {} if kinds is None else self._normalizations(kinds, tokens)
+        self.metric_normalizations = {} if kinds is None else normalizations(self, kinds, tokens)
 
     @classmethod
-    def like(cls, theirs: Any, *, inplace: bool = False, megatron: bool = False) -> PolicyLoss:
+    def like(
+        cls, theirs: Any, *, inplace: bool = False, megatron: bool = False, sampling_params: Any = None
+    ) -> PolicyLoss:  # fmt: skip
         """With the constants of theirs, a `ClippedPGLossFn`. Raises ValueError for what this loss cannot do."""
         if theirs.disable_ppo_ratio and theirs.ratio_clip_c is not None:
             raise ValueError("ratio_clip_c with disable_ppo_ratio bounds no ratio: set one of them only.")
@@ -126,27 +144,12 @@ class PolicyLoss:
             objective, importance=importance, inplace=inplace, megatron=megatron,
             force_on_policy_ratio=theirs.force_on_policy_ratio,
             use_on_policy_kl_approximation=theirs.use_on_policy_kl_approximation,
-            positive_example_nll_weight=theirs.positive_example_nll_weight,
+            positive_example_nll_weight=theirs.positive_example_nll_weight, sampling_params=sampling_params,
         )  # fmt: skip
 
-    def _normalizations(self, kinds: Any, tokens: bool) -> dict[str, Any]:
-        names = (
-            "probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error",
-            "js_divergence_error", "approx_entropy",
-        )  # fmt: skip
-        own = (
-            "num_valid_samples",
-            "positive_nll_loss",
-            *(f"probs_ratio{x}_{y}" for x in ("", "_clamped") for y in ("min", "max")),
-        )
-        named = dict.fromkeys(names, kinds.TOKENS) | dict.fromkeys(own, kinds.NONE)
-        named |= dict.fromkeys(("loss", "kl_penalty"), kinds.TOKENS if tokens else kinds.SEQUENCES)
-        named["sampling_importance_ratio"] = kinds.SEQUENCES if self.sequences else kinds.TOKENS
-        if self._bounded():
-            named["is_oob_ratio"] = kinds.SEQUENCES if self.drops_sequences else kinds.TOKENS
-        return named
-
-    def _bounded(self) -> bool:
+    @property
+    def bounded(self) -> bool:
+        """Whether the correction has bounds that a ratio can be outside of."""
         options = self.importance
         return options is not None and (options.get("low", 0.0) > 0 or options.get("high", 2.0) < math.inf)
 
@@ -180,31 +183,29 @@ class PolicyLoss:
         batch = TokenBatch(column("input_ids"), column("advantages"), **fields)
         tokens, sequences = (x.to(torch.float32) for x in (global_valid_toks, global_valid_seqs))
         D = tokens if self.objective.aggregate == "token-mean" else sequences
-        on_policy_kl = self.use_on_policy_kl_approximation and self.objective.beta != 0
+        filtered, dropped = self._filtered(logits, batch, shard)
         kl: Tensor | None = None
-        if on_policy_kl or (self.force_on_policy_ratio and self.importance is not None):
-            # The KL is weighted with another ratio than the policy term, or the weights are those of log-probs yet unknown.
-            logps, entropy = token_logprobs(
-                logits, batch.targets, mask=mask, entropy=self.objective.needs_entropy, inplace=self.inplace, shard=shard
-            )
-            old = logps.detach() if batch.old_logps is None else batch.old_logps
-            weights, outside = self._weights(replace(batch, old_logps=old))
-            policy = replace(self.objective, beta=0.0) if on_policy_kl else self.objective
-            out = objective_loss(logps, replace(batch, weights=weights), policy, entropy=entropy, normalizer=D)
+        if self.objective.beta != 0 and (self.use_on_policy_kl_approximation or self.rules):
+            # The KL is weighted with another ratio than the policy term, or runs over more than that.
+            out, kl, weights, outside = self._over_logps(logits, filtered, D, shard)
+            assert kl is not None
+            loss = out.loss + kl
+        elif self.force_on_policy_ratio and self.importance is not None:
+            # The weights are those of log-probs yet unknown.
+            out, _, weights, outside = self._over_logps(logits, filtered, D, shard)
             loss = out.loss
-            if on_policy_kl:
-                kl = self._on_policy_kl(logps, batch, D)
-                loss = loss + kl
         else:
             weights, outside = self._weights(batch)
-            batch = batch if weights is None else replace(batch, weights=weights)
-            out = grpo_loss(logits, batch, self.objective, normalizer=D, inplace=self.inplace, shard=shard)
+            filtered = filtered if weights is None else replace(filtered, weights=weights)
+            out = grpo_loss(logits, filtered, self.objective, normalizer=D, inplace=self.inplace, shard=shard)
             loss = out.loss
-        named = self._metrics(out, batch, sample_mask, tokens, sequences, weights, outside) | {
+        named = metrics_of(self, out, batch, sample_mask, tokens, sequences, weights, outside) | {
             "loss": loss.detach(), "positive_nll_loss": -torch.where(positive, out.logps, 0.0).sum() / positive.sum().clamp(min=1)
         }  # fmt: skip
         if kl is not None:
             named["kl_penalty"] = kl.detach() / self.objective.beta
+        if dropped is not None:
+            named["outside_sampling_set"] = (dropped & mask).sum() / tokens.clamp(min=1)
         values = torch.stack([v.to(torch.float32) for v in named.values()]).tolist()
         return loss, dict(zip(named, values, strict=True))
 
@@ -222,6 +223,44 @@ class PolicyLoss:
 
             group = parallel_state.get_tensor_model_parallel_group()
         return even_shard(logits.shape[-1], group)
+
+    def _filtered(self, logits: Tensor, batch: TokenBatch, shard: VocabShard | None) -> tuple[TokenBatch, Tensor | None]:
+        """(the batch with what the filter keeps of these logits, bool [B, S]: targets that it drops), or (the batch, None)."""
+        if not self.rules:
+            return batch, None
+        if shard is not None:
+            raise ValueError(
+                "sampling_params: a filter needs whole rows of logits, but these are cut over tensor-parallel ranks."
+            )
+        kept, lacking = refiltered(logits, batch.targets, **self.rules)
+        return replace(batch, kept=kept), lacking
+
+    def _over_logps(
+        self, logits: Tensor, batch: TokenBatch, normalizer: Tensor, shard: VocabShard | None
+    ) -> tuple[LossOutput, Tensor | None, Tensor | None, Tensor | None]:
+        """(the loss without a KL that is apart, that KL's part of it, the weights, what is outside their bounds)."""
+        kl_apart = self.objective.beta != 0 and (self.use_on_policy_kl_approximation or bool(self.rules))
+        mass = batch.kept is not None and kl_apart
+        scored = token_logprobs(
+            logits, batch.targets, mask=batch.mask, entropy=self.objective.needs_entropy, shard=shard, kept=batch.kept,
+            inplace=self.inplace and not mass, also=("log_kept_mass",) if mass else (),
+        )  # fmt: skip
+        logps, entropy = scored[:2]
+        old = logps.detach() if batch.old_logps is None else batch.old_logps
+        weights, outside = self._weights(replace(batch, old_logps=old))
+        policy = replace(self.objective, beta=0.0) if kl_apart else self.objective
+        out = objective_loss(logps, replace(batch, weights=weights), policy, entropy=entropy, normalizer=normalizer)
+        if not kl_apart:
+            return out, None, weights, outside
+        whole = logps + scored[2]["log_kept_mass"] if mass else logps
+        part = self._on_policy_kl if self.use_on_policy_kl_approximation else self._kl_alone
+        return out, part(whole, batch, normalizer), weights, outside
+
+    def _kl_alone(self, logps: Tensor, batch: TokenBatch, normalizer: Tensor) -> Tensor:
+        """The KL's part of the loss, of log-probs over the vocabulary."""
+        alone = Objective(PolicyGradient(), aggregate=self.objective.aggregate, beta=self.objective.beta, kl=self.objective.kl)
+        silent = replace(batch, advantages=torch.zeros_like(batch.advantages), old_logps=None, nll_weights=None, kept=None)
+        return objective_loss(logps, silent, alone, normalizer=normalizer).loss
 
     def _weights(self, batch: TokenBatch) -> tuple[Tensor | None, Tensor | None]:
         """The weights of the correction and which tokens are outside its bounds, both [B, S]; None without a correction."""
@@ -248,60 +287,3 @@ class PolicyLoss:
         r = torch.where(d == bounded, r, r.detach())
         value, _ = spec.function(logps, sampler, logps + bounded)
         return ((r * value).clamp(-spec.clamp, spec.clamp) * kl_weight.view_as(logps)).sum()
-
-    def _metrics(
-        self,
-        out: LossOutput,
-        batch: TokenBatch,
-        sample_mask: Tensor,
-        tokens: Tensor,
-        sequences: Tensor,
-        weights: Tensor | None,
-        outside: Tensor | None,
-    ) -> dict[str, Tensor]:
-        """Sums over the micro-batch by global counts."""
-        mask, sampler, logps = batch.mask, batch.sampler_logps, out.logps
-        assert mask is not None and sampler is not None
-        old = logps if batch.old_logps is None else batch.old_logps
-        x = self.objective.log_ratio(logps.reshape(-1), out.rows, batch).view(mask.shape)
-        r = bounded_exp(x)
-        clamped = r.clamp(*self.objective.surrogate.ratio_bounds)
-        if isinstance(self.objective.surrogate, PolicyGradient) and not self.force_on_policy_ratio:
-            r = clamped = logps  # REINFORCE has no ratio, and NeMo-RL shows the log-probs
-
-        def total(values: Tensor) -> Tensor:
-            return torch.where(mask, values, 0.0).sum()
-
-        def mean(values: Tensor) -> Tensor:
-            return total(values) / tokens.clamp(min=1)
-
-        value, middle = self.objective.kl_spec.function, torch.logaddexp(old, sampler) - math.log(2.0)
-        metrics = {
-            "probs_ratio": mean(r),
-            "probs_ratio_clamped": mean(clamped),
-            "token_mult_prob_error": mean(bounded_exp((sampler - old).abs())),
-            "gen_kl_error": mean(value(sampler, sampler, old)[0]),
-            "policy_kl_error": mean(value(old, old, sampler)[0]),
-            "js_divergence_error": mean((k3(middle, middle, old)[0] + k3(middle, middle, sampler)[0]) / 2),
-            "approx_entropy": mean(-bounded_exp(logps - sampler) * logps),
-            "num_valid_samples": sample_mask.sum(),
-            "kl_penalty": r.new_zeros(()),
-        }
-        for name, ratio in (("probs_ratio", r), ("probs_ratio_clamped", clamped)):
-            metrics[f"{name}_min"] = torch.where(mask, ratio, torch.inf).amin() if mask.numel() else r.new_tensor(torch.inf)
-            metrics[f"{name}_max"] = torch.where(mask, ratio, -torch.inf).amax() if mask.numel() else r.new_tensor(-torch.inf)
-        if out.rows.kl_weight is not None:
-            kl = kl_of_rows(self.objective, logps.reshape(-1), out.rows, x.reshape(-1))[0]
-            metrics["kl_penalty"] = torch.where(mask.reshape(-1), out.rows.kl_weight * kl, 0.0).sum() / self.objective.beta
-        w = torch.where(mask, old - sampler, 0.0)
-        samples = sequences.clamp(min=1)
-        if self.sequences:
-            w = w.sum(1).exp().nan_to_num(0.0, 0.0, 0.0) if weights is None else weights.amax(1)
-            metrics["sampling_importance_ratio"] = (torch.where(mask.any(1), w, 1.0) * sample_mask).sum() / samples
-        else:
-            w = w.exp().nan_to_num(0.0, 0.0, 0.0) if weights is None else weights
-            metrics["sampling_importance_ratio"] = mean(w)
-        if outside is not None and self._bounded():
-            counted = ((outside & mask).any(1) * sample_mask).sum() / samples
-            metrics["is_oob_ratio"] = counted if self.drops_sequences else mean(outside.float())
-        return metrics

@@ -13,22 +13,33 @@ advantage (Clip-Cov, KL-Cov, DRO, A2PO, distillation) are refused for that reaso
 dispatcher `_fused_lm_head_logprob_apply`, over any number of tensor-parallel ranks. As in SkyRL, the gradient of the hidden
 states is then a rank's own share: the gather of sequence parallelism in front of the head sums them up.
 
+With replay=True `bind` also takes the function that scores tokens over the sets that vLLM returned (`sample_support_scores`, or
+`sample_support_logprobs`, as the version has it): logits or hidden states and the head's weight, ids [.., K] padded with -1. From
+hidden states only the pairs of a row and an id are projected, as in SkyRL, in fp32 and without atomics. Rows without ids are 0
+there; SkyRL scores its appended end token apart, over the vocabulary. For a loss of your own `kept_sets` makes both of its records
+the sets of a batch.
+
 Tested with SkyRL 0.3.0 on a CPU: its losses, its functions of logits and its dispatcher (on one rank and on two), from their
-files alone. Its workers and Megatron were not run.
+files alone. Its workers and Megatron were not run. The replay, which 0.3.0 has not, is that of its branches of August 2026.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..distributed import VocabShard
 from ..formulas.surrogates import A2po, Cispo, ClipCov, Dro, KlCov
-from ..logprobs import linear_logprobs
+from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
+from ..token_sets import TokenSets
+from ..transform import LogitTransform
+from ._records import on_rows
 from ._shared import default_group, entropy_from_logits, even_shard, logprobs_from_logits, plain, scored_batch
 from ._slots import Slots, check_version
 
@@ -126,11 +137,12 @@ def _ratios(log_ratio: Tensor, mask: Tensor | None, low: float, high: float) -> 
     }  # fmt: skip
 
 
-def bind(*, megatron: bool = False, strict: bool = False, any_version: bool = False) -> Slots:
+def bind(*, megatron: bool = False, replay: bool = False, strict: bool = False, any_version: bool = False) -> Slots:
     """Put our functions in the place of SkyRL's; the result undoes it, by `undo()` or as a context manager. Bind before
     `HFModelWrapper` is made: it keeps the function of the entropy that it found then.
 
     megatron   True: the fused head of SkyRL's Megatron worker too.
+    replay     True: the scores over recorded sets too.
     strict     True: a call that has to be left to SkyRL raises RuntimeError instead.
     Raises RuntimeError for a version that is not known, unless any_version, and where it is bound already."""
     check_version("skyrl", TESTED, any_version)
@@ -140,6 +152,11 @@ def bind(*, megatron: bool = False, strict: bool = False, any_version: bool = Fa
     slots.bind(f"{home}.utils.torch_utils", "chunked_entropy_from_logits", chunked_entropy_from_logits)
     if megatron:
         slots.bind(f"{home}.distributed.megatron.model_utils", "_fused_lm_head_logprob_apply", fused_lm_head_logprobs)
+    if replay:
+        module = f"{home}.utils.sample_support_replay"
+        newer = hasattr(importlib.import_module(module), "sample_support_scores")
+        ours: Callable[..., Any] = sample_support_scores if newer else sample_support_logprobs
+        slots.bind(module, ours.__name__, ours)
     return slots
 
 
@@ -170,12 +187,99 @@ def fused_lm_head_logprobs(
     vocab_start_index and vocab_end_index are the bounds of that part. backend and chunk_size choose among SkyRL's own ways,
     and nothing here. Raises ValueError where the bounds are not those of this rank's part."""
     plain(hidden, weight)
-    shard = even_shard(weight.shape[0], default_group(tp_group), reduce_hidden=False)
-    start = 0 if shard is None else shard.start
-    if (vocab_start_index, vocab_end_index) != (start, start + weight.shape[0]):
-        raise ValueError(
-            f"vocab_start_index={vocab_start_index} and vocab_end_index={vocab_end_index}, but the part of this rank of tp_group, "
-            f"by its weight of {weight.shape[0]} rows, is [{start}, {start + weight.shape[0]}): pass the group that the head is cut over."
-        )
+    shard = _part(weight.shape[0], (vocab_start_index, vocab_end_index), default_group(tp_group))
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         return linear_logprobs(hidden, weight, target, shard=shard)[0]
+
+
+def _part(width: int, bounds: tuple[int, int], group: Any) -> VocabShard | None:
+    """This rank's part of the vocabulary, of `width` ids. Raises ValueError where SkyRL's bounds are others."""
+    shard = even_shard(width, group, reduce_hidden=False)
+    start = 0 if shard is None else shard.start
+    if bounds != (start, start + width):
+        raise ValueError(
+            f"vocab_start_index={bounds[0]} and vocab_end_index={bounds[1]}, but the part of this rank of tp_group, by its "
+            f"{width} rows or columns, is [{start}, {start + width}): pass the group that the head is cut over."
+        )
+    return shard
+
+
+# ---- over recorded sets
+
+
+def sample_support_logprobs(
+    logits_or_hidden: Tensor,
+    sampled_ids: Tensor,
+    support_ids: Tensor,
+    *,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: Any,
+    lm_head_weight: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(log-probs fp32 over the sets, bool: rows with a set), of the shape of sampled_ids; 0 and False where a row has none.
+
+    logits_or_hidden   [.., V / ranks], or [.., H] with lm_head_weight [V / ranks, H], of which only the sets' rows are read.
+    support_ids        int32 [.., K], ids of the whole vocabulary, -1 where there is none; a sampled id that is not there joins.
+    vocab_start_index, vocab_end_index, tp_group   as in `fused_lm_head_logprobs`, but no group is one rank.
+    temperature        divides the logits. chunk_size is not needed."""
+    plain(logits_or_hidden, lm_head_weight)
+    if support_ids.shape[:-1] != sampled_ids.shape:
+        raise ValueError(
+            f"support_ids has shape {list(support_ids.shape)}, but sampled_ids has {list(sampled_ids.shape)}: pass one set for each."
+        )
+    kept, scored = TokenSets.from_padded(support_ids), (support_ids >= 0).any(-1)
+    width = logits_or_hidden.shape[-1] if lm_head_weight is None else lm_head_weight.shape[0]
+    shard = _part(width, (vocab_start_index, vocab_end_index), tp_group)
+    # SkyRL's rows may have any leading shape, ours one or two dimensions.
+    rows, targets, mask = logits_or_hidden.flatten(0, -2), sampled_ids.reshape(-1), scored.reshape(-1)
+    options: dict[str, Any] = {"mask": mask, "transform": LogitTransform(temperature), "kept": kept, "shard": shard}
+    if lm_head_weight is None:
+        logps = token_logprobs(rows, targets, **options)[0]
+    else:
+        logps = linear_logprobs(rows, lm_head_weight, targets, **options)[0]
+    return logps.view(sampled_ids.shape), scored
+
+
+def sample_support_scores(*args: Any, **kwargs: Any) -> Any:
+    """`sample_support_logprobs`, of the same args and kwargs, in the type of newer versions, which score the entropy of the sets elsewhere."""
+    from skyrl.backends.skyrl_train.utils.sample_support_replay import SampleSupportScores
+
+    logps, scored = sample_support_logprobs(*args, **kwargs)
+    return SampleSupportScores(logprobs=logps, entropy=None, valid_mask=scored)
+
+
+def kept_sets(
+    support: Tensor | tuple[Tensor, Tensor], loss_mask: Tensor, response_mask: Tensor | None = None
+) -> TokenSets:  # fmt: skip
+    """The sets of [B, A] response tokens, for a TokenBatch whose targets are these tokens.
+
+    support        int32 [B, A, K], padded with -1; or (ids, offsets) of the response tokens of all samples, one after another.
+    loss_mask      [B, A]: tokens that are trained on. Of each sample one of them may have no ids, the end token that SkyRL appends:
+                   its row stands for the whole vocabulary, as do those that are not trained on.
+    response_mask  [B, A]: tokens that there are sets for, with (ids, offsets); None = loss_mask.
+
+    Raises ValueError, with the sample, where more tokens lack a set, or there is not a set for each token."""
+    mask = loss_mask != 0
+    if isinstance(support, Tensor):
+        if support.shape[:-1] != mask.shape:
+            raise ValueError(f"support has shape {list(support.shape)}, but loss_mask has {list(mask.shape)}: pass [B, A, K].")
+        sets = TokenSets.from_padded(support)
+    else:
+        record, given = TokenSets(*support), mask if response_mask is None else response_mask != 0
+        tokens = given.sum(1).cumsum(0).tolist()
+        if tokens[-1:] != [record.rows]:
+            raise ValueError(f"support has {record.rows} sets, but there are {tokens[-1]} response tokens: pass one for each.")
+        cuts = zip([0, *tokens[:-1]], tokens, strict=True)
+        sets = on_rows("support", [record[a:b] for a, b in cuts], given)
+    lacking = (sets.counts == 0).view(mask.shape) & mask
+    wrong = (lacking.sum(1) > 1).nonzero()
+    if len(wrong):
+        b = int(wrong[0])
+        raise ValueError(
+            f"support has no ids for tokens {lacking[b].nonzero()[:, 0].tolist()} of sample {b}, which are trained on: only an "
+            "appended end token may lack them."
+        )
+    return sets

@@ -8,7 +8,10 @@
     --loss-type custom_loss --custom-loss-function-path my_loss.loss
 
 `bind` replaces `calculate_log_probs_and_entropy` (fp32 logits [T, V / tensor-parallel ranks]), top-p replay included. It
-needs no custom loss.
+needs no custom loss. With `bind(replay=True)` slime's record of the ids goes there as it is: the [T, V] mask that slime makes of
+it, and the copy of the logits that the mask is filled into, do not exist, and a replayed row reads the logits of its ids alone. A
+token with an empty set (a tool's) has log-prob 0 and no gradient, as in slime; rows without a record run over the vocabulary. So
+does the entropy, unless `entropy_over="kept"`.
 
 `policy_loss` calls slime's own `get_log_probs_and_entropy`, which knows about context parallelism and unpacking, and runs
 the token stage on what that returns. The weight of a token is the derivative of slime's `sum_of_sample_mean` with respect
@@ -21,9 +24,10 @@ signatures, and compare with a transcription of its loss.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +39,9 @@ from ..formulas.token_stage import kl_of_rows
 from ..logprobs import token_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
+from ..options import Options
+from ..token_sets import TokenSets
+from ._records import response_sets
 from ._shared import default_group, even_shard, plain, scored_batch
 from ._slots import Slots, check_version
 
@@ -45,16 +52,69 @@ TESTED = ("0.3.1",)
 REFUSED = ("use_tis", "get_mismatch_metrics", "use_opsm", "use_score_centering", "custom_pg_loss_reducer_function_path")
 
 
-def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
+class Replay(NamedTuple):
+    """slime's record on the T rows of its logits.
+
+    kept    a set for each row, none where there is no record.
+    scored  bool [T], False for tokens whose recorded set is empty."""
+
+    kept: TokenSets
+    scored: Tensor
+
+
+def bind(
+    *, replay: bool = False, entropy_over: str = "vocabulary", strict: bool = False, any_version: bool = False
+) -> Slots:  # fmt: skip
     """Put our function in the place of `slime.utils.ppo_utils.calculate_log_probs_and_entropy`; the result undoes it, by
     `undo()` or as a context manager.
 
+    replay   True: also `slime.backends.megatron_utils.loss._build_topp_keep_mask`, so that the record stays ids.
+    entropy_over  of replayed rows under replay=True: "vocabulary", as slime has it, or "kept", which reads less.
     strict   True: a call that has to be left to slime raises RuntimeError instead.
     Raises RuntimeError for a version that is not known, unless any_version, and where it is bound already."""
     check_version("slime", TESTED, any_version)
     slots = Slots("slime", strict)
-    slots.bind("slime.utils.ppo_utils", "calculate_log_probs_and_entropy", calculate_log_probs_and_entropy)
+    ours = functools.wraps(calculate_log_probs_and_entropy)(
+        functools.partial(calculate_log_probs_and_entropy, options=Options(entropy_over=entropy_over))
+    )
+    slots.bind("slime.utils.ppo_utils", "calculate_log_probs_and_entropy", ours)
+    if replay:
+        slots.bind("slime.backends.megatron_utils.loss", "_build_topp_keep_mask", keep_sets)
     return slots
+
+
+def keep_sets(
+    T: int,
+    vocab_local: int,
+    device: torch.device,
+    top_p_token_ids: Sequence[Any],
+    top_p_token_offsets: Sequence[Any],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    allgather_cp: bool,
+) -> Replay:
+    """slime's record as sets of this rank's T rows of logits, for `calculate_log_probs_and_entropy`.
+
+    top_p_token_ids, top_p_token_offsets   of each response the ids, and [response + 1] where those of each token start: lists, or
+                     int32 tensors on the CPU. Ids are those of the whole vocabulary, whatever part this rank has: vocab_local is
+                     not needed.
+    total_lengths, response_lengths   of each sample; a response is the end of its text.
+    allgather_cp     slime's layout of context parallelism, which its own code is asked for.
+    device           where the sets are made.
+
+    Raises ValueError, with the sample, where a record has not a set for each token of its response."""
+    from slime.backends.megatron_utils.loss import _build_shifted_tokens
+
+    records, numbers, known = [], [], 0
+    given = zip(top_p_token_ids, top_p_token_offsets, total_lengths, response_lengths, strict=True)
+    for b, (ids, offsets, total, tokens) in enumerate(given):
+        records.append(response_sets(f"rollout_top_p_token_ids[{b}]", (ids, offsets), tokens))
+        numbers.append(torch.cat([torch.zeros(total - tokens, dtype=torch.int64), torch.arange(tokens) + known + 1]))
+        known += tokens
+    # slime's own layout of tokens, of their numbers in place of them: row t gets that of the token which it predicts, or 0.
+    index = _build_shifted_tokens(T, torch.device("cpu"), numbers, total_lengths, response_lengths, allgather_cp) - 1
+    sets = (TokenSets.cat(records) if records else TokenSets.whole(0)).take(index)
+    return Replay(sets.to(device), ((index < 0) | (sets.counts > 0)).to(device))
 
 
 def calculate_log_probs_and_entropy(
@@ -63,19 +123,27 @@ def calculate_log_probs_and_entropy(
     tp_group: Any,
     with_entropy: bool = False,
     chunk_size: int = -1,
-    log_prob_keep_mask: Tensor | None = None,
+    log_prob_keep_mask: Tensor | Replay | None = None,
     with_entropy_grad: bool = True,
+    *,
+    options: Options | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probs [T, 1], entropy [T] or None), fp32; logits [T, V], tokens [T]; both [0] of no tokens. With a tp_group of
     several ranks logits and log_prob_keep_mask are [T, V / ranks], this rank's parts; None is, as in slime, the default group
     of torch.distributed where there is one. chunk_size is not needed.
 
     with_entropy, with_entropy_grad   the entropy is wanted, and with a gradient.
-    log_prob_keep_mask   bool [T, V]: the softmax of the log-prob, not of the entropy, is over these tokens and the target."""
+    log_prob_keep_mask   bool [T, V]: the softmax of the log-prob, not of the entropy, is over these tokens and the target. Or
+                         what `keep_sets` makes; what the entropy runs over is then said by `options`, None: the vocabulary."""
     plain(logits)
     width = logits.shape[-1]
     shard = even_shard(width, default_group(tp_group))
     entropy = (True if with_entropy_grad else "detached") if with_entropy else False
+    if isinstance(log_prob_keep_mask, Replay):
+        sets, scored = log_prob_keep_mask
+        over = (options or Options(entropy_over="vocabulary")) if with_entropy else None
+        logps, H = token_logprobs(logits, tokens, mask=scored, entropy=entropy, kept=sets, shard=shard, options=over)
+        return logps[:, None] if len(logps) else logps, H
     kept = logits
     if log_prob_keep_mask is not None:
         ids = torch.arange(width, device=tokens.device) + (0 if shard is None else shard.start)

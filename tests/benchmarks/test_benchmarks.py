@@ -21,7 +21,9 @@ pytest.importorskip("triton")
 from benchmarks import __main__ as command
 from benchmarks import harness, results, side_by_side, suites
 from benchmarks import measure as measuring
-from benchmarks.cases import CLIP, CONTRACTS, Cell, HiddenCase, LogitsCase, StepCase, errors, make_case, policy_loss, reference
+from benchmarks.cases import CLIP, CONTRACTS, Cell, HiddenCase, LogitsCase, StepCase, policy_loss
+from benchmarks.errors import errors
+from benchmarks.inputs import make_case, reference
 from benchmarks.measure import DeviceLost, derived, measure, outside_gate, table
 from benchmarks.providers import Provider, Unavailable, peer, providers
 from grpo_kernels import TokenBatch

@@ -15,13 +15,29 @@ from grpo_kernels import Objective
 from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.formulas.surrogates import Cispo, Clip, PolicyGradient
 from grpo_kernels.integrations import nemo_rl
-from support.trainers import DATA, MASK, B, T, V, assert_same, clipped, log_softmax_of, mean_of, stand_in, value_and_gradient
+from grpo_kernels.integrations._records import refiltered
+from support.trainers import (
+    DATA,
+    MASK,
+    B,
+    T,
+    V,
+    assert_same,
+    clipped,
+    log_softmax_of,
+    mean_of,
+    stand_in,
+    their_file,
+    value_and_gradient,
+)
 
 Tensor = torch.Tensor
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
+#: As NeMo-RL's TrainingSamplingParams; the temperature divides the logits before the loss sees them.
+KEPT = SimpleNamespace(top_k=12, top_p=0.8, temperature=1.0)
 #: name -> objective, options of PolicyLoss.
 NEMO: dict[str, tuple[Objective, dict[str, Any]]] = {
     "tokens": (Objective.preset("dapo", numerics="nemo-rl"), {}),
@@ -53,6 +69,20 @@ NEMO: dict[str, tuple[Objective, dict[str, Any]]] = {
     "positive examples": (
         Objective.preset("dapo", numerics="nemo-rl", beta=0.05), {"positive_example_nll_weight": 0.4},
     ),
+    "filtered": (Objective.preset("dapo", numerics="nemo-rl", beta=0.0), {"sampling_params": KEPT}),
+    "filtered, kl over the vocabulary": (
+        Objective.preset("grpo", numerics="nemo-rl", beta=0.3),
+        {"sampling_params": KEPT, "importance": {"mode": "truncate", "low": 0.8, "high": 1.3}},
+    ),
+    "filtered, sequences, on-policy kl": (
+        Objective.preset("gspo", numerics="nemo-rl", beta=0.3, kl=Kl("k3", "score", clamp_log=0.6, clamp=0.1)),
+        {"sampling_params": SimpleNamespace(top_k=6, top_p=1.0, temperature=0.6), "use_on_policy_kl_approximation": True},
+    ),
+    "filtered, forced on policy": (
+        Objective.preset("dapo", numerics="nemo-rl", beta=0.2),
+        {"sampling_params": KEPT, "force_on_policy_ratio": True, "positive_example_nll_weight": 0.4,
+         "importance": {"mode": "truncate", "low": 0.8, "high": 1.3}},
+    ),
 }  # fmt: skip
 
 
@@ -72,11 +102,26 @@ def kl_of(x: Tensor, y: Tensor) -> Tensor:
     return (y - x).exp() - (y - x) - 1
 
 
+def filtered(logits: Tensor, top_k: int | None = None, top_p: float = 1.0, **_: Any) -> Tensor:
+    """Logits with -inf where NeMo-RL's filter drops them: the k largest, then of these the largest with the mass p."""
+    ascending, order = logits.sort(-1)
+    if top_k is not None:
+        ascending = ascending.masked_fill(ascending < ascending[..., -top_k, None], -torch.inf)
+    keep = ascending.softmax(-1).cumsum(-1) > 1 - top_p
+    keep[..., -1] = True
+    return torch.empty_like(logits).scatter(-1, order, ascending.masked_fill(~keep, -torch.inf))
+
+
 def nemo_loss(
     x: Tensor, fields: dict[str, Tensor], toks: Tensor, seqs: Tensor, objective: Objective, options: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """ClippedPGLossFn in float64, of logits [B, T + 1, V]."""
-    curr = log_softmax_of(x[:, :-1], fields["input_ids"][:, 1:])[0]
+    curr = whole = log_softmax_of(x[:, :-1], fields["input_ids"][:, 1:])[0]
+    more: dict[str, Tensor] = {}
+    if "sampling_params" in options:
+        curr = log_softmax_of(filtered(x[:, :-1], **vars(options["sampling_params"])), fields["input_ids"][:, 1:])[0]
+        dropped = curr.isinf() & (MASK * fields["sample_mask"][:, None] != 0)
+        curr, more["outside_sampling_set"] = torch.where(curr.isinf(), 0.0, curr), dropped.sum() / toks
     old, ref, gen, A = (fields[n][:, 1:].double() for n in (
         "prev_logprobs", "reference_policy_logprobs", "generation_logprobs", "advantages"))  # fmt: skip
     samples, forced = fields["sample_mask"], options.get("force_on_policy_ratio", False)
@@ -102,7 +147,6 @@ def nemo_loss(
         r = clamped = curr
         value = -A * curr
     w = (((old - gen) * m).sum(1, keepdim=True) if sequences else old - gen).exp()
-    more: dict[str, Tensor] = {}
     importance = options.get("importance")
     if importance is not None:
         lo, hi = importance["low"], importance["high"]
@@ -115,11 +159,11 @@ def nemo_loss(
             more["is_oob_ratio"] = mean(outside.expand(B, T).double())
             w = w.clamp(lo, hi) if importance["mode"] == "truncate" else w * ~outside
         value = value * w
-    kl_weight, spec = (curr - curr.detach()).exp(), objective.kl_spec
-    e = (ref - curr).clamp(-spec.clamp_log, spec.clamp_log)
+    kl_weight, spec = (whole - whole.detach()).exp(), objective.kl_spec
+    e = (ref - whole).clamp(-spec.clamp_log, spec.clamp_log)
     if options.get("use_on_policy_kl_approximation"):
-        kl_weight = (curr - gen).exp()
-        kl_weight = torch.where(e == ref - curr, kl_weight, kl_weight.detach())
+        kl_weight = (whole - gen).exp()
+        kl_weight = torch.where(e == ref - whole, kl_weight, kl_weight.detach())
     penalty = reduce((kl_weight * (e.exp() - e - 1)).clamp(-spec.clamp, spec.clamp)) if objective.beta else torch.zeros(())
     correct = m * (fields["rewards"] > 0)[:, None]
     nll = -(curr * correct).sum() / correct.sum() * bool(options.get("positive_example_nll_weight"))
@@ -155,7 +199,7 @@ def test_nemo_rl_loss(what: str, nemo: None) -> None:
     }  # fmt: skip
     toks, seqs = torch.tensor(47.0), torch.tensor(9.0)
     loss_fn = nemo_rl.PolicyLoss(objective, **options)
-    given = {name: x for name, x in fields.items() if name != "prev_logprobs" or what != "forced on policy"}
+    given = {name: x for name, x in fields.items() if name != "prev_logprobs" or "forced on policy" not in what}
     assert loss_fn.input_type.name == "LOGIT"
     (loss, metrics), gradient = value_and_gradient(
         lambda x: loss_fn(logits=x, data=given, global_valid_seqs=seqs, global_valid_toks=toks), logits, torch.float32
@@ -164,6 +208,8 @@ def test_nemo_rl_loss(what: str, nemo: None) -> None:
         lambda x: nemo_loss(x, fields, toks, seqs, objective, options), logits, torch.float64
     )
     assert_same((loss, gradient), (want, expected))
+    if "sampling_params" in options:
+        assert 0.1 < metrics["outside_sampling_set"] < 0.9
     assert not gradient[:, -1].any() and not gradient[3].any()
     assert metrics == pytest.approx({k: float(v.detach()) for k, v in named.items()}, rel=1e-4, abs=1e-6)
     # Its workers rescale by these what was divided by 1.
@@ -264,6 +310,22 @@ def test_nemo_rl_kl_of_the_metrics_is_that_of_the_loss(nemo: None) -> None:
 def test_nemo_rl_refuses(nemo: None) -> None:
     with pytest.raises(ValueError, match="aggregate='constant'"):
         nemo_rl.PolicyLoss(Objective.preset("dr_grpo"))
+    weighted = Objective.preset("grpo", beta=0.1, kl=Kl("k3", weighting="ratio"))
+    with pytest.raises(ValueError, match="the KL runs over the vocabulary, its weight over the sets"):
+        nemo_rl.PolicyLoss(weighted, sampling_params=KEPT)
+    assert nemo_rl.PolicyLoss(weighted, sampling_params=SimpleNamespace(top_k=-1, top_p=1.0)).rules is None
     sharded = SimpleNamespace(placements=())
     with pytest.raises(ValueError, match="logits is a DTensor"):
         nemo_rl.PolicyLoss(Objective())(sharded, {}, torch.ones(()), torch.ones(()))
+
+
+def test_nemo_rl_filter_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeMo-RL's own function keeps the ids that ours keeps."""
+    theirs = their_file("nemo_rl.algorithms.logits_sampling_utils", monkeypatch)
+    logits, targets = 2 * torch.randn(B, T, V, generator=torch.Generator().manual_seed(6)), torch.randint(V, (B, T))
+    for top_k, top_p in ((5, 1.0), (None, 0.7), (9, 0.6), (-1, 0.9)):
+        want = theirs.apply_top_k_top_p(logits, top_k, top_p)[0] > -torch.inf
+        kept, dropped = refiltered(logits, targets, top_k=top_k, top_p=top_p)
+        assert torch.equal(dropped, ~want.gather(-1, targets[..., None])[..., 0]) and dropped.any()
+        assert torch.equal(kept.mask(V).view(B, T, V)[~dropped], want[~dropped])
+        assert (kept.counts.view(B, T)[dropped] == 1).all() and kept.contains(targets).all()

@@ -262,3 +262,118 @@ def test_skyrl_functions() -> None:
         assert not megatron._fused_lm_head_logprob_apply("torch", leaf, weight, labels, 0, V, 4, None, True).requires_grad
         assert not wrapper.chunked_entropy_from_logits(logits.requires_grad_()).requires_grad
     assert wrapper.logprobs_from_logits is logprobs_from_logits
+
+
+# ---- over recorded sets
+
+REPLAY = f"{HOME}.utils.sample_support_replay"
+
+
+def supported() -> tuple[Tensor, ...]:
+    """Hidden states, weight, sampled ids [B, T], sets [B, T, 5] padded with -1 at their ends: of one id, of several, of none."""
+    g = torch.Generator().manual_seed(8)
+    hidden, weight, sampled = (
+        torch.randn(B, T, H, generator=g),
+        torch.randn(V, H, generator=g),
+        torch.randint(V, (B, T), generator=g),
+    )
+    others = torch.stack([torch.randperm(V, generator=g)[:5] for _ in range(B * T)]).view(B, T, 5)
+    at = torch.arange(5)
+    sets = torch.where((others == sampled[..., None]) | (at > torch.randint(1, 5, (B, T, 1), generator=g)), -1, others)
+    sets[..., 0] = sampled
+    sets = sets.sort(-1, descending=True).values
+    sets[1, :, 1:], sets[1, :, 0], sets[:, 2] = -1, sampled[1], -1
+    return hidden, weight, sampled, sets.to(torch.int32)
+
+
+def over_support(logits: Tensor, sampled: Tensor, sets: Tensor) -> Tensor:
+    """In the logits' precision: all others at -inf; 0 where there is no set."""
+    keep = torch.zeros(B, T, V + 1, dtype=torch.bool).scatter(2, sets.long() % (V + 1), True)[..., :V]
+    has = (sets >= 0).any(-1)
+    logps = torch.log_softmax(logits.masked_fill(~keep & has[..., None], -torch.inf), -1)
+    return torch.where(has, logps.gather(-1, sampled[..., None])[..., 0], 0.0)
+
+
+def assert_supported(score: Callable[..., Any], dtype: torch.dtype = torch.float32) -> None:
+    """`score` is bound: from logits and from hidden states, value and gradient of each leaf."""
+    hidden, weight, sampled, sets = supported()
+    up, bounds = torch.linspace(-1, 2, T), {"vocab_start_index": 0, "vocab_end_index": V, "tp_group": None}
+
+    def from_hidden(h: Tensor, w: Tensor) -> Tensor:
+        logps, has = score(h, sampled, sets, lm_head_weight=w, temperature=0.7, chunk_size=3, **bounds)
+        assert torch.equal(has, (sets >= 0).any(-1)) and (logps[~has] == 0).all()
+        assert (logps[1] == 0).all() or dtype != torch.float32
+        return (logps * up).sum()
+
+    for name, leaf, other in (("hidden", hidden, weight), ("weight", weight, hidden)):
+
+        def ours(x: Tensor, name: str = name, other: Tensor = other) -> Tensor:
+            return from_hidden(x, other.to(x)) if name == "hidden" else from_hidden(other.to(x), x)
+
+        def exact(x: Tensor, name: str = name, other: Tensor = other) -> Tensor:
+            h, w = (x, other.double()) if name == "hidden" else (other.double(), x)
+            return (over_support(h @ w.T / 0.7, sampled, sets) * up).sum()
+
+        assert_same(value_and_gradient(ours, leaf, dtype), value_and_gradient(exact, leaf, torch.float64))
+    logits = hidden @ weight.T
+    assert_same(
+        value_and_gradient(lambda x: (score(x, sampled, sets, **bounds)[0] * up).sum(), logits, dtype),
+        value_and_gradient(lambda x: (over_support(x, sampled, sets) * up).sum(), logits, torch.float64),
+    )
+
+
+def test_skyrl_scores_over_its_support() -> None:
+    stand_in(f"{HOME}.utils.torch_utils", logprobs_from_logits=lambda: None, chunked_entropy_from_logits=lambda: None)
+    home = stand_in(REPLAY, sample_support_logprobs=lambda *_, **__: None)
+    with skyrl.bind(replay=True, strict=True) as slots:
+        assert_supported(home.sample_support_logprobs)
+        assert set(slots.counts) == {"fused"}
+        hidden, weight, sampled, sets = supported()
+        bounds = {"vocab_start_index": 0, "vocab_end_index": V + 1, "tp_group": None}
+        with pytest.raises(ValueError, match=rf"vocab_end_index={V + 1}"):
+            home.sample_support_logprobs(hidden @ weight.T, sampled, sets, **bounds)
+        with pytest.raises(ValueError, match="support_ids has shape"):
+            home.sample_support_logprobs(hidden @ weight.T, sampled, sets[:, 1:], **bounds)
+
+
+def test_skyrl_support_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SkyRL's own function of hidden states and of logits, in fp64, and ours in its place."""
+    stubs: dict[str, dict[str, Any]] = {
+        "skyrl__backends__skyrl_train__distributed__megatron__token_metadata": dict.fromkeys(
+            ("TokenMetadataLayout", "align_token_metadata", "scatter_packed_token_values_to_batch")
+        ),
+        "skyrl__backends__skyrl_train__utils__packed_tensor": {"PackedTensor": None},
+        "skyrl__backends__skyrl_train__utils__sample_support": {
+            "SAMPLE_SUPPORT_FIELD": "", "SAMPLE_SUPPORT_NO_ROW": -1, "SAMPLE_SUPPORT_PADDING": -1,
+            "SAMPLE_SUPPORT_TORCH_DTYPE": torch.int32, "align_sample_support_row_ids": None,
+        },
+        "skyrl__backends__skyrl_train__utils__torch_utils": {"logprobs_from_logits": lambda: None, "chunked_entropy_from_logits": lambda: None},
+    }  # fmt: skip
+    home = their_file(REPLAY, monkeypatch, **{**stubs, "skyrl__utils__token_metadata": dict.fromkeys(
+        ("TokenMetadataLayout", "align_token_metadata", "scatter_packed_token_values_to_batch"))})  # fmt: skip
+
+    def score(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not hasattr(home, "sample_support_scores"):
+            return home.sample_support_logprobs(*args, **kwargs)
+        scores = home.sample_support_scores(*args, **kwargs)
+        return scores.logprobs, scores.valid_mask
+
+    assert_supported(score, torch.float64)
+    with skyrl.bind(replay=True, strict=True):
+        assert_supported(score)
+
+
+def test_skyrl_records_become_sets() -> None:
+    """[B, A, K] and ids with offsets are the same sets; an end token may have none, and no other."""
+    padded = torch.tensor(
+        [[[4, 2, -1], [7, -1, -1], [-1, -1, -1]], [[1, -1, -1], [-1, -1, -1], [-1, -1, -1]]], dtype=torch.int32
+    )
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    sets = skyrl.kept_sets(padded, mask)
+    assert sets.padded().tolist() == [[4, 2], [7, -1], [-1, -1], [1, -1], [-1, -1], [-1, -1]]
+    ragged = torch.tensor([4, 2, 7, 1], dtype=torch.int32), torch.tensor([0, 2, 3, 3, 4], dtype=torch.int32)
+    assert skyrl.kept_sets(ragged, mask).padded().tolist() == sets.padded().tolist()
+    with pytest.raises(ValueError, match=r"no ids for tokens \[1, 2\] of sample 0"):
+        skyrl.kept_sets(padded.index_fill(1, torch.tensor([1]), -1), mask)
+    with pytest.raises(ValueError, match="4 sets, but there are 3 response tokens"):
+        skyrl.kept_sets(ragged, mask, torch.tensor([[1, 1, 0], [1, 0, 0]]))

@@ -13,7 +13,19 @@ import torch
 from grpo_kernels import Objective
 from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.integrations import slime
-from support.trainers import DATA, MASK, Data, V, assert_same, clipped, log_softmax_of, stand_in, value_and_gradient
+from support.trainers import (
+    DATA,
+    MASK,
+    Data,
+    V,
+    assert_same,
+    clipped,
+    log_softmax_of,
+    stand_in,
+    their_file,
+    their_file_beside,
+    value_and_gradient,
+)
 
 Tensor = torch.Tensor
 
@@ -256,3 +268,121 @@ def test_slime_functions_of_logits() -> None:
             logps, entropy = loss_module.calculate_log_probs_and_entropy(logits[:0], tokens[:0], None, **options)
             assert logps.shape == (0,) and (entropy is None if not options else entropy.shape == (0,))
     assert home.calculate_log_probs_and_entropy is theirs
+
+
+# ---- its record of what top-p kept
+
+TOTALS, RESPONSES = [6, 3, 7], [4, 2, 3]
+TEXTS = [torch.arange(n) * 5 % V + b for b, n in enumerate(TOTALS)]
+#: Of each response token the recorded ids: the target among others, alone, lacking; none, of a tool.
+RECORDS = [[[10, 3, 15], [15], [], [20, 1, 7]], [[6, 11], [11, 0]], [[22], [5, 0, 3], [8, 9]]]
+
+
+def record() -> tuple[list[Tensor], list[Tensor]]:
+    ids = [torch.tensor([i for row in rows for i in row], dtype=torch.int32) for rows in RECORDS]
+    offsets = [
+        torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32) for rows in RECORDS
+    ]
+    return ids, offsets
+
+
+def shifted_tokens(T: int, device: Any, tokens: list[Tensor], totals: list[int], responses: list[int], cp: bool) -> Tensor:
+    """As slime's own without context parallelism."""
+    assert T == sum(totals) and not cp
+    return torch.cat([torch.cat([x[1:], x.new_zeros(1)]) for x in tokens])
+
+
+def replayed(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each response token in turn, in float64: log-prob over its recorded ids and itself; entropy over all."""
+    logps, entropies, at = [], [], 0
+    for text, rows in zip(TEXTS, RECORDS, strict=True):
+        for t, ids in enumerate(rows, start=len(text) - len(rows)):
+            row, kept = logits[at + t - 1].double(), sorted({*ids, int(text[t])})
+            logps.append(row[text[t]] - row[kept].logsumexp(0))
+            p = row.log_softmax(0)
+            entropies.append(-(p.exp() * p).sum())
+        at += len(text)
+    return torch.stack(logps), torch.stack(entropies)
+
+
+def responses_of(x: Tensor) -> Tensor:
+    parts = x.reshape(-1).split(TOTALS)
+    return torch.cat([part[-1 - n : -1] for part, n in zip(parts, RESPONSES, strict=True)])
+
+
+def through_the_record(logits: Tensor, tp_group: Any = None, with_entropy: bool = True) -> tuple[Tensor, Tensor]:
+    """As slime's `get_log_probs_and_entropy` goes about it."""
+    home = sys.modules["slime.backends.megatron_utils.loss"]
+    keep = home._build_topp_keep_mask(len(logits), logits.shape[-1], logits.device, *record(), TOTALS, RESPONSES, False)
+    tokens = home._build_shifted_tokens(len(logits), logits.device, TEXTS, TOTALS, RESPONSES, False)
+    logps, entropy = home.calculate_log_probs_and_entropy(
+        logits, tokens, tp_group, with_entropy=with_entropy, chunk_size=4, log_prob_keep_mask=keep
+    )
+    return responses_of(logps), entropy if entropy is None else responses_of(entropy)
+
+
+def assert_replayed() -> None:
+    """Values and gradients; tool tokens have no part in the entropy here, and one of log-prob 0 there."""
+    logits, up = torch.randn(sum(TOTALS), V, generator=torch.Generator().manual_seed(4)), torch.linspace(-1, 2, sum(RESPONSES))
+    own = torch.tensor([bool(ids) for rows in RECORDS for ids in rows])
+
+    def total(pair: tuple[Tensor, Tensor]) -> Tensor:
+        return (pair[0] * up).sum() + 0.3 * (pair[1] * up * own).sum()
+
+    want = value_and_gradient(lambda x: total(replayed(x)), logits, torch.float64)
+    assert_same(value_and_gradient(lambda x: total(through_the_record(x)), logits, torch.float32), want)
+    assert through_the_record(logits, with_entropy=False)[1] is None
+    assert (through_the_record(logits)[0][[1, 2]] == 0).all()
+
+
+def test_slime_record_goes_to_the_rows_as_it_is() -> None:
+    stand_in("slime.utils.ppo_utils", calculate_log_probs_and_entropy=lambda *_: None)
+    home = stand_in(
+        "slime.backends.megatron_utils.loss", _build_topp_keep_mask=lambda *_: None, _build_shifted_tokens=shifted_tokens,
+        calculate_log_probs_and_entropy=sys.modules["slime.utils.ppo_utils"].calculate_log_probs_and_entropy,
+    )  # fmt: skip
+    with slime.bind(replay=True, strict=True) as slots:
+        assert_replayed()
+        assert set(slots.counts) == {"fused"}
+        kept = home._build_topp_keep_mask(16, V, torch.device("cpu"), *record(), TOTALS, RESPONSES, False)
+        assert kept.kept.rows == 16 and kept.kept.empty_rows == 8 and int((~kept.scored).sum()) == 1
+        ids, offsets = record()
+        with pytest.raises(ValueError, match=r"rollout_top_p_token_ids\[1\] has sets for 1 tokens, but the response has 2"):
+            home._build_topp_keep_mask(
+                16, V, torch.device("cpu"), [ids[0], ids[1][:2], ids[2]], [offsets[0], offsets[1][:2], offsets[2]],
+                TOTALS, RESPONSES, False,
+            )  # fmt: skip
+        with pytest.raises(ValueError, match=r"rollout_top_p_token_ids\[0\]: .*twice in row 0"):
+            home._build_topp_keep_mask(2, V, torch.device("cpu"), [[3, 3]], [[0, 2]], [2], [1], False)
+    with slime.bind(replay=True, entropy_over="kept"):
+        entropy = through_the_record(torch.randn(16, V))[1]
+        assert (entropy[[1, 2]] == 0).all() and (entropy[0] < math.log(3) + 1e-6)
+
+
+def test_slime_replay_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """slime's own functions on the same record: log-probs and entropy, and the rows under every layout of context parallelism."""
+    place = {"context": (1, 0), "tensor_model": (1, 0)}
+    mpu = SimpleNamespace(get_tensor_model_parallel_group=lambda: None)
+    for kind in place:
+        setattr(mpu, f"get_{kind}_parallel_world_size", lambda kind=kind: place[kind][0])
+        setattr(mpu, f"get_{kind}_parallel_rank", lambda kind=kind: place[kind][1])
+    stand_in("megatron.core", mpu=mpu)
+    first = their_file("slime.utils.ppo_utils", monkeypatch)
+    for name, contents in (("distributed_utils", {"distributed_masked_whiten": None}), ("misc", {"load_function": None}),
+                           ("types", {"RolloutBatch": dict})):  # fmt: skip
+        stand_in(f"slime.utils.{name}", **contents)
+    their_file_beside("slime.backends.megatron_utils.cp_utils", first)
+    home = their_file_beside("slime.backends.megatron_utils.loss", first)
+    logits = torch.randn(sum(TOTALS), V, generator=torch.Generator().manual_seed(4))
+    want = through_the_record(logits)
+    torch.testing.assert_close(want[0], replayed(logits)[0].float(), rtol=1e-5, atol=1e-5)
+    with slime.bind(replay=True, strict=True):
+        assert_replayed()
+    for gathered, ranks in ((False, 1), (False, 2), (True, 2)):
+        T = sum(-(-n // 4) * 2 for n in TOTALS) if ranks == 2 and not gathered else sum(TOTALS) // ranks
+        for rank in range(ranks):
+            place["context"] = ranks, rank
+            given = (T, V, torch.device("cpu"), *record(), TOTALS, RESPONSES, gathered)
+            rows = home._build_topp_keep_mask(*given)
+            kept, scored = slime.keep_sets(*given)
+            assert not rows.all() and torch.equal(kept.mask(V) & scored[:, None], rows)

@@ -26,8 +26,9 @@ MASK[0, 2] = False
 #: Of each trainer's package, the version that its adapter was tested with.
 VERSIONS = {
     "openrlhf": "0.11.2", "areal": "1.0.4", "slime": "0.3.1", "prime-rl": "0.8.0", "skyrl": "0.3.0", "unsloth_zoo": "2026.10.9",
+    "miles": "0.1.0",
 }  # fmt: skip
-ROOTS = ("openrlhf", "areal", "slime", "prime_rl", "nemo_rl", "skyrl", "unsloth_made", "unsloth_zoo", "deepspeed")
+ROOTS = ("openrlhf", "areal", "slime", "prime_rl", "nemo_rl", "skyrl", "miles", "unsloth_made", "unsloth_zoo", "deepspeed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,9 +95,10 @@ def their_file(name: str, monkeypatch: pytest.MonkeyPatch, **stubs: dict[str, An
 
 
 def their_file_beside(name: str, loaded: ModuleType) -> ModuleType:
-    """Another file of the same folder."""
+    """Another file of the same package."""
     module = stand_in(name)
-    path = Path(str(loaded.__file__)).with_name(name.rpartition(".")[2] + ".py")
+    root = Path(str(loaded.__file__)).parents[loaded.__name__.count(".") - 1]
+    path = root.joinpath(*name.split(".")[1:]).with_suffix(".py")
     module.__file__, module.__package__ = str(path), name.rpartition(".")[0]
     exec(compile(path.read_text(), str(path), "exec"), vars(module))
     return module

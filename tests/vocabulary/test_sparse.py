@@ -15,7 +15,7 @@ from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary.backends import eager_sparse
 from grpo_kernels.vocabulary.sparse import Slots
 from support import sparse_cases as cases
-from support.processes import interpreted
+from support.processes import finish, interpreted, start
 from support.sparse_cases import DTYPES, WIDTHS
 
 Tensor = torch.Tensor
@@ -132,6 +132,44 @@ def test_wide_rows(module: Any, dtype: torch.dtype) -> None:
     cases.check_logits(module, 5, 2100, dtype, dtype, 2)
     cases.check_sums(module, "weight", 7, 2100, dtype, dtype, 2)
     cases.check_sums(module, "hidden", 7, 2100, dtype, dtype, 2)
+
+
+#: Matrices whose last element is the last of a readable page. What reads or writes beyond it ends the process.
+GUARDED = """
+import sys
+import numpy, torch
+from grpo_kernels.vocabulary.backends import cpu
+from guarded_memory import Memory
+from support import sparse_cases as cases
+
+def guarded(memory, x):
+    buffer = memory.take(x.numel() * x.element_size())
+    ends_a_page = buffer.bytes.ctypes.data + len(buffer.bytes) == buffer.pages.ctypes.data + len(buffer.pages)
+    moved = torch.frombuffer(buffer.bytes, dtype=x.dtype).view(x.shape).copy_(x)
+    return moved, ends_a_page
+
+cpu._cpu.use_isa(sys.argv[1])
+memory, slots, ends = Memory(1 << 22), cases.random_slots(9, 12), 0
+for width in (1, 7, 15, 17, 31, 64, 65, 100, 127, 1030):
+    for dtype in cases.DTYPES:
+        for seed in range(3):
+            memory.reset(numpy.random.default_rng(seed))
+            made = [cases.matrix(n, width, dtype, n) for n in (9, 12)] * 2
+            (hidden, a), (weight, b), (d_hidden, c), (d_weight, d) = (guarded(memory, x) for x in made)
+            ends += a + b + c + d
+            cpu.slot_logits(hidden, weight, slots)
+            cpu.add_weight_rows(cases.values_for(slots), slots, weight, d_hidden)
+            cpu.add_hidden_rows(cases.values_for(slots), slots, hidden, d_weight)
+assert ends > 60
+"""
+
+
+def test_nothing_beyond_a_matrix_is_touched() -> None:
+    pytest.importorskip("numpy")
+    isas = [name.partition(" ")[2] for name in kernels() if name != "eager"]
+    if not isas:
+        pytest.skip("no C++ backend")
+    finish(*(start(GUARDED, isa) for isa in isas))
 
 
 def test_triton_in_the_interpreter() -> None:
