@@ -13,6 +13,8 @@ from typing import Any
 
 # Before torch loads OpenMP: threads that spin while another process has the core make small tests six times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
