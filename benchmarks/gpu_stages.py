@@ -105,7 +105,7 @@ def env(kit: Kit) -> None:
     if shutil.which("nvidia-smi"):
         kit.child("nvidia-smi")
         kit.child("nvidia-smi", "--query", "--display=CLOCK,POWER,TEMPERATURE,ECC,PERFORMANCE")
-    kit.python("-m", "grpo_kernels", "doctor")
+    kit.python("-m", "grpo_kernels", "doctor", *(("--quick",) if kit.rehearse else ()))
     size, n = (1 << 20, 256) if kit.rehearse else (4 << 30, 8192)
     source = torch.empty(size // 2, dtype=torch.bfloat16, device=kit.device).normal_()
     target = torch.empty_like(source).copy_(source)

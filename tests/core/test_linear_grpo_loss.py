@@ -39,11 +39,18 @@ from support.linear_cases import (
 Tensor = torch.Tensor
 BOTH = ("dapo", "grpo, k3 and entropy", "gspo")  # token-level, everything on, sequence-level
 
+#: (packed, arithmetic). Packing arranges rows ahead of any product, so the quick suite packs in one arithmetic.
+LAYOUTS = [
+    pytest.param(packed, name, id=f"{'packed' if packed else 'padded'}-{name}", marks=[pytest.mark.slow] if packed and i else [])
+    for packed in (False, True)
+    for i, name in enumerate(("float32", "bfloat16", "bfloat16 through fp32", "float16"))
+]
+
 
 # ---- against the oracle
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("packed, arithmetic", LAYOUTS, indirect=["arithmetic"])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_objective_matches_oracle(name: str, arithmetic: torch.dtype, packed: bool, backend: str) -> None:
     make, spec = OBJECTIVES[name]
@@ -263,7 +270,7 @@ def test_micro_batches_add_up(name: str, packed: bool, backend: str) -> None:
     assert_gradients_near(sums, exact, ROUNDING[torch.float32])
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("packed, arithmetic", LAYOUTS, indirect=["arithmetic"])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_skip_inactive_is_exact(name: str, arithmetic: torch.dtype, packed: bool, backend: str) -> None:
     """Rows of zero advantage or weight may be left out of the first product too: bitwise the same loss and gradients."""
