@@ -41,7 +41,9 @@ BOTH = ("dapo", "grpo, k3 and entropy", "gspo")  # token-level, everything on, s
 
 #: (packed, arithmetic). Packing arranges rows ahead of any product, so the quick suite packs in one arithmetic.
 LAYOUTS = [
-    pytest.param(packed, name, id=f"{'packed' if packed else 'padded'}-{name}", marks=[pytest.mark.slow] if packed and i else [])
+    pytest.param(
+        packed, name, id=f"{'packed' if packed else 'padded'}-{name}", marks=[pytest.mark.slow] if packed and i else []
+    )
     for packed in (False, True)
     for i, name in enumerate(("float32", "bfloat16", "bfloat16 through fp32", "float16"))
 ]
