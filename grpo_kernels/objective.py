@@ -30,7 +30,7 @@ AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-
 
 
 class Denominators(NamedTuple):
-    """What each term is divided by: `normalizer=` where the KL or the bonus has an aggregation of its own.
+    """The denominator of each term, to pass as `normalizer=` where the KL or the bonus has an aggregation of its own.
 
     policy, kl, entropy   the denominator of that term, a number or a 0-d tensor. None: that of this batch alone, and for a term
                           without an aggregation of its own that of the policy term."""
@@ -66,14 +66,14 @@ class Objective:
                   form, a `Kl`, or a function (logp, old, ref) -> (value, slope). It is not multiplied by the batch's weights.
     entropy_coef  weight of the entropy bonus, which is subtracted from the loss.
     max_tokens    the completion budget of "constant", the paper's constant, not the padded length.
-    filters       see filters.py: tokens that leave the policy term, at most one of a kind.
+    filters       see filters.py: which tokens are left out of the policy term. At most one filter of each kind.
     log_ratio_bounds  (low, high): the log-ratio at the objective's level is clamped, with no slope outside, as torch.clamp
                   has it (verl: -20, 20). None: it is bounded in the exponent only, at 60, and keeps its slope.
     kl_aggregate, entropy_aggregate  None: like `aggregate`, with the same D. Otherwise their own, over this batch unless
                   `normalizer` is a Denominators.
 
-    The denominator D is for one process and one micro-batch. Whoever splits a batch passes `normalizer=` to the loss:
-    D over all micro-batches and ranks, see `distributed.global_normalizer`. Raises ValueError naming the field that is wrong.
+    The denominator D is for one process and one micro-batch. If a batch is split, pass `normalizer=` to the loss: D over all
+    micro-batches and ranks, see `distributed.global_normalizer`. Raises ValueError naming the field that is wrong.
     """
 
     surrogate: Surrogate = field(default_factory=Clip)
@@ -101,7 +101,7 @@ class Objective:
             known = value in AGGREGATES or (value is None and name != "aggregate")
             require(known, name, value, f"it must be one of {', '.join(AGGREGATES)}.")
         require_number("beta", self.beta, "the KL weight is a finite number >= 0.", 0, LARGEST)
-        object.__setattr__(self, "_kl", as_kl(self.kl))  # no field: `kl` says it
+        object.__setattr__(self, "_kl", as_kl(self.kl))  # not a field, because `kl` already has the information
         require_number("entropy_coef", self.entropy_coef, "it must be a finite number.", -LARGEST, LARGEST)
         if self.max_tokens is not None:
             require_whole("max_tokens", self.max_tokens, "the completion budget is a whole number of at least 1 token.")
@@ -131,7 +131,7 @@ class Objective:
         kinds = [type(f) for f in self.filters]
         require(len(set(kinds)) == len(kinds), "filters", self.filters, "give each kind of filter once.")
         both = EntropyFloor in kinds and EntropyQuantile in kinds
-        require(not both, "filters", self.filters, "EntropyFloor and EntropyQuantile are two ways to do one thing: take one.")
+        require(not both, "filters", self.filters, "EntropyFloor and EntropyQuantile do the same thing: pass one of them.")
         trust = TrustRegion in kinds and self.level != "token"
         require(
             not trust, "level", self.level, 'a TrustRegion compares probabilities of single tokens: it needs level="token".'
@@ -162,7 +162,7 @@ class Objective:
 
     @property
     def one_pass(self) -> bool:
-        """True where a token's slope depends on that token alone and is there at once, so that its logits are visited once."""
+        """True where a token's slope depends on that token alone, so that a kernel reads each row of logits once."""
         alone = not (self.surrogate.selects or self.surrogate.in_torch)
         return self.level == "token" and alone and all(f.one_pass for f in self.filters)
 
@@ -339,8 +339,8 @@ class Objective:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(losses, d_logps, d_entropy), each fp32 [n] (d_entropy None without a bonus): sum(losses) is the loss.
 
-        logps and entropy are fp32 [n], exactly 0 where masked. `batch` supplies the sequences; a one-pass objective does
-        without, and treats any slice of rows alone. `log_ratio`: what the function of that name gives, if it is there."""
+        logps and entropy are fp32 [n], exactly 0 where masked. `batch` supplies the sequences; a one-pass objective does not
+        need it and can take any slice of rows. `log_ratio`: the result of the method of that name, if the caller has it."""
         losses, d_logps, d_entropy = token_stage.terms_of_rows(self, logps, entropy, rows, batch, log_ratio)
         return losses, d_logps, d_entropy if self.needs_entropy else None
 

@@ -1,7 +1,7 @@
-"""Surrogates with a special rule for the tokens of largest covariance of log-prob and advantage (arXiv 2505.22617).
+"""Surrogates that treat tokens with a large covariance of log-prob and advantage differently (arXiv 2505.22617).
 
-Their functions (logp, old_logp, advantage, params) -> (loss, slope) are like those of surrogates.py. The last of params is 1.0
-for selected tokens and 0.0 for the others.
+Their functions (logp, old_logp, advantage, params) -> (loss, slope) are like those of surrogates.py. The last entry of params
+is 1.0 for selected tokens and 0.0 for the others.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def covariance(logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
 
 
 def _first(order: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
-    """fp32 [n]: 1 for the `count` (0-d) eligible tokens of the lowest `order`. No host sync."""
+    """fp32 [n]: 1 for the `count` (0-d) eligible tokens with the lowest `order`, 0 for the others. No host sync."""
     ranked = torch.argsort(torch.where(eligible, order, math.inf), stable=True)
     rank = torch.empty_like(ranked).scatter_(0, ranked, torch.arange(ranked.numel(), device=ranked.device))
     return (eligible & (rank < count)).to(torch.float32)
@@ -63,8 +63,9 @@ def _first(order: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ClipCov(Surrogate):
-    """Clip-Cov: `Clip` with eps_low and eps_high, and a random `share` of the tokens (at least one) taken out among those that
-    are not clipped and whose covariance of log-prob and advantage lies between `low` and `high`. Source: arXiv 2505.22617.
+    """Clip-Cov: `Clip` with eps_low and eps_high, without a random `share` of the tokens (at least one). These are drawn from
+    the tokens that are not clipped and whose covariance of log-prob and advantage is between `low` and `high`. Source: arXiv
+    2505.22617.
 
     The random choice follows torch's global seed."""
 

@@ -1,4 +1,4 @@
-"""What a surrogate is, one of your own, and the check of its slope. Those of the literature are in surrogates.py."""
+"""The class of all surrogates, `Custom` for your own, and the check of a slope. Published surrogates are in surrogates.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEVELS = ("token", "sequence", "sequence-token", "sequence-sum")
 class Surrogate:
     """A surrogate function together with its parameters. Subclasses are frozen dataclasses of floats.
 
-    The attributes say what an objective may do with it."""
+    The attributes tell an objective how it may be used."""
 
     function: Callable[..., Any]
     #: Levels of the ratio that it is defined for.
@@ -28,16 +28,16 @@ class Surrogate:
     #: True: the ratio is a constant weight and the gradient flows through logp itself (CISPO). At sequence levels the
     #: slope then stays at its token instead of flowing through the log-ratio of the sequence.
     detached_ratio: bool = False
-    #: True: a token with advantage 0 has loss 0 and slope 0 whatever its ratio, so its row need not be looked at.
+    #: True: a token with advantage 0 has loss 0 and slope 0 whatever its ratio, so its row need not be read.
     zero_at_zero_advantage: bool = True
     #: True: a batch's weights enter the ratio of the sequence instead of multiplying the term (VESPO).
     absorbs_weights: bool = False
-    #: True: `select` looks at the whole batch, so no slope is known before all log-probs are.
+    #: True: `select` needs the log-probs of the whole batch before any slope can be computed.
     selects: bool = False
 
     @property
     def in_torch(self) -> bool:
-        """True: its slope is found in torch only, not by `function`, so that logits are visited twice."""
+        """True: autograd finds the slope, not `function`. It then runs in torch only, and logits are read twice."""
         return False
 
     @property
@@ -57,8 +57,8 @@ class Surrogate:
         return (0.0, math.inf)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens count as clipped, two bools in the shape of ratio and advantages: those below the lower bound with A < 0, and
-        those above the upper with A > 0."""
+        """Which tokens count as clipped, two bools in the shape of ratio and advantages: those below the lower bound with A <
+        0, and those above the upper with A > 0."""
         low, high = self.ratio_bounds
         return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
 
@@ -88,17 +88,17 @@ class Custom(Surrogate):
 
         objective = Objective(surrogate=Custom(squared, (0.1,)))
 
-    `function` takes and returns scalars as far as it can tell: arithmetic, comparisons and the names of `ops`, no
-    Python branches on values; `parameters` is what it receives as its last argument. `check_surrogate` compares the slope
-    with autograd. For the fused kernel it is defined in a file (Triton compiles its source) and closes over no local variables:
-    others cost a second visit of the logits, with a warning, and a ValueError under strict or backend="triton". At sequence
-    levels, unless detached_ratio, logp is the log-ratio of the sequence and old_logp 0: a formula for those uses their
-    difference only.
+    `function` is written as if for one token: arithmetic, comparisons and the names of `ops`, without Python branches on
+    values. It receives `parameters` as its last argument. `check_surrogate` compares the slope with autograd. The fused kernel
+    needs a function that is defined in a file (Triton compiles its source) and uses no local variable of another function.
+    Without that, the logits are read a second time, with a warning, and strict or backend="triton" raises ValueError. At
+    sequence levels, unless detached_ratio, logp is the log-ratio of the sequence and old_logp is 0, so the formula may use
+    their difference only.
 
-    slope="autograd", for prototypes: `function` returns the loss alone, in anything that torch can differentiate, and its slope
-    is autograd's. It runs in torch beside every backend, at the cost of a second visit of the logits (from hidden states, of a
-    fourth product) and of a graph over [n] numbers. What is to have no gradient is detached in the formula. Raises ValueError where
-    the function does not return what it should.
+    slope="autograd" is meant for prototypes: `function` returns the loss alone, in operations that torch can differentiate, and
+    autograd finds the slope. It runs in torch with every backend, and costs a second read of the logits (from hidden states a
+    fourth product) and a graph over [n] numbers. Detach in the formula what shall have no gradient. Raises ValueError where the
+    function does not return what it should.
     """
 
     function: Callable[..., Any]
@@ -135,13 +135,13 @@ class Custom(Surrogate):
 
 
 def check_surrogate(surrogate: Surrogate, *, points: int = 4096, tolerance: float = 1e-6, seed: int = 0) -> None:
-    """Compare a surrogate's slope with autograd's derivative of its loss, in fp64, at random log-probs, ratios within e^-3 and e^3
-    and, one in four, e^-20 and e^20, and advantages of both signs and 0; and its claim to be 0 at advantage 0, if it makes it.
-    `points` of them are drawn with `seed`; an error above `tolerance` times (1 + the derivative) is refused.
+    """Compare a surrogate's slope with autograd's derivative of its loss, in fp64. It is meant for surrogates of your own.
 
-    Meant for surrogates of your own. Where the loss has a detached factor (`detached_ratio=True`: the ratio is a
-    constant weight) old_logp moves along with logp, so that the ratio stands still. Raises ValueError naming the worst
-    point; points on a kink, where a derivative does not exist, have probability 0 (in advantage 0 they count as none).
+    `points` random points are drawn with `seed`: log-probs, ratios between e^-3 and e^3 (one in four between e^-20 and e^20),
+    and advantages of both signs and 0. An error above `tolerance` times (1 + the derivative) is refused, and so is a surrogate
+    with zero_at_zero_advantage=True whose loss or slope is not 0 at advantage 0. With detached_ratio=True old_logp moves along
+    with logp, so that the ratio is constant. Raises ValueError naming the worst point. Points on a kink, where a derivative
+    does not exist, have probability 0.
     """
     g = torch.Generator().manual_seed(seed)
     logp, x = log_probs(points, g)

@@ -11,8 +11,8 @@ Tensor = torch.Tensor
 
 
 def check_returned(function: Callable[..., Any], returns: str, remedy: str, *last: Any) -> None:
-    """Raise ValueError unless `function` of three log-probs or advantages (and `last`) returns what it should, "loss" or
-    "loss and slope", of each of them. A tensor in place of a pair would be taken apart by its rows, if there are two."""
+    """Raise ValueError unless `function`, called with tensors of three tokens (and `last`), returns what it should: "loss" or
+    "loss and slope" of each token. Unchecked, a tensor with two rows in place of a pair would be unpacked into its rows."""
     if torch.compiler.is_compiling():
         return
     given = [torch.tensor(values, device="cpu") for values in ((-1.0, -0.5, -2.0), (-1.2, -0.5, -1.0), (1.0, 0.0, -1.0))]
@@ -32,7 +32,7 @@ def check_returned(function: Callable[..., Any], returns: str, remedy: str, *las
 def by_autograd(function: Callable[..., Tensor], logp: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
     """(loss, d loss / d logp) of each token, the shape of logp, for a function (logp, *others) -> loss."""
     with torch.inference_mode(False), torch.enable_grad():
-        x = logp.detach().clone().requires_grad_()  # copies, for what inference mode made can be saved by no graph
+        x = logp.detach().clone().requires_grad_()  # a copy, because a graph cannot save a tensor made in inference mode
         loss = torch.as_tensor(function(x, *(y.detach().clone() for y in others)))
         if not loss.requires_grad:  # it does not depend on logp
             return loss.detach().to(x.dtype).expand_as(x), torch.zeros_like(x)
@@ -55,8 +55,8 @@ def compare(
     tolerance: float,
     at: dict[str, Tensor],
 ) -> None:
-    """Raise ValueError where the slope that `terms` gives at logp is not the derivative of its value, with the point of the largest
-    error, of which `at` tells the other numbers."""
+    """Raise ValueError where the slope that `terms` gives at logp is not the derivative of its value. The message names the
+    point of the largest error, with the numbers of `at` there."""
     logp = logp.detach().requires_grad_()
     value, slope = terms(logp)
     (expected,) = (

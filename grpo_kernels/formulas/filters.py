@@ -1,8 +1,9 @@
 """Filters: tokens that are left out of the policy term because of what the policy says about them now.
 
-What is known before the policy is evaluated (mismatch to the sampler, say) is a weight of the batch instead: see
-corrections.py. A filtered token has loss 0 and slope 0 in the policy term; the KL keeps it, and so do denominators (but for the mean of
-an entropy bonus with entropy_aggregate="token-mean", which is over what `EntropyQuantile` keeps).
+Anything that is known before the policy is evaluated, such as the mismatch with the sampler, is a weight of the batch instead:
+see corrections.py. A filtered token has loss 0 and slope 0 in the policy term. It still counts in the KL and in the
+denominators, with one exception: an entropy bonus with entropy_aggregate="token-mean" is a mean over the tokens that
+`EntropyQuantile` keeps.
 
 A trust region is (logp, anchor_logp, advantage, params) -> keep, with params = (low, high); p and q are the probabilities
 under the policy and under the anchor, A is the advantage.
@@ -67,16 +68,16 @@ TRUST_REGIONS = {"tv": trust_tv, "symmetric-tv": trust_symmetric_tv, "kl": trust
 
 
 class Filter:
-    """A frozen dataclass with `keep`. `one_pass` says that a token's own log-prob and entropy decide, by a line of
-    `token_stage.token_terms`; one of your own leaves it False."""
+    """A frozen dataclass with `keep`. With `one_pass` a token's own log-prob and entropy decide, and `token_stage.token_terms`
+    computes the decision. A filter that you write leaves it False."""
 
     one_pass: bool = False
-    #: True: it narrows the entropy bonus too.
+    #: True: tokens that are left out of the policy term are left out of the entropy bonus too.
     filters_entropy: bool = False
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
-        """bool [n], from logps and entropy, detached fp32 [n], the flat rows, and the batch that they come from,
-        which one of `one_pass` has no need of."""
+        """bool [n]: the tokens to keep. logps and entropy are detached fp32 [n], rows the flat rows, and batch the batch that
+        they come from (None where `one_pass` is True)."""
         raise NotImplementedError
 
 

@@ -1,9 +1,11 @@
-"""KL to the reference: estimators, each one plain function, and `Kl`, which says what becomes of them.
+"""KL to the reference: estimators, each one plain function, and `Kl`, which says how an estimator is weighted and clamped.
 
-An estimator is (logp, old_logp, ref_logp) -> (value, slope) of a token, fp32, with d = ref_logp - logp and d value / d logp
-called the slope; the probability at the start of the update, old_logp, only `distillation` looks at. Which gradient an estimator has in expectation, on samples
-of the policy: k1 as a loss none at all (use it in rewards, or weighted), k2 that of KL(policy || reference), k3 that of
-KL(reference || policy); weighted by the ratio or the score, k1 and k3 have that of KL(policy || reference).
+An estimator is (logp, old_logp, ref_logp) -> (value, slope) of a token, fp32. The slope is d value / d logp, and d stands for
+ref_logp - logp. Only `distillation` uses old_logp, the log-prob at the start of the update.
+
+The expected gradient of each estimator on samples of the policy: k1 as a loss has none (use it in rewards, or weighted), k2 has
+that of KL(policy || reference), k3 that of KL(reference || policy). Weighted by the ratio or the score, k1 and k3 have that of
+KL(policy || reference).
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def distillation(logp, old_logp, ref_logp):
 ESTIMATORS: dict[str, Callable[..., Any]] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "distillation": distillation}
 
 
-# ---- value + slope, without the cancellation of computing it so: the slope of a value weighted by a ratio of 1
+# ---- value + slope: the slope of a value that is weighted by a ratio of 1, simplified because adding the two would cancel
 
 
 def k1_score(logp, old_logp, ref_logp):
@@ -88,7 +90,7 @@ def kl_terms(logp, old_logp, ref_logp, log_ratio, clamps, ESTIMATOR, SCORE, WEIG
     """(value, slope with the ratio held still, slope through the log-ratio, their sum), as `Kl` describes.
 
     log_ratio  that of the weighting. clamps  `Kl.clamps`. ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH  `Kl.formula`."""
-    # A token that one of the two forbids is still an ordinary number away from the other.
+    # Where one of the two is -inf, their distance stays finite.
     logp = ops.maximum(logp, -1e4)
     ref_logp = ops.maximum(ref_logp, -1e4)
     d = ref_logp - logp
@@ -132,11 +134,11 @@ class Kl:
     weighting         "none". "ratio": times the ratio of the objective's level, with its gradient, so that off-policy
                       samples stay unbiased (DeepSeek-V3.2, arXiv 2512.02556; TRL's default): k3 then has the slope -r d.
                       "detached-ratio": the ratio is a constant. "score": times exp(logp - sg(logp)), which is 1 but
-                      carries the score-function gradient (arXiv 2506.09477; NeMo-RL).
+                      has the score-function gradient (arXiv 2506.09477; NeMo-RL).
     straight_through  True: the value of the estimator with the slope of k2 (verl's "k1+", "k3+").
-    clamp_log, clamp  bounds of |d| and of the value, before a weighting; both stop the gradient outside, that of the
-                      weight included (verl: 20 and 10). They silence the tokens that have drifted furthest; infinity, the
-                      default, switches them off.
+    clamp_log, clamp  bounds of |d| and of the value, before the weighting. Outside them the gradient is 0, also that through
+                      the weight (verl: 20 and 10), so the tokens that have moved furthest get none. Infinity, the default,
+                      switches them off.
 
     A log-prob below -1e4, -inf included, counts as that; log-ratios beyond 60 are bounded in the exponent, and weighted
     values at 1e30: value and slope stay finite in fp32. At level "sequence-sum" the ratio that weighs is the token's own.
@@ -198,10 +200,10 @@ def as_kl(kl: str | Kl | Callable[..., Any]) -> Kl:
 def check_kl(
     kl: str | Kl | Callable[..., Any], *, detached: bool = False, points: int = 4096, tolerance: float = 1e-6, seed: int = 0
 ) -> None:
-    """Compare the slope of an estimator (`Objective.kl`, a `Kl` or its function) with autograd's derivative of its value, in fp64, at
-    random log-probs that are up to 3 and, one in four, up to 20 from the others and from the reference's. `points` of them are drawn
-    with `seed`; an error above `tolerance` times (1 + the derivative) is refused. What a `Kl` makes of it (weights, clamps, the
-    straight-through slope) is ours, and not looked at.
+    """Compare the slope of an estimator (`Objective.kl`, a `Kl` or its function) with autograd's derivative of its value, in
+    fp64, at random log-probs that are up to 3 and, one in four, up to 20 from the others and from the reference's. `points` of
+    them are drawn with `seed`; an error above `tolerance` times (1 + the derivative) is refused. The weights, clamps and
+    straight-through slope that a `Kl` adds are not checked.
 
     detached   True: of a formula in which d = ref_logp - logp is a constant weight; ref_logp then moves along with logp.
 

@@ -1,4 +1,4 @@
-"""What a formula is written in: names that torch and Triton share.
+"""The functions that a formula may call: names that torch and Triton share.
 
 Under torch (CPU kernels, the eager backend, tests) `ops` stands for torch; inside the fused Triton kernel the same source
 is compiled with `ops` replaced by `triton.language`. So each formula of this package exists once.
@@ -12,14 +12,14 @@ Tensor = torch.Tensor
 
 
 class ops:
-    """What a formula may call, besides arithmetic and comparisons: element by element, the same in torch and Triton.
-    NaN goes through all of them."""
+    """The functions that a formula may call, besides arithmetic and comparisons. They work element by element and are the same
+    in torch and Triton. NaN in gives NaN out."""
 
     exp, log, sqrt, abs, where = torch.exp, torch.log, torch.sqrt, torch.abs, torch.where
 
     @staticmethod
     def sigmoid(x):
-        # torch.sigmoid rounds the last few of a tensor otherwise: a token's bits would depend on where a block ends.
+        # torch.sigmoid rounds the last elements of a tensor differently: a token's bits would depend on where a block ends.
         return 1.0 / (1.0 + torch.exp(-x))
 
     @staticmethod
@@ -36,9 +36,9 @@ class ops:
 
 
 def bounded_exp(x):
-    """exp(min(x, 60)): a ratio of e^60 is already lost, and e^60 times any sane weight is still finite in fp32.
+    """exp(min(x, 60)): e^60 times any reasonable weight is still finite in fp32.
 
-    Slopes keep using the bounded value, so a token beyond the bound is pulled back instead of frozen."""
+    Slopes use the bounded value and are not cut, so a token beyond the bound still gets a gradient that pulls it back."""
     return ops.exp(ops.minimum(x, 60.0))
 
 

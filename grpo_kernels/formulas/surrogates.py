@@ -83,7 +83,7 @@ def sapo(logp, old_logp, advantage, params):
     tau = ops.where(advantage > 0.0, params[0], params[1])
     r = bounded_exp(logp - old_logp)
     gate = ops.sigmoid(tau * (r - 1.0))
-    # The other half of the gate by its own sigmoid: 1 - gate would cancel.
+    # 1 - gate is computed as a sigmoid of its own: the subtraction would cancel.
     return -4.0 / tau * gate * advantage, -4.0 * gate * ops.sigmoid(tau * (1.0 - r)) * r * advantage
 
 
@@ -138,7 +138,7 @@ class Clip(Surrogate):
 
 @dataclass(frozen=True)
 class Cispo(Surrogate):
-    """CISPO: loss = -sg(clip(r, low, cap)) A logp; the ratio weighs the token, its gradient is never cut.
+    """CISPO: loss = -sg(clip(r, low, cap)) A logp. The clipped ratio is a constant weight, so every token keeps a gradient.
 
     `cap` and `low` are absolute bounds of the ratio, not offsets from 1 (TRL passes the cap as `epsilon_high`).
     Sources: MiniMax-M1 arXiv 2506.13585 eq. 4; cap 5 as in ScaleRL arXiv 2510.13786. low = 0 is one-sided.
@@ -219,8 +219,9 @@ class Vespo(Surrogate):
 
 @dataclass(frozen=True)
 class Gmpo(Surrogate):
-    """GMPO: loss = -A exp(mean of clipped log-ratios), so the geometric mean of a sequence's ratios is what counts and each
-    token is clipped in log space, to [-eps_low, eps_high], on the side where it would gain. Source: arXiv 2507.20673."""
+    """GMPO: loss = -A exp(mean of clipped log-ratios), with the geometric mean of a sequence's ratios in place of the
+    arithmetic one. Each token's log-ratio is clipped at eps_high for A > 0 and at -eps_low for A < 0. Source: arXiv
+    2507.20673."""
 
     eps_low: float = 0.4
     eps_high: float = 0.4
@@ -232,7 +233,7 @@ class Gmpo(Surrogate):
             require_number(name, getattr(self, name), "the clip width in log space is a number >= 0.", 0)
 
     def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
-        # By A: above, x up to eps_high counts; below, x from -eps_low on; at 0, nothing.
+        # A > 0: x is bounded by eps_high from above. A < 0: by -eps_low from below. A = 0: x does not count.
         high = torch.full_like(x, self.eps_high).masked_fill(advantages < 0, math.inf).masked_fill(advantages == 0, 0.0)
         low = torch.full_like(x, -self.eps_low).masked_fill(advantages > 0, -math.inf).masked_fill(advantages == 0, 0.0)
         inside = (x >= low) & (x <= high) & (advantages != 0)

@@ -3,7 +3,7 @@
     loss_t = policy_weight_t * surrogate_t + kl_weight_t * KL_t - entropy_weight_t * entropy_t - nll_weight_t * logp_t
 
 `token_terms` is that line for one token, given the log-ratio at the objective's level; the fused kernel compiles it in.
-`terms_of_rows` runs it in torch. What needs more than the token comes before it (the log-ratio of a sequence, filters and
+`terms_of_rows` runs it in torch. Steps that need more than one token come before it (the log-ratio of a sequence, filters and
 selections over a batch) or after it (the slope of a sequence's log-ratio goes to the sequence's tokens).
 """
 
@@ -72,8 +72,9 @@ def token_terms(
 ):
     """(loss, d loss / d logp, d loss / d log-ratio, d loss / d entropy) of a token; None leaves a term out.
 
-    log_ratio is that of LEVEL. The third is 0 but where LEVEL has the gradient flow through the log-ratio of a sequence: at the
-    other levels, and of a detached ratio, the second is the whole slope. anchor_logp is what TRUST compares with."""
+    log_ratio is the one at LEVEL. d loss / d log-ratio is nonzero only where the gradient flows through the log-ratio of a
+    sequence; at the other levels, and for a detached ratio, d loss / d logp is the whole slope. TRUST compares with
+    anchor_logp."""
     zero = policy_weight * 0.0
     if TRUST is not None:
         policy_weight = ops.where(TRUST(logp, anchor_logp, advantage, trust_params), policy_weight, 0.0)
@@ -92,7 +93,7 @@ def token_terms(
     else:  # of the ratio alone
         loss, slope = SURROGATE(bounded, zero, advantage, surrogate_params)
         slope = ops.where(bounded == log_ratio, slope, 0.0)
-    # A token that its weight takes out is out whatever the ratio is, NaN included.
+    # A token of weight 0 contributes 0 even where its ratio is NaN.
     out = policy_weight == 0.0
     loss = ops.where(out, 0.0, policy_weight * loss)
     d_logp = ops.where(out, 0.0, policy_weight * slope)
@@ -124,8 +125,8 @@ def token_terms(
 
 
 def ratio_of_kl(log_ratio, own, LEVEL):
-    """The log-ratio that weighs a token's KL: that of LEVEL, but for the ratio of a whole sequence (a product), which would
-    drown it: there the token's own."""
+    """The log-ratio that weighs a token's KL: that of LEVEL, and at "sequence-sum" the token's own, because the ratio of a
+    whole sequence is a product of many and would dominate the KL."""
     if LEVEL == "sequence-sum":
         return own
     else:
@@ -137,7 +138,7 @@ NO_KL = Kl()
 
 
 def formulas(objective: Objective) -> dict[str, Callable[..., Any] | str | bool | None]:
-    """What `token_terms` wants to know at compile time: functions and choices."""
+    """The arguments of `token_terms` that are fixed at compile time: functions and choices."""
     trust = objective.filter(TrustRegion)
     kl = objective.kl_spec if objective.beta else NO_KL
     return {
@@ -151,7 +152,7 @@ def formulas(objective: Objective) -> dict[str, Callable[..., Any] | str | bool 
 
 
 def scalars(objective: Objective) -> dict[str, Any]:
-    """What `token_terms` takes at run time besides the rows: a schedule of these recompiles nothing."""
+    """The numbers that `token_terms` takes at run time besides the rows: changing them recompiles nothing."""
     trust, floor = objective.filter(TrustRegion), objective.filter(EntropyFloor)
     return {
         "surrogate_params": objective.surrogate.params,
@@ -165,7 +166,8 @@ def scalars(objective: Objective) -> dict[str, Any]:
 def terms_of_rows(
     objective: Objective, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None, x: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses, d_logps, d_entropy) [n] of flat rows at log-ratios x, None: to be computed. One-pass objectives need no batch."""
+    """(losses, d_logps, d_entropy) [n] of flat rows at log-ratios x, None: to be computed. One-pass objectives need no
+    batch."""
     old = logps if rows.old_logps is None else rows.old_logps
     numbers = scalars(objective)
     if objective.one_pass:
@@ -182,7 +184,7 @@ def terms_of_rows(
     )  # fmt: skip
     if objective.through_sequence:
         assert batch is not None
-        # Back to the tokens whose mean or sum the log-ratio is.
+        # The log-ratio is a mean or sum over tokens: its slope goes back to these tokens.
         d_ratio = torch.where(rows.mask, _over_sequences(objective, d_ratio, batch), 0.0)
         d_logps = d_logps + d_ratio * objective.surrogate.in_sequence(_own_log_ratio(logps, rows), rows.advantages)[1]
     return losses, d_logps, d_entropy
@@ -195,7 +197,7 @@ def log_ratio(objective: Objective, logps: Tensor, rows: TokenRows, batch: Token
         return x
     x = objective.surrogate.in_sequence(x, rows.advantages)[0]
     if objective.surrogate.absorbs_weights and rows.weights is not None:
-        # A weight of 0 takes its token out, and says nothing about the sequence.
+        # A weight of 0 leaves out its token, and does not change the ratio of the sequence.
         x = x + torch.where(rows.weights == 0, 0.0, rows.weights.abs().log().clamp(-18.420680743952367, 20.0))
     return _over_sequences(objective, torch.where(rows.mask, x, 0.0), batch)
 
@@ -229,7 +231,7 @@ def _filtered(objective: Objective, logps: Tensor, entropy: Tensor | None, rows:
         if f.filters_entropy and rows.entropy_weight is not None:
             narrowed = torch.where(keep, rows.entropy_weight, 0.0)
             if objective.entropy_aggregate == "token-mean":
-                # The mean is over the tokens that are left, if there are any: of whole sequences, but of this batch only.
+                # The mean is over the tokens that are kept, over all ranks of a sequence but in this batch only.
                 sums = torch.stack([x.sum(dtype=torch.float64) for x in (narrowed, rows.entropy_weight)])
                 sums = batch.over_context(sums)
                 narrowed = narrowed * torch.where(sums[0] == 0, 0.0, sums[1] / sums[0]).to(torch.float32)
