@@ -60,7 +60,7 @@ def liger_objective(
     require(loss_type in AGGREGATES, "loss_type", loss_type, f"it must be one of {', '.join(AGGREGATES)}.")
     level = importance_sampling_level
     require(level in ("token", "sequence"), "importance_sampling_level", level, 'it must be "token" or "sequence".')
-    # In Liger's words, which callers match on.
+    # Liger's own message, because callers match on it.
     remedy = f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}. Use importance_sampling_level='token' instead."
     require(level == "token" or loss_type not in UNCLIPPED, "importance_sampling_level", level, remedy)
     if loss_type == "dr_grpo":
@@ -93,7 +93,7 @@ def liger_objective(
 
 
 def as_bool(name: str, mask: Tensor | None) -> Tensor | None:
-    """A 0/1 mask of any dtype. A fraction would be a weight, which is not what a mask is."""
+    """A 0/1 mask of any dtype as bool. A fraction would be a weight, and is refused."""
     if mask is None or mask.dtype == torch.bool:
         return mask
     found = mask != 0
@@ -124,7 +124,7 @@ def token_batch(
         if weights.shape not in (*whole, shape):
             raise ValueError(f"vllm_is_ratio has shape {list(weights.shape)}: pass [B], [B, 1] or {list(shape)}.")
         if objective.surrogate.absorbs_weights and weights.shape in whole:
-            # One per sequence counts once in the ratio: at its first trained token.
+            # A weight of a sequence enters its ratio once: at its first trained token.
             trained = torch.ones(shape, dtype=torch.bool, device=ids.device) if mask is None else mask
             first = trained & (trained.cumsum(1) == 1)
             weights = torch.where(first, weights.reshape(-1, 1).clamp(min=1e-8), 1.0)
@@ -156,19 +156,19 @@ def denominator(loss_type: str, batch: TokenBatch, num_items: float | Tensor | N
     return max(num_items / world, 1.0)
 
 
-# ---- what Liger's chunked loss makes of masked positions
+# ---- masked positions as Liger's chunked loss counts them
 
 
 def weights_with_padding(weights: Tensor, mask: Tensor) -> Tensor:
-    """VESPO's weights [B, T], of which Liger multiplies those of masked positions into the ratio of the sequence as well, and
-    takes 0 for 1e-8: the same product from the trained tokens alone, as an equal share in each."""
+    """VESPO's weights [B, T] for Liger's result: Liger multiplies the weights of masked positions into the ratio of the sequence
+    too, and replaces 0 by 1e-8. Here each trained token gets an equal share of that product."""
     logs = weights.to(torch.float32).log().clamp(math.log(1e-8), 20.0)
     return (logs.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp().expand_as(weights)
 
 
 def rows_with_padding(batch: TokenBatch, objective: Objective) -> TokenRows:
-    """LUSPO's rows: the mean over the padded sequence of all its positions, masked ones too, times the number of its tokens.
-    Only the ratio of a sequence is that of its trained tokens."""
+    """LUSPO's rows for Liger's result: the mean over all positions of the padded sequence, masked ones included, times the number
+    of its trained tokens. The ratio of a sequence is still over its trained tokens."""
     assert batch.mask is not None
     B, T = batch.targets.shape
     share = batch.spread(batch.lengths).to(torch.float32) / (B * T)

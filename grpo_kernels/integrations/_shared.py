@@ -1,4 +1,4 @@
-"""What adapters share beside the binding of names: denominators, batches without ids, groups of ranks, entropy from logits."""
+"""Functions that several adapters use: denominators, batches without ids, groups of ranks, entropy from logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 
 def plain(*tensors: Tensor | None) -> None:
-    """Raise NotCovered for what our kernels do not read."""
+    """Raise NotCovered for tensors that our kernels cannot read."""
     for x in tensors:
         if x is None:
             continue
@@ -28,8 +28,8 @@ def plain(*tensors: Tensor | None) -> None:
 
 
 def even_shard(width: int, group: Any, *, reduce_hidden: bool = True) -> VocabShard | None:
-    """This rank's part of a vocabulary of which each rank of `group` has `width` ids, as Megatron cuts it; None where one rank
-    has it all. Rows that pad it are ids like the others, as they are to the trainers."""
+    """This rank's part of a vocabulary that is split evenly over `group`, `width` ids per rank, as Megatron does; None where
+    one rank has all of it. Padding rows of the weight count as ids, as they do in the trainers."""
     if group is None:
         return None
     ranks = torch.distributed.get_world_size(group)
@@ -39,24 +39,25 @@ def even_shard(width: int, group: Any, *, reduce_hidden: bool = True) -> VocabSh
 
 
 def default_group(group: Any) -> Any:
-    """For trainers to whose collectives no group is all ranks, as it is to torch.distributed."""
+    """The group of all ranks in place of None, for trainers in which None means all ranks, as in torch.distributed."""
     if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.group.WORLD
     return group
 
 
 def at_least_one(count: float | Tensor) -> float | Tensor:
-    """A trainer's count as a denominator: of a step without tokens it is 1."""
+    """A trainer's count as a denominator, which is 1 for a step without tokens."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
 def no_ids(like: Tensor) -> Tensor:
-    """Targets of the shape of `like` for whoever asks for no token: a loss over log-probs, or an entropy."""
+    """Targets of the shape of `like`, all 0, for calls whose result does not depend on them: a loss over log-probs, or an
+    entropy."""
     return torch.zeros(like.shape, dtype=torch.int64, device=like.device)
 
 
 def scored_batch(mask: Tensor, advantages: Tensor, **fields: Any) -> TokenBatch:
-    """A batch for `objective_loss`: the log-probs are there already, and nobody reads its ids. `fields` are TokenBatch's."""
+    """A batch for `objective_loss`, which takes log-probs and does not read ids. `fields` are those of TokenBatch."""
     return TokenBatch(no_ids(mask), advantages, mask=mask != 0, **fields)
 
 
@@ -64,10 +65,10 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     """verl's and SkyRL's function of this name: log-probs of labels, fp32 [...]; logits [..., V], labels of any shape with as
     many elements as there are rows.
 
-    inplace_backward   the gradient overwrites the logits, if they are nobody's parameter; autograd raises where something
-                       else still needs them."""
+    inplace_backward   True: the gradient overwrites the logits, unless they are a leaf. Autograd raises where another operation
+                       still needs them."""
     plain(logits)
-    if labels.numel() == logits.shape[:-1].numel():  # another number is refused below, by both shapes
+    if labels.numel() == logits.shape[:-1].numel():  # any other number is refused below, in an error that names both shapes
         labels = labels.reshape(logits.shape[:-1])
     inplace = inplace_backward and logits.requires_grad and not of_a_leaf(logits) and logits.is_contiguous()
     return token_logprobs(logits, labels, inplace=inplace)[0]
@@ -76,7 +77,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
 def entropy_from_logits(
     logits: Tensor, *, transform: LogitTransform | None = None, mask: Tensor | None = None, gradient: bool = True
 ) -> Tensor:
-    """Entropy in nats, fp32 [...], of logits [..., V] after `transform`; 0 where the mask is."""
+    """Entropy in nats, fp32 [...], of logits [..., V] after `transform`; 0 where the mask is False."""
     plain(logits)
     kind = True if gradient else "detached"
     entropy = token_logprobs(logits, no_ids(logits[..., 0]), transform=transform, mask=mask, entropy=kind)[1]

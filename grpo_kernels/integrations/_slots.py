@@ -1,4 +1,4 @@
-"""Names of a trainer's modules bound to our functions: on request, all at once, and given back."""
+"""Replaces functions in a trainer's modules by ours, on request, and puts the trainer's own back afterwards."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class NotCovered(ValueError):
-    """What one of our functions raises, before any work, where the trainer's own has to run instead."""
+    """Raised by one of our functions, before any work, for a call that the trainer's own function has to handle."""
 
 
 def check_version(package: str, tested: tuple[str, ...], any_version: bool = False) -> None:
-    """Raise RuntimeError for a version of a trainer that its adapter was not tested with, unless told to go on.
+    """Raise RuntimeError for a version of a trainer that its adapter was not tested with, unless any_version or the environment
+    setting allows it.
 
     tested   whole versions, or their beginnings: "1.16" stands for 1.16.0, 1.16.1 and so on."""
     try:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:
-        found = "not installed here (or has no metadata that tell its version)"
+        found = "not installed here (or its metadata have no version)"
     known = any(found == version or found.startswith(version + ".") for version in tested)
     if known or any_version or os.environ.get(OVERRIDE, "0") == "1":
         return
@@ -40,7 +41,7 @@ def check_version(package: str, tested: tuple[str, ...], any_version: bool = Fal
 
 
 class Slots:
-    """What is bound in one trainer. `undo()`, or leaving a `with` block, gives everything back.
+    """The replaced functions of one trainer. `undo()`, or leaving a `with` block, restores all of them.
 
     counts   Counter of calls: "fused", or the trainer's name and why its own function was called.
     strict   True: a call that is left to the trainer raises RuntimeError instead, and so does the end of a `with` block in
@@ -55,11 +56,11 @@ class Slots:
         self._slots: list[str] = []
 
     def bind(self, home: str, name: str, ours: Callable[..., Any], *, attribute: str | None = None) -> None:
-        """Put `ours` in the place of `home`.`name`, there and in every module of the package that imported it, under any
-        name. Modules that are imported later find ours at home.
+        """Replace `home`.`name` by `ours`, there and in every module of the package that imported it, under any name. Modules
+        that are imported later get ours from `home`.
 
-        attribute   the name of an attribute (an autograd function's `apply`) that is what the trainer calls.
-        Raises RuntimeError where it is bound already; then, and on any other error, nothing stays bound."""
+        attribute   the attribute that the trainer calls, such as `apply` of an autograd function; None: the function itself.
+        Raises RuntimeError where it is replaced already. After this or any other error everything is restored."""
         try:
             theirs = getattr(importlib.import_module(home), name)
             if getattr(theirs, "grpo_kernels", False):
@@ -76,7 +77,7 @@ class Slots:
             raise
 
     def put(self, module: Any, key: str, value: Any) -> None:
-        """`module.key` is `value` until `undo()`: in this module only, and its calls are not counted."""
+        """Set `module.key` to `value` until `undo()`, in this module only and without counting calls."""
         theirs = getattr(module, key)
         setattr(module, key, value)
         self._bound.append((module, key, value, theirs))
@@ -95,10 +96,10 @@ class Slots:
             return result
 
         call.grpo_kernels, call.theirs = True, theirs  # type: ignore[attr-defined]
-        return torch.compiler.disable(call)  # a trainer may compile what it finds under the name
+        return torch.compiler.disable(call)  # a trainer may call torch.compile on the function
 
     def _names_of(self, value: Any) -> Iterator[tuple[Any, str]]:
-        """(module, name) of all that is `value` in the package's modules."""
+        """(module, name) of every name in the package's modules that refers to `value`."""
         for path, module in list(sys.modules.items()):
             if path.split(".")[0] == self.package:
                 for key, found in list(getattr(module, "__dict__", {}).items()):
@@ -106,8 +107,8 @@ class Slots:
                         yield module, key
 
     def undo(self) -> None:
-        """Give everything back, to modules that were imported since too; a second time there is nothing to do. Raises
-        RuntimeError, having given back nothing, where someone else has a name now."""
+        """Restore the trainer's functions, also in modules that were imported since. A second call does nothing. Raises
+        RuntimeError, before anything is restored, where another package has replaced one of ours."""
         for module, name, value, _ in self._bound:
             if module.__dict__.get(name) is not value:
                 raise RuntimeError(f"{module.__name__}.{name} is not ours any more: undo in the reverse order of binding.")
@@ -126,7 +127,7 @@ class Slots:
         except RuntimeError as reason:
             if kind is None:
                 raise
-            warnings.warn(str(reason), stacklevel=2)  # what went wrong inside comes first
+            warnings.warn(str(reason), stacklevel=2)  # the error inside the block matters more
         if kind is None and self.strict and not self.counts["fused"]:
             raise RuntimeError(
                 f"strict=True, but no call was fused in this block: {self.trainer} did not call {' or '.join(self._slots)}. Either "

@@ -1,4 +1,4 @@
-"""The way of a loss into a model's forward: what TRL hands to the model, and what the forward does with it."""
+"""Computes the loss inside a model's forward: the object that TRL passes to the model, and the forward that uses it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Tensor = torch.Tensor
 
 
 class LossCall:
-    """One loss on its way through the wrappers of a model. Not a dataclass, whose tensors FSDP would cast."""
+    """The arguments of one loss, passed through the wrappers of a model. Not a dataclass, because FSDP would cast its
+    tensors."""
 
     def __init__(
         self, batch: TokenBatch, objective: Objective, normalizer: float | Tensor, skip_inactive: bool, with_graph: bool = False
@@ -33,12 +34,12 @@ class LossCall:
         self.batch, self.objective, self.normalizer, self.skip_inactive = batch, objective, normalizer, skip_inactive
         self.with_graph = with_graph
         self.read: tuple[Tensor, Tensor] | None = None  # log-probs and entropies as TRL got them
-        self.output: Any = None  # of the outermost wrapper: DDP and FSDP have hooked into its tensors
+        self.output: Any = None  # of the outermost wrapper, because DDP and FSDP put hooks on its tensors
         self.rows: TokenRows | None = None
 
     def through(self, model: Any) -> Any:
-        """The model as TRL calls it, with this call in its arguments and a result without the loss and without a graph; or
-        with one that begins at the result."""
+        """The model as TRL calls it. It passes this call to the model, and returns the result without the loss and detached;
+        with `with_graph`, log-probs and entropies are leaves of a graph that begins there."""
 
         def call(**kwargs: Any) -> Any:
             self.output = out = model(**kwargs, grpo=self)
@@ -54,7 +55,8 @@ class LossCall:
         return call
 
     def filled(self, log_probs: Tensor, entropy: Tensor) -> dict[str, Tensor]:
-        """What TRL gets for tokens that were not projected: a ratio of 1, and the mean entropy of those that were."""
+        """The values that TRL gets for tokens that were not projected: a ratio of 1, and the mean entropy of the other
+        tokens."""
         batch = self.batch
         read = batch.marked(self.objective.active_rows)
         assert read is not None
@@ -76,18 +78,18 @@ class LossCall:
 
 
 def _fp32_cast(head: Any) -> Any:
-    """The forward that TRL's cast_lm_head_to_fp32 has given a head."""
+    """The forward that TRL's cast_lm_head_to_fp32 put on a head; None where it did not."""
     cast = vars(head).get("forward")
     return cast if getattr(cast, "__module__", "") == "trl.trainer.grpo_trainer" else None
 
 
 class Forward:
-    """A forward with two more branches: `grpo=` gives the loss, and TRL's `fused_lm_head=True` without gradients gives
-    log-probs. All other calls go to the forward that was there."""
+    """A model's forward with two more branches: a call with `grpo=` returns the loss, and one with TRL's `fused_lm_head=True`
+    and without gradients returns log-probs. All other calls go to the previous forward."""
 
     def __init__(self, model: Any, counts: Counter[str]) -> None:
         self.model, self.counts, self.active = model, counts, True
-        # Once accelerate has prepared a model, its own forward is around TRL's.
+        # After accelerate has prepared a model, accelerate's forward wraps TRL's.
         self.previous = model.forward
         trls = vars(model).get("_original_forward", self.previous)
         found = [getattr(forward, "grpo_kernels", None) for forward in (self.previous, trls)]
@@ -96,7 +98,7 @@ class Forward:
                 f"the forward of {type(model).__name__} is not TRL's fused LM head, but ours already: undo() that."
             )
         if found[1] is not None:
-            trls = found[1].trls  # accelerate still calls what was undone, which hands on to it
+            trls = found[1].trls  # accelerate still calls our removed forward, which passes the call on
         self.trls = trls
         theirs = inspect.getclosurevars(trls).nonlocals
         names = ("temperature", "final_logit_softcapping", "logit_scale", "cast_lm_head_to_fp32", "backbone_attr", "outputs")
@@ -130,7 +132,7 @@ class Forward:
         self.active = False
         if vars(self.model).get("forward") is self.ours:
             self.model.forward = self.previous
-        # Otherwise accelerate's forward is around ours, which from now on only hands on.
+        # Otherwise accelerate's forward wraps ours, which from now on only passes calls on.
 
     def scores(self, kwargs: dict[str, Any]) -> bool:
         return (
@@ -176,7 +178,7 @@ class Forward:
         return FusedCausalLMOutput(loss=loss, log_probs=log_probs, entropy=entropy, label_mask=mask)
 
     def hidden(self, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Any, Any]:
-        """([B, L, H], router logits, attention mask): what the backbone makes of TRL's arguments."""
+        """(hidden states [B, L, H], router logits, attention mask) of the backbone, called with TRL's arguments."""
         ours = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")
         kwargs = {name: value for name, value in kwargs.items() if name not in ours} | {"use_cache": False}
         states = getattr(self.model, self.backbone)(*args, **kwargs)

@@ -17,12 +17,12 @@ Tensor = torch.Tensor
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 BY_ITEMS = ("dapo", "cispo", "vespo")
-#: Below this TRL's VESPO does not let a sampler's weight fall.
+#: The least weight of a token in TRL's VESPO.
 LEAST_WEIGHT = 1e-8
 
 
 class Settings(NamedTuple):
-    """What a trainer says about its loss, as far as the Objective follows from it."""
+    """The settings of a trainer that determine the Objective."""
 
     loss_type: str
     level: str
@@ -84,7 +84,7 @@ def router(config: Any) -> tuple[int, int] | None:
 
 @functools.lru_cache(maxsize=16)
 def objective_of(settings: Settings) -> tuple[str, Objective | None]:
-    """("", the Objective), or the reason why there is none. Never from data: ranks have to agree."""
+    """("", the Objective), or (the reason why there is none, None). It depends on settings only, so that all ranks agree."""
     s = settings
     if s.loss_type == "vespo":
         if s.level == "sequence" and s.beta != 0 and s.corrected_kl:
@@ -136,7 +136,7 @@ def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> T
     mask = inputs["completion_mask"]
     weights = inputs.get("importance_sampling_ratio")
     if trainer.loss_type == "vespo":
-        # TRL keeps a token that the sampler's mask took out, at the least weight that there is.
+        # TRL keeps a token that the sampler's mask leaves out, with the least weight.
         weights = None if weights is None else weights.clamp(min=LEAST_WEIGHT)
     elif not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
         weights = None

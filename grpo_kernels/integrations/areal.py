@@ -30,10 +30,10 @@ TESTED = ("1.0.4",)
 
 
 def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
-    """Put our two functions in the place of AReaL's; the result undoes it, by `undo()` or as a context manager.
+    """Replace AReaL's two functions by ours. The returned `Slots` restores them, by `undo()` or as a context manager.
 
-    strict   True: a call that has to be left to AReaL raises RuntimeError instead.
-    Raises RuntimeError for a version that is not known, unless any_version, and where it is bound already."""
+    strict   True: a call that AReaL's own function has to handle raises RuntimeError.
+    Raises RuntimeError for a version that was not tested, unless any_version, and where a function is replaced already."""
     check_version("areal", TESTED, any_version)
     slots = Slots("areal", strict)
     slots.bind("areal.utils.functional.vocab_parallel", "gather_logprobs", gather_logprobs)
@@ -45,7 +45,7 @@ def gather_logprobs(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
 ) -> Tensor:
     """Log-probs of labels, fp32 in their shape; logits [..., V], divided by temperature. With a tp_group of several ranks
-    logits are [..., V / ranks], this rank's part; chunk_size is not needed."""
+    logits are [..., V / ranks], this rank's part. chunk_size has no effect."""
     plain(logits)
     transform, shard = LogitTransform(temperature=temperature), even_shard(logits.shape[-1], tp_group)
     return token_logprobs(logits, labels, transform=transform, shard=shard)[0]

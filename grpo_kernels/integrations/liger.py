@@ -268,7 +268,7 @@ def triton_grpo_loss(
     mask = as_bool("completion_mask", completion_mask)
     if mask is None:
         mask = torch.ones((B, L), dtype=torch.bool, device=completion_ids.device)
-    # The extra position is a masked one. A view of the logits without it would cost a second copy of the gradient.
+    # The extra position is masked. A view of the logits without it would cost a second copy of the gradient.
     batch = token_batch(
         completion_ids, advantages, mask, old_logp, ref_logp if beta != 0 else None, vllm_is_ratio, objective, padding=1,
         names=("completion_mask", "old_logp", "ref_logp"),

@@ -97,7 +97,7 @@ class PolicyLoss:
             )
         #: Whether the ratio of the correction is reported per sequence.
         self.sequences = objective.level != "token" or (importance or {}).get("level", "token") != "token"
-        # A ratio of 1 is every token's own.
+        # With a ratio of 1 the levels do not differ.
         self.objective = replace(objective, level="token") if force_on_policy_ratio else objective
         self.importance, self.inplace, self.megatron = importance, inplace, megatron
         self.force_on_policy_ratio = force_on_policy_ratio
@@ -115,7 +115,7 @@ class PolicyLoss:
     def like(
         cls, theirs: Any, *, inplace: bool = False, megatron: bool = False, sampling_params: Any = None
     ) -> PolicyLoss:  # fmt: skip
-        """With the constants of theirs, a `ClippedPGLossFn`. Raises ValueError for what this loss cannot do."""
+        """This loss with the settings of `theirs`, a `ClippedPGLossFn`. Raises ValueError for unsupported ones."""
         if theirs.disable_ppo_ratio and theirs.ratio_clip_c is not None:
             raise ValueError("ratio_clip_c with disable_ppo_ratio bounds no ratio: set one of them only.")
         delta = math.inf if theirs.ratio_clip_c is None else theirs.ratio_clip_c
@@ -166,7 +166,7 @@ class PolicyLoss:
         shard = self._shard(logits, vocab_parallel_group)
 
         def column(name: str) -> Tensor:
-            # The last position is a masked one. A view of the logits without it would cost a second copy of the gradient.
+            # The last position is masked. A view of the logits without it would cost a second copy of the gradient.
             return torch.nn.functional.pad(data[name][:, 1:], (0, 1))
 
         sample_mask = data["sample_mask"]
@@ -279,7 +279,7 @@ class PolicyLoss:
         spec, kl_weight = self.objective.kl_spec, self.objective.token_rows(batch, normalizer).kl_weight
         assert batch.mask is not None and batch.ref_logps is not None and batch.sampler_logps is not None
         assert kl_weight is not None
-        # What is masked may hold anything.
+        # Masked positions may hold any value.
         ref, sampler = (torch.where(batch.mask, x, logps.detach()) for x in (batch.ref_logps, batch.sampler_logps))
         d = ref - logps
         bounded = d.clamp(-spec.clamp_log, spec.clamp_log)

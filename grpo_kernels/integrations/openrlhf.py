@@ -129,8 +129,8 @@ class PolicyLoss(torch.nn.Module):
 
     @classmethod
     def like(cls, theirs: Any) -> PolicyLoss:
-        """With the constants of theirs, an `openrlhf.models.loss.PolicyLoss`, and the results of its version. Raises
-        ValueError for one whose arguments are neither those of 0.11.0 nor of 0.11.2."""
+        """This loss with the constants of `theirs`, an `openrlhf.models.loss.PolicyLoss`, returning what its version returns.
+        Raises ValueError if its arguments are neither those of 0.11.0 nor those of 0.11.2."""
         for fields in (FIELDS + BEFORE, FIELDS + SINCE):
             if all(hasattr(theirs, name) for name in fields):
                 return cls(**{name: getattr(theirs, name) for name in fields})
@@ -196,7 +196,7 @@ class PolicyLoss(torch.nn.Module):
                 measured = (measured.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand_as(measured)
             outside = measured > high
         weights = raw.clamp(low, high) if self.is_correction_mode == "clip" else torch.where(outside, 0.0, raw)
-        # A sequence without tokens has no mean, and counts as outside.
+        # A sequence without tokens has no mean and counts as outside the threshold.
         return weights, (outside | ~mask).all(1) if sequences else outside
 
     def _divergence(self, sampler: Tensor, old: Tensor) -> Tensor:
@@ -207,11 +207,11 @@ class PolicyLoss(torch.nn.Module):
 
 
 def bind(*, entropy_temperature: float = 1.0, strict: bool = False, any_version: bool = False) -> Slots:
-    """Put our functions in the place of `log_probs_from_logits` and `compute_entropy` of openrlhf.models.utils, and of the
-    actor that imported them; the result undoes it, by `undo()` or as a context manager.
+    """Replace `log_probs_from_logits` and `compute_entropy` of openrlhf.models.utils by our functions, also in the actor that
+    imported them. The returned `Slots` restores them, by `undo()` or as a context manager.
 
-    strict   True: a call that has to be left to OpenRLHF raises RuntimeError instead.
-    Raises RuntimeError for a version that is not known, unless any_version, and where it is bound already."""
+    strict   True: a call that OpenRLHF's own function has to handle raises RuntimeError.
+    Raises RuntimeError for a version that was not tested, unless any_version, and where a function is replaced already."""
     check_version("openrlhf", TESTED, any_version)
     slots = Slots("openrlhf", strict)
     slots.bind("openrlhf.models.utils", "log_probs_from_logits", log_probs_from_logits)

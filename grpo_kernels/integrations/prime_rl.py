@@ -56,8 +56,8 @@ def bind(
 
     entropy_over, missing   of replayed rows, as in `Options`: what the entropy runs over, and what becomes of a label that its
                             set lacks. The defaults are prime-rl's.
-    strict   True: a call that has to be left to prime-rl raises RuntimeError instead.
-    Raises RuntimeError for a version that is not known, unless any_version, and where it is bound already."""
+    strict   True: a call that prime-rl's own function has to handle raises RuntimeError.
+    Raises RuntimeError for a version that was not tested, unless any_version, and where a function is replaced already."""
     check_version("prime-rl", TESTED, any_version)
     slots = Slots("prime_rl", strict)
     home = "prime_rl.trainer.models.layers.lm_head"

@@ -143,8 +143,8 @@ def bind(*, megatron: bool = False, replay: bool = False, strict: bool = False, 
 
     megatron   True: the fused head of SkyRL's Megatron worker too.
     replay     True: the scores over recorded sets too.
-    strict     True: a call that has to be left to SkyRL raises RuntimeError instead.
-    Raises RuntimeError for a version that is not known, unless any_version, and where it is bound already."""
+    strict     True: a call that SkyRL's own function has to handle raises RuntimeError.
+    Raises RuntimeError for a version that was not tested, unless any_version, and where a function is replaced already."""
     check_version("skyrl", TESTED, any_version)
     slots = Slots("skyrl", strict)
     home = "skyrl.backends.skyrl_train"

@@ -70,8 +70,8 @@ def bind(
 
     replay   True: also `slime.backends.megatron_utils.loss._build_topp_keep_mask`, so that the record stays ids.
     entropy_over  of replayed rows under replay=True: "vocabulary", as slime has it, or "kept", which reads less.
-    strict   True: a call that has to be left to slime raises RuntimeError instead.
-    Raises RuntimeError for a version that is not known, unless any_version, and where it is bound already."""
+    strict   True: a call that slime's own function has to handle raises RuntimeError.
+    Raises RuntimeError for a version that was not tested, unless any_version, and where a function is replaced already."""
     check_version("slime", TESTED, any_version)
     slots = Slots("slime", strict)
     ours = functools.wraps(calculate_log_probs_and_entropy)(
@@ -216,9 +216,9 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
         old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
         rollout = joined(batch.get("rollout_log_probs"))
 
-        # The reducer is linear: what it makes of a token is its derivative. Its masks are in it.
+        # The reducer is linear, so its result for a single token is its derivative. It applies its masks itself.
         weights = torch.zeros_like(logps, dtype=torch.float32)
-        if lengths:  # of no samples it may make a plain number
+        if lengths:  # without samples the reducer may return a plain number
             probe = weights.requires_grad_()
             with torch.enable_grad():
                 (weights,) = torch.autograd.grad(sum_of_sample_mean(probe), probe, materialize_grads=True)

@@ -41,16 +41,16 @@ Tensor = torch.Tensor
 
 
 def patch(trainer: Any, *, strict: bool = False, skip_inactive: bool = False, any_version: bool = False) -> FusedLoss:
-    """Give this GRPOTrainer, and no other, the loss in one pass. Call it after the trainer is made, before or between
-    `train()`. The result, which is also `trainer.fused_loss`, counts paths and undoes the patch.
+    """Make this GRPOTrainer, and no other, compute its loss in one pass. Call it after the trainer is made, before `train()` or
+    between two calls of it. The result, which is also `trainer.fused_loss`, counts the paths and can undo the patch.
 
-    strict         True: a configuration that has to be left to TRL's own loss raises RuntimeError, at the first step, and so
-                   does a step whose loss, or its gradient with respect to log-probs and entropies, differs from TRL's own
-                   arithmetic on the same log-probs (an evaluation: whose loss). False: such a configuration runs in TRL's
-                   code, warns once and is counted.
+    strict         True: a configuration that needs TRL's own loss raises RuntimeError at the first step. So does a step whose
+                   loss, or its gradient with respect to log-probs and entropies, differs from TRL's arithmetic on the same
+                   log-probs (in evaluation only the loss is compared). False: such a configuration runs in TRL's code, warns
+                   once and is counted.
     skip_inactive  True: tokens that cannot have a gradient (advantage or weight 0, neither KL nor entropy bonus, token level)
-                   are not projected at all, unless a micro-batch has no others: the entropy that TRL logs is then the mean
-                   over the others, and a token of weight 0 counts as one that is not clipped. All else that TRL logs stays.
+                   are not projected, unless a micro-batch has no other tokens. The entropy that TRL logs is then the mean
+                   over the projected tokens, and a token of weight 0 counts as not clipped. Nothing else in TRL's log changes.
                    False: they are projected once, for the metrics, and have no part in the backward.
     any_version    True: go on with a version of TRL that this was not tested with.
 
@@ -106,7 +106,7 @@ class FusedLoss:
         trainer.fused_loss = self
 
     def undo(self) -> None:
-        """Give the trainer and its models back what they had. Raises RuntimeError if it was done before."""
+        """Restore the trainer and its models. Raises RuntimeError on a second call."""
         if vars(self.trainer).get("fused_loss") is not self:
             raise RuntimeError("this patch was undone already.")
         for forward in self._forwards:
@@ -128,7 +128,7 @@ class FusedLoss:
             return self._theirs(model, inputs)
 
         batch = specs.token_batch(trainer, inputs, objective)
-        # Where nothing is active all is projected after all: TRL logs an entropy, which has to be that of some tokens.
+        # Without active tokens all are projected: TRL logs a mean entropy, which needs some tokens.
         skip = self.skip_inactive and objective.one_pass and batch.count(objective.active_rows) > 0
         call = LossCall(batch, objective, specs.denominator(trainer, inputs, batch), skip, with_graph=self.strict)
         theirs = self._theirs(call.through(model), inputs)
@@ -145,14 +145,14 @@ class FusedLoss:
 
 
 def _check_value(ours: Tensor, theirs: Tensor, rows: TokenRows) -> None:
-    """TRL's loss, from the same log-probs, has to be the same number; its formulas may change with a version."""
-    if not (ours - theirs).abs() <= 1e-3 * (_size(rows) + theirs.abs()):  # nor is a NaN
+    """Raise RuntimeError unless TRL's loss of the same log-probs is the same number; its formulas may change with a version."""
+    if not (ours - theirs).abs() <= 1e-3 * (_size(rows) + theirs.abs()):  # NaN raises too
         _differs(f"the fused loss is {float(ours):.6g} and TRL's own arithmetic on its log-probs gives {float(theirs):.6g}")
 
 
 def _check_slopes(call: LossCall, theirs: Tensor) -> None:
-    """And the same gradient: on-policy the loss is near 0 whatever it is divided by. The sizes of all differences are added
-    up, which a token whose ratio is rounded over the edge of its clip range does not upset."""
+    """The same for the gradient, since on-policy the loss is near 0 with any denominator. The absolute differences of all tokens
+    are summed, so that one token whose ratio is rounded across the edge of its clip range does not raise."""
     assert call.rows is not None and call.read is not None
     found = torch.autograd.grad(theirs, call.read, allow_unused=True)
     logps, entropy = (x.detach().reshape(-1) for x in call.read)
@@ -160,7 +160,7 @@ def _check_slopes(call: LossCall, theirs: Tensor) -> None:
     for name, mine, want in zip(("log-probs", "entropies"), ours, found, strict=True):
         a, b = (torch.zeros_like(logps) if x is None else x.reshape(-1) for x in (mine, want))
         apart, size = (a - b).abs().sum(), b.abs().sum()
-        terms = _size(call.rows) if name == "log-probs" else 0.0  # the others are weights and no more
+        terms = _size(call.rows) if name == "log-probs" else 0.0  # those of entropies are plain weights
         if not apart <= 1e-3 * (terms + size):
             _differs(
                 f"the gradient of the fused loss with respect to the {name} is {float(apart):.6g} away, in sum, from "
@@ -169,7 +169,7 @@ def _check_slopes(call: LossCall, theirs: Tensor) -> None:
 
 
 def _size(rows: TokenRows) -> Tensor:
-    """Of all terms, of either sign, before they cancel: what rounding errors are relative to."""
+    """The sum of the absolute values of all terms: rounding errors are relative to it, because terms of different sign cancel."""
     size = (rows.policy_weight * rows.advantages).abs().sum()
     return size if rows.kl_weight is None else size + rows.kl_weight.sum()
 
@@ -178,7 +178,7 @@ def _differs(what: str) -> NoReturn:
     raise RuntimeError(f"strict=True, but {what}: this is a bug of the adapter, or a TRL that it does not know.")
 
 
-# ---- the subclass, made when it is asked for: the core and its tests run without TRL
+# ---- the subclass, made at first use, because the core and its tests run without TRL
 
 
 @functools.cache

@@ -39,13 +39,13 @@ FUSED_OUTPUTS = {"entropy": None, "log_sum_sq_probs": "sum_squares", "is_top1": 
 
 
 def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
-    """Put `linear_logprobs` into TRL's slot; the result undoes it, by `undo()` or as a context manager, and its `counts` say
-    which calls were "fused" and which were left to TRL, and why.
+    """Replace TRL's function of its fused head by `linear_logprobs`. The returned `Slots` restores it, by `undo()` or as a context
+    manager, and its `counts` tell which calls were "fused", and which ran in TRL and why.
 
-    strict   True: a call that has to be left to TRL's own function raises RuntimeError instead, and so does the end of a
-             `with` block in which TRL called ours never.
-    Raises RuntimeError for a version of TRL that is not known, unless any_version, for one whose function has other
-    arguments, and where the slot is taken already."""
+    strict   True: a call that TRL's own function has to handle raises RuntimeError, and so does the end of a `with` block in
+             which TRL did not call ours.
+    Raises RuntimeError for a version of TRL that was not tested, unless any_version, for one whose function has other
+    arguments, and where the function is replaced already."""
     check_version("trl", TESTED, any_version)
     import trl
     from trl.trainer import utils
@@ -69,7 +69,7 @@ def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
 
 
 def _wanted_rows_only(theirs: Callable[[torch.device], bool]) -> Callable[[torch.device], bool]:
-    """TRL's forward asks this whether to hand over the rows with a label only. Its kernels have a name of their own for it."""
+    """TRL's forward calls this to know whether to pass only the rows with a label. Its kernels use another name for it."""
     return lambda device: device.type == "cpu" or theirs(device)
 
 
@@ -119,8 +119,8 @@ def log_probs(
 
 
 def gathered(parameter: Tensor) -> Tensor:
-    """The whole of a parameter that FSDP2 keeps in shards (a plain one as it is). Its gradient becomes the mean over ranks,
-    as FSDP has it for all others, and is scattered back."""
+    """The full tensor of a parameter that FSDP2 shards; a plain parameter is returned as it is. Its gradient is averaged over the
+    ranks, as FSDP does for all other parameters, and scattered back."""
     if not hasattr(parameter, "full_tensor"):
         return parameter
     from torch.distributed.tensor import Partial
@@ -133,10 +133,10 @@ def gathered(parameter: Tensor) -> Tensor:
 
 
 def average_gathered(whole: Tensor) -> None:
-    """`whole` may come from TRL's plain `full_tensor()`, which takes its gradient for the same on all ranks: each would keep
-    that of its own data for its own shard. Make it the mean, which is.
+    """`whole` may come from TRL's plain `full_tensor()`, whose backward expects the same gradient on all ranks. Each rank would
+    keep the gradient of its own data for its own shard, so average it over the ranks here.
 
-    Calls of our own function only: those that are left to TRL (counted "TRL: ...") have TRL's gradient, unmended."""
+    This holds for calls of our function only: calls that run in TRL (counted "TRL: ...") keep TRL's gradient."""
     spec = getattr(whole.grad_fn, "dtensor_spec", None)
     if spec is None or getattr(whole.grad_fn, "grad_placements", None) is not None:
         return

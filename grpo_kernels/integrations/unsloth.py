@@ -38,12 +38,12 @@ ZOO = "unsloth_zoo.rl_replacements"
 
 
 def bind(trainer: type, *, strict: bool = False, any_version: bool = False) -> Slots:
-    """Put our functions where the loss of `trainer`, the class that Unsloth made, looks for its own; the result undoes it, by
-    `undo()` or as a context manager.
+    """Replace Unsloth's functions by ours in the module of `trainer`, the class that Unsloth generated. The returned `Slots`
+    restores them, by `undo()` or as a context manager.
 
-    strict   True: a call that has to be left to Unsloth raises RuntimeError instead.
-    Raises RuntimeError for a version that is not known, unless any_version, and where it is bound already; AttributeError
-    where the module has no such name."""
+    strict   True: a call that Unsloth's own function has to handle raises RuntimeError.
+    Raises RuntimeError for a version that was not tested, unless any_version, and where a function is replaced already.
+    Raises AttributeError where the module has no such name."""
     check_version("unsloth_zoo", TESTED, any_version)
     if hasattr(sys.modules.get(ZOO), "grpo_chunked_hidden_states_logprobs"):
         slots = Slots("unsloth_zoo", strict)
@@ -81,7 +81,7 @@ def selective_log_softmax(
     fp32_lm_head   True: products in fp32 whatever autocast says; None: as UNSLOTH_VLLM_FP32_LM_HEAD has it.
     support_top_k, support_top_p, support_min_p, support_excluded_ids   a softmax over the sampler's kept set: left to Unsloth.
     support_triton_sampler   how the sampler breaks ties in that set: without one it says nothing.
-    chunks, max_rows_per_chunk, fused_linear   choose among Unsloth's own ways, and nothing here."""
+    chunks, max_rows_per_chunk, fused_linear   choose among Unsloth's own implementations; no effect here."""
     if support_top_k > 0 or support_top_p < 1 or support_min_p > 0 or support_excluded_ids is not None:
         raise NotCovered("a softmax over a kept set of tokens (support_top_k, ...)")
     scales = logit_scale_multiply, logit_scale_divide, logit_softcapping
@@ -128,7 +128,7 @@ def _scored(
     if fp32 is None:
         fp32 = os.environ.get("UNSLOTH_VLLM_FP32_LM_HEAD", "0").strip().lower() in ("1", "true", "on", "yes")
     transform = LogitTransform(temperature=temperature, softcap=softcap or None, scale=(multiply or 1.0) / (divide or 1.0))
-    # A model that is spread over devices has its head on the last one. The head's dtype is what Unsloth multiplies in.
+    # A model that is spread over devices has its head on the last one. Unsloth multiplies in the head's dtype.
     h, ids = hidden.to(head.device, torch.float32 if fp32 else head.dtype), index.to(head.device)
     with torch.autocast(head.device.type, enabled=False) if fp32 else nullcontext():
         logps, H = linear_logprobs(h, head, ids, bias=bias, transform=transform, entropy=entropy)

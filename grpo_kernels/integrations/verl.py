@@ -89,9 +89,9 @@ AGGREGATES = {
 
 
 def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
-    """Put our losses into verl's registry, and return their names: `prefix` and each of LOSSES and of our presets.
+    """Add our losses to verl's registry, and return their names: `prefix` with each name of LOSSES and of our presets.
 
-    Nothing of verl's is replaced. Raises RuntimeError for a version of verl that is not known, unless any_version."""
+    No function of verl is replaced. Raises RuntimeError for a version of verl that was not tested, unless any_version."""
     check_version("verl", TESTED, any_version)
     from verl.trainer.ppo.core_algos import register_policy_loss
 
@@ -232,7 +232,7 @@ def _metrics(name: str | None, objective: Objective, out: LossOutput, batch: Tok
     if name == "cispo":
         clipped = share(below | above)
     elif name in ("dppo_tv", "dppo_kl"):
-        # As verl has it, an advantage of 0 counts as negative.
+        # In verl an advantage of 0 counts as negative.
         rows = replace(out.rows, advantages=torch.where(out.rows.advantages == 0, -1.0, out.rows.advantages))
         keep = objective.filters[0].keep(out.logps.reshape(-1), None, rows, batch).view(mask.shape)
         clipped, lower = share(~keep), share(above & keep)
@@ -241,7 +241,7 @@ def _metrics(name: str | None, objective: Objective, out: LossOutput, batch: Tok
         beyond = (x < -objective.surrogate.eps_low) | (x > objective.surrogate.eps_high)
         clipped, lower = share(beyond & (A > 0)), share(beyond & (A < 0))
     elif name == "clip_cov":
-        # The tokens that were drawn have no slope, where all others but the clipped ones have one.
+        # Tokens that were drawn have no slope. All others have one, except those that are clipped.
         slopes = torch.autograd.grad(out.loss, log_prob, retain_graph=True)[0] if out.loss.requires_grad else x
         beyond = torch.logical_or(*objective.surrogate.clipped(bounded.exp(), A)) | (A == 0)
         beyond = beyond if batch.weights is None else beyond | (batch.weights == 0)
@@ -265,13 +265,14 @@ def _metrics(name: str | None, objective: Objective, out: LossOutput, batch: Tok
 
 
 def bind(*, hidden: bool = True, logits: bool = True, strict: bool = False, any_version: bool = False) -> Slots:
-    """Put our functions in the place of verl's, in this process; the result undoes it, by `undo()` or as a context manager.
+    """Replace verl's functions by ours in this process. The returned `Slots` restores them, by `undo()` or as a context manager.
 
     hidden   `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`, for use_fused_kernels with impl_backend=triton.
     logits   `logprobs_from_logits` and `entropy_from_logits` of verl.utils.torch_functional and of the engines that imported
-             them. Bind before the engine is built: it keeps the function of the entropy that it found then.
-    strict   True: a call that has to be left to verl raises RuntimeError instead.
-    Raises RuntimeError for a version of verl that is not known, unless any_version, and where it is bound already."""
+             them. Bind before the engine is built, because the engine keeps the entropy function of that time.
+    strict   True: a call that verl's own function has to handle raises RuntimeError.
+    Raises RuntimeError for a version of verl that was not tested, unless any_version, and where a function is replaced
+    already."""
     check_version("verl", TESTED, any_version)
     slots = Slots("verl", strict)
     if hidden:
@@ -294,7 +295,7 @@ def linear_cross_entropy(
     many rows, weight [V, H].
 
     With a dist_process_group of several ranks weight is [V / ranks, H], this rank's part, and the gradient of hidden its
-    share: verl's layers in front sum it up. A reduction other than "none" is left to verl."""
+    share: verl's layers in front sum it up. A reduction other than "none" runs in verl."""
     if reduction != "none":
         raise NotCovered(f"reduction={reduction!r}")
     plain(hidden, weight)
