@@ -160,15 +160,15 @@ def denominator(loss_type: str, batch: TokenBatch, num_items: float | Tensor | N
 
 
 def weights_with_padding(weights: Tensor, mask: Tensor) -> Tensor:
-    """VESPO's weights [B, T] for Liger's result: Liger multiplies the weights of masked positions into the ratio of the sequence
-    too, and replaces 0 by 1e-8. Here each trained token gets an equal share of that product."""
+    """VESPO's weights [B, T] for Liger's result: Liger multiplies the weights of masked positions into the ratio of the
+    sequence too, and replaces 0 by 1e-8. Here each trained token gets an equal share of that product."""
     logs = weights.to(torch.float32).log().clamp(math.log(1e-8), 20.0)
     return (logs.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp().expand_as(weights)
 
 
 def rows_with_padding(batch: TokenBatch, objective: Objective) -> TokenRows:
-    """LUSPO's rows for Liger's result: the mean over all positions of the padded sequence, masked ones included, times the number
-    of its trained tokens. The ratio of a sequence is still over its trained tokens."""
+    """LUSPO's rows for Liger's result: the mean over all positions of the padded sequence, masked ones included, times the
+    number of its trained tokens. The ratio of a sequence is still over its trained tokens."""
     assert batch.mask is not None
     B, T = batch.targets.shape
     share = batch.spread(batch.lengths).to(torch.float32) / (B * T)

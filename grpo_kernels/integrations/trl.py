@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer with its loss in one pass: log-probs, loss and gradient in one visit of the head, inside the model's forward.
+"""TRL's GRPOTrainer with its loss in one pass: log-probs, loss and gradient in one visit of the head, inside the model's
+forward.
 
     from grpo_kernels.integrations.trl import FusedGRPOTrainer     # in place of trl.GRPOTrainer, same arguments
 
@@ -151,8 +152,8 @@ def _check_value(ours: Tensor, theirs: Tensor, rows: TokenRows) -> None:
 
 
 def _check_slopes(call: LossCall, theirs: Tensor) -> None:
-    """The same for the gradient, since on-policy the loss is near 0 with any denominator. The absolute differences of all tokens
-    are summed, so that one token whose ratio is rounded across the edge of its clip range does not raise."""
+    """The same for the gradient, since on-policy the loss is near 0 with any denominator. The absolute differences of all
+    tokens are summed, so that one token whose ratio is rounded across the edge of its clip range does not raise."""
     assert call.rows is not None and call.read is not None
     found = torch.autograd.grad(theirs, call.read, allow_unused=True)
     logps, entropy = (x.detach().reshape(-1) for x in call.read)
@@ -169,7 +170,8 @@ def _check_slopes(call: LossCall, theirs: Tensor) -> None:
 
 
 def _size(rows: TokenRows) -> Tensor:
-    """The sum of the absolute values of all terms: rounding errors are relative to it, because terms of different sign cancel."""
+    """The sum of the absolute values of all terms: rounding errors are relative to it, because terms of different sign
+    cancel."""
     size = (rows.policy_weight * rows.advantages).abs().sum()
     return size if rows.kl_weight is None else size + rows.kl_weight.sum()
 
@@ -186,7 +188,8 @@ def _trainer_class() -> type:
     from trl import GRPOTrainer
 
     class FusedGRPOTrainer(GRPOTrainer):
-        """trl.GRPOTrainer, patched as `patch` does it; `strict`, `skip_inactive` and `any_version` go there, args and kwargs to TRL."""
+        """trl.GRPOTrainer, patched as `patch` does it; `strict`, `skip_inactive` and `any_version` go there, args and kwargs to
+        TRL."""
 
         def __init__(
             self, *args: Any, strict: bool = False, skip_inactive: bool = False, any_version: bool = False, **kwargs: Any

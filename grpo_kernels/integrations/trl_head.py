@@ -39,8 +39,8 @@ FUSED_OUTPUTS = {"entropy": None, "log_sum_sq_probs": "sum_squares", "is_top1": 
 
 
 def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace TRL's function of its fused head by `linear_logprobs`. The returned `Slots` restores it, by `undo()` or as a context
-    manager, and its `counts` tell which calls were "fused", and which ran in TRL and why.
+    """Replace TRL's function of its fused head by `linear_logprobs`. The returned `Slots` restores it, by `undo()` or as a
+    context manager, and its `counts` tell which calls were "fused", and which ran in TRL and why.
 
     strict   True: a call that TRL's own function has to handle raises RuntimeError, and so does the end of a `with` block in
              which TRL did not call ours.
@@ -84,9 +84,9 @@ def log_probs(
     logit_scale: float = 1.0,
     outputs: tuple[str, ...] = EVERY_OUTPUT,
 ) -> tuple[Tensor | None, ...]:
-    """(log-probs, entropy, log of the sum of squared probabilities, None, whether the target is the largest logit), fp32 and bool
-    [N], of hidden [N, H], weight [V, H], bias [V] and targets [N]: what `apply` of TRL's autograd function gives, with None for what
-    `outputs` does not ask for. A row whose target is -100 gives 0.
+    """(log-probs, entropy, log of the sum of squared probabilities, None, whether the target is the largest logit), fp32 and
+    bool [N], of hidden [N, H], weight [V, H], bias [V] and targets [N]: what `apply` of TRL's autograd function gives, with
+    None for what `outputs` does not ask for. A row whose target is -100 gives 0.
 
     temperature, final_logit_softcapping, logit_scale   as in `LogitTransform`.
     outputs      what TRL wants beside the log-probs: "entropy", "log_sum_sq_probs", "is_top1"; "mean_logits" is left to TRL.
@@ -119,8 +119,8 @@ def log_probs(
 
 
 def gathered(parameter: Tensor) -> Tensor:
-    """The full tensor of a parameter that FSDP2 shards; a plain parameter is returned as it is. Its gradient is averaged over the
-    ranks, as FSDP does for all other parameters, and scattered back."""
+    """The full tensor of a parameter that FSDP2 shards; a plain parameter is returned as it is. Its gradient is averaged over
+    the ranks, as FSDP does for all other parameters, and scattered back."""
     if not hasattr(parameter, "full_tensor"):
         return parameter
     from torch.distributed.tensor import Partial

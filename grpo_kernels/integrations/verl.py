@@ -150,7 +150,8 @@ def policy_loss(objective: str | Objective) -> PolicyLoss:
 
 
 def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> Objective:
-    """The objective of verl's loss `name` (LOSSES) under its actor's `config`, aggregated by loss_agg_mode. Raises ValueError for what ours cannot do."""
+    """The objective of verl's loss `name` (LOSSES) under its actor's `config`, aggregated by loss_agg_mode. Raises ValueError
+    for what ours cannot do."""
     if config is None:
         raise ValueError("config is None: verl's losses read clip_ratio and more from the actor's config.")
     if loss_agg_mode not in AGGREGATES:
@@ -265,7 +266,8 @@ def _metrics(name: str | None, objective: Objective, out: LossOutput, batch: Tok
 
 
 def bind(*, hidden: bool = True, logits: bool = True, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace verl's functions by ours in this process. The returned `Slots` restores them, by `undo()` or as a context manager.
+    """Replace verl's functions by ours in this process. The returned `Slots` restores them, by `undo()` or as a context
+    manager.
 
     hidden   `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`, for use_fused_kernels with impl_backend=triton.
     logits   `logprobs_from_logits` and `entropy_from_logits` of verl.utils.torch_functional and of the engines that imported
