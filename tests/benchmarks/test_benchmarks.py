@@ -1,15 +1,13 @@
-"""The benchmarks can be believed: the gate refuses wrong answers, nobody is silently absent, figures follow from times,
-and a run that is cut off goes on where it stopped. Tiny shapes; torch.compile runs what it would compile as it is."""
+"""The benchmarks can be believed: the gate refuses wrong answers, no contender is silently absent, figures follow from times.
+Tiny shapes; with torch.compile in eager mode."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,58 +16,18 @@ import torch
 pytest.importorskip("transformers")  # of the step
 pytest.importorskip("triton")
 
-from benchmarks import __main__ as command
-from benchmarks import harness, results, side_by_side, suites
+from benchmarks import harness, suites
 from benchmarks import measure as measuring
 from benchmarks.cases import CLIP, CONTRACTS, Cell, HiddenCase, LogitsCase, StepCase, policy_loss
 from benchmarks.errors import errors
 from benchmarks.inputs import make_case, reference
-from benchmarks.measure import DeviceLost, derived, measure, outside_gate, table
+from benchmarks.measure import derived, measure, outside_gate, table
 from benchmarks.providers import Provider, Unavailable, peer, providers
 from grpo_kernels import TokenBatch
-from grpo_kernels.diagnosis import Finding
 from grpo_kernels.vocabulary import backends
-
-FP32, BF16 = torch.float32, torch.bfloat16
-QUICKLY = {"seconds": 0.0, "least": 1, "counters": False, "memory": False}
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> None:
-    """Not here: what other projects leave in new tensors is theirs."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiles() -> Iterator[None]:
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-def tiny(contract: str, dtype: torch.dtype = FP32, active: float = 1.0) -> Cell:
-    hidden = None if contract.startswith("logits") else 128
-    return Cell(contract, 32, 512, dtype, hidden, active, layers=1 if contract == "step" else None)
-
-
-OURS = {contract: [p.name for p in providers(contract) if p.name.startswith("grpo_kernels")] for contract in CONTRACTS}
-
-
-def by_name(cell: dict) -> dict[str, dict]:
-    return {row["name"]: row for row in cell["providers"]}
-
+from support.benchmark_cells import BF16, FP32, OURS, QUICKLY, by_name, good, nothing_compiles, poisoned_memory, provider, tiny  # noqa: F401 - fixtures
 
 # ---- the gate
-
-
-def good(case: LogitsCase) -> Callable[[], dict]:
-    def run() -> dict:
-        logps = torch.log_softmax(case.logits.float(), -1).gather(1, case.batch.targets[:, None])[:, 0]
-        return case.gradients(policy_loss(logps, case.batch, case.cell.beta))
-
-    return run
-
-
-def provider(name: str, change: Callable[[dict], dict]) -> Provider:
-    return Provider(name, ("logits",), lambda case: measuring.Run(lambda: change(good(case)()), case.restore))
 
 
 def raising(failure: Exception) -> Callable[[dict], dict]:
@@ -484,241 +442,3 @@ def test_host_syncs_are_the_warnings_of_the_run(monkeypatch: pytest.MonkeyPatch)
     wait = torch.cuda.Event.synchronize
     assert harness.host_syncs(run) == 3 and modes == ["warn", "default"] and len(waited) == 1
     assert torch.cuda.Event.synchronize is wait
-
-
-# ---- result files
-
-
-class Planned:
-    """Two cells of a suite, measured by nobody: `log` holds those that were asked for."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
-        self.out, self.log, self.cells = out, [], [tiny("logits"), tiny("logits", BF16)]
-        self.known: list[dict | None] = []
-        self.failure: BaseException | None = None  # raised at the second cell
-        plan = lambda device, quick: [suites.Planned(cell) for cell in self.cells]  # noqa: E731
-        monkeypatch.setitem(suites.SUITES, "test", suites.Suite("test", "A test", "logits", plan))
-        monkeypatch.setattr(suites, "measure", self.measure)
-
-    def measure(self, cell: Cell, device: str, known: dict | None = None, **how: Any) -> dict:
-        if self.failure is not None and cell.dtype == BF16:
-            raise self.failure
-        self.log.append(cell)
-        self.known.append(known)
-        return measuring.describe(cell) | {"limit": None, "providers": [], "number": len(self.log)}
-
-    def run(self, **how: bool) -> dict:
-        (path,) = suites.run(["test"], "cpu", self.out, **how)
-        assert path == self.out / "cpu" / "test.json"
-        return json.loads(path.read_text())
-
-
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Planned:
-    return Planned(monkeypatch, tmp_path)
-
-
-def test_the_machine_its_backend_and_a_legend_come_first(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
-    planned.run()
-    first, _, *legend = capsys.readouterr().out.partition("\n#")[0].splitlines()
-    assert f"backend {harness.machine('cpu')['backend']}" in first and f"{torch.get_num_threads()} threads" in first
-    assert all(word in " ".join(legend) for word in ("n runs", "U:", "NHV", "limit", "error"))
-
-
-def test_a_second_run_skips_what_is_there(planned: Planned) -> None:
-    first = planned.run()
-    assert [cell["dtype"] for cell in first["cells"]] == ["float32", "bfloat16"]
-    assert first["machine"]["device"] == "cpu" and first["machine"]["versions"]["triton"] and first["suite"] == "test"
-    second = planned.run()
-    assert len(planned.log) == 2 and second["cells"] == first["cells"]
-    planned.run(fresh=True)
-    assert len(planned.log) == 4
-
-
-def test_what_changed_is_measured_again(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned.run()
-    planned.cells[1] = Cell("logits", 48, 512, BF16)
-    found = planned.run()
-    assert planned.log[2:] == [planned.cells[1]] and [cell["rows"] for cell in found["cells"]] == [32, 48]
-    monkeypatch.setattr(results, "_code", lambda: "other code")
-    planned.run()
-    assert len(planned.log) == 5
-    planned.run(quick=True)
-    assert len(planned.log) == 7
-
-
-@pytest.mark.parametrize("change", ["threads", "environment", "backend", "name", "library"])
-def test_another_machine_is_measured_again_and_replaces_the_former(
-    planned: Planned, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    planned.run()
-    other = harness.machine("cpu") | {change: "other"}
-    monkeypatch.setattr(suites, "machine", lambda device: other)
-    found = planned.run()
-    assert len(planned.log) == 4 and found["machine"] == other
-    assert [cell["number"] for cell in found["cells"]] == [3, 4]
-    assert all(cell["machine"] == other and cell["date"] and cell["command"] for cell in found["cells"])
-
-
-def test_the_machine_is_described_by_what_changes_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
-    monkeypatch.setenv("OMP_TOOL_LIBRARIES", "/somewhere/tool.so")
-    found = harness.machine("cpu")
-    assert found["environment"]["MALLOC_ARENA_MAX"] == "1" and found["environment"]["OMP_TOOL_LIBRARIES"] == "tool.so"
-    assert found["threads"] == torch.get_num_threads()
-    assert found["backend"] == "cpu" or found["backend"].startswith("eager (")
-    assert (found["library"] == "none") == ("instruction set" not in found)
-
-
-def test_a_run_that_is_cut_off_goes_on(planned: Planned) -> None:
-    planned.failure = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        planned.run()
-    left = results.load(planned.out / "cpu" / "test.json")
-    assert [cell["dtype"] for cell in left["cells"]] == ["float32"]
-    planned.failure = None
-    found = planned.run()
-    assert [cell.dtype for cell in planned.log] == [FP32, BF16]
-    assert [cell["number"] for cell in found["cells"]] == [1, 2]
-
-
-def test_a_provider_that_breaks_cuda_is_left_out_the_next_time(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned.failure = DeviceLost("reckless", "illegal memory access")
-    with pytest.raises(SystemExit) as stop:
-        planned.run()
-    assert stop.value.code == suites.LOST_DEVICE
-    planned.failure = None
-    planned.run()
-    assert planned.known == [{}, {"reckless": "illegal memory access"}]  # fp32 does not pay for it
-    planned.run(fresh=True)
-    assert planned.known[2:] == [{}, {"reckless": "illegal memory access"}]
-    planned.cells[1] = Cell("logits", 48, 512, BF16)
-    planned.run()
-    assert planned.known[4:] == [{"reckless": "illegal memory access"}]  # nor is it tried at another shape
-    monkeypatch.setattr(results, "_code", lambda: "other code")
-    planned.run()
-    assert planned.known[5:] == [{}, {}]
-
-
-def test_who_is_known_to_break_cuda_is_not_even_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[str] = []
-    monkeypatch.setattr(measuring, "_compiles", lambda p, cell, device: counted.append(p.name))
-    candidates = [provider("reckless", lambda found: found), provider("right", lambda found: found)]
-    how = QUICKLY | {"counters": True}
-    rows = by_name(measure(tiny("logits"), "cpu", candidates=candidates, known={"reckless": "broke CUDA"}, **how))
-    assert counted == ["right"] and rows["reckless"]["status"] == "failed"
-
-
-def test_a_cell_that_cannot_be_measured_does_not_cost_the_others(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
-    planned.cells.append(tiny("logits", torch.float16))
-    planned.failure = MemoryError("no room")
-    with pytest.raises(SystemExit, match=r"bfloat16.*no room"):
-        planned.run()
-    assert [cell.dtype for cell in planned.log] == [FP32, torch.float16]
-    planned.failure = None
-    assert len(planned.run()["cells"]) == 3 and len(planned.log) == 3
-
-
-def test_who_raises_while_it_is_timed_is_dropped() -> None:
-    calls = {"late": 0, "right": 0}
-
-    def change(name: str) -> Callable[[dict], dict]:
-        def called(found: dict) -> dict:
-            calls[name] += 1
-            if name == "late" and calls[name] > 2:
-                raise RuntimeError("out of something")
-            return found
-
-        return called
-
-    candidates = [provider(name, change(name)) for name in calls]
-    rows = by_name(measure(tiny("logits"), "cpu", candidates=candidates, **QUICKLY | {"seconds": 60.0, "most": 5}))
-    assert rows["late"]["status"] == "failed" and "timed, RuntimeError: out of something" in rows["late"]["reason"]
-    assert "ms" not in rows["late"] and calls["late"] == 3
-    assert rows["right"]["status"] == "ok" and rows["right"]["runs"] == 5
-
-
-def test_broken_cuda_is_told_from_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", broken)
-    case = types.SimpleNamespace(name="reckless")
-    with pytest.raises(DeviceLost, match="reckless: RuntimeError: CUDA error"):
-        measuring._attempt(case, "cuda", broken)  # type: ignore[arg-type]
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "suite.json"
-    assert results.load(path) == {}
-    results.save(path, {"cells": []})
-    with pytest.raises(TypeError):
-        results.save(path, {"cells": [object()]})
-    assert results.load(path) == {"cells": []}
-
-
-# ---- commands
-
-
-def test_the_command_lists_all_suites(capsys: pytest.CaptureFixture[str]) -> None:
-    command.main(["--list", "--device", "cpu"])
-    printed = capsys.readouterr().out
-    assert all(f"{name}: " in printed for name in suites.SUITES) and "one sequence" in printed
-    with pytest.raises(SystemExit):
-        command.main(["--suite", "nonsense"])
-
-
-def test_without_current_kernels_nothing_is_measured_unless_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = []
-    monkeypatch.setattr(command, "run", lambda *args, **options: calls.append(args) or [])
-    monkeypatch.setattr(harness, "findings", lambda needed: [Finding("it is stale", "build it", True, blocks=True)])
-    options = ["--quick", "--device", "cpu", "--out", str(tmp_path)]
-    with pytest.raises(SystemExit, match=r"Nothing was measured\.\nit is stale\n  -> build it"):
-        command.main(options)
-    assert calls == []
-    command.main([*options, "--without-native"])
-    monkeypatch.setattr(harness, "findings", lambda needed: [Finding("threads spin", "wait", False)])
-    command.main(options)
-    assert len(calls) == 2
-    monkeypatch.setattr(backends, "unavailable", lambda name: "no GPU")
-    with pytest.raises(SystemExit, match="cuda tensors do not run: no GPU"):
-        harness.require_kernels("cuda")
-
-
-def test_side_by_side_prints_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
-    side_by_side.main(rows=32, vocab=512, rounds=2)
-    printed = capsys.readouterr().out
-    assert printed.count("fused, in place") == 2 and printed.count("eager PyTorch") == 2 and "1.0x" in printed
-
-
-def test_side_by_side_says_why_there_is_no_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "unavailable", lambda name: None if name == "eager" else "no compiler here")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        side_by_side.main(rows=32, vocab=512, rounds=2)
-    printed = capsys.readouterr().out
-    assert printed.count("no compiler here") == 4 and printed.count("eager PyTorch") == 2, printed
-
-
-def test_the_crossover_compares_equal_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock and fused take turns on one micro-batch, and are not timed where they differ."""
-    pytest.importorskip("trl", minversion="1.16.0")
-    from benchmarks import crossover
-    from grpo_kernels.integrations import _trl_specs as specs
-
-    rows = crossover.measure((40, 70), (4,), seconds=0.01)
-    assert [(r["vocabulary"], r["tokens"]) for r in rows] == [(40, 24), (70, 24)]
-    assert all(r["stock"] > 0 and r["fused"] > 0 for r in rows)
-    shown = [r | {"stock": 2.0, "fused": 1.5} for r in rows]
-    machine = {"name": "Sample CPU", "threads": 1, "torch": "2.0"}
-    table = crossover.block({"machine": machine, "date": "2000-01-01", "command": crossover.COMMAND, "rows": shown})
-    assert table.splitlines()[2:] == [
-        "| vocabulary | 24 tokens |",
-        "|---|---|",
-        "| 40 | 2.0 -> 1.5 (0.75) |",
-        "| 70 | 2.0 -> 1.5 (0.75) |",
-    ]
-    denominator = specs.denominator
-    monkeypatch.setattr(specs, "denominator", lambda *args: 2 * denominator(*args))
-    with pytest.raises(AssertionError, match="not close"):
-        crossover.measure((40,), (4,), seconds=0.01)

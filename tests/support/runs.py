@@ -80,3 +80,20 @@ def noisy(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
 def seeded_run(tok: Any, out: Path, rewards: Any = (noisy,), **changes: Any) -> Trainer:
     randomness.seed(7)
     return trainer(tok, out, rewards=rewards, **RUN, **changes)
+
+
+def gsm8k(folder: Path) -> Path:
+    """The layout of openai/gsm8k: two configurations, two splits, question and answer columns in parquet."""
+    import datasets
+
+    for name in ("main", "socratic"):
+        for split, count in (("train", 12), ("test", 4)):
+            rows = [{"question": f"{i}+1=", "answer": f"{i} plus 1.\n#### {i + 1}"} for i in range(count)]
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            datasets.Dataset.from_list(rows).to_parquet(str(folder / name / f"{split}-00000-of-00001.parquet"))
+    entries = "".join(
+        f"- config_name: {n}\n  data_files:\n" + "".join(f"  - split: {s}\n    path: {n}/{s}-*\n" for s in ("train", "test"))
+        for n in ("main", "socratic")
+    )
+    (folder / "README.md").write_text(f"---\nconfigs:\n{entries}---\n")
+    return folder
