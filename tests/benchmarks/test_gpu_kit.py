@@ -21,6 +21,7 @@ import torch
 
 from support.cases import OBJECTIVES
 from support.on_device import OnDevice
+from support.processes import for_its_own_pytest
 
 pytest.importorskip("triton")
 
@@ -257,7 +258,7 @@ def test_outcomes_of_tests_are_written_at_once_and_counted(tmp_path: Path) -> No
         "    if x == 3: os._exit(1)\n"  # the last of all
     )
     report = tmp_path / "report.jsonl"
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "GRPO_KERNELS_TEST_REPORT": str(report)}
+    environment = for_its_own_pytest() | {"PYTHONPATH": str(ROOT / "tests"), "GRPO_KERNELS_TEST_REPORT": str(report)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "support.on_device", "test_it.py"]
     assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=100).returncode == 1
     found = gpu_stages.tally(report, ["test_it.py"])
@@ -632,8 +633,7 @@ def test_children_time_out_and_inherit(
 
 def rehearse(out: Path, *stages: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "benchmarks.gpu_kit", "--out", str(out), "--rehearse", "--stages", *stages]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=590)
+    done = subprocess.run(command, cwd=ROOT, env=for_its_own_pytest(), capture_output=True, text=True, timeout=590)
     logs = "" if not (out / "logs.tar.gz").exists() else read_all(out / "logs.tar.gz")
     return done.returncode, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}\n{logs[-4000:]}"
 

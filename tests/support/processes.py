@@ -49,11 +49,15 @@ def finish(*processes: subprocess.Popen[str]) -> None:
             process.kill()
 
 
+def for_its_own_pytest() -> dict[str, str]:
+    """The environment for a pytest in a process of its own: it is no worker of this one, and does not take its options."""
+    return {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS" and not k.startswith("PYTEST_XDIST")}
+
+
 def interpreted(cases: Path) -> None:
     """All cases of a file pass in Triton's interpreter, and none is skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(cases)]
-    inherited = {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"}  # the summary below is read
-    environment = inherited | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = for_its_own_pytest() | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     root = Path(__file__).parents[2]
     run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout[-6000:]}\n{run.stderr[-2000:]}"
