@@ -22,7 +22,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks import results
-from benchmarks.cases import Cell, HiddenCase, LogitsCase, Result, errors, make_case, policy_loss, reference
+from benchmarks.cases import Cell, HiddenCase, LogitsCase, Result, make_case, policy_loss, reference
+from benchmarks.errors import errors
 from benchmarks.harness import RESULTS, interleaved, machine, peak_memory, require_kernels
 from benchmarks.measure import outside_gate
 from benchmarks.providers.ours import native, objective
