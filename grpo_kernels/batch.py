@@ -74,7 +74,7 @@ class TokenBatch:
     groups: Tensor | None = field(default=None, kw_only=True)
     context_group: Any = field(default=None, kw_only=True)
     kept: TokenSets | None = field(default=None, kw_only=True)
-    missing: str = field(default="include", kw_only=True)
+    missing: str = field(default="include", kw_only=True, repr=False)
     __repr__ = describe
 
     def __post_init__(self) -> None:
