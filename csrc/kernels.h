@@ -3,6 +3,8 @@
 #pragma once
 #include <stdint.h>
 
+#include "program.h"
+
 namespace grpo {
 
 enum DType : int { FP32 = 0, BF16 = 1, FP16 = 2 };
@@ -49,6 +51,39 @@ struct PullJob {
     const float *slope, *constant, *log, *prob;  // all but slope may be null
 };
 
+// The loss and its gradient in one visit of each row; the program gives both from the row's log-prob and entropy, which are its
+// first two inputs, and entry i of the others.
+constexpr int TOKEN_OUTPUTS = 3;  // loss, d loss / d log-prob, d loss / d entropy
+
+struct FusedJob {
+    Rows logits, out;  // out.base null: no gradient
+    int64_t vocab;
+    Transform transform;
+    const int64_t* targets;
+    const uint8_t* read;  // the gradient of a row whose entry is 0 is 0, its log-prob and entropy count as 0; null = all are read
+    const Program* program;
+    const float* numbers;
+    const float* const* inputs;
+    bool with_entropy;  // entropies have a slope
+    float *logps, *entropy, *losses;
+};
+
+// The exponentials of a row from element `begin` on are relative to `shift`.
+struct Segment {
+    int64_t begin;
+    float shift;
+};
+
+constexpr int64_t SHORTEST_SEGMENT = 16;  // but for the last ones
+
+inline int64_t most_segments(int64_t vocab) { return vocab / SHORTEST_SEGMENT + 8; }
+
+// Memory of a thread: a row of fp32 where rows are not kept elsewhere, and segments. Null where there is none, which costs time.
+struct Scratch {
+    float* row;
+    Segment* segments;
+};
+
 struct ScaleJob {
     char* data;
     int dtype;
@@ -60,6 +95,7 @@ struct Kernels {
     const char* name;
     void (*stats)(const StatsJob&, int64_t i);
     void (*pull)(const PullJob&, int64_t i);
+    void (*fused)(const FusedJob&, int64_t i, const Scratch&);
     void (*scale)(const ScaleJob&, int64_t begin, int64_t end);
 };
 

@@ -8,8 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "arguments.h"
-#include "kernels.h"
+#include "binding.h"
 #include "parallel.h"
 
 namespace nb = nanobind;
@@ -26,6 +25,7 @@ extern const char built_from[];
 const char built_from[] = "grpo_kernels built from sha256:" GRPO_SOURCES;
 
 void bind_products(nb::module_& m);  // bind_products.cpp
+void bind_program(nb::module_& m);   // bind_program.cpp
 void bind_sparse(nb::module_& m);    // bind_sparse.cpp
 void use_sparse_kernels(const std::string& isa);
 
@@ -46,27 +46,11 @@ std::vector<const Kernels*> supported() {  // best first
     return tables;
 }
 
+}  // namespace
+
 const Kernels* kernels = supported().front();
 
-// Rows handed out at once: about 64 KiB of logits, so that short rows do not each pay for a turn.
-template <class Job> int64_t rows_at_once(const Job& job) {
-    return 65536 / (job.vocab * (job.logits.dtype == FP32 ? 4 : 2)) + 1;
-}
-
-template <class T> T* at(uintptr_t address) { return reinterpret_cast<T*>(address); }
-
-void check_rows(const char* name, const Rows& rows, int64_t vocab, int64_t first, int64_t count) {
-    const int element = element_size("dtype", rows.dtype);
-    check_size("vocab", vocab, 1);
-    check_size("first", first, 0);
-    check_size("count", count, 0);
-    if (count == 0) return;
-    check_size("inner_count", rows.inner_count, 1);
-    check_address(name, reinterpret_cast<uintptr_t>(rows.base), element);
-    const int64_t end = first + count, inner = rows.inner_count;
-    check_stride("outer_stride", rows.outer_stride, (end - 1) / inner + 1);
-    check_stride("inner_stride", rows.inner_stride, end < inner ? end : inner);
-}
+namespace {
 
 void stats(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_stride, int64_t inner_stride, int64_t vocab,
                int64_t first, int64_t count, uintptr_t targets, uintptr_t read, float scale, float softcap, float inv_temperature,
@@ -184,6 +168,7 @@ NB_MODULE(_cpu, m) {
     m.def("pull", &pull);
     m.def("scale", &scale);
     bind_products(m);
+    bind_program(m);
     bind_sparse(m);
     use_sparse_kernels(kernels->name);
     m.attr("built_from") = built_from;

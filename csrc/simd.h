@@ -45,6 +45,8 @@ inline F fma_where(Keep k, F a, F b, F c) { return _mm512_mask3_fmadd_ps(a, b, c
 inline F mul_where(Keep k, F a, F b) { return _mm512_maskz_mul_ps(k, a, b); }
 inline F fraction(F t) { return _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF); }
 inline F times_pow2_floor(F a, F t) { return _mm512_scalef_ps(a, t); }
+inline F times_pow2_floor_where(Keep k, F a, F t) { return _mm512_maskz_scalef_ps(k, a, t); }
+inline bool any_above(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 
 inline F load(const float* p) { return _mm512_loadu_ps(p); }
 inline F load(const bf16* p) {
@@ -113,6 +115,8 @@ inline F times_pow2_floor(F a, F t) {  // NaN converts to INT_MIN, whose shift i
     const __m256i n = _mm256_cvtps_epi32(_mm256_floor_ps(t));
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(n, 23)));
 }
+inline F times_pow2_floor_where(Keep k, F a, F t) { return _mm256_and_ps(k, times_pow2_floor(a, t)); }
+inline bool any_above(F a, F b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
 
 inline F load(const float* p) { return _mm256_loadu_ps(p); }
 inline F load(const bf16* p) {
@@ -173,6 +177,11 @@ inline F near_floor(F t) {  // right for |t| < 2^22, or one less where t is an i
 }
 inline F fraction(F t) { return t - near_floor(t); }
 inline F times_pow2_floor(F a, F t) { return (F)((U)a + ((U)__builtin_convertvector(near_floor(t), I) << 23)); }
+inline F times_pow2_floor_where(Keep k, F a, F t) { return (F)(k & (I)times_pow2_floor(a, t)); }
+inline bool any_above(F a, F b) {
+    const I k = a > b;
+    return (k[0] | k[1] | k[2] | k[3]) != 0;
+}
 
 inline float widen(fp16 h) {
     const uint32_t sign = uint32_t(h.bits & 0x8000) << 16, rest = h.bits & 0x7fff;
@@ -280,18 +289,27 @@ inline float max_lanes(F a) {
 }
 #endif
 
-// exp(d) for EXP_CUTOFF <= d <= 0 and for NaN, exactly 1 at 0; callers drop the lanes below the cutoff. Computed as
-// 2^floor(t) 2^fraction(t), t = d log2(e), the second by a polynomial fitted to a relative error of 8.3e-8. The rounding
-// of t adds |d| 6e-8: as much as the rounding of d itself, and nothing where exp(d) is large.
-inline F exp_above_cutoff(F d) {
-    const F t = mul(d, all(1.44269504f));
+// 2^fraction(t) by a polynomial fitted to a relative error of 8.3e-8, exactly 1 where t is an integer.
+inline F pow2_of_fraction(F t) {
     const F f = fraction(t);
     F p = fma(all(0.0018671304f), f, all(0.00901702978f));
     p = fma(p, f, all(0.0557999127f));
     p = fma(p, f, all(0.240164444f));
     p = fma(p, f, all(0.693151295f));
-    p = fma(p, f, all(1.0f));
-    return times_pow2_floor(p, t);
+    return fma(p, f, all(1.0f));
+}
+
+// exp(d) for EXP_CUTOFF <= d <= 1 and for NaN, exactly 1 at 0; callers drop the lanes below the cutoff. Computed as
+// 2^floor(t) 2^fraction(t), t = d log2(e). The rounding of t adds |d| 6e-8: as much as the rounding of d itself, and nothing
+// where exp(d) is large.
+inline F exp_above_cutoff(F d) {
+    const F t = mul(d, all(1.44269504f));
+    return times_pow2_floor(pow2_of_fraction(t), t);
+}
+// The same, and 0 in the lanes that are not kept.
+inline F exp_where(Keep k, F d) {
+    const F t = mul(d, all(1.44269504f));
+    return times_pow2_floor_where(k, pow2_of_fraction(t), t);
 }
 
 struct Tanh {

@@ -11,6 +11,22 @@ def pull(
     targets: int, scale: float, softcap: float, inv_temperature: float, inv_temperatures: int,
     max: int, sum: int, target: int, slope: int, constant: int, log: int, prob: int, threads: int, /,
 ) -> None: ...  # fmt: skip
+
+class Program:
+    """A formula, see csrc/program.h: (operation, registers of its operands) of each instruction."""
+
+    def __init__(
+        self, name: str, numbers: int, inputs: int, steps: list[tuple[str, int, int, int]], outputs: list[int], /
+    ) -> None: ...
+    def run(self, numbers: list[float], inputs: list[int], outputs: list[int], count: int, /) -> None: ...
+
+def fused(
+    program: Program, numbers: list[float], inputs: list[int], with_entropy: bool,
+    logits: int, dtype: int, inner_count: int, outer_stride: int, inner_stride: int,
+    out: int, out_dtype: int, out_outer_stride: int, out_inner_stride: int, vocab: int, count: int,
+    targets: int, read: int, scale: float, softcap: float, inv_temperature: float, inv_temperatures: int,
+    logps: int, entropy: int, losses: int, threads: int, /,
+) -> None: ...  # fmt: skip
 def scale(data: int, dtype: int, count: int, factor: float, threads: int, /) -> None: ...
 def has_products() -> bool: ...
 def logits_product(

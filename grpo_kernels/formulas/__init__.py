@@ -1,1 +1,1 @@
-"""A token's maths, written once: it runs under torch and inside the fused Triton kernel."""
+"""A token's maths, written once: it runs under torch and inside the kernels."""

@@ -78,7 +78,7 @@ class Surrogate:
 
 @dataclass(frozen=True)
 class Custom(Surrogate):
-    """Your own surrogate, which then runs in every backend and inside the fused Triton kernel.
+    """Your own surrogate, which then runs in every backend and inside the kernels that visit a row once.
 
         from grpo_kernels.formulas.surrogates import Custom, ops
 
@@ -89,9 +89,11 @@ class Custom(Surrogate):
         objective = Objective(surrogate=Custom(squared, (0.1,)))
 
     `function` is written as if for one token: arithmetic, comparisons and the names of `ops`, without Python branches on
-    values. It receives `parameters` as its last argument. `check_surrogate` compares the slope with autograd. The fused kernel
-    needs a function that is defined in a file (Triton compiles its source) and uses no local variable of another function.
-    Without that, the logits are read a second time, with a warning, and strict or backend="triton" raises ValueError. At
+    values. It receives `parameters` as its last argument. `check_surrogate` compares the slope with autograd. On a CPU the
+    function is called once with symbols in place of tensors. The fused Triton kernel needs a function that is defined in a file
+    (Triton compiles its source) and uses no local variable of another function. Numbers that it refers to by a global name are
+    fixed at the first use. Where this is not possible, the logits are read a second time, with a warning, and strict raises
+    ValueError, as does backend="triton"; strict also compares the C++ program with torch before it is first used. At
     sequence levels, unless detached_ratio, logp is the log-ratio of the sequence and old_logp is 0, so the formula may use
     their difference only.
 

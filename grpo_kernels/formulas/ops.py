@@ -1,14 +1,15 @@
 """The functions that a formula may call: names that torch and Triton share.
 
-Under torch (CPU kernels, the eager backend, tests) `ops` stands for torch; inside the fused Triton kernel the same source
-is compiled with `ops` replaced by `triton.language`. So each formula of this package exists once.
+Under torch (the eager backend, tests) `ops` stands for torch; inside the fused Triton kernel the same source is compiled with
+`ops` replaced by `triton.language`; for the C++ kernel it is run once with symbols in place of tensors, see program.py. So
+each formula of this package exists once.
 """
 
 from __future__ import annotations
 
 import torch
 
-Tensor = torch.Tensor
+NUMBERS = (int, float)
 
 
 class ops:
@@ -24,15 +25,19 @@ class ops:
 
     @staticmethod
     def minimum(a, b):
-        if not isinstance(a, Tensor):  # two parameters
-            return min(a, b)
-        return torch.minimum(a, b) if isinstance(b, Tensor) else torch.clamp(a, max=b)
+        if isinstance(a, NUMBERS):
+            if isinstance(b, NUMBERS):  # two parameters
+                return min(a, b)
+            a, b = b, a
+        return torch.clamp(a, max=b) if isinstance(b, NUMBERS) else torch.minimum(a, b)
 
     @staticmethod
     def maximum(a, b):
-        if not isinstance(a, Tensor):
-            return max(a, b)
-        return torch.maximum(a, b) if isinstance(b, Tensor) else torch.clamp(a, min=b)
+        if isinstance(a, NUMBERS):
+            if isinstance(b, NUMBERS):
+                return max(a, b)
+            a, b = b, a
+        return torch.clamp(a, min=b) if isinstance(b, NUMBERS) else torch.maximum(a, b)
 
 
 def bounded_exp(x):

@@ -4,7 +4,7 @@ Notation: logp, old_logp are log-probs of the chosen token under the policy and 
 update; x = logp - old_logp, r = exp(x); A the advantage; sg stops the gradient; "slope" = d loss / d logp.
 
 Every function is (logp, old_logp, advantage, params) -> (loss, slope) of a token, fp32; params are the numbers of its
-class, in the order of the fields. It is written in `ops` (see there), so the fused Triton kernel runs the same source. To
+class, in the order of the fields. It is written in `ops` (see there), so fused kernels run the same source. To
 write your own, see `Custom`.
 """
 

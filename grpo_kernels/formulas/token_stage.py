@@ -9,6 +9,7 @@ selections over a batch) or after it (the slope of a sequence's log-ratio goes t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -154,8 +155,12 @@ def formulas(objective: Objective) -> dict[str, Callable[..., Any] | str | bool 
 def scalars(objective: Objective) -> dict[str, Any]:
     """The numbers that `token_terms` takes at run time besides the rows: changing them recompiles nothing."""
     trust, floor = objective.filter(TrustRegion), objective.filter(EntropyFloor)
+    params = objective.surrogate.params
+    if any(math.isnan(x) for x in params):
+        name = getattr(objective.surrogate.function, "__qualname__", repr(objective.surrogate))
+        raise ValueError(f"the parameters of {name} are {params}: a NaN among them would make the loss one.")
     return {
-        "surrogate_params": objective.surrogate.params,
+        "surrogate_params": params,
         "trust_params": () if trust is None else trust.params,
         "entropy_floor": None if floor is None else float(floor.threshold),
         "ratio_bounds": None if objective.log_ratio_bounds is None else tuple(map(float, objective.log_ratio_bounds)),

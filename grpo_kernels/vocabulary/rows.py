@@ -114,15 +114,19 @@ class RowStats(NamedTuple):
 
     @property
     def logps(self) -> Tensor:
-        top, total, target = self.values.unbind()[:ALWAYS]
-        return (target - top) - torch.log(total)
+        top, total, target = self._wide().unbind()[:ALWAYS]
+        return ((target - top) - torch.log(total)).to(torch.float32)
 
     @property
     def entropy(self) -> Tensor:
         assert "weighted" in self.names, self.names
-        _, total, _, weighted, *_ = self.values.unbind()
+        _, total, _, weighted, *_ = self._wide().unbind()
         # Rounding may take the entropy of a one-hot row a hair below 0. clamp keeps NaN.
-        return (torch.log(total) - weighted / total).clamp(min=0.0)
+        return (torch.log(total) - weighted / total).clamp(min=0.0).to(torch.float32)
+
+    def _wide(self) -> Tensor:
+        """On a CPU fp64, whose logarithm rounds to the same fp32 in torch and in the C++ kernels: log-probs of the two are equal."""
+        return self.values.to(torch.float64) if self.values.device.type == "cpu" else self.values
 
     @property
     def sum_squares(self) -> Tensor:

@@ -22,6 +22,7 @@ import grpo_kernels
 from grpo_kernels.diagnosis import Finding, doctor, environment, machine, native, self_test, step
 from grpo_kernels.formulas import kl
 from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary.backends import FusedRows
 from grpo_kernels.vocabulary.rows import RowStats, Slopes
 from support.processes import WITHOUT
 
@@ -166,6 +167,16 @@ def change_gradient(monkeypatch: pytest.MonkeyPatch, module: Any, change: Callab
         change(out if rows is None else out[slice(*rows)])
 
     monkeypatch.setattr(module, "pull", wrong)
+    if hasattr(module, "_by_program"):  # in one visit, without `pull`
+        one_visit = module._by_program
+
+        def wrong_too(*args: Any) -> FusedRows:
+            found, out = one_visit(*args), args[4]
+            if out is not None:
+                change(out.view(-1, out.shape[-1]))
+            return found
+
+        monkeypatch.setattr(module, "_by_program", wrong_too)
 
 
 def lost_row(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:

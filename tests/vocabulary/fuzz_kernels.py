@@ -110,14 +110,16 @@ class Transform:
 class RowCalls:
     """stats and pull on the same logits."""
 
+    whole = False  # all rows of them
+
     def __init__(self, module: ModuleType, memory: Memory) -> None:
         rng = memory.rng
         self.module, self.memory, self.rng = module, memory, rng
         self.outer, self.inner = int(rng.integers(1, 4)), int(rng.integers(1, 6))
         self.vocab = int(rng.choice([1, 2, 3, 15, 16, 17, 33, 64, 65, 129, 1031, 2047, 2048, 2049, 4100, 16500]))
         rows = self.outer * self.inner
-        self.first = int(rng.integers(rows))
-        self.count = int(rng.integers(rows - self.first + 1))
+        self.first = 0 if self.whole else int(rng.integers(rows))
+        self.count = rows if self.whole else int(rng.integers(rows - self.first + 1))
         self.at = np.arange(self.first, self.first + self.count)
         self.others = np.setdiff1d(np.arange(rows), self.at)
         self.dtype, self.threads = int(rng.integers(3)), int(rng.choice([1, 2, 3, 8, 1000]))
@@ -229,14 +231,7 @@ class RowCalls:
         given = (top, total, chosen, d_logps, constant, -d_entropy, d_prob)
         wanted = (True, True, True, True, entropy, entropy, kind > 1)
         addresses = [self.memory.holding(v.astype(np.float32)).address if w else 0 for v, w in zip(given, wanted, strict=True)]
-        where, out_dtype = str(rng.choice(["apart", "in place", "narrower, in place"])), int(rng.integers(3))
-        if where == "apart":
-            out = make_rows(self.memory, self.outer, self.inner, self.vocab, out_dtype)
-        elif where == "in place" or self.dtype != FP32 or out_dtype == FP32:
-            out = self.logits
-        else:
-            a, b = self.logits.strides
-            out = Rows(self.logits.buffer, out_dtype, (2 * a, 2 * b), 2 * self.logits.starts, self.vocab, 0)
+        where, out = self.place_of_gradient()
         idle = (
             self.at[(d_logps == 0) & (d_entropy == 0) & (constant == 0) & (d_prob == 0)]
             if out.buffer is not self.logits.buffer
@@ -257,6 +252,15 @@ class RowCalls:
             self.memory.check(before, {out.buffer: out.mask(self.at)})
             if not rubbish:
                 self.check_grads(f"{isa}, {where}, {out.dtype}", out, total, (H, d_logps, d_entropy, d_prob))
+
+    def place_of_gradient(self) -> tuple[str, Rows]:
+        where, dtype = str(self.rng.choice(["apart", "in place", "narrower, in place"])), int(self.rng.integers(3))
+        if where == "apart":
+            return where, make_rows(self.memory, self.outer, self.inner, self.vocab, dtype)
+        if where == "in place" or self.dtype != FP32 or dtype == FP32:
+            return where, self.logits
+        a, b = self.logits.strides
+        return where, Rows(self.logits.buffer, dtype, (2 * a, 2 * b), 2 * self.logits.starts, self.vocab, 0)
 
     def check_grads(self, what: str, out: Rows, total: Array, slopes: tuple[Array, ...]) -> None:
         got, dtype, (H, d_logps, d_entropy, d_prob) = out.read(self.at), out.dtype, slopes
@@ -293,6 +297,76 @@ class RowCalls:
 
 def near(got: Any, exact: Any, room: float) -> bool:
     return bool(got == np.float32(exact) or abs(float(got) - exact) <= room)
+
+
+class FusedCall(RowCalls):
+    """Both visits in one call, with the formula a logp + b entropy."""
+
+    whole = True
+
+    def run(self) -> None:
+        rng, n, module = self.rng, self.count, self.module
+        bonus, gradient, kind = bool(rng.integers(2)), rng.random() < 0.8, rng.choice(["plain", "plain", "wild"])
+        read = rng.random(n) < 0.8 if rng.integers(2) else np.ones(n, bool)
+        read_at = 0 if read.all() else self.memory.holding(read.astype(np.uint8)).address
+        a, b = (np.where(read, numbers(rng, (n,), kind) * (rng.random(n) < 0.8), 0.0).astype(np.float32) for _ in range(2))
+        if not bonus:
+            b[:] = 0
+        inputs = [self.memory.holding(x).address for x in (a, b)]
+        steps = [("mul", 0, 2, 0), ("mul", 1, 3, 0), ("add", 4, 5, 0)]
+        program = module.Program("a logp + b entropy", 0, 4, steps, [6, 2, 3])
+        outs = [self.memory.take(4 * n) for _ in range(3)]
+        where, out = self.place_of_gradient()
+        kept = self.logits.buffer.pages.copy()
+        unread = self.at[~read] if not gradient or out.buffer is not self.logits.buffer else self.at[:0]
+        expected = self.expected()
+        for isa in module.isas():
+            module.use_isa(isa)
+            self.logits.buffer.pages[:] = kept
+            before = self.memory.snapshot()
+            self.logits.protect(unread, 0)
+            module.fused(
+                program, [], inputs, bonus, self.logits.buffer.address, self.dtype, self.inner, *self.logits.strides,
+                out.buffer.address if gradient else 0, out.dtype, *out.strides, self.vocab, n, self.targets_at.address, read_at,
+                *self.numbers, *(x.address for x in outs), self.threads,
+            )  # fmt: skip
+            self.logits.protect(unread, mmap.PROT_READ | mmap.PROT_WRITE)
+            written: dict[Buffer, Any] = {x: None for x in outs}
+            if gradient:
+                # An fp32 row whose beginning holds a narrower gradient has exponentials in the rest.
+                written[out.buffer] = self.logits.mask(self.at) if out.buffer is self.logits.buffer else out.mask(self.at)
+            self.memory.check(before, written)
+            logps, entropy, _ = (x.typed(np.float32).copy() for x in outs)
+            assert (logps[~read] == 0).all() and (entropy[~read] == 0).all(), isa
+            self.check_values(isa, logps, entropy, expected, read)
+            if gradient:
+                slopes = (expected[1], a, b, np.zeros_like(a))
+                self.check_grads(f"{isa}, {where}, {out.dtype}, bonus {bonus}", out, expected[2], slopes)
+
+    def expected(self) -> tuple[Array, Array, Array]:
+        """Log-probs, entropies and sums of the rows; NaN where a row is broken."""
+        logps, entropies, sums = (np.full(self.count, np.nan) for _ in range(3))
+        for i, z in enumerate(self.z):
+            if np.isnan(z).any() or (z == np.inf).any() or (z == -np.inf).all():
+                continue
+            d = z - z.max()
+            e = np.exp(d)
+            sums[i] = e.sum()
+            entropies[i] = np.log(sums[i]) - np.where(e > 0, e * np.where(e > 0, d, 0.0), 0.0).sum() / sums[i]
+            if 0 <= self.targets[i] < self.vocab:
+                logps[i] = d[self.targets[i]] - np.log(sums[i])
+        return logps, entropies, sums
+
+    def check_values(self, isa: str, logps: Array, entropy: Array, expected: tuple[Array, Array, Array], read: Array) -> None:
+        for i in np.flatnonzero(read):
+            size = np.abs(self.z[i][np.isfinite(self.z[i])]).max(initial=0.0)
+            if np.isnan(expected[2][i]):
+                assert np.isnan(logps[i]) and np.isnan(entropy[i]), f"{isa}: row {i} is not NaN"
+            elif EPS * size < 1e-2:
+                room = EPS * (16 + 16 * size)
+                for what, x, y in (("log-prob", logps[i], expected[0][i]), ("entropy", entropy[i], expected[1][i])):
+                    fine = np.isnan(x) if np.isnan(y) else near(x, y, room * (1 + abs(y)))
+                    assert fine, f"{isa}: {what} of row {i} is {x}, not {y}"
 
 
 class ScaleCall:
@@ -471,7 +545,13 @@ def refusals(module: ModuleType, memory: Memory) -> int:
         gradient=buffers[0], gbf=False, gs=4, hidden=buffers[1], bf=True, hs=4, start=buffers[3], ss=4, out=buffers[2], obf=True, os=4,
         rows=4, width=4, vocab=4, threads=1,
     )  # fmt: skip
-    calls = [(module.stats, stats), (module.pull, grads), (module.scale, scale)]
+    fused = dict(
+        program=module.Program("a sum", 0, 2, [("add", 0, 1, 0)], [2, 0, 1]), numbers=[], vectors=[], with_entropy=False,
+        logits=buffers[0], dtype=0, inner=2, outer_stride=8, inner_stride=4, out=buffers[5], out_dtype=0, out_outer=8, out_inner=4,
+        vocab=4, count=4, targets=buffers[1], read=0, scale=1.0, softcap=0.0, inverse=1.0, inverses=0, logps=buffers[2],
+        entropy=buffers[3], losses=buffers[4], threads=1,
+    )  # fmt: skip
+    calls = [(module.stats, stats), (module.pull, grads), (module.fused, fused), (module.scale, scale)]
     if module.has_products():
         calls += [(module.logits_product, logits), (module.d_hidden, d_hidden), (module.d_weight, d_weight)]
     optional = {"read", "inverses", "weighted", "squares", "top", "constant", "log", "prob", "bias", "start"}
@@ -490,12 +570,16 @@ def refusals(module: ModuleType, memory: Memory) -> int:
             if "stride" in k or k in ("hs", "ws", "os", "gs", "ss", "out_outer", "out_inner")
             for v in (2**62, -(2**63))
         ]
-        pointers = [k for k, v in good.items() if v in buffers]
-        bad += [(k, 0) for k in pointers if k not in optional] + [(k, good[k] + 1) for k in pointers]  # type: ignore[operator]
+        pointers = [k for k, v in good.items() if isinstance(v, int) and v in buffers]
+        may_be_null = optional | ({"out"} if "program" in good else set())
+        bad += [(k, 0) for k in pointers if k not in may_be_null] + [(k, good[k] + 1) for k in pointers]  # type: ignore[operator]
         if good.get("gbf"):
             bad.append(("bf", False))  # beside fp32 operands
         if "squares" in good:
             bad.append(("squares", buffers[7]))  # without the weighted sum
+        if "program" in good:
+            bad += [("numbers", [1.0]), ("vectors", [buffers[6]]), ("program", module.Program("x", 0, 2, [], [0]))]
+            bad += [("program", module.Program("x", 0, 3, [], [0, 1, 2]))]
         for name, value in bad:
             try:
                 function(*(good | {name: value}).values())
@@ -518,7 +602,7 @@ def load(path: str) -> ModuleType:
 def main(path: str, seed: str, first: str, calls: str) -> None:
     module, memory = load(path), Memory(32 << 20)
     print(f"{refusals(module, memory)} calls refused")
-    kinds: list[Any] = [RowCalls, RowCalls, RowCalls, ScaleCall]
+    kinds: list[Any] = [RowCalls, RowCalls, FusedCall, RowCalls, FusedCall, ScaleCall]
     if module.has_products():
         kinds.append(ProductCall)
     for i in range(int(first), int(first) + int(calls)):

@@ -193,7 +193,7 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> SparseBack
         reason = f"no kernels for {device.type} tensors" if native is None else unavailable(native)
         if reason is None:
             assert native is not None
-            return load("triton_or_eager" if native == "triton" and not strict else native)
+            return load("triton_or_eager") if native == "triton" and not strict else _module(native, strict)
         message = (
             f"grpo_kernels falls back to eager PyTorch, which is slow: {reason}. `python -m grpo_kernels doctor` says more."
         )
@@ -210,7 +210,16 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> SparseBack
         raise RuntimeError(
             f'backend="{backend}" cannot run: {reason}. Use backend="auto", or see `python -m grpo_kernels doctor`.'
         )
-    return load(backend)
+    return _module(backend, strict)
+
+
+def _module(name: str, strict: bool) -> SparseBackend:
+    return load(name).strict if strict and name == "cpu" else load(name)
+
+
+def fall_back(instead: str, reason: str) -> None:
+    """Warn once that something else runs in place of a kernel."""
+    warn_once(f"grpo_kernels falls back to {instead}: {reason}. `python -m grpo_kernels doctor` says more.")
 
 
 def warn_once(message: str) -> None:

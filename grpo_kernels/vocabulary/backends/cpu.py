@@ -1,16 +1,22 @@
-"""The CPU backend: C++ row kernels (csrc/), AVX-512, AVX2 or plain code picked at run time."""
+"""The CPU backend: C++ row kernels (csrc/), AVX-512, AVX2 or plain code picked at run time.
+
+There are no RL formulas here: `fused` has those of token_stage.py traced into a program, which C++ runs between its two visits of a
+row. A formula that cannot be traced costs a second visit of the logits with the formulas in torch; `strict` refuses it.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...formulas.program import FormulaRefused, Program
+from ...formulas.token_program import compare_once, token_program
 from ..rows import RowStats, RowTransform, Slopes
-from . import FusedRows, two_visits
+from . import FusedRows, fall_back, two_visits
 from .cpu_module import DTYPES, _cpu, available  # noqa: F401
 from .cpu_sparse import add_hidden_rows, add_weight_rows, slot_logits  # noqa: F401
 
@@ -60,7 +66,7 @@ def stats(
     at = {name: result.values.data_ptr() + 4 * n * i for i, name in enumerate(names)}
     _cpu.stats(
         logits.data_ptr(), DTYPES[logits.dtype], inner, outer_stride, inner_stride, vocab, lo, n,
-        targets.data_ptr(), 0 if read is None else read.data_ptr(),
+        targets.data_ptr(), _address(read),
         transform.scale, transform.softcap, fixed, per_row,
         at["max"], at["sum"], at["target"], at.get("weighted", 0), at.get("squares", 0), at.get("top", 0),
         torch.get_num_threads(),
@@ -105,10 +111,74 @@ def pull(
 
 
 def fused(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None) -> FusedRows:
-    """Both visits of a block of rows, one after the other, so that the block is still in cache at the second."""
+    """Both visits of a row, one after the other, with the formulas between them, by the thread that has taken the row."""
+    try:
+        return _by_program(logits, rows, objective, transform, out)
+    except FormulaRefused as refusal:
+        fall_back("a second visit of the logits, with the formulas in PyTorch, which is slower", str(refusal).rstrip("."))
     threads = torch.get_num_threads()
     block_rows = max(last_level_cache(), BLOCK_BYTES_PER_THREAD * threads) // (logits.shape[-1] * logits.element_size())
     return two_visits(sys.modules[__name__], logits, rows, objective, transform, out, max(block_rows, threads))
+
+
+class _Strict:
+    """This backend without that second visit, where a program is compared with torch before it is first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules[__name__], name)
+
+    def fused(
+        self, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None
+    ) -> FusedRows:
+        compare_once(objective, rows, _run)
+        return _by_program(logits, rows, objective, transform, out)
+
+
+strict = _Strict()
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(program: Program) -> _cpu.Program:
+    numbers = len(program.numbers_used)
+    try:
+        return _cpu.Program(program.name, numbers, len(program.inputs), list(program.steps), list(program.outputs))
+    except ValueError as error:
+        raise FormulaRefused(str(error)) from None
+
+
+def _run(program: Program, numbers: list[float], inputs: list[Tensor]) -> list[Tensor]:
+    """The outputs of a program for inputs fp32 [n]."""
+    found = [torch.empty_like(inputs[0]) for _ in program.outputs]
+    _compiled(program).run(numbers, [x.data_ptr() for x in inputs], [x.data_ptr() for x in found], inputs[0].numel())
+    return found
+
+
+def _by_program(
+    logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None
+) -> FusedRows:
+    assert objective.one_pass, objective
+    program, numbers = token_program(objective, rows)
+    compiled = _compiled(program)
+    outer, inner, vocab, outer_stride, inner_stride = _layout(logits)
+    n = outer * inner
+    *out_shape, out_outer_stride, out_inner_stride = _layout(logits if out is None else out)
+    assert out_shape == [outer, inner, vocab], (out_shape, logits.shape)
+    vectors = [getattr(rows, name).contiguous() for name in program.inputs[2:]]
+    for vector in vectors:
+        _check(vector, torch.float32, n)
+    _check(rows.targets, torch.int64, n)
+    if rows.read is not None:
+        _check(rows.read, torch.bool, n)
+    fixed, per_row = _inverse_temperature(transform, n)
+    result = FusedRows(*(torch.empty(n, dtype=torch.float32) for _ in FusedRows._fields))
+    _cpu.fused(
+        compiled, numbers, [x.data_ptr() for x in vectors], rows.entropy_weight is not None,
+        logits.data_ptr(), DTYPES[logits.dtype], inner, outer_stride, inner_stride,
+        _address(out), DTYPES[logits.dtype if out is None else out.dtype], out_outer_stride, out_inner_stride, vocab, n,
+        rows.targets.data_ptr(), _address(rows.read), transform.scale, transform.softcap, fixed, per_row,
+        result.logps.data_ptr(), result.entropy.data_ptr(), result.losses.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return result
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:

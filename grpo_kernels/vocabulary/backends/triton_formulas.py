@@ -14,10 +14,7 @@ import triton
 import triton.language as tl
 
 from ...formulas.ops import ops
-
-
-class FormulaRefused(ValueError):
-    """A formula is written in a way that Triton cannot compile."""
+from ...formulas.program import FormulaRefused
 
 
 class _Ops:

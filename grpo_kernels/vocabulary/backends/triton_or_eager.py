@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...formulas.program import FormulaRefused
 from ..rows import RowStats, RowTransform
 from ..sparse import Slots
-from . import FusedRows, eager, triton, two_visits, warn_once
-from .triton_formulas import FormulaRefused
+from . import FusedRows, eager, fall_back, triton, two_visits
 from .triton_launch import KernelFailure
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def _or_else(ours: Callable[..., Any], plain: Callable[..., Any], *arguments: An
     try:
         return ours(*arguments, **rows)
     except KernelFailure as failure:
-        _warn("eager PyTorch, which is slow", failure.reason)
+        fall_back("eager PyTorch, which is slow", failure.reason)
     return plain(*arguments, **rows)
 
 
@@ -68,9 +68,5 @@ def fused(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowT
         reason = failure.reason
     except FormulaRefused as refusal:
         reason = str(refusal).rstrip(".")
-    _warn("a second visit of the logits, with the formulas in PyTorch, which is slower", reason)
+    fall_back("a second visit of the logits, with the formulas in PyTorch, which is slower", reason)
     return two_visits(sys.modules[__name__], logits, rows, objective, transform, out, max(1, rows.targets.numel()))
-
-
-def _warn(instead: str, reason: str) -> None:
-    warn_once(f"grpo_kernels falls back to {instead}: {reason}. `python -m grpo_kernels doctor` says more.")

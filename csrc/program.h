@@ -1,0 +1,38 @@
+// A formula as a straight-line program of fp32 numbers, run for one row at a time. formulas/program.py makes it.
+#pragma once
+#include <stdint.h>
+
+namespace grpo {
+
+// Registers hold first the numbers of a call, then the inputs of a row, then one result for each instruction.
+constexpr int MOST_REGISTERS = 512;
+
+// Conditions are 1 and 0. The names that Python uses are in program.cpp, in this order.
+enum Operation : uint16_t {
+    NEGATE, ABSOLUTE, EXPONENTIAL, LOGARITHM, SQUARE_ROOT, RECIPROCAL, NOT,
+    ADD, SUBTRACT, MULTIPLY, DIVIDE, MINIMUM, MAXIMUM, LESS, LESS_EQUAL, EQUAL, NOT_EQUAL, AND, OR,
+    SELECT,  // a ? b : c
+    OPERATIONS
+};
+
+struct Instruction {
+    uint16_t operation, a, b, c;
+};
+
+struct Program {
+    const Instruction* instructions;
+    int count, numbers, inputs, outputs;
+    const uint16_t* output;  // registers
+
+    int registers() const { return numbers + inputs + count; }
+};
+
+extern const char* const operation_names[OPERATIONS];
+
+// The number of operands: registers a, b, c in this order.
+inline int operands(int operation) { return operation <= NOT ? 1 : operation < SELECT ? 2 : 3; }
+
+// Each operation rounds to fp32 as torch does; exp and log are those of fp64, rounded.
+void evaluate(const Program& program, const float* numbers, const float* inputs, float* outputs);
+
+}  // namespace grpo

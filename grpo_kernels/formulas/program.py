@@ -1,0 +1,278 @@
+"""Formulas for the C++ kernel: a formula is run once with symbols in place of tensors, and what it did becomes a straight-line
+program, which C++ evaluates for one row after the other (csrc/program.h).
+
+A symbol is a number of a row (an input, or what follows from one), fp32, or a number of the whole call (a parameter, or what
+follows from parameters alone), which stays a Python number, as it does beside tensors. So a program gives what the formula
+gives in torch: each operation rounds alike, and exp and log, which no two libraries round alike, differ by their last bit.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+REMEDY = (
+    "write it in arithmetic, comparisons and the names of `ops` (ops.where(condition, a, b) in place of `if`), with numbers as "
+    "parameters"
+)
+
+#: Functions of numbers of the call, which are computed in Python. Those of rows have the same names, see csrc/program.cpp.
+OF_NUMBERS: dict[str, Callable[..., Any]] = {
+    "neg": operator.neg, "abs": abs, "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
+    "min": min, "max": max, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
+}  # fmt: skip
+CONDITIONS = {"lt", "le", "eq", "ne", "and", "or", "not"}
+OF_CONDITIONS = {"and", "or", "not", "where", "eq", "ne"}
+
+
+class FormulaRefused(ValueError):
+    """A formula is written in a way that a kernel cannot run."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Program:
+    """What `Tracer.program` makes.
+
+    name      of the formulas in it.
+    inputs    the names of its inputs, in the order of their registers.
+    steps     (operation, registers a, b, c) of each instruction, 0 where it has fewer operands. Registers are counted over the
+              numbers of a call, the inputs and the instructions.
+    outputs   registers.
+    sources   (operation, places) of each number of a call: a constant, a parameter, or what follows from the places of others.
+    numbers_used  the places of those that are in registers."""
+
+    name: str
+    inputs: tuple[str, ...]
+    steps: tuple[tuple[str, int, int, int], ...]
+    outputs: tuple[int, ...]
+    sources: tuple[tuple[str, tuple[Any, ...]], ...]
+    numbers_used: tuple[int, ...]
+
+    def numbers(self, parameters: Sequence[float]) -> list[float]:
+        """What the registers of numbers hold in a call with these parameters."""
+        found: list[Any] = []
+        for what, of in self.sources:
+            if what == "constant":
+                found.append(of[0])
+            elif what == "parameter":
+                found.append(parameters[of[0]])
+            else:
+                found.append(OF_NUMBERS[what](*(found[i] for i in of)))
+        return [float(found[i]) for i in self.numbers_used]
+
+
+class Symbol:
+    """A number that is not known yet."""
+
+    __slots__ = ("condition", "in_row", "of", "operation", "tracer")
+
+    def __init__(self, tracer: Tracer, operation: str, of: tuple[Any, ...], in_row: bool) -> None:
+        self.tracer, self.operation, self.of, self.in_row = tracer, operation, of, in_row
+        self.condition = operation in CONDITIONS
+
+    __hash__ = object.__hash__
+
+    def __neg__(self) -> Symbol:
+        return self.tracer.apply("neg", self)
+
+    def __abs__(self) -> Symbol:
+        return self.tracer.apply("abs", self)
+
+    def __add__(self, other: Any) -> Symbol:
+        return self.tracer.apply("add", self, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Symbol:
+        return self.tracer.apply("sub", self, other)
+
+    def __rsub__(self, other: Any) -> Symbol:
+        return self.tracer.apply("sub", other, self)
+
+    def __mul__(self, other: Any) -> Symbol:
+        return self.tracer.apply("mul", self, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Symbol:
+        return self.tracer.apply("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> Symbol:
+        return self.tracer.apply("div", other, self)
+
+    def __pow__(self, exponent: Any) -> Symbol:
+        if exponent not in (2, 3):
+            raise FormulaRefused(f"** {exponent!r}: write products, or ops.exp and ops.log.")
+        return self * self if exponent == 2 else self * self * self
+
+    def __lt__(self, other: Any) -> Symbol:
+        return self.tracer.apply("lt", self, other)
+
+    def __le__(self, other: Any) -> Symbol:
+        return self.tracer.apply("le", self, other)
+
+    def __gt__(self, other: Any) -> Symbol:
+        return self.tracer.apply("lt", other, self)
+
+    def __ge__(self, other: Any) -> Symbol:
+        return self.tracer.apply("le", other, self)
+
+    def __eq__(self, other: Any) -> Symbol:  # type: ignore[override]
+        return self.tracer.apply("eq", self, other)
+
+    def __ne__(self, other: Any) -> Symbol:  # type: ignore[override]
+        return self.tracer.apply("ne", self, other)
+
+    def __and__(self, other: Any) -> Symbol:
+        return self.tracer.apply("and", self, other)
+
+    __rand__ = __and__
+
+    def __or__(self, other: Any) -> Symbol:
+        return self.tracer.apply("or", self, other)
+
+    __ror__ = __or__
+
+    def __invert__(self) -> Symbol:
+        return self.tracer.apply("not", self)
+
+    def __bool__(self) -> bool:
+        raise FormulaRefused("a branch on a value: write ops.where(condition, a, b).")
+
+    def __float__(self) -> float:
+        raise FormulaRefused("a value as a float of Python: pass what is made of it as a parameter.")
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], kinds: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Symbol:
+        named = dict(named or {})
+        tracer = next(x.tracer for x in (*given, *named.values()) if isinstance(x, Symbol))
+        if function is torch.clamp:
+            return tracer.clamped(*given, **named)
+        name = OF_TORCH.get(function)
+        if name is None or named:
+            raise FormulaRefused(f"torch.{getattr(function, '__name__', function)} is no operation of the kernels.")
+        return tracer.apply(name, *given)
+
+
+#: The functions of torch that `ops` stands for.
+OF_TORCH: dict[Callable[..., Any], str] = {
+    torch.exp: "exp", torch.log: "log", torch.sqrt: "sqrt", torch.abs: "abs", torch.where: "where", torch.minimum: "min",
+    torch.maximum: "max",
+}  # fmt: skip
+
+
+class Tracer:
+    """Makes symbols, remembers how they follow from each other, and makes a program of those that are wanted."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Symbol] = {}
+        self._inputs: list[str] = []
+        self._parameters = 0
+
+    def input(self, name: str) -> Symbol:
+        self._inputs.append(name)
+        return self._symbol("input", (len(self._inputs) - 1,), True)
+
+    def parameter(self) -> Symbol:
+        self._parameters += 1
+        return self._symbol("parameter", (self._parameters - 1,), False)
+
+    def _symbol(self, operation: str, of: tuple[Any, ...], in_row: bool) -> Symbol:
+        key = (operation, *map(id, of)) if operation not in ("input", "parameter", "constant") else (operation, repr(of))
+        return self._made.setdefault(key, Symbol(self, operation, of, in_row))
+
+    def number(self, x: Any) -> Symbol:
+        """A constant as a symbol."""
+        if isinstance(x, Symbol):
+            if x.tracer is not self:
+                raise FormulaRefused("a number that the formula has kept from another call.")
+            return x
+        if isinstance(x, torch.Tensor) and x.dim() == 0:
+            raise FormulaRefused("a tensor that the formula holds: pass it as a parameter.")
+        if not isinstance(x, (bool, int, float)):
+            raise FormulaRefused(f"a {type(x).__name__} among its numbers.")
+        found = self._symbol("constant", (x,), False)
+        found.condition = isinstance(x, bool)
+        return found
+
+    def apply(self, operation: str, *given: Any) -> Symbol:
+        of = tuple(map(self.number, given))
+        if not any(x.in_row for x in of):
+            if operation not in OF_NUMBERS:
+                raise FormulaRefused(f"{operation} of numbers alone, which torch refuses too.")
+            return self._symbol(operation, of, False)
+        conditions = {"and": of, "or": of, "not": of, "where": of[:1]}.get(operation, ())
+        if not all(x.condition for x in conditions):
+            raise FormulaRefused(f"{operation} of what is no condition.")
+        if operation not in OF_CONDITIONS and all(x.condition for x in of):
+            raise FormulaRefused(f"{operation} of conditions alone.")
+        if operation == "div" and not of[0].in_row:  # as torch divides a number by a tensor
+            return self.apply("mul", self._symbol("reciprocal", of[1:], True), of[0])
+        found = self._symbol(operation, of, True)
+        if operation == "where":
+            found.condition = of[1].condition and of[2].condition
+        return found
+
+    def clamped(self, x: Any, min: Any = None, max: Any = None) -> Symbol:
+        if min is not None:
+            x = self.apply("max", x, min)
+        return x if max is None else self.apply("min", x, max)
+
+    def program(self, name: str, outputs: Sequence[Any]) -> Program:
+        """The program that gives these symbols or numbers."""
+        wanted = [self.number(x) for x in outputs]
+        needed: set[int] = set()
+        waiting = list(wanted)
+        while waiting:
+            x = waiting.pop()
+            if id(x) not in needed:
+                needed.add(id(x))
+                waiting += (y for y in x.of if isinstance(y, Symbol))
+        order = [x for x in self._made.values() if id(x) in needed]  # which is that in which they were made
+        rows = [x for x in order if x.in_row and x.operation != "input"]
+        numbers = [x for x in order if not x.in_row]
+        place = {id(x): i for i, x in enumerate(numbers)}
+        sources = [(x.operation, tuple(place[id(y)] if isinstance(y, Symbol) else y for y in x.of)) for x in numbers]
+        read = {id(y) for x in rows for y in x.of} | {id(x) for x in wanted}
+        used = [i for i, x in enumerate(numbers) if id(x) in read]
+        registers = {id(numbers[i]): k for k, i in enumerate(used)}
+        for x in self._made.values():
+            if x.operation == "input":
+                registers[id(x)] = len(used) + x.of[0]
+        steps = []
+        for k, x in enumerate(rows, start=len(used) + len(self._inputs)):
+            registers[id(x)] = k
+            a, b, c, *_ = *(registers[id(y)] for y in x.of), 0, 0, 0
+            steps.append((x.operation, a, b, c))
+        found = tuple(registers[id(x)] for x in wanted)
+        return Program(name, tuple(self._inputs), tuple(steps), found, tuple(sources), tuple(used))
+
+
+def refusal(name: str, error: Exception) -> FormulaRefused:
+    """Why a formula could not be traced, with the line of it that was at fault."""
+    where, at = "", error.__traceback__
+    while at is not None:
+        code = at.tb_frame.f_code
+        if code.co_filename != __file__:
+            where = f" (line {at.tb_lineno} of {code.co_name})"
+        at = at.tb_next
+    said = str(error).rstrip(".") if isinstance(error, FormulaRefused) else f"{type(error).__name__}: {error}"
+    return FormulaRefused(f"{name} cannot run in the C++ kernel: {said}{where}. {REMEDY[0].upper()}{REMEDY[1:]}.")
+
+
+def is_fixed(function: object) -> bool:
+    """Whether a function gives the same program at every call: it is plain, and keeps nothing that could change."""
+    return isinstance(function, types.FunctionType) and not function.__closure__
+
+
+def same_numbers(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> torch.Tensor:
+    """bool [n]: where both are NaN, the same infinity, or no further apart than `tolerance` times (1 + the expected size)."""
+    near = (found - expected).abs() <= tolerance * (1.0 + expected.abs())
+    return near | (found == expected) | (found.isnan() & expected.isnan())

@@ -1,0 +1,128 @@
+"""`token_terms` of an objective as a program for the C++ kernel, cached, and its comparison with torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .program import FormulaRefused, Program, Tracer, is_fixed, refusal, same_numbers
+from .token_stage import TokenRows, formulas, scalars, token_terms
+
+if TYPE_CHECKING:
+    from ..objective import Objective
+
+Tensor = torch.Tensor
+
+PACKAGE = __name__.partition(".")[0]
+
+#: Inputs beside log-prob and entropy, which come first: fields of `TokenRows`.
+INPUTS = (
+    "old_logps", "ref_logps", "sampler_logps", "advantages", "policy_weight", "kl_weight", "entropy_weight", "nll_weight",
+)  # fmt: skip
+
+Run = Callable[[Program, list[float], list[Tensor]], list[Tensor]]
+_compared: set[Any] = set()
+
+
+def token_program(objective: Objective, rows: TokenRows) -> tuple[Program, list[float]]:
+    """(the program, its numbers) for an objective of one pass: (loss, d loss / d log-prob, d loss / d entropy) from the log-prob,
+    the entropy and those of INPUTS that `rows` has. Raises FormulaRefused where a formula cannot be traced."""
+    chosen, given = formulas(objective), scalars(objective)
+    present = tuple(name for name in INPUTS if getattr(rows, name) is not None)
+    shape = tuple((name, len(x) if isinstance(x, tuple) else x if x is None else -1) for name, x in given.items())
+    # What a formula keeps beside its parameters may have changed since the last call.
+    make = _traced_once if all(is_fixed(x) for x in chosen.values() if callable(x)) else _traced
+    program = make(tuple(chosen.items()), present, shape)
+    return program, program.numbers(_flat(given))
+
+
+def _flat(given: dict[str, Any]) -> list[float]:
+    parameters: list[float] = []
+    for x in given.values():
+        parameters += x if isinstance(x, tuple) else () if x is None else (x,)
+    return parameters
+
+
+def _traced(chosen: tuple[tuple[str, Any], ...], present: tuple[str, ...], shape: tuple[tuple[str, Any], ...]) -> Program:
+    tracer, name = Tracer(), name_of(dict(chosen))
+    logp, entropy = tracer.input("logps"), tracer.input("entropy")
+    vectors = {name: tracer.input(name) for name in present}
+    parameters = {
+        name: count if count is None else tracer.parameter() if count < 0 else tuple(tracer.parameter() for _ in range(count))
+        for name, count in shape
+    }
+    try:
+        loss, d_logp, _, d_entropy = _terms(logp, entropy, vectors, parameters, dict(chosen))
+        return tracer.program(name, (loss, d_logp, d_entropy))
+    except Exception as error:  # a formula may do anything with a symbol
+        raise refusal(name, error) from error
+
+
+_traced_once = functools.lru_cache(maxsize=256)(_traced)
+
+
+def _terms(
+    logp: Any, entropy: Any, vectors: dict[str, Any], numbers: dict[str, Any], chosen: dict[str, Any]
+) -> tuple[Any, ...]:
+    """`token_terms` of an objective of one pass, on tensors or symbols."""
+    old = vectors.get("old_logps", logp)
+    return token_terms(
+        logp, entropy, logp - old, old, vectors.get("ref_logps"), vectors.get("sampler_logps", old), vectors["advantages"],
+        vectors["policy_weight"], vectors.get("kl_weight"), vectors.get("entropy_weight"), vectors.get("nll_weight"),
+        **numbers, **chosen,
+    )  # fmt: skip
+
+
+def name_of(chosen: dict[str, Any]) -> str:
+    """The formulas in a program in words: those of the user if there are any, else the surrogate."""
+    names = {getattr(f, "__qualname__", repr(f)): str(getattr(f, "__module__", "")) for f in chosen.values() if callable(f)}
+    theirs = [name for name, module in names.items() if module.partition(".")[0] != PACKAGE]
+    return ", ".join(theirs or list(names)[:1])
+
+
+def compare_once(objective: Objective, rows: TokenRows, run: Run) -> None:
+    """Compare the program of an objective with torch on random inputs, unless it was compared before. `run` evaluates a program.
+    Raises FormulaRefused where they differ: the formula does something with tensors that it does not do with symbols."""
+    program, numbers = token_program(objective, rows)
+    key = (program.steps, program.outputs, program.inputs, tuple(numbers))
+    if key in _compared:
+        return
+    inputs = random_inputs(program.inputs)
+    found = run(program, numbers, inputs)
+    named = dict(zip(program.inputs, inputs, strict=True))
+    logp, entropy = named.pop("logps"), named.pop("entropy")
+    loss, d_logp, _, d_entropy = _terms(logp, entropy, named, scalars(objective), formulas(objective))
+    for what, x, expected in zip(("loss", "d_logp", "d_entropy"), found, (loss, d_logp, d_entropy), strict=True):
+        expected = torch.as_tensor(expected, dtype=torch.float32).expand_as(x)
+        off = ~same_numbers(x, expected, 1e-4)
+        if off.any():
+            i = int(off.nonzero()[0])
+            at = ", ".join(f"{name}={float(v[i]):.6g}" for name, v in zip(program.inputs, inputs, strict=True))
+            raise FormulaRefused(
+                f"{program.name} gives {what} {float(x[i]):.6g} in the C++ kernel and {float(expected[i]):.6g} in torch, at {at}: it "
+                "must do the same with every kind of number that it is given."
+            )
+    _compared.add(key)
+
+
+def random_inputs(names: tuple[str, ...], points: int = 512, seed: int = 0) -> list[Tensor]:
+    """fp32 [points] of each input of a token: log-probs that lie apart by up to 3 and, one in eight, up to 30, numbers with zeros
+    among them, and a few that are infinite or NaN."""
+    g = torch.Generator().manual_seed(seed)
+    logp = -5.0 * torch.rand(points, generator=g)
+    found = []
+    for name in names:
+        if name.endswith("logps"):
+            x = 6.0 * torch.rand(points, generator=g) - 3.0
+            x[1::8] *= 10.0
+            x = logp if name == "logps" else logp + x
+        elif name == "entropy":
+            x = 6.0 * torch.rand(points, generator=g)
+        else:
+            x = torch.randn(points, generator=g) * (torch.rand(points, generator=g) < 0.75)
+        odd = torch.randint(0, points, (9,), generator=g)
+        found.append(x.index_copy(0, odd, torch.tensor([torch.inf, -torch.inf, torch.nan] * 3)))
+    return found
