@@ -117,7 +117,8 @@ class FusedLMHead(nn.Linear):
         temperature  a number or a tensor, see LogitTransform; for log-probs and losses.
         metrics      True: those of `LossOutput` are in the result of a loss.
         options      of `linear_logprobs` (mask, entropy, backend, ...) or `linear_grpo_loss` (normalizer, reference, ...), but
-                     not what the head has itself: weight, bias and transform are a ValueError."""
+                     not what the head has itself: weight, bias and transform are a ValueError. So is weight_grad of a head that
+                     FSDP or ZeRO-3 gathers; under DDP see `linear_grpo_loss`."""
         targets, objective, temperature = map(_AsGiven.unwrap, (targets, objective, temperature))
         options = {name: _AsGiven.unwrap(x) for name, x in options.items()}
         for name in ("weight", "bias", "transform"):

@@ -20,6 +20,7 @@ from .vocabulary.kept import KeptRows
 from .vocabulary.shard import VocabShard
 from .vocabulary.sources import Source
 from .vocabulary.sparse import Slots
+from .vocabulary.weight_gradient import check_weight_grad
 
 Tensor = torch.Tensor
 
@@ -138,6 +139,7 @@ def linear_logprobs(
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
+    weight_grad: Tensor | None = None,
     options: Options | None = None,
 ) -> tuple[Tensor, Tensor | None]: ...
 @overload
@@ -156,6 +158,7 @@ def linear_logprobs(
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
+    weight_grad: Tensor | None = None,
     options: Options | None = None,
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]: ...
 def linear_logprobs(
@@ -173,6 +176,7 @@ def linear_logprobs(
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
+    weight_grad: Tensor | None = None,
     options: Options | None = None,
 ) -> Any:
     """`token_logprobs` from hidden states and the head's weight: the logits never exist.
@@ -186,6 +190,7 @@ def linear_logprobs(
     weight    [V, H]; bias [V] or None. Products run in the autocast dtype if autocast is on, else in that of hidden.
     transform softcap and scale that the model applies after its head, and the temperature: see `LogitTransform.of`.
     shard     weight and bias are this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
+    weight_grad  memory that the backward adds the gradient of weight into, as in `linear_grpo_loss`.
     The rest is as in `token_logprobs`. Rows with a kept set take part in no product with the whole weight; see
     `linear_grpo_loss`.
 
@@ -205,9 +210,10 @@ def linear_logprobs(
     mask, sets = _kept(kept, targets, mask, head.vocab, options)
     slots = _slots(at, targets, head.vocab)
     check_targets(targets, mask, head.vocab)
+    memory = check_weight_grad(weight_grad, head.weight)
 
     def source_of(sets: KeptRows | None) -> Source:
-        return hidden_source(head, None if mask is None else flat(mask), options, None, sets, None, slots)
+        return hidden_source(head, None if mask is None else flat(mask), options, None, sets, memory, slots)
 
     return _stage(source_of, head.tensors, targets, mask, sets, _Asked(transform, entropy, also, options))
 

@@ -25,7 +25,7 @@ from .vocabulary.kept import KeptRows
 from .vocabulary.shard import VocabShard
 from .vocabulary.sources import Source
 from .vocabulary.stage import vocabulary_stage
-from .vocabulary.weight_gradient import check_weight_grad
+from .vocabulary.weight_gradient import WeightMemory, check_weight_grad
 
 Tensor = torch.Tensor
 
@@ -139,8 +139,11 @@ def linear_grpo_loss(
     shard        weight, bias and those of `reference` are this rank's part of a vocabulary cut over a group: see
                  `distributed.VocabShard`. One all-gather per chunk of rows, and one all-reduce of the gradient of hidden.
     weight_grad  [V, H], fp32 or the weight's dtype: the backward adds the gradient of weight into it, and autograd gives weight
-                 none. For gradients that are summed over micro-batches in memory of one's own (Megatron's main_grad). With kept
-                 sets only the rows of their ids are touched.
+                 none. For gradients that are summed over micro-batches in memory of one's own. With kept sets only the rows of
+                 their ids are touched. `weight.main_grad` of a weight with Megatron's `grad_added_to_main_grad`: that is set to
+                 True, and autograd gets the placeholder that Megatron's hooks drop. Other hooks do not see weight_grad: FSDP2 and
+                 ZeRO-3, which gather the weight, are refused, and DDP (like ZeRO-1 and 2) reduces zeros for it. See "Memory of
+                 one's own" in docs/kept_sets.md.
     The rest is as in `grpo_loss`.
 
     Some rows at a time are projected, turned into their gradient and multiplied back: three matrix products for rows that
@@ -168,10 +171,9 @@ def linear_grpo_loss(
     check_targets(batch.targets, batch.mask, head.vocab)
     _check_kept(batch, head.vocab)
     row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
+    memory = check_weight_grad(weight_grad, head.weight)
 
-    check_weight_grad(weight_grad, head.weight)
-
-    def source_of(a_head: Head, rows: TokenRows, kept: KeptRows | None, into: Tensor | None = weight_grad) -> Source:
+    def source_of(a_head: Head, rows: TokenRows, kept: KeptRows | None, into: WeightMemory | None = memory) -> Source:
         index = None if is_traced() else split_rows(batch, rows, objective, kept)
         return hidden_source(a_head, rows.read, options, index, kept, into)
 

@@ -26,6 +26,7 @@ from .vocabulary.rows import RowStats, RowTransform, Slopes
 from .vocabulary.shard import VocabShard, check_shard, on_shard
 from .vocabulary.sources import Hidden, Logits, Source
 from .vocabulary.sparse import Slots
+from .vocabulary.weight_gradient import WeightMemory
 
 Tensor = torch.Tensor
 
@@ -136,7 +137,7 @@ def logits_source(
 
 def hidden_source(
     head: Head, read: Tensor | None, options: Options, rows: tuple[Tensor, int] | None = None, kept: KeptRows | None = None,
-    into: Tensor | None = None, at: Slots | None = None,
+    into: WeightMemory | None = None, at: Slots | None = None,
 ) -> Source:  # fmt: skip
     """The source for a checked head. `rows`: (index, active) of `Hidden`; None where the caller does not know them."""
     if torch.compiler.is_compiling():

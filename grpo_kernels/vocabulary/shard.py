@@ -207,7 +207,7 @@ def of_own_part(backend: SparseBackend) -> SparseBackend:
 
 
 def is_managed(x: Any) -> bool:
-    """Whether this DTensor is a parameter that FSDP2 or replicate() manages. Placements do not show it: a shard of FSDP looks
+    """Whether this tensor is a parameter that FSDP2 or replicate() manages, in shards or gathered. Placements do not show it: a shard of FSDP looks
     like one of tensor parallelism, but FSDP's ranks have different rows, and only its hooks reduce the gradient."""
     try:
         from torch.distributed._composable_state import _module_state_mapping
@@ -216,7 +216,7 @@ def is_managed(x: Any) -> bool:
         for state in states:
             groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
             for group in filter(None, groups):
-                if any(x is p.sharded_param or _same_storage(x, p.sharded_param) for p in group.fsdp_params):
+                if any(_is_parameter(x, p) for p in group.fsdp_params):
                     return True
     except (ImportError, AttributeError):  # private to torch: if it has changed, assume not managed
         pass
@@ -229,6 +229,14 @@ def refuse_managed(name: str, x: Any) -> None:
             f"{name} is a DTensor, a parameter of FSDP or replicate() outside its module's forward, where it is not gathered and no "
             "hook reduces its gradient: call FusedLMHead, or do this in the forward of the module that owns the parameter."
         )
+
+
+def _is_parameter(x: Any, p: Any) -> bool:
+    """Whether x is the parameter `p` of FSDP."""
+    gathered = not hasattr(x, "placements")
+    if gathered:
+        return x is getattr(p, "_unsharded_param", None)
+    return x is p.sharded_param or _same_storage(x, p.sharded_param)
 
 
 def _same_storage(a: Any, b: Any) -> bool:

@@ -15,7 +15,7 @@ from .rows import RowStats, RowTransform, Slopes
 from .several import LogitsAt
 from .shard import VocabShard, of_own_part
 from .sparse import Slots
-from .weight_gradient import WeightGradient
+from .weight_gradient import WeightGradient, WeightMemory
 
 if TYPE_CHECKING:
     from ..formulas.token_stage import TokenRows
@@ -190,7 +190,7 @@ class Hidden:
              slopes are zero are left out of the products as well.
     kept     the rows that have a set of ids, which take part in no product with the whole weight.
     at       further ids of rows, whose log-probs are wanted.
-    into     a tensor [V, H] that the gradient of the weight is added into; the weight then gets none from autograd.
+    into     memory that the gradient of the weight is added into.
     """
 
     backend: SparseBackend
@@ -199,7 +199,7 @@ class Hidden:
     index: Tensor | None = None
     active: int | None = None
     kept: KeptRows | None = None
-    into: Tensor | None = None
+    into: WeightMemory | None = None
     at: Slots | None = None
 
     def logits_at(self, tensors: tuple[Any, ...]) -> LogitsAt:
@@ -243,6 +243,8 @@ class Hidden:
                 nonzero = nonzero.index_fill(0, own.rows[several != 0], True)
             index = index[nonzero[index]]
         engine = Engine(head, self.backend, wanted, self.into is None and self.kept is None)  # type: ignore[arg-type]
+        if self.into is not None:  # all factors are in the slopes
+            engine.d_weight = self.into.sum_of_chunks
         with torch.autocast(targets.device.type, enabled=False):
             engine.backward(index, targets, stats, slopes, transform, own, several)
             of_sets = None

@@ -8,16 +8,45 @@ import torch
 
 from .backends import SparseBackend
 from .memory import zeros
+from .shard import is_managed
 from .sparse import Slots
 
 Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class WeightMemory:
+    """Memory that the gradient of a weight is added into, in place of what autograd would give it.
+
+    total     [V, H].
+    flagged   the weight whose `grad_added_to_main_grad` is to be set, as Megatron's own layers do where `total` is its main_grad.
+    """
+
+    total: Tensor
+    flagged: Tensor | None
+
+    @property
+    def sum_of_chunks(self) -> Tensor | None:
+        """`total` where a product may add to it chunk by chunk; None where each would be rounded."""
+        return self.total if self.total.dtype == torch.float32 else None
+
+    def left_to_autograd(self) -> Tensor | None:
+        """The gradient that autograd gets for the weight. Megatron's hook wants one, which it drops, or, with `zero_out_wgrad`
+        (an embedding has the same weight), adds to main_grad."""
+        weight = self.flagged
+        if weight is None:
+            return None
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        if getattr(weight, "zero_out_wgrad", False):
+            return zeros(weight.shape, weight.dtype, weight.device)
+        return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
 @dataclass(eq=False)
 class WeightGradient:
     """d_weight [V, H], the sum of two parts.
 
-    dense   of rows over the whole vocabulary, None if there are none.
+    dense   of rows over the whole vocabulary, None if there are none; `into.total` itself where it was added to that.
     into    what the gradient is added into; None: memory of its own.
     slots, values   of rows with sets: `values` [m] is the gradient of their logits at `slots`, from which a few rows of d_weight
             follow with `hidden`. None if there are none.
@@ -27,33 +56,48 @@ class WeightGradient:
     shape: torch.Size
     dtype: torch.dtype  # of memory of its own for rows with sets alone
     dense: Tensor | None
-    into: Tensor | None
+    into: WeightMemory | None
     hidden: Tensor
     slots: Slots | None
     values: Tensor | None
 
+    def __post_init__(self) -> None:
+        self._version = _version(self.hidden)
+
     def made(self, factor: Tensor | None = None) -> Tensor | None:
-        """The gradient times `factor` (0-d), in the dtype of its sum; None if it was added into `into`."""
+        """The gradient times `factor` (0-d), in the dtype of its sum; where it was added into `into`, what autograd gets then.
+        RuntimeError if hidden states that are needed for it were written to."""
         dense, values = self.dense, self.values
+        if values is not None and _version(self.hidden) != self._version:
+            raise RuntimeError(
+                "hidden was written to in place between the forward and the backward, which needs it for the gradient of weight: "
+                "call backward first, or write to a copy."
+            )
+        total = None if self.into is None else self.into.total
+        assert factor is None or total is None or dense is not total
         if factor is not None and dense is not None:
             self.backend.scale_(dense, factor)
         if factor is not None and values is not None:
             values = values * factor
         out = dense
-        if self.into is not None:
-            out = self.into if dense is None else self.into.add_(dense)
+        if total is not None:
+            out = total if dense is None or dense is total else total.add_(dense)
         elif out is None:  # touched in the rows of sets alone
             out = zeros(self.shape, self.dtype, self.hidden.device)
         if values is not None:
             assert self.slots is not None
             self.backend.add_hidden_rows(values, self.slots, self.hidden, out)
-        return None if self.into is not None else out
+        return out if self.into is None else self.into.left_to_autograd()
 
 
-def check_weight_grad(weight_grad: Tensor | None, weight: Tensor) -> None:
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+def check_weight_grad(weight_grad: Tensor | None, weight: Tensor) -> WeightMemory | None:
     """Raise ValueError unless the gradient of `weight` can be added into `weight_grad`."""
     if weight_grad is None:
-        return
+        return None
     if not isinstance(weight_grad, Tensor) or weight_grad.shape != weight.shape or weight_grad.device != weight.device:
         got = (
             f"{list(weight_grad.shape)} on {weight_grad.device}"
@@ -67,3 +111,11 @@ def check_weight_grad(weight_grad: Tensor | None, weight: Tensor) -> None:
         raise ValueError("weight_grad must not require grad, and must have unit stride in its last dimension.")
     if not weight.requires_grad:
         raise ValueError("weight_grad is given, but weight does not require grad: leave it out for a frozen head.")
+    if hasattr(weight, "ds_id") or is_managed(weight):
+        owner = "ZeRO-3" if hasattr(weight, "ds_id") else "FSDP"
+        raise ValueError(
+            f"weight_grad is given, but {owner} gathers this weight for a moment and reduces the gradient that autograd gives it, so "
+            "that nobody would see weight_grad: leave it out, or keep the head out of what is sharded."
+        )
+    flagged = getattr(weight, "main_grad", None) is weight_grad and hasattr(weight, "grad_added_to_main_grad")
+    return WeightMemory(weight_grad, weight if flagged else None)
