@@ -142,8 +142,7 @@ def linear_grpo_loss(
                  none. For gradients that are summed over micro-batches in memory of one's own. With kept sets only the rows of
                  their ids are touched. `weight.main_grad` of a weight with Megatron's `grad_added_to_main_grad`: that is set to
                  True, and autograd gets the placeholder that Megatron's hooks drop. Other hooks do not see weight_grad: FSDP2 and
-                 ZeRO-3, which gather the weight, are refused, and DDP (like ZeRO-1 and 2) reduces zeros for it. See "Memory of
-                 one's own" in docs/kept_sets.md.
+                 ZeRO-3, which gather the weight, are refused, and DDP reduces zeros for it. docs/kept_sets.md has the remedies.
     The rest is as in `grpo_loss`.
 
     Some rows at a time are projected, turned into their gradient and multiplied back: three matrix products for rows that
