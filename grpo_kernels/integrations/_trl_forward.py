@@ -18,6 +18,7 @@ from ..logprobs import linear_logprobs
 from ..losses import LossOutput, linear_grpo_loss
 from ..objective import Objective
 from ..transform import LogitTransform
+from ._trl_replay import Replay
 from ._trl_specs import router
 from .trl_head import gathered
 
@@ -87,8 +88,8 @@ class Forward:
     """A model's forward with two more branches: a call with `grpo=` returns the loss, and one with TRL's `fused_lm_head=True`
     and without gradients returns log-probs. All other calls go to the previous forward."""
 
-    def __init__(self, model: Any, counts: Counter[str]) -> None:
-        self.model, self.counts, self.active = model, counts, True
+    def __init__(self, model: Any, counts: Counter[str], replay: Replay | None = None) -> None:
+        self.model, self.counts, self.active, self.replay = model, counts, True, replay
         # After accelerate has prepared a model, accelerate's forward wraps TRL's.
         self.previous = model.forward
         trls = vars(model).get("_original_forward", self.previous)
@@ -166,10 +167,13 @@ class Forward:
         labels = kwargs["labels"][:, 1:]
         mask = labels != -100
         states = self.hidden(args, kwargs)[0][:, :-1]
+        kept = None if self.replay is None else self.replay.rows(labels)
 
         def score(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
             entropy = "entropy" in self.outputs
-            return linear_logprobs(hidden, weight, labels, bias=bias, mask=mask, transform=self.transform, entropy=entropy)
+            return linear_logprobs(
+                hidden, weight, labels, bias=bias, mask=mask, transform=self.transform, entropy=entropy, kept=kept
+            )
 
         log_probs, entropy = self.head(states, score)
         self.counts["scored"] += 1

@@ -12,6 +12,7 @@ from ..batch import TokenBatch
 from ..formulas.filters import EntropyQuantile, Filter, OffPolicySequences
 from ..formulas.surrogates import Cispo, Clip, Sapo, Surrogate, Vespo
 from ..objective import Objective
+from ._trl_replay import sets_of
 
 Tensor = torch.Tensor
 
@@ -149,6 +150,7 @@ def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> T
         ref_logps=inputs["ref_per_token_logps"] if objective.beta != 0 else None,
         weights=weights,
         sampler_logps=inputs.get("sampling_per_token_logps") if trainer.off_policy_mask_threshold is not None else None,
+        kept=sets_of(inputs),
     )
 
 

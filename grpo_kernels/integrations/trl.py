@@ -17,6 +17,10 @@ its gradient on [B, T], with ours.
 
 Log-probs of the old policy and of the reference, which TRL computes without gradients, are "scored" by `linear_logprobs`.
 
+Replay. TRL's vLLM gives log-probs of what top-k and top-p left, and TRL scores over the vocabulary. With `patch(trainer,
+replay=True)` the sets of the generation (`sampling_mask`: of vLLM in this process, or an extra field of a rollout_func) go to
+every log-prob of the run: old policy, reference, loss. The entropies that TRL logs are then those of the sets.
+
 Written for and tested with TRL 1.16.0, transformers 5.23 and PEFT 0.21.
 """
 
@@ -34,6 +38,7 @@ from ..formulas.token_stage import TokenRows
 from . import _trl_specs as specs
 from ._slots import check_version
 from ._trl_forward import Forward, LossCall
+from ._trl_replay import Replay
 from .trl_head import TESTED, fused_lm_head
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_lm_head", "patch"]  # noqa: F822
@@ -41,7 +46,9 @@ __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_lm_head", "patch"]  # noqa: F
 Tensor = torch.Tensor
 
 
-def patch(trainer: Any, *, strict: bool = False, skip_inactive: bool = False, any_version: bool = False) -> FusedLoss:
+def patch(
+    trainer: Any, *, strict: bool = False, skip_inactive: bool = False, replay: bool = False, any_version: bool = False
+) -> FusedLoss:  # fmt: skip
     """Make this GRPOTrainer, and no other, compute its loss in one pass. Call it after the trainer is made, before `train()` or
     between two calls of it. The result, which is also `trainer.fused_loss`, counts the paths and can undo the patch.
 
@@ -53,6 +60,9 @@ def patch(trainer: Any, *, strict: bool = False, skip_inactive: bool = False, an
                    are not projected, unless a micro-batch has no other tokens. The entropy that TRL logs is then the mean
                    over the projected tokens, and a token of weight 0 counts as not clipped. Nothing else in TRL's log changes.
                    False: they are projected once, for the metrics, and have no part in the backward.
+    replay         True: completions are scored and trained over the sets that their tokens were sampled from, as vLLM in this
+                   process or a rollout_func returns them; generation without them raises RuntimeError, and so does a
+                   configuration that has to be left to TRL's own loss.
     any_version    True: go on with a version of TRL that this was not tested with.
 
     Raises TypeError for an object that is not a GRPOTrainer, RuntimeError for one that is patched already or has another
@@ -70,7 +80,7 @@ def patch(trainer: Any, *, strict: bool = False, skip_inactive: bool = False, an
             f"{type(trainer).__name__} has a _compute_loss of its own, which this patch would replace by GRPOTrainer's: for the "
             "log-probs of any trainer use integrations.trl.fused_lm_head."
         )
-    return FusedLoss(trainer, strict, skip_inactive)
+    return FusedLoss(trainer, strict, skip_inactive, replay)
 
 
 def check_trl(any_version: bool = False) -> None:
@@ -95,13 +105,18 @@ class FusedLoss:
              "TRL: <reason>"  losses left to TRL's own code
     """
 
-    def __init__(self, trainer: Any, strict: bool, skip_inactive: bool) -> None:
+    def __init__(self, trainer: Any, strict: bool, skip_inactive: bool, replay: bool = False) -> None:
         self.trainer, self.strict, self.skip_inactive = trainer, strict, skip_inactive
+        self.replay = Replay(trainer) if replay else None
         self.counts: Counter[str] = Counter()
         models = [trainer.model] + [trainer.ref_model] * (trainer.ref_model is not None)
-        self._forwards = [Forward(language_model(trainer.accelerator.unwrap_model(model)), self.counts) for model in models]
+        self._forwards = [
+            Forward(language_model(trainer.accelerator.unwrap_model(model)), self.counts, self.replay) for model in models
+        ]
         for forward in self._forwards:
             forward.install()
+        if self.replay is not None:
+            self.replay.install()
         self._theirs = trainer._compute_loss
         trainer._compute_loss = self._compute_loss
         trainer.fused_loss = self
@@ -112,6 +127,8 @@ class FusedLoss:
             raise RuntimeError("this patch was undone already.")
         for forward in self._forwards:
             forward.remove()
+        if self.replay is not None:
+            self.replay.remove()
         del self.trainer._compute_loss, self.trainer.fused_loss
 
     # ---- the loss of a micro-batch
@@ -122,8 +139,8 @@ class FusedLoss:
         if objective is None:
             self.counts[f"TRL: {reason}"] += 1
             message = f"the loss of this configuration is left to TRL's own code: {reason}."
-            if self.strict:
-                raise RuntimeError(f"strict=True, but {message}")
+            if self.strict or self.replay is not None:
+                raise RuntimeError(f"{'strict' if self.strict else 'replay'}=True, but {message}")
             if self.counts[f"TRL: {reason}"] == 1:
                 warnings.warn(message, stacklevel=2)
             return self._theirs(model, inputs)
@@ -188,15 +205,21 @@ def _trainer_class() -> type:
     from trl import GRPOTrainer
 
     class FusedGRPOTrainer(GRPOTrainer):
-        """trl.GRPOTrainer, patched as `patch` does it; `strict`, `skip_inactive` and `any_version` go there, args and kwargs to
-        TRL."""
+        """trl.GRPOTrainer, patched as `patch` does it; `strict`, `skip_inactive`, `replay` and `any_version` go there, args and
+        kwargs to TRL."""
 
         def __init__(
-            self, *args: Any, strict: bool = False, skip_inactive: bool = False, any_version: bool = False, **kwargs: Any
+            self,
+            *args: Any,
+            strict: bool = False,
+            skip_inactive: bool = False,
+            replay: bool = False,
+            any_version: bool = False,
+            **kwargs: Any,
         ) -> None:
             check_trl(any_version)
             super().__init__(*args, **kwargs)
-            patch(self, strict=strict, skip_inactive=skip_inactive, any_version=any_version)
+            patch(self, strict=strict, skip_inactive=skip_inactive, replay=replay, any_version=any_version)
 
     FusedGRPOTrainer.__module__, FusedGRPOTrainer.__qualname__ = __name__, "FusedGRPOTrainer"
     return FusedGRPOTrainer
