@@ -24,6 +24,9 @@ forward of impl_backend=triton calls (logits never exist); and, where the logits
 The fused forward of the Megatron engine calls `linear_cross_entropy` with a tensor-parallel group: several ranks are covered.
 As in verl, the gradient of the hidden states is then a rank's own share, which the gather of sequence parallelism sums up.
 
+Replay: verl has none. Where a rollout of yours puts the sets of its sampler beside the responses, in
+`data.non_tensor_batch["sampling_mask"]`, `kept_sets(data)` makes them the `kept` of a TokenBatch for a loss of your own.
+
 Not covered, and left to verl: Megatron's logits without the fused forward (`verl.utils.megatron.tensor_parallel`), and
 `entropy_from_logits_with_chunking`.
 "bypass_mode" is not registered: verl sets it itself when a rollout correction bypasses the old log-probs.
@@ -48,6 +51,7 @@ from ..logprobs import linear_logprobs
 from ..losses import LossOutput, objective_loss
 from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
+from ..token_sets import TokenSets
 from ..transform import LogitTransform
 from ._shared import at_least_one, entropy_from_logits, even_shard, logprobs_from_logits, plain, scored_batch
 from ._slots import NotCovered, Slots, check_version
@@ -307,3 +311,21 @@ def linear_cross_entropy(
     logps, entropy = linear_logprobs(rows, weight, labels.reshape(-1), transform=transform, entropy=True, shard=shard)
     assert entropy is not None
     return logps, entropy
+
+
+# ---- sets of a sampler
+
+
+def kept_sets(data: Any, field: str = "sampling_mask") -> TokenSets | None:
+    """The sets of the response tokens [B, T] of a DataProto, for a TokenBatch of `data.batch["responses"]`; None where the batch has
+    no such field.
+
+        batch = TokenBatch(data.batch["responses"], advantages, mask=data.batch["response_mask"], kept=verl.kept_sets(data))
+
+    field   of data.non_tensor_batch, an object for each sample: the ids of each token that was sampled, a list of lists as vLLM's
+            `sampling_mask.token_ids` has them, or None. They go to the tokens of response_mask in their order; tools' tokens and
+            padding stand for the whole vocabulary. Raises ValueError, with the sample, where it has not a list for each token."""
+    record = data.non_tensor_batch.get(field)
+    if record is None:
+        return None
+    return TokenSets.from_lists([*record], generated=data.batch["response_mask"] != 0)

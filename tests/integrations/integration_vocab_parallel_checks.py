@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from test_integration_slime import slime_args
 
-from grpo_kernels import Objective
+from grpo_kernels import Objective, Options, TokenSets
 from grpo_kernels.integrations import areal, nemo_rl, skyrl, slime, verl
 from support.trainers import stand_in, their_file
 
@@ -232,7 +232,46 @@ def check_slime_policy_loss(rank: int, ranks: int) -> None:
         assert_close(part, own(whole, rank))
 
 
+def check_slime_replay(rank: int, ranks: int) -> None:
+    """slime's record as sets of the whole vocabulary: in one rank's part alone, in both, without the target, empty."""
+    data = drawn()
+    lists = [[0, 2], [WIDTH + 1], [1, WIDTH], [], [int(data.tokens[4])], *[[3, WIDTH + 2, 7]] * (N - 5)]
+    scored = torch.tensor([bool(row) for row in lists])
+    replay = slime.Replay(TokenSets.from_lists(lists), scored)
+    for options in ({}, {"with_entropy": True}, {"with_entropy": True, "options": Options(entropy_over="kept")}):
+
+        def score(x: Tensor, group: Any, options: Any = options) -> Any:
+            return slime.calculate_log_probs_and_entropy(x, data.tokens, group, log_prob_keep_mask=replay, **options)
+
+        assert_logits(rank, lambda x: score(x, dist.group.WORLD), lambda x: score(x, alone()), data.logits)
+    keep = replay.kept.mask(V) | torch.nn.functional.one_hot(data.tokens, V).bool()
+    exact = data.logits.double().masked_fill(~keep, -math.inf).log_softmax(-1).gather(1, data.tokens[:, None])[:, 0]
+    logps, _ = slime.calculate_log_probs_and_entropy(own(data.logits, rank), data.tokens, None, log_prob_keep_mask=replay)
+    assert_close(logps[:, 0].double(), torch.where(scored, exact, 0.0))
+
+
 # ---- SkyRL
+
+
+def check_skyrl_support(rank: int, ranks: int) -> None:
+    """From hidden states and this rank's part of the weight, over sets of the whole vocabulary."""
+    data, g = drawn(), torch.Generator().manual_seed(3)
+    sets = torch.stack([torch.randperm(V, generator=g)[:4] for _ in range(N)]).to(torch.int32)
+    sets[1], sets[2, 1:], sets[:, 0] = -1, -1, torch.where(torch.arange(N) == 1, -1, data.tokens)
+    sets = torch.where((sets == data.tokens[:, None].int()) & (torch.arange(4) > 0), -1, sets)
+
+    def score(h: Tensor, w: Tensor, group: Any, start: int) -> Tensor:
+        return skyrl.sample_support_logprobs(
+            h, data.tokens, sets, vocab_start_index=start, vocab_end_index=start + len(w), tp_group=group, lm_head_weight=w
+        )[0]
+
+    assert_head(
+        rank,
+        lambda h, w: score(h, w, dist.group.WORLD, rank * WIDTH),
+        lambda h, w: score(h, w, alone(), 0),
+        data.hidden,
+        data.weight,
+    )
 
 
 def bounds(rank: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,3 +178,15 @@ def test_the_core_does_not_know_them() -> None:
     for path in package.rglob("*.py"):
         if "integrations" not in path.parts:
             assert not re.search(r"(from|import) (grpo_kernels)?\.integrations", path.read_text()), path
+
+
+def test_verl_sets_of_a_batch() -> None:
+    """A stand-in for verl's DataProto; its own is tested beside verl."""
+    batch = {"response_mask": torch.tensor([[1, 0, 1], [1, 1, 0]])}
+    data = SimpleNamespace(batch=batch, non_tensor_batch={"sampling_mask": [[[4, 1], [7]], None]})
+    kept = verl.kept_sets(data)
+    assert kept is not None and kept.padded().tolist() == [[4, 1], [-1, -1], [7, -1], *[[-1, -1]] * 3]
+    assert verl.kept_sets(data, "other") is None
+    data.non_tensor_batch["sampling_mask"][1] = [[2]]
+    with pytest.raises(ValueError, match=r"lists\[1\] has 1 records, but generated marks 2 tokens of sequence 1"):
+        verl.kept_sets(data)

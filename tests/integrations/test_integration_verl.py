@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from support.trainers import Data
 pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed", exc_type=ImportError)
 
 from tensordict import TensorDict
+from verl import DataProto
 from verl.trainer.ppo import core_algos
 from verl.utils import torch_functional as verl_functional
 from verl.utils.kernel import linear_cross_entropy as verl_kernel
@@ -389,3 +391,23 @@ def test_as_an_external_module(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split()[-2:] == ["grpo_kernels.integrations.verl", "True"]
+
+
+# ---- sets of a sampler
+
+
+def test_sets_from_the_non_tensor_batch() -> None:
+    """They are cut and reordered with the batch, by verl's own DataProto, and go to the tokens that were sampled."""
+    responses, mask = torch.tensor([[4, 9, 7], [3, 5, 0], [6, 0, 0]]), torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0]])
+    record = np.empty(3, dtype=object)
+    record[:] = [[[4, 1], [7]], None, [[2, 6, 8]]]
+    data = DataProto.from_dict({"responses": responses, "response_mask": mask}, {"sampling_mask": record})
+    rows = [[[4, 1], [], [7]], [[], [], []], [[2, 6, 8], [], []]]
+    for order in ([0, 1, 2], [2, 0]):
+        kept = ours.kept_sets(data[np.array(order)])
+        assert kept is not None and kept.contains(responses[order]).all()
+        assert [[i for i in row if i >= 0] for row in kept.padded().tolist()] == [x for b in order for x in rows[b]]
+    assert ours.kept_sets(DataProto.from_dict({"responses": responses, "response_mask": mask})) is None
+    record[2] = [[2], [6]]
+    with pytest.raises(ValueError, match=r"lists\[2\] has 2 records, but generated marks 1 tokens of sequence 2"):
+        ours.kept_sets(data)
