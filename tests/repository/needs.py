@@ -204,11 +204,14 @@ NEEDS = [
         says=(("README.md", "Ratios are bounded at e^60 and keep their slope there"),),
     ),
     Need(
-        "The sampler renormalises over top-p or top-k, the trainer does not (from logits; from hidden states nothing is offered)",
+        "The sampler renormalises over top-p or top-k, the trainer does not",
         "trl#6789 trl#6944 ms-swift#8442 prime-rl#3235 vllm-project/vllm#49577",
         """
         test_needs_inputs::test_log_probs_over_the_kept_set_of_a_sampler test_token_logprobs::test_scattered_minus_infinity
         test_integration_slime::test_slime_functions_of_logits
+        test_integration_slime::test_slime_record_goes_to_the_rows_as_it_is test_kept::test_hidden_states_match_oracle
+        test_integration_prime_rl::test_prime_rl_replays_sampling_masks
+        test_integration_trl_replay::test_log_probs_ratio_and_gradient
         """,
     ),
     Need(
