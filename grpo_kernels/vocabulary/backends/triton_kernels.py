@@ -6,16 +6,9 @@ Rows are on grid axis 0, since the other axes end at 65 535: one program per row
 import triton
 import triton.language as tl
 
-from .triton_rows import (
-    _columns,
-    _first_at,
-    _k,
-    _row_offset,
-    _softmax_partials,
-    _target_u,
-    _write_gradient,
-    _write_zeros,
-)
+from .triton_gradient import _write_gradient
+from .triton_rows import _first_at, _k, _softmax_partials, _target_u
+from .triton_tiles import _columns, _load_end, _load_full, _row_offset, _write_zeros
 
 
 # fmt: off
@@ -27,7 +20,8 @@ def _stats_kernel(
     logits, stride_a: tl.int64, stride_t: tl.int64, V, T, first: tl.int64,  # [A, T, V]
     targets, read, inv_temperature, scale, softcap,                         # [n], n programs
     maxima, sums, z_targets, weighted, squares, tops,                       # [n], the last three None where not wanted
-    SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+    SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr,
+    COLS: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, FIRST_HINT: tl.constexpr, LAST_HINT: tl.constexpr,
 ):
     KIND: tl.constexpr = 2 if squares is not None else 1 if weighted is not None else 0
     i = tl.program_id(0).to(tl.int64)
@@ -41,12 +35,13 @@ def _stats_kernel(
         row = logits + _row_offset(first + i, T, stride_a, stride_t, ALIGNED)
         k = _k(scale, softcap, inv_t, SHAPE)
         u = _target_u(row, tl.load(targets + i), V, scale, softcap, SHAPE)
-        m, s, w, q = _softmax_partials(row, V, k, scale, softcap, SHAPE, KIND, ALIGNED, LANES, COLS)
+        m, s, w, q, _ = _softmax_partials(row, V, k, scale, softcap, SHAPE, KIND, ALIGNED, ACCESSES, LANES, COLS, ENDS, 0,
+                                          FIRST_HINT, FIRST_HINT)
         tl.store(maxima + i, k * m)
         tl.store(sums + i, s)
         tl.store(z_targets + i, k * u)
         if weighted is not None:
-            tl.store(weighted + i, k * w)
+            tl.store(weighted + i, w)
         if squares is not None:
             tl.store(squares + i, q)
         if tops is not None:
@@ -74,7 +69,8 @@ def _pull_kernel(
     targets, maxima, sums, z_targets,                                      # [n], n programs
     d_targets, d_constants, d_logs, d_probs,                               # [n], all but the first None where there is none
     inv_temperature, scale, softcap,
-    SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+    SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr,
+    COLS: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, FIRST_HINT: tl.constexpr, LAST_HINT: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
     KIND: tl.constexpr = 2 if d_probs is not None else 1 if d_constants is not None or d_logs is not None else 0
@@ -102,10 +98,11 @@ def _pull_kernel(
         m = tl.load(maxima + i)
         s = tl.load(sums + i)
         z = tl.load(z_targets + i)
-        _write_gradient(row, out_row, V, tl.load(targets + i), tl.div_rn(z, k), tl.div_rn(m, k), s, (z - m) - tl.log(s),
-                        d_target, d_constant, d_log, d_prob, k, scale, softcap, inv_t, SHAPE, KIND, ALIGNED, LANES, COLS)
+        _write_gradient(row, out_row, V, (), tl.load(targets + i), tl.div_rn(z, k), tl.div_rn(m, k), s, (z - m) - tl.log(s),
+                        d_target, d_constant, d_log, d_prob, k, scale, softcap, inv_t, SHAPE, KIND, ALIGNED, ACCESSES, LANES,
+                        COLS, LAST_HINT)
     else:
-        _write_zeros(out_row, V, ALIGNED, LANES, COLS)
+        _write_zeros(out_row, V, ALIGNED, LANES, COLS, LAST_HINT)
 
 
 @triton.jit(do_not_specialize=[
@@ -125,7 +122,8 @@ def _fused_kernel(
     TERMS: tl.constexpr, SURROGATE: tl.constexpr, DETACHED: tl.constexpr, LEVEL: tl.constexpr, TRUST: tl.constexpr,
     KL_TERMS: tl.constexpr, ESTIMATOR: tl.constexpr, SCORE: tl.constexpr, WEIGHTING: tl.constexpr,
     STRAIGHT_THROUGH: tl.constexpr,
-    SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+    SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr,
+    COLS: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, FIRST_HINT: tl.constexpr, LAST_HINT: tl.constexpr,
 ):
     BONUS: tl.constexpr = 1 if entropy_weight is not None else 0
     for i in range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0)):
@@ -141,10 +139,11 @@ def _fused_kernel(
             # Before the first store: the gradient may go where the logits are. The reductions below are the barrier.
             k = _k(scale, softcap, inv_t, SHAPE)
             u = _target_u(row, target, V, scale, softcap, SHAPE)
-            m, s, w, _ = _softmax_partials(row, V, k, scale, softcap, SHAPE, 1, ALIGNED, LANES, COLS)
+            m, s, w, _, kept = _softmax_partials(row, V, k, scale, softcap, SHAPE, 1, ALIGNED, ACCESSES, LANES, COLS, ENDS, KEPT,
+                                                 FIRST_HINT, LAST_HINT)
             log_s = tl.log(s)
             logp = k * (u - m) - log_s
-            entropy = log_s - k * w / s
+            entropy = log_s - w / s
             entropy = tl.where(entropy < 0.0, 0.0, entropy)  # unlike maximum, keeps NaN
             old_logp = logp  # on-policy: ratio 1
             if old_logps is not None:
@@ -176,35 +175,39 @@ def _fused_kernel(
             if out is not None:
                 out_row = out + _row_offset(i, T, out_stride_a, out_stride_t, ALIGNED)
                 if (d_logp != 0.0) | (d_entropy != 0.0):
-                    _write_gradient(row, out_row, V, target, u, m, s, logp, d_logp, -d_entropy * entropy, -d_entropy, 0.0,
-                                    k, scale, softcap, inv_t, SHAPE, BONUS, ALIGNED, LANES, COLS)
+                    _write_gradient(row, out_row, V, kept, target, u, m, s, logp, d_logp, -d_entropy * entropy, -d_entropy,
+                                    0.0, k, scale, softcap, inv_t, SHAPE, BONUS, ALIGNED, ACCESSES, LANES, COLS, LAST_HINT)
                 else:
-                    _write_zeros(out_row, V, ALIGNED, LANES, COLS)
+                    _write_zeros(out_row, V, ALIGNED, LANES, COLS, LAST_HINT)
         else:
             tl.store(logps + i, 0.0)
             tl.store(entropies + i, 0.0)
             tl.store(losses + i, 0.0)
             if out is not None:
-                _write_zeros(out + _row_offset(i, T, out_stride_a, out_stride_t, ALIGNED), V, ALIGNED, LANES, COLS)
+                _write_zeros(out + _row_offset(i, T, out_stride_a, out_stride_t, ALIGNED), V, ALIGNED, LANES, COLS, LAST_HINT)
 # fmt: on
 
 
 @triton.jit(do_not_specialize=["stride_a", "stride_t", "V", "T", "n", "factor"])
 def _scale_kernel(
     x, stride_a: tl.int64, stride_t: tl.int64, V: tl.int64, T: tl.int64, n: tl.int64, factor,
-    ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+    ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     f = tl.load(factor).to(tl.float32)
     if f != 1.0:
-        BLOCK: tl.constexpr = LANES * COLS
+        STEP: tl.constexpr = LANES * COLS
+        BLOCK: tl.constexpr = ACCESSES * STEP
         cols = _columns(ALIGNED, LANES, COLS)
         per_row = tl.cdiv(V, BLOCK)
         for tile in range(tl.program_id(0).to(tl.int64), n * per_row, tl.num_programs(0)):
             start = (tile % per_row) * BLOCK
-            at = x + _row_offset(tile // per_row, T, stride_a, stride_t, ALIGNED) + start + cols
+            row = x + _row_offset(tile // per_row, T, stride_a, stride_t, ALIGNED)
             if start + BLOCK <= V:
-                tl.store(at, (tl.load(at).to(tl.float32) * f).to(x.dtype.element_ty))
+                xs = _load_full(row, start, cols, ACCESSES, "")
+                for i in tl.static_range(ACCESSES):
+                    tl.store(row + start + i * STEP + cols, (xs[i].to(tl.float32) * f).to(x.dtype.element_ty))
             else:
-                inside = start + cols < V
-                value = tl.load(at, mask=inside, other=0.0).to(tl.float32) * f
-                tl.store(at, value.to(x.dtype.element_ty), mask=inside)
+                xs = _load_end(row, start, V, cols, ACCESSES, "")
+                for i in tl.static_range(ACCESSES):
+                    here = start + i * STEP + cols
+                    tl.store(row + here, (xs[i].to(tl.float32) * f).to(x.dtype.element_ty), mask=here < V)

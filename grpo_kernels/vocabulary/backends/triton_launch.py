@@ -16,8 +16,8 @@ from . import warn_once
 
 Tensor = torch.Tensor
 
-#: No tile gets fewer lanes than this in the search for one that fits. Each try compiles once.
-FEWEST_LANES = 128
+#: No tile gets fewer accesses than this in the search for one that fits. Each try compiles once.
+FEWEST = 128
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -25,13 +25,23 @@ PACKAGE = __name__.partition(".")[0]
 class Launch(NamedTuple):
     """Settings of a launch. They depend on vocabulary, dtypes and strides, never on the number of rows."""
 
-    flags: dict[str, Any]  # compile-time arguments: LANES and COLS of the tile, and others
-    options: dict[str, int]
+    flags: dict[str, Any]  # compile-time arguments: LANES, ACCESSES and COLS of the tile, and others
+    options: dict[str, Any]
     programs_per_sm: int
 
     @property
+    def accesses(self) -> int:
+        """Of a tile, by all threads."""
+        return int(self.flags["LANES"] * self.flags["ACCESSES"])
+
+    @property
+    def size(self) -> int:
+        """Logits of a tile."""
+        return self.accesses * int(self.flags["COLS"])
+
+    @property
     def tile(self) -> str:
-        return f"{self.flags['LANES']} x {self.flags['COLS']}"
+        return f"{self.accesses} x {self.flags['COLS']}"
 
 
 class KernelFailure(RuntimeError):
@@ -78,7 +88,7 @@ def run(
             said = said or _line(error)
             halvings += 1
             smaller = tile(halvings)
-            if smaller.flags["LANES"] < FEWEST_LANES:
+            if smaller.accesses < FEWEST:
                 tried = first.tile if launch == first else f"{first.tile} down to {launch.tile}"
                 reason = f"the Triton kernel {_name(kernel, flags)} does not run with tiles of {tried} logits: {said}"
                 _remembered[_signature(kernel, tile(0), arguments, flags)] = reason

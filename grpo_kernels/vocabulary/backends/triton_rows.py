@@ -1,41 +1,29 @@
-"""One row of logits inside a Triton kernel: its statistics, its gradient, and what both read it with.
-
-A row is gone over in tiles [LANES, COLS]. The second dimension lies within a thread, so that reductions over it need no exchange
-between threads."""
+"""One row of logits inside a Triton kernel: its statistics, its gradient, and what both read it with."""
 
 import math
 
 import triton
 import triton.language as tl
 
+from .triton_tiles import _columns, _load_end, _load_full
+
 _LOG2E = tl.constexpr(math.log2(math.e))
+_LN2 = tl.constexpr(math.log(2.0))
 _NEG_INF = tl.constexpr(-math.inf)
 #: Stands for -inf where a factor of exactly 0 follows: 0 * -inf would be NaN.
 _FLOOR = tl.constexpr(-1e30)
+#: Exponents further from 0 are those of rows whose neighbouring numbers are e^22 or more apart, see `_ties`.
+_FAR = tl.constexpr(2.0**29)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-@triton.jit
-def _columns(ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr):
-    if ALIGNED:  # neighbours belong to one thread: a 128-bit access
-        return tl.arange(0, LANES)[:, None] * COLS + tl.arange(0, COLS)[None, :]
-    else:  # neighbours belong to neighbouring threads: single elements, side by side
-        return tl.arange(0, LANES)[:, None] + tl.arange(0, COLS)[None, :] * LANES
-
-
-@triton.jit
-def _row_offset(row, T, stride_a, stride_t, ALIGNED: tl.constexpr):
-    offset = (row // T) * stride_a + (row % T) * stride_t
-    if ALIGNED:
-        offset = tl.multiple_of(offset, 16)
-    return offset
-
-
-# z = k u(x) with k > 0: the softmax runs over u, whose maximum is subtracted before the scaling, so a shift of the logits
-# costs no precision. SHAPE is "linear" (u = x), "mirrored" (u = -x, for a negative scale) or "softcap" (u = tanh).
+# z = k u(x) with k > 0: the softmax runs over u. SHAPE is "linear" (u = x), "mirrored" (u = -x, for a negative scale) or
+# "softcap" (u = tanh).
 
 
 @triton.jit
 def _u(x, scale, softcap, SHAPE: tl.constexpr):
+    x = x.to(tl.float32)
     if SHAPE == "softcap":
         # tanh(v) = 1 - 2 / (e^2v + 1), off by 6e-8: times the cap, the spacing of fp32 numbers near it.
         return 1.0 - 2.0 / (tl.exp2(x * (2.0 * _LOG2E * scale / softcap)) + 1.0)
@@ -61,53 +49,118 @@ def _dz_dx(u, scale, inv_t, SHAPE: tl.constexpr):
     return slope
 
 
+# e^(k u) is 2^(c u - b) with c = k log2(e) and a whole number b near the maximum of c u. One fused multiply-add, which rounds
+# once, makes the exponent, so a shift of the logits costs no precision, and whole numbers make sums at two b's comparable
+# without rounding.
+
+
 @triton.jit
-def _fold(m, s, w, q, u, k, KIND: tl.constexpr):
-    """Fold a tile of u into every lane's running max m, sum s of e^k(u - m), with KIND >= 1 sum w of e^k(u - m) (u - m), with
-    KIND = 2 sum q of e^2k(u - m)."""
-    new = tl.maximum(m, tl.max(u, axis=1))
-    base = tl.where(new == _NEG_INF, 0.0, new)
-    d = u - base[:, None]
-    e = tl.exp2(d * (k * _LOG2E))
-    shift = m - base
-    keep = tl.exp2(shift * (k * _LOG2E))
+def _fma(x, y, z):
+    """x y + z, rounded once."""
+    if _INTERPRETED:  # that of Triton 3.6 and before rounds twice
+        return (x.to(tl.float64) * y + z).to(tl.float32)
+    else:
+        return tl.fma(x, y, z)
+
+
+@triton.jit
+def _base(m, c):
+    return tl.maximum(tl.ceil(m * c), -_FAR)
+
+
+@triton.jit
+def _fold(m, b, s, w, q, xs, at, V, cols, c, scale, softcap, END: tl.constexpr, SHAPE: tl.constexpr, KIND: tl.constexpr):
+    """Fold a tile into every lane's running maximum m of u, b = _base(m, c), sum s of 2^d for d = c u - b, with KIND >= 1 sum w
+    of 2^d d, with KIND = 2 sum q of 2^2d. END: columns from V on are left out."""
+    STEP: tl.constexpr = cols.shape[0] * cols.shape[1]
+    us = ()
+    for i in tl.static_range(len(xs)):
+        u = _u(xs[i], scale, softcap, SHAPE)
+        if END:  # -inf goes in after u: tanh and the mirror would make a number, or +inf, of it.
+            u = tl.where(at + i * STEP + cols < V, u, _NEG_INF)
+        us = us + (u,)
+    top = us[0]
+    for i in tl.static_range(1, len(xs)):
+        top = tl.maximum(top, us[i])
+    m = tl.maximum(m, tl.max(top, axis=1))
+    base = _base(m, c)
+    s_tile = tl.zeros(cols.shape, tl.float32)
+    w_tile = s_tile
+    q_tile = s_tile
+    for i in tl.static_range(len(xs)):
+        d = _fma(us[i], c, -base[:, None])
+        e = tl.exp2(d)
+        s_tile += e
+        if KIND >= 1:
+            w_tile += e * tl.maximum(d, _FLOOR)
+        if KIND >= 2:
+            q_tile += e * e
+    shift = b - base
+    keep = tl.exp2(shift)
     if KIND >= 1:
-        w = (w + s * tl.maximum(shift, _FLOOR)) * keep + tl.sum(e * tl.maximum(d, _FLOOR), axis=1)
+        w = (w + s * shift) * keep + tl.sum(w_tile, axis=1)
     if KIND >= 2:
-        q = q * keep * keep + tl.sum(e * e, axis=1)
-    return new, s * keep + tl.sum(e, axis=1), w, q
+        q = q * keep * keep + tl.sum(q_tile, axis=1)
+    return m, base, s * keep + tl.sum(s_tile, axis=1), w, q
+
+
+@triton.jit
+def _ties(row, V, m, scale, softcap, SHAPE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr):
+    """How many columns have u = m; NaN if one is NaN. The sum of e^k(u - m) of a row far from 0, where all others are less
+    than e^-22 (a row of the smallest finite number, for one)."""
+    cols = _columns(ALIGNED, LANES, COLS)
+    found = tl.zeros((LANES,), tl.float32)
+    for start in range(0, V, LANES * COLS):
+        inside = start + cols < V
+        u = _u(tl.load(row + start + cols, mask=inside, other=0.0), scale, softcap, SHAPE)
+        found += tl.sum(tl.where(inside, tl.where(u == m, 1.0, tl.where(u != u, u, 0.0)), 0.0), axis=1)
+    return tl.sum(found, axis=0)
 
 
 @triton.jit
 def _softmax_partials(
     row, V, k, scale, softcap,
-    SHAPE: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+    SHAPE: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr,
+    COLS: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, HINT: tl.constexpr, LAST_HINT: tl.constexpr,
 ):  # fmt: skip
-    """m = max u, s, w and q (see _fold) of one row."""
-    BLOCK: tl.constexpr = LANES * COLS
+    """m = max u, s = sum of e^k(u - m), w = sum of e^k(u - m) k(u - m), q = sum of e^2k(u - m) of one row, and its
+    last KEPT tiles. The last ENDS tiles are loaded at once."""
+    BLOCK: tl.constexpr = ACCESSES * LANES * COLS
     cols = _columns(ALIGNED, LANES, COLS)
+    c = k * _LOG2E
     m = tl.full((LANES,), _NEG_INF, tl.float32)
+    b = tl.full((LANES,), -_FAR, tl.float32)
     s = tl.zeros((LANES,), tl.float32)
     w = tl.zeros((LANES,), tl.float32)
     q = tl.zeros((LANES,), tl.float32)
-    full = V // BLOCK * BLOCK
-    for start in range(0, full, BLOCK):
-        x = tl.load(row + start + cols, eviction_policy="evict_last").to(tl.float32)
-        m, s, w, q = _fold(m, s, w, q, _u(x, scale, softcap, SHAPE), k, KIND)
-    if full < V:
-        inside = full + cols < V
-        x = tl.load(row + full + cols, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        # -inf goes in after u: tanh and the mirror would make a number, or +inf, of it.
-        u = tl.where(inside, _u(x, scale, softcap, SHAPE), _NEG_INF)
-        m, s, w, q = _fold(m, s, w, q, u, k, KIND)
+    end = ((V + BLOCK - 1) // BLOCK - ENDS) * BLOCK
+    for start in range(0, end, BLOCK):
+        xs = _load_full(row, start, cols, ACCESSES, HINT)
+        m, b, s, w, q = _fold(m, b, s, w, q, xs, start, V, cols, c, scale, softcap, False, SHAPE, KIND)
+    xs = _load_full(row, end, cols, ACCESSES * (ENDS - 1), LAST_HINT if KEPT >= ENDS else HINT)
+    xs = xs + _load_end(row, end + (ENDS - 1) * BLOCK, V, cols, ACCESSES, LAST_HINT if KEPT > 0 else HINT)
+    for i in tl.static_range(ENDS):
+        tile = xs[i * ACCESSES : (i + 1) * ACCESSES]
+        m, b, s, w, q = _fold(
+            m, b, s, w, q, tile, end + i * BLOCK, V, cols, c, scale, softcap, i == ENDS - 1, SHAPE, KIND
+        )  # fmt: skip
     top = tl.max(m, axis=0)
-    shift = m - tl.where(top == _NEG_INF, 0.0, top)
-    keep = tl.exp2(shift * (k * _LOG2E))
-    if KIND >= 1:
-        w = (w + s * tl.maximum(shift, _FLOOR)) * keep
-    if KIND >= 2:
-        q = q * keep * keep
-    return top, tl.sum(s * keep, axis=0), tl.sum(w, axis=0), tl.sum(q, axis=0)
+    base = _base(top, c)
+    shift = b - base
+    keep = tl.exp2(shift)
+    # From sums at 2^(c u - base) to sums at e^k(u - m).
+    r = tl.where(top == _NEG_INF, 0.0, _fma(top, c, -base))
+    up = tl.exp2(-r)
+    sum_e = tl.sum(s * keep, axis=0)
+    w = (tl.sum((w + s * shift) * keep, axis=0) - r * sum_e) * up * _LN2
+    q = tl.sum(q * keep * keep, axis=0) * up * up
+    s = sum_e * up
+    s = tl.where((s < 1.0) & (top > _NEG_INF), 1.0, s)  # rounding; the maximum itself adds 1
+    if (tl.abs(top * c) >= _FAR) & (tl.abs(top) < -_NEG_INF):
+        s = _ties(row, V, top, scale, softcap, SHAPE, ALIGNED, LANES, COLS)
+        w = 0.0 * s
+        q = s
+    return top, s, w, q, xs[(ENDS - KEPT) * ACCESSES :]
 
 
 @triton.jit
@@ -118,7 +171,7 @@ def _first_at(row, V, m, scale, softcap, SHAPE: tl.constexpr, ALIGNED: tl.conste
     first = tl.full((LANES,), 2147483647, tl.int32)
     for start in range(0, V, BLOCK):
         inside = start + cols < V
-        u = _u(tl.load(row + start + cols, mask=inside, other=0.0).to(tl.float32), scale, softcap, SHAPE)
+        u = _u(tl.load(row + start + cols, mask=inside, other=0.0), scale, softcap, SHAPE)
         first = tl.minimum(first, tl.min(tl.where(inside & (u == m), start + cols, 2147483647), axis=1))
     found = tl.min(first, axis=0)
     return tl.where(found == 2147483647, -1, found)
@@ -126,7 +179,7 @@ def _first_at(row, V, m, scale, softcap, SHAPE: tl.constexpr, ALIGNED: tl.conste
 
 @triton.jit
 def _target_u(row, target, V, scale, softcap, SHAPE: tl.constexpr):
-    x = tl.load(row + target, mask=(target >= 0) & (target < V), other=float("nan")).to(tl.float32)
+    x = tl.load(row + target, mask=(target >= 0) & (target < V), other=float("nan"))
     return _u(x, scale, softcap, SHAPE)
 
 
@@ -135,74 +188,3 @@ def _expm1(x):
     series = 1.0 + x * (1 / 5 + x * (1 / 30 + x * (1 / 210)))
     series = x + x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24) * series))
     return tl.where(tl.abs(x) < 0.35, series, tl.exp(x) - 1.0)  # the series is off by less than 1e-8 there
-
-
-@triton.jit
-def _write_zeros(out, V, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr):
-    BLOCK: tl.constexpr = LANES * COLS
-    cols = _columns(ALIGNED, LANES, COLS)
-    zeros = tl.zeros((LANES, COLS), out.dtype.element_ty)
-    full = V // BLOCK * BLOCK
-    for start in range(0, full, BLOCK):
-        tl.store(out + start + cols, zeros, eviction_policy="evict_first")
-    if full < V:
-        tl.store(out + full + cols, zeros, mask=full + cols < V, eviction_policy="evict_first")
-
-
-@triton.jit
-def _gradient(x, m, k, constant, linear, quadratic, scale, softcap, inv_t, SHAPE: tl.constexpr, KIND: tl.constexpr):
-    u = _u(x, scale, softcap, SHAPE)
-    slope = _dz_dx(u, scale, inv_t, SHAPE)
-    d = u - m
-    factor = constant * slope
-    if KIND >= 1:
-        factor += linear * slope * tl.maximum(d, _FLOOR)
-    e = tl.exp2(d * (k * _LOG2E))
-    if KIND >= 2:
-        factor += quadratic * slope * e
-    return e * factor
-
-
-@triton.jit
-def _write_gradient(
-    row, out, V,
-    target, u_target, m, s, logp, d_target, d_constant, d_log, d_prob,
-    k, scale, softcap, inv_t,
-    SHAPE: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """d loss / dx_j = (d_target (1[j = target] - p_j) + p_j (d_constant + d_log log p_j + d_prob p_j)) dz_j / dx_j, with
-    p_j = e^k(u_j - m) / s. KIND 0: d_target alone. 1: d_constant and d_log as well. 2: all."""
-    BLOCK: tl.constexpr = LANES * COLS
-    cols = _columns(ALIGNED, LANES, COLS)
-    # Without the target's own term this is e (constant + linear (u_j - m) + quadratic e) dz_j / dx_j, e = e^k(u_j - m).
-    constant = -d_target / s
-    linear = 0.0
-    quadratic = 0.0
-    if KIND >= 1:
-        constant += (d_constant - d_log * tl.log(s)) / s
-        linear = k * d_log / s
-    if KIND >= 2:
-        quadratic = d_prob / (s * s)
-    full = V // BLOCK * BLOCK
-    # Backwards: what was read last is the surest to be in L2 still.
-    if full < V:
-        inside = full + cols < V
-        x = tl.load(row + full + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        g = _gradient(x, m, k, constant, linear, quadratic, scale, softcap, inv_t, SHAPE, KIND)
-        tl.store(out + full + cols, g.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_first")
-    for done in range(0, full, BLOCK):
-        at = full - BLOCK - done
-        x = tl.load(row + at + cols, eviction_policy="evict_first").to(tl.float32)
-        g = _gradient(x, m, k, constant, linear, quadratic, scale, softcap, inv_t, SHAPE, KIND)
-        tl.store(out + at + cols, g.to(out.dtype.element_ty), eviction_policy="evict_first")
-    # The target's gradient is formed apart: 1 - p_y cancels as p_y -> 1, -expm1(logp) does not, and adding 1 to a stored
-    # 16-bit value would lose it. One store for the row, which the barrier orders behind the tiles' stores.
-    g = -d_target * _expm1(logp)
-    if KIND >= 1:
-        factor = d_constant + d_log * tl.maximum(logp, _FLOOR)
-        if KIND >= 2:
-            factor += d_prob * tl.exp(logp)
-        g += tl.exp(logp) * factor
-    g *= _dz_dx(u_target, scale, inv_t, SHAPE)
-    tl.debug_barrier()
-    tl.store(out + target, g.to(out.dtype.element_ty), mask=(target >= 0) & (target < V))

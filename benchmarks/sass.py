@@ -1,0 +1,150 @@
+"""The machine code of a compiled kernel: its loops over a row, what an iteration issues, and the loads that are in flight.
+
+NVIDIA's binaries are disassembled by `cuobjdump`, which Triton ships; each instruction carries in its encoding the barrier that
+a load sets and the barriers that an instruction waits for. AMD's assembly states its waits."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+
+from benchmarks.assembly import LOAD, NO_INSTRUCTION, STORE, bits, code, loops
+
+
+def tool(kernel: Any, *options: str) -> str:
+    """What cuobjdump prints about an NVIDIA binary."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        return subprocess.run([path, *options, file.name], capture_output=True, text=True, check=True).stdout
+
+
+class Instruction(NamedTuple):
+    """One of a loop. `loads` and `stores`: bits a thread accesses in device memory."""
+
+    pipe: str  # one of PIPES
+    loads: int
+    stores: int
+    sets: int | None  # NVIDIA: the barrier that its result sets
+    waits: int  # NVIDIA: a bit for each barrier that it waits for. AMD: see `at_most`
+    at_most: int | None = None  # AMD: accesses that may be outstanding when it goes on
+
+
+#: What limits an instruction beside the four that a multiprocessor issues in a clock: exponentials and reciprocals, the
+#: fp32 adders and multipliers, device memory, all else (integers, maxima, conversions, shared memory).
+PIPES = ("special", "fp32", "memory", "other")
+_SPECIAL = r"MUFU|v_(?:exp|log|rcp|rsq|sqrt)_"
+_FP32 = r"F(?:FMA|ADD|MUL)|v_(?:pk_)?(?:fma|fmac|add|sub|subrev|mul|mac)_f32"
+
+
+def _pipe(name: str) -> str:
+    if re.match(_SPECIAL, name):
+        return "special"
+    if re.match(_FP32, name):
+        return "fp32"
+    return "memory" if re.match(r"LDG|STG|(?:global|buffer)_(?:load|store)", name) else "other"
+
+
+_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/\s*\n\s*/\* 0x([0-9a-f]{16}) \*/")
+
+
+def disassembled(kernel: Any) -> str:
+    """NVIDIA's code as lines that `assembly.loops` reads: labels, lower-case branches, and `@@ sets waits` behind each."""
+    found = _LINE.findall(tool(kernel, "--dump-sass"))
+    branch = re.compile(r"\bBRA(?:\.\w+)*\s+(!?U?P\w+,\s*)?0x([0-9a-f]+)")
+    targets = {int(m[2], 16) for _, text, _, _ in found if (m := branch.search(text))}
+    lines = []
+    for address, text, _, encoding in found:
+        if int(address, 16) in targets:
+            lines.append(f"L_BB{int(address, 16):x}:")
+        control = int(encoding, 16)
+        if m := branch.search(text):
+            text = f"{'@' if m[1] or m.start() else ''}bra L_BB{int(m[2], 16):x}"
+        lines.append(f"{text} @@ {control >> 46 & 7} {control >> 52 & 63}")
+    return "\n".join(lines)
+
+
+def _width(name: str) -> int:
+    m = re.search(r"\.(?:U|S)?(8|16|64|128|256)\b", name)
+    return int(m[1]) if m else 32
+
+
+def _nvidia(lines: list[str]) -> Iterator[Instruction]:
+    for line in lines:
+        if "@@" not in line:
+            continue
+        text, _, control = line.rpartition("@@")
+        name = re.sub(r"^@!?U?P\w+\s+", "", text).split(" ")[0]
+        sets, waits = map(int, control.split())
+        load = _width(name) if name.startswith("LDG") else 0
+        yield Instruction(_pipe(name), load, _width(name) if name.startswith("STG") else 0, None if sets == 7 else sets, waits)
+
+
+def _amd(lines: list[str]) -> Iterator[Instruction]:
+    for line in lines:
+        if re.match(NO_INSTRUCTION, line):
+            continue
+        load, store = (sum(map(bits, re.findall(pattern, line))) for pattern in (LOAD, STORE))
+        wait = re.search(r"vmcnt\((\d+)\)", line)
+        yield Instruction(_pipe(line), load, store, None, 0, int(wait[1]) if wait else None)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An innermost loop that loads from device memory."""
+
+    body: tuple[Instruction, ...]
+
+    @property
+    def loads(self) -> list[int]:
+        return [x.loads for x in self.body if x.loads]
+
+    @property
+    def stores(self) -> list[int]:
+        return [x.stores for x in self.body if x.stores]
+
+    @property
+    def issued(self) -> Counter[str]:
+        """Instructions of an iteration by PIPES."""
+        return Counter(x.pipe for x in self.body)
+
+    @property
+    def in_flight(self) -> int:
+        """The most loads of a thread that are outstanding at a time, in the steady state: load, wait, load, wait gives 1."""
+        queue: list[Instruction] = []
+        most = 0
+        for x in self.body * 3:
+            if x.at_most is not None:
+                queue = queue[max(0, len(queue) - x.at_most) :]  # in order, loads and stores alike
+            queue = [y for y in queue if y.sets is None or not x.waits >> y.sets & 1]
+            if x.loads or (x.stores and x.sets is None and self._in_order):
+                queue.append(x)
+            most = max(most, sum(y.loads > 0 for y in queue))
+        return most
+
+    @property
+    def _in_order(self) -> bool:
+        return any(x.at_most is not None for x in self.body)
+
+
+def row_loops(kernel: Any) -> list[Loop]:
+    """The loops over a row: of those that read it and of those that also write, the one that loads most in an iteration.
+    (The assembler may unroll a loop and keep a smaller copy for the rest.)"""
+    nvidia = "cubin" in kernel.asm
+    text = disassembled(kernel) if nvidia else code(kernel)
+    found: dict[bool, Loop] = {}
+    for lines in loops(text):
+        loop = Loop(tuple(_nvidia(lines) if nvidia else _amd(lines)))
+        writes = bool(loop.stores)
+        if loop.loads and loop.issued["special"] and (writes not in found or sum(loop.loads) > sum(found[writes].loads)):
+            found[writes] = loop
+    return [found[writes] for writes in sorted(found)]

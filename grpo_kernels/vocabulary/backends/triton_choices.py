@@ -1,0 +1,125 @@
+"""How the Triton kernels are launched: threads, loads in flight, registers, grids, cache hints; and on which device.
+
+Nothing here changes a result but for the order of sums, which depends on the vocabulary, dtypes and strides, never on the
+number of rows. `benchmarks.tune` times other choices, `benchmarks.resources` reads from the binaries what they need."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from .triton_kernels import _stats_kernel
+from .triton_launch import Launch
+
+Tensor = torch.Tensor
+
+INTERPRETED = not isinstance(_stats_kernel, triton.runtime.jit.JITFunction)
+
+
+class Choice(NamedTuple):
+    """Of one kind of kernel, for rows long enough to need it all. Shorter rows take fewer accesses, then fewer threads."""
+
+    threads: int  # of a program
+    accesses: int  # 128-bit loads that a thread issues before it waits for the first
+    programs: int = 1  # resident on a multiprocessor: each gets its share of the registers
+    ends: int = 1  # the last tiles of a row, loaded at once
+    kept: int = 0  # how many of these stay in registers from the first visit of a row to the second
+    grid: float = 0.0  # of the fused kernel: programs for each multiprocessor, each taking row after row; 0: one a row
+    hints: bool = False  # ask the caches to keep what is read again, and to drop what is not
+
+
+#: kind of kernel -> its choice. By reasoning and from the binaries, not from measurements: no GPU has timed them yet.
+#: 32 KiB in flight is a little over what 4.8 TB/s times 0.7 us of latency ask of each of 132 multiprocessors (25 KiB).
+#:   visit    a row is gone over once. Two programs, so that one loads while the other reduces at the end of its row.
+#:   fused    a row is gone over twice, and what lives across the loops needs more than 64 registers. One program by
+#:            registers: 132 rows of 152k bf16 logits (39 MB) stay in the 50 MB L2 of a Hopper GPU from first to second read,
+#:            twice as many would not. A program a row: where another stream holds multiprocessors, no row waits for them.
+#:            What stays in registers is the end of a row, so the second visit starts without a load.
+#:   fused32  the same with fp32 logits, of which more than fits goes through L2: as much of a row in registers as there is
+#:            room for. `grid` 0.5 halves the rows in flight, and so lets whole rows stay in L2 with half the multiprocessors.
+LAUNCH = {
+    "visit": Choice(512, 2, programs=2, ends=2),
+    "fused": Choice(512, 4, ends=2, kept=1, hints=True),
+    "fused32": Choice(512, 4, ends=3, kept=3, hints=True),
+}
+#: Programs of `scale_`: a few for each multiprocessor of the largest GPUs, and few enough to return at once when there is
+#: nothing to do.
+SCALE_PROGRAMS = 512
+
+
+def choose(kind: str, columns: int, tensors: tuple[Tensor, ...], halvings: int) -> Launch:
+    """The tile for rows of `columns`, halved so often; `tensors` are [A, T, V], the first sets the width of an access.
+
+    Half a tile is half of what each thread has in flight and then, once that is one access, half the threads."""
+    choice = LAUNCH["visit" if kind == "scale" else kind]
+    cols = 16 // tensors[0].element_size()
+    accesses = min(choice.threads * choice.accesses, triton.next_power_of_2(triton.cdiv(columns, cols))) >> halvings
+    accesses = max(32, accesses)
+    lanes = min(choice.threads, accesses)
+    # Both strides count, whatever the sizes, so that a dimension of size 1 does not select another kernel.
+    aligned = all(x.stride(0) % 16 == 0 and x.stride(1) % 16 == 0 for x in tensors)
+    ends = min(choice.ends, triton.cdiv(columns, accesses * cols)) if aligned else 1  # single elements take more registers
+    flags = {"ALIGNED": aligned, "LANES": lanes, "COLS": cols, "ACCESSES": accesses // lanes}
+    if kind == "scale":
+        return Launch(flags, options(lanes, choice.programs), choice.programs * choice.threads // lanes)
+    first, last = ("evict_last", "evict_first") if choice.hints else ("", "")
+    flags |= {"ENDS": ends, "KEPT": min(choice.kept, ends) if aligned else 0, "FIRST_HINT": first, "LAST_HINT": last}
+    return Launch(flags, options(lanes, choice.programs), choice.programs * choice.threads // lanes)
+
+
+def options(lanes: int, programs: int) -> dict[str, Any]:
+    """Options of Triton's compiler for programs of so many threads, so many of which share a multiprocessor if they are full
+    ones."""
+    if INTERPRETED:
+        return {}
+    target = triton.runtime.driver.active.get_current_target()
+    # Not every version fuses multiplications and additions by default.
+    found: dict[str, Any] = {"num_warps": max(1, lanes // target.warp_size), "enable_fp_fusion": True}
+    if target.backend == "cuda":
+        # Left alone, ptxas may spill a few bytes to make room for one more program.
+        found["maxnreg"] = min(255, 65536 // (lanes * programs))
+    return found
+
+
+# ---- devices
+
+
+def available() -> str | None:
+    """None when the kernels can run here, else the reason in words."""
+    if INTERPRETED:
+        return None
+    if not any(backend.driver.is_active() for backend in triton.backends.backends.values()):
+        return "Triton finds no device that it has a driver for (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+    return driver_failure()
+
+
+@functools.cache
+def driver_failure() -> str | None:
+    """Why Triton cannot use the device, or None. On first use it builds its launcher with the C compiler of the system."""
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:  # of a compiler, a linker, a file system
+        return f"Triton cannot start ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    return None
+
+
+def device_type() -> str:
+    """The torch device type that Triton's driver serves: "cuda" (NVIDIA and AMD), "xpu" (Intel). Only "cuda" with NVIDIA's
+    compiler has budgets for every kernel; no kernel has run on AMD's or Intel's devices yet."""
+    return str(triton.runtime.driver.active.get_active_torch_device().type)
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if x.device.type == "cpu" else torch.get_device_module(x.device).device(x.device)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 4
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return int(properties["multiprocessor_count"])

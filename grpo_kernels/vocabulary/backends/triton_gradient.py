@@ -1,0 +1,103 @@
+"""The gradient of one row of logits inside a Triton kernel."""
+
+import triton
+import triton.language as tl
+
+from .triton_rows import _FAR, _FLOOR, _LN2, _LOG2E, _NEG_INF, _base, _dz_dx, _expm1, _fma, _u
+from .triton_tiles import _columns, _load_end, _load_full
+
+
+@triton.jit
+def _gradient(x, c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE: tl.constexpr, KIND: tl.constexpr):
+    u = _u(x, scale, softcap, SHAPE)
+    slope = _dz_dx(u, scale, inv_t, SHAPE)
+    d = _fma(u, c, -b)
+    factor = constant * slope
+    if KIND >= 1:
+        factor += linear * slope * tl.maximum(d, _FLOOR)
+    e = tl.exp2(d)
+    if KIND >= 2:
+        factor += quadratic * slope * e
+    return e * factor
+
+
+@triton.jit
+def _factors(m, s, k, d_target, d_constant, d_log, d_prob, KIND: tl.constexpr):
+    """c and b of the exponent, and the factors of `_gradient`: d loss / dz_j = 2^(c u_j - b) (constant + linear d + quadratic
+    2^d) without the target's own term, d = c u_j - b."""
+    c = k * _LOG2E
+    b = _base(m, c)
+    # Far from 0 only columns equal to m matter: any c does that tells them from the others, and keeps c m finite.
+    far = (tl.abs(m * c) >= _FAR) & (tl.abs(m) < -_NEG_INF)
+    c = tl.where(far, tl.exp2(30.0 - tl.ceil(tl.log2(tl.abs(m)))), c)
+    b = tl.where(far, c * m, b)
+    r = tl.where(m == _NEG_INF, 0.0, _fma(m, c, -b))
+    down = tl.exp2(-r) / s
+    constant = -d_target
+    linear = 0.0
+    quadratic = 0.0
+    if KIND >= 1:
+        constant += d_constant - d_log * (tl.log(s) + r * _LN2)
+        linear = _LN2 * d_log * down
+    if KIND >= 2:
+        quadratic = d_prob * down * down
+    return c, b, constant * down, linear, quadratic
+
+
+@triton.jit
+def _write_tile(
+    xs, out, at, V, cols, c, b, constant, linear, quadratic, scale, softcap, inv_t,
+    END: tl.constexpr, SHAPE: tl.constexpr, KIND: tl.constexpr, HINT: tl.constexpr,
+):  # fmt: skip
+    STEP: tl.constexpr = cols.shape[0] * cols.shape[1]
+    for i in tl.static_range(len(xs)):
+        here = at + i * STEP + cols
+        g = _gradient(xs[i], c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE, KIND).to(out.dtype.element_ty)
+        if END:
+            tl.store(out + here, g, mask=here < V, eviction_policy=HINT)
+        else:
+            tl.store(out + here, g, eviction_policy=HINT)
+
+
+@triton.jit
+def _write_gradient(
+    row, out, V, kept,
+    target, u_target, m, s, logp, d_target, d_constant, d_log, d_prob,
+    k, scale, softcap, inv_t,
+    SHAPE: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr,
+    COLS: tl.constexpr, HINT: tl.constexpr,
+):  # fmt: skip
+    """d loss / dx_j = (d_target (1[j = target] - p_j) + p_j (d_constant + d_log log p_j + d_prob p_j)) dz_j / dx_j, with
+    p_j = e^k(u_j - m) / s. KIND 0: d_target alone. 1: d_constant and d_log as well. 2: all. `kept`: the last tiles, where
+    they are in registers."""
+    BLOCK: tl.constexpr = ACCESSES * LANES * COLS
+    ENDS: tl.constexpr = max(1, len(kept) // ACCESSES)
+    cols = _columns(ALIGNED, LANES, COLS)
+    c, b, constant, linear, quadratic = _factors(m, s, k, d_target, d_constant, d_log, d_prob, KIND)
+    # Backwards: what was read last is the surest to be in L2 still.
+    end = ((V + BLOCK - 1) // BLOCK - ENDS) * BLOCK
+    ends = kept
+    if len(kept) == 0:
+        ends = _load_end(row, end, V, cols, ACCESSES, HINT)
+    for i in tl.static_range(ENDS - 1, -1, -1):
+        _write_tile(
+            ends[i * ACCESSES : (i + 1) * ACCESSES], out, end + i * BLOCK, V, cols,
+            c, b, constant, linear, quadratic, scale, softcap, inv_t, i == ENDS - 1, SHAPE, KIND, HINT,
+        )  # fmt: skip
+    for done in range(0, end, BLOCK):
+        at = end - BLOCK - done
+        xs = _load_full(row, at, cols, ACCESSES, HINT)
+        _write_tile(
+            xs, out, at, V, cols, c, b, constant, linear, quadratic, scale, softcap, inv_t, False, SHAPE, KIND, HINT
+        )  # fmt: skip
+    # The target's gradient is formed apart: 1 - p_y cancels as p_y -> 1, -expm1(logp) does not, and adding 1 to a stored
+    # 16-bit value would lose it. One store for the row, which the barrier orders behind the tiles' stores.
+    g = -d_target * _expm1(logp)
+    if KIND >= 1:
+        factor = d_constant + d_log * tl.maximum(logp, _FLOOR)
+        if KIND >= 2:
+            factor += d_prob * tl.exp(logp)
+        g += tl.exp(logp) * factor
+    g *= _dz_dx(u_target, scale, inv_t, SHAPE)
+    tl.debug_barrier()
+    tl.store(out + target, g.to(out.dtype.element_ty), mask=(target >= 0) & (target < V))
