@@ -24,6 +24,7 @@ from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
 from grpo_kernels.vocabulary.backends import eager, two_visits
 from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice
 from grpo_kernels.vocabulary.rows import RowTransform
 from support.rows import EVERYTHING, LOGPS, WITH_ENTROPY, slopes_of
 
@@ -227,6 +228,76 @@ def test_transforms(transform: tuple[float, float, float], V: int, dtype: torch.
     logits = make_logits(3, V, dtype)
     check("clip", logits, rows, FULL, RowTransform(scale, softcap, inverse))
     check("clip", logits, rows, FULL, RowTransform(scale, softcap, inverse * torch.tensor([0.3, 1.0, 1.7])))
+
+
+CHOICES = {
+    "one access": Choice(32, 1),
+    "an end of two tiles, one kept": Choice(32, 2, ends=2, kept=1, hints=True),
+    "an end of three, all kept": Choice(64, 4, ends=3, kept=3),
+    "rows in turn": Choice(32, 2, ends=2, kept=2, grid=0.5),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_choice_gives_the_same_rows(choice: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one tile, of as many as are loaded at once, and of many; whatever lies before the first 16-byte boundary."""
+    for kind in LAUNCH:
+        monkeypatch.setitem(LAUNCH, kind, CHOICES[choice])
+    for V in (7, 257, 1031, 2048, 5003):
+        logits, rows = make_logits(5, V, dtype, V), make_rows(5, V, V)
+        peeled = check("clip", logits, rows, FULL, RowTransform(1.3, 0.0, 0.7))
+        wider = torch.full((1, 5, V + 3), 3.0, dtype=dtype)  # no boundary is where the logits' is
+        backend.fused(logits, rows, FULL, RowTransform(1.3, 0.0, 0.7), wider[..., :V])
+        assert (wider[..., V:] == 3.0).all()
+        if V % 16:  # else threads take other columns, and sums have another order
+            assert torch.equal(wider[..., :V], peeled)
+
+
+@pytest.mark.parametrize("V", (1031, 20003))
+def test_a_row_has_the_same_bits_wherever_it_lies(V: int) -> None:
+    """Unaligned rows start at every distance from a 16-byte boundary."""
+    rows, logits = make_rows(1, V, 3), make_logits(1, V, torch.bfloat16, 4)
+    results = []
+    for at in range(9):
+        memory = torch.full((V + 16,), 2.0, dtype=torch.bfloat16)
+        place = memory[at : at + V].view(1, 1, V)
+        place.copy_(logits)
+        found = backend.fused(place, rows, FULL, PLAIN, place)
+        assert (memory[:at] == 2.0).all() and (memory[at + V :] == 2.0).all()
+        results.append((*found, place))
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("transform", (PLAIN, RowTransform(-2.0, 0.0, 0.7)), ids=str)
+def test_rows_far_from_zero(transform: RowTransform, dtype: torch.dtype) -> None:
+    """Neighbouring numbers are then further apart than any exponent reaches. Rows filled with the smallest number are common:
+    a mask of the vocabulary, or a row of padding."""
+    V, top = 1031, 1.0 if transform.scale > 0 else -1.0
+    logits = make_logits(7, V, dtype)
+    lowest = torch.finfo(dtype).min
+    logits[0, 0] = lowest
+    logits[0, 1] = -lowest
+    logits[0, 2, ::2] = lowest
+    logits[0, 3, :1000] = lowest * top  # the first tiles; the rest is ordinary
+    logits[0, 4] = -3e12 * top
+    logits[0, 4, 5:9] = 4e12 * top
+    logits[0, 5] = -(2.0**29) * 1.25
+    logits[0, 6] += 2.0**20
+    rows = replace(
+        make_rows(7, V, 4, Objective()), advantages=-torch.ones(7), policy_weight=torch.ones(7), old_logps=torch.zeros(7)
+    )  # fmt: skip
+    rows.targets.copy_(torch.tensor([3, 5, 8 if top < 0 else 7, 1030, 6, 2, 9]))
+    z = logits[0].double() * (transform.scale * transform.inv_temperature)
+    want = (z - z.amax(1, keepdim=True)).log_softmax(1)  # else float64 itself has no digits left
+    out = torch.full_like(logits, math.nan)
+    found = backend.fused(logits, rows, Objective(PolicyGradient()), transform, out)
+    close(found.logps, want.gather(1, rows.targets[:, None])[:, 0], 4e-6, "logps")
+    close(found.entropy, -(want.exp() * want).sum(1), 4e-6, "entropy")
+    chosen = torch.nn.functional.one_hot(rows.targets, V).double()
+    slope = (chosen - want.exp()) * (transform.scale * transform.inv_temperature)
+    close(out[0], slope, rounding(dtype) * slope.abs() + 4e-6, "gradient")
 
 
 @pytest.mark.parametrize("shift", (-1e4, 1e4))

@@ -62,12 +62,15 @@ def choose(kind: str, columns: int, tensors: tuple[Tensor, ...], halvings: int) 
     lanes = min(choice.threads, accesses)
     # Both strides count, whatever the sizes, so that a dimension of size 1 does not select another kernel.
     aligned = all(x.stride(0) % 16 == 0 and x.stride(1) % 16 == 0 for x in tensors)
+    # Gradients may go by 16 bytes too where logits and gradient of a row lie equally far behind a boundary of them.
+    like, *others = ((x.stride(), x.data_ptr() // x.element_size() % cols) for x in tensors)
+    peeled = not aligned and len(tensors) == 2 and others == [like]
     ends = min(choice.ends, triton.cdiv(columns, accesses * cols)) if aligned else 1  # single elements take more registers
     flags = {"ALIGNED": aligned, "LANES": lanes, "COLS": cols, "ACCESSES": accesses // lanes}
     if kind == "scale":
         return Launch(flags, options(lanes, choice.programs), choice.programs * choice.threads // lanes)
     first, last = ("evict_last", "evict_first") if choice.hints else ("", "")
-    flags |= {"ENDS": ends, "KEPT": min(choice.kept, ends) if aligned else 0, "FIRST_HINT": first, "LAST_HINT": last}
+    flags |= {"PEELED": peeled, "ENDS": ends, "KEPT": min(choice.kept, ends) if aligned else 0, "FIRST_HINT": first, "LAST_HINT": last}
     return Launch(flags, options(lanes, choice.programs), choice.programs * choice.threads // lanes)
 
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .triton_rows import _FAR, _FLOOR, _LN2, _LOG2E, _NEG_INF, _base, _dz_dx, _expm1, _fma, _u
-from .triton_tiles import _columns, _load_end, _load_full
+from .triton_tiles import _columns, _load_end, _load_full, _to_boundary
 
 
 @triton.jit
@@ -64,31 +64,46 @@ def _write_gradient(
     row, out, V, kept,
     target, u_target, m, s, logp, d_target, d_constant, d_log, d_prob,
     k, scale, softcap, inv_t,
-    SHAPE: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr,
-    COLS: tl.constexpr, HINT: tl.constexpr,
+    SHAPE: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, PEELED: tl.constexpr, ACCESSES: tl.constexpr,
+    LANES: tl.constexpr, COLS: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """d loss / dx_j = (d_target (1[j = target] - p_j) + p_j (d_constant + d_log log p_j + d_prob p_j)) dz_j / dx_j, with
     p_j = e^k(u_j - m) / s. KIND 0: d_target alone. 1: d_constant and d_log as well. 2: all. `kept`: the last tiles, where
-    they are in registers."""
+    they are in registers. PEELED: 128-bit accesses between the row's first and last 16-byte boundary."""
     BLOCK: tl.constexpr = ACCESSES * LANES * COLS
     ENDS: tl.constexpr = max(1, len(kept) // ACCESSES)
-    cols = _columns(ALIGNED, LANES, COLS)
     c, b, constant, linear, quadratic = _factors(m, s, k, d_target, d_constant, d_log, d_prob, KIND)
+    cols = _columns(ALIGNED or PEELED, LANES, COLS)
+    first = row
+    first_out = out
+    width = V
+    if PEELED:
+        head = _to_boundary(row, V, COLS)
+        width = (V - head) // COLS * COLS
+        i = tl.arange(0, 2 * COLS)
+        here = tl.where(i < COLS, i, head + width + i - COLS)
+        beside = tl.where(i < COLS, i < head, here < V)
+        x = tl.load(row + here, mask=beside, other=0.0, eviction_policy=HINT)
+        g = _gradient(x, c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE, KIND)
+        tl.store(out + here, g.to(out.dtype.element_ty), mask=beside, eviction_policy=HINT)
+        width = tl.multiple_of(width, COLS)
+        first = tl.multiple_of(row + head, 16)
+        first_out = tl.multiple_of(out + head, 16)
     # Backwards: what was read last is the surest to be in L2 still.
-    end = ((V + BLOCK - 1) // BLOCK - ENDS) * BLOCK
+    end = tl.maximum(tl.cdiv(width, BLOCK) - ENDS, 0) * BLOCK
     ends = kept
     if len(kept) == 0:
-        ends = _load_end(row, end, V, cols, ACCESSES, HINT)
+        ends = _load_end(first, end, width, cols, ACCESSES, HINT)
     for i in tl.static_range(ENDS - 1, -1, -1):
         _write_tile(
-            ends[i * ACCESSES : (i + 1) * ACCESSES], out, end + i * BLOCK, V, cols,
+            ends[i * ACCESSES : (i + 1) * ACCESSES], first_out, end + i * BLOCK, width, cols,
             c, b, constant, linear, quadratic, scale, softcap, inv_t, i == ENDS - 1, SHAPE, KIND, HINT,
         )  # fmt: skip
     for done in range(0, end, BLOCK):
         at = end - BLOCK - done
-        xs = _load_full(row, at, cols, ACCESSES, HINT)
+        xs = _load_full(first, at, cols, ACCESSES, HINT)
         _write_tile(
-            xs, out, at, V, cols, c, b, constant, linear, quadratic, scale, softcap, inv_t, False, SHAPE, KIND, HINT
+            xs, first_out, at, width, cols, c, b, constant, linear, quadratic, scale, softcap, inv_t, False, SHAPE, KIND, HINT
         )  # fmt: skip
     # The target's gradient is formed apart: 1 - p_y cancels as p_y -> 1, -expm1(logp) does not, and adding 1 to a stored
     # 16-bit value would lose it. One store for the row, which the barrier orders behind the tiles' stores.

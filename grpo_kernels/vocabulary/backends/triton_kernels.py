@@ -21,7 +21,8 @@ def _stats_kernel(
     targets, read, inv_temperature, scale, softcap,                         # [n], n programs
     maxima, sums, z_targets, weighted, squares, tops,                       # [n], the last three None where not wanted
     SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr,
-    COLS: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, FIRST_HINT: tl.constexpr, LAST_HINT: tl.constexpr,
+    COLS: tl.constexpr, PEELED: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, FIRST_HINT: tl.constexpr,
+    LAST_HINT: tl.constexpr,
 ):
     KIND: tl.constexpr = 2 if squares is not None else 1 if weighted is not None else 0
     i = tl.program_id(0).to(tl.int64)
@@ -70,7 +71,8 @@ def _pull_kernel(
     d_targets, d_constants, d_logs, d_probs,                               # [n], all but the first None where there is none
     inv_temperature, scale, softcap,
     SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr,
-    COLS: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, FIRST_HINT: tl.constexpr, LAST_HINT: tl.constexpr,
+    COLS: tl.constexpr, PEELED: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, FIRST_HINT: tl.constexpr,
+    LAST_HINT: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
     KIND: tl.constexpr = 2 if d_probs is not None else 1 if d_constants is not None or d_logs is not None else 0
@@ -99,8 +101,8 @@ def _pull_kernel(
         s = tl.load(sums + i)
         z = tl.load(z_targets + i)
         _write_gradient(row, out_row, V, (), tl.load(targets + i), tl.div_rn(z, k), tl.div_rn(m, k), s, (z - m) - tl.log(s),
-                        d_target, d_constant, d_log, d_prob, k, scale, softcap, inv_t, SHAPE, KIND, ALIGNED, ACCESSES, LANES,
-                        COLS, LAST_HINT)
+                        d_target, d_constant, d_log, d_prob, k, scale, softcap, inv_t, SHAPE, KIND, ALIGNED, PEELED, ACCESSES,
+                        LANES, COLS, LAST_HINT)
     else:
         _write_zeros(out_row, V, ALIGNED, LANES, COLS, LAST_HINT)
 
@@ -123,7 +125,8 @@ def _fused_kernel(
     KL_TERMS: tl.constexpr, ESTIMATOR: tl.constexpr, SCORE: tl.constexpr, WEIGHTING: tl.constexpr,
     STRAIGHT_THROUGH: tl.constexpr,
     SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr,
-    COLS: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, FIRST_HINT: tl.constexpr, LAST_HINT: tl.constexpr,
+    COLS: tl.constexpr, PEELED: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, FIRST_HINT: tl.constexpr,
+    LAST_HINT: tl.constexpr,
 ):
     BONUS: tl.constexpr = 1 if entropy_weight is not None else 0
     for i in range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0)):
@@ -176,7 +179,8 @@ def _fused_kernel(
                 out_row = out + _row_offset(i, T, out_stride_a, out_stride_t, ALIGNED)
                 if (d_logp != 0.0) | (d_entropy != 0.0):
                     _write_gradient(row, out_row, V, kept, target, u, m, s, logp, d_logp, -d_entropy * entropy, -d_entropy,
-                                    0.0, k, scale, softcap, inv_t, SHAPE, BONUS, ALIGNED, ACCESSES, LANES, COLS, LAST_HINT)
+                                    0.0, k, scale, softcap, inv_t, SHAPE, BONUS, ALIGNED, PEELED, ACCESSES, LANES, COLS,
+                                    LAST_HINT)
                 else:
                     _write_zeros(out_row, V, ALIGNED, LANES, COLS, LAST_HINT)
         else:

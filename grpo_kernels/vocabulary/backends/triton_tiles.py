@@ -24,6 +24,13 @@ def _row_offset(row, T, stride_a, stride_t, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _to_boundary(row, V, COLS: tl.constexpr):
+    """How many numbers of a row come before the first 16-byte boundary, COLS of them being 16 bytes."""
+    past = (row.to(tl.int64) // (row.dtype.element_ty.primitive_bitwidth // 8)) % COLS
+    return tl.minimum((COLS - past) % COLS, V).to(tl.int32)
+
+
+@triton.jit
 def _load_full(row, at, cols, PIECES: tl.constexpr, HINT: tl.constexpr):
     """Pieces of a row from column `at` on, all of whose columns there are."""
     STEP: tl.constexpr = cols.shape[0] * cols.shape[1]
