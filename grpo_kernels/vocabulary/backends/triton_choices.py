@@ -55,22 +55,34 @@ def choose(kind: str, columns: int, tensors: tuple[Tensor, ...], halvings: int) 
     """The tile for rows of `columns`, halved so often; `tensors` are [A, T, V], the first sets the width of an access.
 
     Half a tile is half of what each thread has in flight and then, once that is one access, half the threads."""
-    choice = LAUNCH["visit" if kind == "scale" else kind]
     cols = 16 // tensors[0].element_size()
+    # Both strides count, whatever the sizes, so that a dimension of size 1 does not select another kernel.
+    aligned, like = True, set()
+    for x in tensors:
+        strides = x.stride()
+        aligned = aligned and strides[0] % 16 == 0 == strides[1] % 16
+        like.add((strides, x.data_ptr() // x.element_size() % cols))
+    # Unaligned gradients go by 16 bytes too where a row of them lies as far behind a boundary as its logits.
+    peeled = not aligned and len(tensors) == 2 and len(like) == 1
+    device = None if INTERPRETED else triton.runtime.driver.active
+    index = tensors[0].device.index
+    return _launch(kind, LAUNCH["visit" if kind == "scale" else kind], columns, cols, aligned, peeled, halvings, device, index)
+
+
+@functools.lru_cache(maxsize=256)
+def _launch(
+    kind: str, choice: Choice, columns: int, cols: int, aligned: bool, peeled: bool, halvings: int, driver: Any, index: int | None
+) -> Launch:  # fmt: skip
+    """The same from numbers. `driver` and `index` name the device, whose target `options` asks for."""
     accesses = min(choice.threads * choice.accesses, triton.next_power_of_2(triton.cdiv(columns, cols))) >> halvings
     accesses = max(32, accesses)
     lanes = min(choice.threads, accesses)
-    # Both strides count, whatever the sizes, so that a dimension of size 1 does not select another kernel.
-    aligned = all(x.stride(0) % 16 == 0 and x.stride(1) % 16 == 0 for x in tensors)
-    # Gradients may go by 16 bytes too where logits and gradient of a row lie equally far behind a boundary of them.
-    like, *others = ((x.stride(), x.data_ptr() // x.element_size() % cols) for x in tensors)
-    peeled = not aligned and len(tensors) == 2 and others == [like]
-    ends = min(choice.ends, triton.cdiv(columns, accesses * cols)) if aligned else 1  # single elements take more registers
     flags = {"ALIGNED": aligned, "LANES": lanes, "COLS": cols, "ACCESSES": accesses // lanes}
-    if kind == "scale":
-        return Launch(flags, options(lanes, choice.programs), choice.programs * choice.threads // lanes)
-    first, last = ("evict_last", "evict_first") if choice.hints else ("", "")
-    flags |= {"PEELED": peeled, "ENDS": ends, "KEPT": min(choice.kept, ends) if aligned else 0, "FIRST_HINT": first, "LAST_HINT": last}
+    if kind != "scale":
+        ends = min(choice.ends, triton.cdiv(columns, accesses * cols)) if aligned else 1  # single elements take more registers
+        first, last = ("evict_last", "evict_first") if choice.hints else ("", "")
+        flags |= {"PEELED": peeled, "ENDS": ends, "KEPT": min(choice.kept, ends) if aligned else 0}
+        flags |= {"FIRST_HINT": first, "LAST_HINT": last}
     return Launch(flags, options(lanes, choice.programs), choice.programs * choice.threads // lanes)
 
 
