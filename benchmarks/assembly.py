@@ -1,4 +1,4 @@
-"""What the assembly and the binary of a compiled kernel say: its innermost loops, accesses, operations and registers."""
+"""What the assembly and the binary of a compiled kernel say: its innermost loops, accesses and registers."""
 
 from __future__ import annotations
 
@@ -71,14 +71,6 @@ def loops(assembly: str) -> list[list[str]]:
 
 LOAD = r"\bld\.global\S*|(?:global|buffer)_load_\w+"
 STORE = r"\bst\.global\S*|(?:global|buffer)_store_\w+"
-#: Instruction without predicate and suffixes -> floating-point operations; twice as many where it is packed.
-FLOPS = {"fma": 2, "fmac": 2, "div_fmas": 2, "max3": 2, "min3": 2} | dict.fromkeys(
-    ("add", "sub", "mul", "max", "min", "div"), 1
-)
-ARITHMETIC = (
-    r"(?:@!?%p\d+ )?(?:v_)?(pk_)?(fmac?|div_fmas|max3|min3|add|sub|mul|max|min|div)(?:_f32|[.\w]*\.f32(x2)?(?:\.\w+)?\s)"
-)
-SPECIAL = r"(?:@!?%p\d+ )?(?:(?:ex2|lg2|rcp|rsq|sqrt|div\.full|div\.approx)\.|v_(?:exp|log|rcp|rsq|sqrt)_f32)"
 #: Lines that are not instructions: directives, labels, comments.
 NO_INSTRUCTION = r"$|[.;$/{})]|\w+:"
 
@@ -94,13 +86,13 @@ def bits(access: str) -> int:
     return {"b": 8, "s": 16, "d": 32}[m[0][0]] * int(m[1] or 1)
 
 
-def accesses(pattern: str, lines: list[str]) -> list[int]:
-    return [bits(x) for line in lines for x in re.findall(pattern, line)]
-
-
-def flops(line: str) -> int:
-    m = re.match(ARITHMETIC, line)
-    return FLOPS[m[2]] * (2 if m[1] or m[3] else 1) if m else 0
+def cuobjdump(kernel: Any, *options: str) -> str:
+    """What NVIDIA's tool, which Triton ships, prints about a kernel's binary."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def taken(kernel: Any) -> dict[str, int]:
@@ -113,10 +105,6 @@ def taken(kernel: Any) -> dict[str, int]:
             "spilled": 4 * int(found["vgpr_spill_count"]),
             "stack": int(found["private_segment_fixed_size"]),
         }
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    text = cuobjdump(kernel, "--dump-resource-usage")
     reg, stack, local = (int(re.search(rf"{key}:(\d+)", text)[1]) for key in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
     return {"registers": reg, "spilled": local, "stack": stack}

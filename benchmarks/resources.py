@@ -3,9 +3,10 @@ their budgets.
 
     python -m benchmarks.resources [--target sm_90 ...] [--quick] [--json FILE]
 
-Compiles the kernels for each target as the library launches them, and reads the assembly and the binary. Exits with 1 when
-a budget (see `broken`) is exceeded. Nothing is timed. Figures per element are counted in the instructions (PTX, AMD's
-assembly) of the innermost loops. Those of `scale_` are derived, because its loop also handles the end of a row."""
+Compiles the kernels for each target as the library launches them, and reads the binary (AMD: the assembly). Exits with 1 when
+a budget (see `broken`) is exceeded. Nothing is timed. Figures per logit are counted in the machine code of the loops over a
+row, see `benchmarks/sass.py`; `benchmarks.roofline --kernels` makes bounds on time of them. Those of `scale_` are derived,
+because its loop also handles the end of a row. Run it with each version of Triton that matters: they order loads differently."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from benchmarks.assembly import LOAD, NO_INSTRUCTION, SPECIAL, STORE, accesses, code, flops, loops, taken
-from benchmarks.launches import QUICK, SHORT, TARGETS, Case, cases, compiling
+from benchmarks.assembly import code, taken
+from benchmarks.launches import QUICK, TARGETS, Case, cases, compiling
+from benchmarks.sass import Loop, row_loops
 from grpo_kernels.vocabulary.backends import triton as backend
 
 
@@ -43,12 +46,13 @@ class Report:
     limit: str  # what keeps it from being more
     loads: list[int]  # widths in bits of the loops' accesses, per thread
     stores: list[int]
+    together: list[tuple[int, int, int]]  # of each loop: the most loads of a thread in flight, all of an iteration, their bits
     in_flight: float  # KiB that the resident programs of a multiprocessor load at once
     read: float  # bytes per logit, of a row that gets a gradient
     written: float
-    flops: float
+    fp32: float  # instructions of a thread per logit: additions, multiplications and both in one
     special: float  # exponentials, reciprocals
-    instructions: float  # of a thread
+    instructions: float  # all
     counted: bool  # or derived, per-logit figures
     fp64: bool
 
@@ -57,52 +61,61 @@ def report(target: str, case: Case) -> Report:
     with compiling(target) as launches:
         case.launch()
     ((_, kernel),) = launches
-    assembly = code(kernel)
     used = taken(kernel)
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     programs, limit = TARGETS[target].occupancy(warps, used["registers"], shared)
-    inner = loops(assembly)
-    loads = sorted({width for loop in inner for width in accesses(LOAD, loop)})
-    stores = sorted({width for loop in inner for width in accesses(STORE, loop)})
     size = case.logits.itemsize
     threads = programs * warps * TARGETS[target].gpu.warp_size
-    work: dict[str, Any]
-    if case.kernel == "scale_":
-        work = {"in_flight": 0.0, "read": size, "written": size, "flops": 1, "special": 0, "instructions": 0, "counted": False}
+    scaled = case.kernel == "scale_"
+    inner = row_loops(kernel, "memory" if scaled else "special")
+    work: dict[str, Any] = {"counted": not scaled}
+    if scaled:  # its loop also handles the end of a row
+        work |= {"read": size, "written": size, "fp32": 1, "special": 0, "instructions": 0}
     else:
-        work = dict.fromkeys(("in_flight", "read", "written", "flops", "special", "instructions"), 0.0) | {"counted": True}
-        for loop in inner:
-            loaded = sum(accesses(LOAD, loop)) / 8
-            if not loaded:  # zeros for a row without a gradient
-                continue
-            elements = loaded / size
-            work["in_flight"] = max(work["in_flight"], loaded * threads / 1024)
-            work["read"] += loaded / elements
-            work["written"] += sum(accesses(STORE, loop)) / 8 / elements
-            work["flops"] += sum(map(flops, loop)) / elements
-            work["special"] += sum(bool(re.match(SPECIAL, line)) for line in loop) / elements
-            work["instructions"] += sum(not re.match(NO_INSTRUCTION, line) for line in loop) / elements
-    fp64 = bool(re.search(r"\.f64|_f64", assembly))
+        work |= per_logit(inner, size)
     return Report(
         target, case.kernel, str(case), **used, shared=shared, warps=warps, programs=programs, limit=limit,
-        loads=loads, stores=stores, **work, fp64=fp64,
+        loads=sorted({width for loop in inner for width in loop.loads}),
+        stores=sorted({width for loop in inner for width in loop.stores}),
+        together=[(loop.in_flight, len(loop.loads), max(loop.loads)) for loop in inner],
+        in_flight=min((loop.in_flight * min(loop.loads) / 8 * threads / 1024 for loop in inner), default=0.0),
+        fp64=bool(re.search(r"\.f64|_f64", code(kernel))), **work,
     )  # fmt: skip
 
 
-#: Bytes per thread that the kernels named may spill where rows are not aligned: a tile in single elements takes ptxas more
-#: registers than there are (sm_90, sm_100), mostly outside the loops.
-UNALIGNED_SPILL = {"fused": 128, "scale_": 32}
+def per_logit(found: Sequence[Loop], size: int) -> dict[str, float]:
+    """Bytes and instructions for each of a row's numbers of `size` bytes, all visits together."""
+    work = dict.fromkeys(("read", "written", "fp32", "special", "instructions"), 0.0)
+    for loop in found:
+        elements = sum(loop.loads) / 8 / size
+        work["read"] += size
+        work["written"] += sum(loop.stores) / 8 / elements
+        work["fp32"] += loop.issued["fp32"] / elements
+        work["special"] += loop.issued["special"] / elements
+        work["instructions"] += loop.issued.total() / elements
+    return work
+
+
+#: Bytes per thread that a kernel may spill, outside its loops: a tile in single elements, and tanh of a tile that is kept,
+#: take ptxas more registers than there are.
+UNALIGNED_SPILL = {"fused": 192, "scale_": 32}
+SOFTCAP_SPILL = {"fused": 32}
 
 
 def broken(case: Case, found: Report) -> list[str]:
     """The budgets that a kernel exceeds, in words; empty if it meets all."""
-    fused = case.kernel == "fused"
-    threads, in_flight = backend.LAUNCH["fused" if fused else "visit"]
+    fp32 = case.logits == torch.float32
+    choice = backend.LAUNCH["visit" if case.kernel != "fused" else "fused32" if fp32 else "fused"]
+    threads = choice.threads * choice.programs
     stores = case.kernel != "stats" and case.gradient is not None
-    # `LAUNCH` is made for one program of so many threads per multiprocessor, or as many threads in programs of short rows.
+    spill = max(
+        0 if case.aligned else UNALIGNED_SPILL.get(case.kernel, 0),
+        SOFTCAP_SPILL.get(case.kernel, 0) if case.transform == "softcap" else 0,
+    )
+    # A choice is made for so many full programs on a multiprocessor, or as many threads in programs of short rows.
     at_most = {
         "registers": (found.registers, TARGETS[found.target].registers // threads),
-        "bytes spilled": (found.spilled + found.stack, 0 if case.aligned else UNALIGNED_SPILL.get(case.kernel, 0)),
+        "bytes spilled": (found.spilled + found.stack, spill),
         "fp64": (int(found.fp64), 0),
         "kinds of store": (len(found.stores), 2 if case.kernel == "scale_" else int(stores)),
     }
@@ -116,8 +129,14 @@ def broken(case: Case, found: Report) -> list[str]:
                 widest(found.stores, default=0),
                 128 * case.gradient.itemsize // max(case.logits.itemsize, case.gradient.itemsize),
             )
-    if case.kernel != "scale_" and case.vocab > SHORT:
-        at_least["KiB in flight"] = (round(found.in_flight), threads * in_flight * 16 // 1024)
+    if case.kernel != "scale_":
+        # Of a tile; the assembler may unroll a loop over tiles. Tanh takes so long that half of one keeps memory busy.
+        cols = 16 // case.logits.itemsize
+        for together, every, width in found.together:
+            tile = min(every, choice.accesses * (1 if width == 128 else cols))
+            needed = tile // 2 if case.kernel == "fused" and case.transform == "softcap" else tile
+            if together < needed:
+                at_least["loads before the first wait"] = (together, needed)
     return [f"{name} {value}, at most {limit}" for name, (value, limit) in at_most.items() if value > limit] + [
         f"{name} {value}, at least {limit}" for name, (value, limit) in at_least.items() if value < limit
     ]
@@ -139,19 +158,20 @@ def line(found: Report) -> str:
         return "/".join(map(str, x)) or "-"
 
     name = f"{found.kernel:10} {found.case}"
-    work = f"{found.read:4g} {found.written:5g} {found.flops:6.1f} {found.special:5.1f} {found.instructions:6.1f}"
+    together = "/".join(f"{some} of {every}" for some, every, _ in found.together)
+    work = f"{found.read:4g} {found.written:5g} {found.fp32:5.1f} {found.special:5.2f} {found.instructions:6.2f}"
     return (
         f"{name:76} {found.registers:4} {found.spilled:5} {found.stack:5} {found.shared:6} {widths(found.loads):>7} "
         f"{widths(found.stores):>7} {found.warps:5} {found.programs:4} {found.programs * found.warps:5} {found.limit:13} "
-        f"{found.in_flight:9.0f} {work}{'' if found.counted else '  derived'}"
+        f"{together:>17} {found.in_flight:9.0f} {work}{'' if found.counted else '  derived'}"
     )
 
 
 HEAD = (
     f"{'kernel':76} {'regs':>4} {'spill':>5} {'stack':>5} {'shared':>6} {'load':>7} {'store':>7} {'warps':>5} {'/SM':>4} {'warps':>5} "
-    f"{'limit':13} {'in flight':>9} {'read':>4} {'write':>5} {'flops':>6} {'exp':>5} {'instr':>6}\n"
+    f"{'limit':13} {'loads before':>17} {'in flight':>9} {'read':>4} {'write':>5} {'fp32':>5} {'exp':>5} {'instr':>6}\n"
     f"{'':76} {'':>4} {'B':>5} {'B':>5} {'B':>6} {'bit':>7} {'bit':>7} {'':>5} {'':>4} {'/SM':>5} "
-    f"{'':13} {'KiB / SM':>9} {'per logit: B, B, operations, exponentials, instructions'}"
+    f"{'':13} {'the first wait':>17} {'KiB / SM':>9} {'per logit: B, B, instructions'}"
 )
 
 

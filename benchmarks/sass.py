@@ -6,26 +6,12 @@ a load sets and the barriers that an instruction waits for. AMD's assembly state
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import triton
-
-from benchmarks.assembly import LOAD, NO_INSTRUCTION, STORE, bits, code, loops
-
-
-def tool(kernel: Any, *options: str) -> str:
-    """What cuobjdump prints about an NVIDIA binary."""
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        return subprocess.run([path, *options, file.name], capture_output=True, text=True, check=True).stdout
+from benchmarks.assembly import LOAD, NO_INSTRUCTION, STORE, bits, code, cuobjdump, loops
 
 
 class Instruction(NamedTuple):
@@ -59,7 +45,7 @@ _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/
 
 def disassembled(kernel: Any) -> str:
     """NVIDIA's code as lines that `assembly.loops` reads: labels, lower-case branches, and `@@ sets waits` behind each."""
-    found = _LINE.findall(tool(kernel, "--dump-sass"))
+    found = _LINE.findall(cuobjdump(kernel, "--dump-sass"))
     branch = re.compile(r"\bBRA(?:\.\w+)*\s+(!?U?P\w+,\s*)?0x([0-9a-f]+)")
     targets = {int(m[2], 16) for _, text, _, _ in found if (m := branch.search(text))}
     lines = []
@@ -136,15 +122,15 @@ class Loop:
         return any(x.at_most is not None for x in self.body)
 
 
-def row_loops(kernel: Any) -> list[Loop]:
+def row_loops(kernel: Any, needs: str = "special") -> list[Loop]:
     """The loops over a row: of those that read it and of those that also write, the one that loads most in an iteration.
-    (The assembler may unroll a loop and keep a smaller copy for the rest.)"""
+    (The assembler may unroll a loop and keep a smaller copy for the rest.) Only loops that issue to the pipe `needs`."""
     nvidia = "cubin" in kernel.asm
     text = disassembled(kernel) if nvidia else code(kernel)
     found: dict[bool, Loop] = {}
     for lines in loops(text):
         loop = Loop(tuple(_nvidia(lines) if nvidia else _amd(lines)))
         writes = bool(loop.stores)
-        if loop.loads and loop.issued["special"] and (writes not in found or sum(loop.loads) > sum(found[writes].loads)):
+        if loop.loads and loop.issued[needs] and (writes not in found or sum(loop.loads) > sum(found[writes].loads)):
             found[writes] = loop
     return [found[writes] for writes in sorted(found)]

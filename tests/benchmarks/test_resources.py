@@ -14,11 +14,12 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from benchmarks import assembly, resources
-from benchmarks.assembly import bits, code, flops, loops
+from benchmarks import assembly, resources, sass
+from benchmarks.assembly import bits, code, loops
 from benchmarks.launches import OBJECTIVES, QUICK, SHORT, TARGETS, TRANSFORMS, Case, cases, compiling
 from benchmarks.resources import Report, broken, report
 from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.vocabulary.backends.triton_choices import Choice
 
 pytestmark = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
@@ -75,7 +76,8 @@ def fused() -> Report:
         ({"loads": [64, 128]}, "bits per load 64"),
         ({"stores": [64]}, "bits per store 64"),
         ({"stores": []}, "bits per store 0"),
-        ({"in_flight": 16.0}, "KiB in flight 16"),
+        ({"together": [(4, 4, 128), (1, 4, 128)]}, "loads before the first wait 1, at least 4"),
+        ({"together": [(2, 4, 128), (4, 4, 128)]}, "loads before the first wait 2, at least 4"),
     ],
 )
 def test_a_broken_budget_is_named(fused: Report, change: dict, words: str) -> None:
@@ -91,7 +93,7 @@ def test_only_a_narrowed_gradient_may_be_stored_by_64_bits(fused: Report) -> Non
 
 
 def test_a_kernel_with_too_few_registers_is_seen_to_spill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backend.LAUNCH, "fused", (1024, 16))  # a tile of 128 logits per thread in 64 registers
+    monkeypatch.setitem(backend.LAUNCH, "fused", Choice(1024, 16))  # a tile of 128 logits per thread in 64 registers
     found = report("sm_90", Case("fused", vocab=1 << 18, stride=1 << 18))
     assert found.registers <= 64 and found.spilled + found.stack > 0
     assert any(words.startswith("bytes spilled") for words in broken(Case("fused"), found))
@@ -133,8 +135,59 @@ def test_bytes_per_logit(target: str, case: Case, read: int, written: int) -> No
     assert (found.read, found.written, found.counted) == (read, written, True)
     # One exponential per logit and pass, two more for tanh, and one or so per tile for the running maximum.
     passes = (read / case.logits.itemsize) * (3 if case.transform == "softcap" else 1)
-    assert passes <= found.special <= passes + 0.5
-    assert 2 * passes <= found.flops < found.instructions * 2
+    assert passes <= found.special <= passes + 0.25
+    assert passes <= found.fp32 < found.instructions - found.special
+
+
+#: Instructions per logit that the kernels may take on Hopper: what a change costs is seen here.
+@pytest.mark.parametrize(
+    "case, most",
+    [
+        (Case("stats"), 7.5),
+        (Case("pull"), 6.5),
+        (Case("fused"), 15.25),
+        (Case("fused", torch.float32, torch.bfloat16), 14.25),
+        (Case("fused", vocab=128257, stride=128257), 15.75),
+        (Case("fused", transform="softcap"), 35.0),
+    ],
+    ids=str,
+)
+def test_instructions_per_logit(case: Case, most: float) -> None:
+    """One fused multiply-add before the exponential; one running maximum and sum a thread, not one an access."""
+    assert report("sm_90", case).instructions <= most
+
+
+ISSUED = """
+L_BB10:
+LDG.E.128 R4, desc[UR8][R68.64] @@ 0 0
+LDG.E.EL.128 R8, desc[UR8][R68.64+0x4000] @@ 1 0
+FADD R1, R4, R5 @@ 7 1
+MUFU.EX2 R2, R1 @@ 2 0
+FFMA R3, R8, R9, R2 @@ 7 6
+STG.E.64 desc[UR8][R2.64], R2 @@ 7 0
+@P0 bra L_BB10 @@ 7 0
+ret @@ 7 0
+"""
+
+
+@pytest.mark.parametrize("apart, in_flight", [(False, 2), (True, 1)])
+def test_loads_in_flight_are_read_from_the_barriers(apart: bool, in_flight: int) -> None:
+    text = ISSUED
+    if apart:  # load, wait, load, wait
+        lines = text.splitlines()
+        lines[3], lines[4] = lines[4], lines[3]
+        text = "\n".join(lines)
+    (lines,) = loops(text)
+    loop = sass.Loop(tuple(sass._nvidia(lines)))
+    assert loop.loads == [128, 128] and loop.stores == [64] and loop.in_flight == in_flight
+    assert loop.issued == {"memory": 3, "fp32": 2, "special": 1, "other": 1}
+
+
+def test_amds_waits_are_of_all_but_so_many() -> None:
+    lines = ["global_load_dwordx4 v[0:3], v4, s[0:1]", "global_load_dwordx4 v[4:7], v4, s[0:1]", "s_waitcnt vmcnt(1)"]
+    lines += ["v_exp_f32_e32 v8, v0", "s_waitcnt vmcnt(0)", "v_add_f32_e32 v9, v8, v4"]
+    assert sass.Loop(tuple(sass._amd(lines))).in_flight == 2
+    assert sass.Loop(tuple(sass._amd([lines[0], lines[4], lines[1], lines[4], lines[3]]))).in_flight == 1
 
 
 def test_occupancy() -> None:
@@ -188,8 +241,7 @@ $L__BB0_6:
 def test_the_loop_over_rows_is_not_taken_for_one_over_a_row() -> None:
     """Its end stands above its start, and one way around it passes no other loop."""
     (inner,) = loops(NESTED)
-    assert assembly.accesses(assembly.LOAD, inner) == [128] and not assembly.accesses(assembly.STORE, inner)
-    assert sum(map(flops, inner)) == 2
+    assert any("v4.b32" in line for line in inner) and not any("st.global" in line for line in inner)
 
 
 @pytest.mark.parametrize(
@@ -209,25 +261,3 @@ def test_the_loop_over_rows_is_not_taken_for_one_over_a_row() -> None:
 )
 def test_width_of_an_access(access: str, width: int) -> None:
     assert bits(access) == width
-
-
-@pytest.mark.parametrize(
-    "instruction, count",
-    [
-        ("fma.rn.f32 \t%r1, %r2, %r3, %r4;", 2),
-        ("@%p1 mul.f32 \t%r1, %r2, %r3;", 1),
-        ("fma.rn.f32x2 \t%rd1, %rd2, %rd3, %rd4;", 4),
-        ("sub.rn.f32.bf16 \t%r1, %rs1, %r2;", 1),
-        ("max.f32 \t%r1, %r2, %r3;", 1),
-        ("max3.f32 \t%r1, %r2, %r3, %r4;", 2),
-        ("add.s32 \t%r1, %r2, %r3;", 0),
-        ("mov.b32 \t%r1, %r2;", 0),
-        ("cvt.f32.bf16 \t%r1, %rs1;", 0),
-        ("v_pk_fma_f32 v[0:1], v[2:3], v[4:5], v[6:7]", 4),
-        ("v_fmac_f32_e32 v0, v1, v2", 2),
-        ("v_max3_f32 v0, v1, v2, v3", 2),
-        ("v_add_u32_e32 v0, v1, v2", 0),
-    ],
-)
-def test_operations_of_an_instruction(instruction: str, count: int) -> None:
-    assert flops(instruction) == count

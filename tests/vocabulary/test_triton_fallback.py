@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from support.rows import LOGPS
 pytest.importorskip("triton")
 
 import triton
+from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
@@ -23,7 +25,7 @@ from grpo_kernels.formulas.surrogates import Custom
 from grpo_kernels.objective import Objective
 from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_launch
+from grpo_kernels.vocabulary.backends import triton_choices, triton_launch
 from grpo_kernels.vocabulary.backends.triton_launch import KernelFailure
 from grpo_kernels.vocabulary.rows import RowTransform
 
@@ -52,11 +54,44 @@ def test_values_and_gradients_in_the_interpreter() -> None:
 
 def test_auto_alone_may_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "unavailable", lambda name: None)
+    monkeypatch.setattr(backend, "serves", lambda device: device.type == "cuda")
     gpu = torch.device("cuda")
     assert backends.pick("auto", gpu) is backends.load("triton_or_eager")
     assert backends.pick("auto", gpu, strict=True) is backends.pick("triton", gpu) is backend
     monkeypatch.setenv("GRPO_KERNELS_STRICT", "1")
     assert backends.pick("auto", gpu) is backend
+
+
+@compiles
+@pytest.mark.parametrize("served", ["cuda", "xpu"])
+def test_the_device_is_the_one_that_tritons_driver_serves(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is called: "cuda" for NVIDIA and AMD, "xpu" for Intel."""
+
+    class Driver:
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget(served, "some", 32)
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device(served, 0)
+
+    monkeypatch.setattr(triton.backends, "backends", {served: SimpleNamespace(driver=Driver)})
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    triton_choices.driver_failure.cache_clear()
+    assert backends.pick("auto", torch.device(served)) is backends.load("triton_or_eager")
+    assert backends.pick("triton", torch.device(served)) is backend
+    other = torch.device({"cuda": "xpu", "xpu": "cuda"}[served])
+    with pytest.warns(RuntimeWarning, match=f"no kernels for {other.type} tensors"):
+        assert backends.pick("auto", other) is backends.load("eager")
+    with pytest.raises(RuntimeError, match="the data is on the CPU"):
+        backends.pick("triton", torch.device("cpu"))
+    monkeypatch.setattr(triton.backends, "backends", {})
+    with pytest.raises(RuntimeError, match="finds no device that it has a driver for"):
+        backends.pick("auto", torch.device(served), strict=True)
+    triton_choices.driver_failure.cache_clear()
 
 
 def test_triton_that_cannot_start_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,13 +102,13 @@ def test_triton_that_cannot_start_is_not_available(monkeypatch: pytest.MonkeyPat
         def active(self) -> Any:
             raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(backend, "_INTERPRETED", False)
+    monkeypatch.setattr(triton.backends, "backends", {"any": SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))})
+    monkeypatch.setattr(triton_choices, "INTERPRETED", False)
     monkeypatch.setattr(triton.runtime, "driver", Broken())
-    backend._driver_failure.cache_clear()
+    triton_choices.driver_failure.cache_clear()
     assert backend.available() == "Triton cannot start (RuntimeError: Failed to find C compiler.)"
     monkeypatch.undo()
-    backend._driver_failure.cache_clear()
+    triton_choices.driver_failure.cache_clear()
 
 
 def helper(x):
@@ -99,23 +134,24 @@ def test_a_users_formula_that_does_not_compile_is_named() -> None:
 
 @compiles
 def test_refused_by_the_assembler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    options, asked = backend._options, []
+    options, asked = triton_choices.options, []
 
-    def too_much(threads: int) -> dict[str, Any]:
+    def too_much(threads: int, programs: int) -> dict[str, Any]:
         asked.append(threads)
-        return options(threads) | ({"ptx_options": "--no-such-option"} if threads > 256 else {})
+        return options(threads, programs) | ({"ptx_options": "--no-such-option"} if threads > 256 else {})
 
-    monkeypatch.setattr(backend, "_options", too_much)
+    monkeypatch.setattr(triton_choices, "options", too_much)
+    triton_choices._launch.cache_clear()
     logits, targets = torch.zeros(1, 2, 30000), torch.zeros(2, dtype=torch.int64)
     with compiling("sm_90") as launches:
         with pytest.warns(
-            RuntimeWarning, match=r"stats does not run with a tile of 2048 x 4 .*PTXASError: .*no-such-option.* 256 x 4"
+            RuntimeWarning, match=r"stats does not run with a tile of 1024 x 4 .*PTXASError: .*no-such-option.* 256 x 4"
         ):
             backend.stats(logits, targets, None, PLAIN, LOGPS)
-        asked.clear()
         backend.stats(logits, targets, None, PLAIN, LOGPS)
     assert [kernel.metadata.num_warps for _, kernel in launches] == [8, 8] and launches[0][1] is launches[1][1]
-    assert asked == [1024, 256]  # what was asked for, and what is known to run
+    assert asked == [512, 512, 256]  # two accesses, one, half the threads; then what is known to run, which is not made again
+    triton_choices._launch.cache_clear()
     assert "no-such-option" in capsys.readouterr().out  # Triton's own report
 
 

@@ -55,8 +55,9 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
 
         def refusing(self: Any, *arguments: Any, grid: Any, warmup: bool, **flags: Any) -> Any:
             name = self.__name__.removeprefix("_").removesuffix("_kernel")
-            launches[name, flags["LANES"]] += not warmup
-            if name in kernels and flags["LANES"] > above and (compiling or not warmup):
+            accesses = flags["LANES"] * flags["ACCESSES"]
+            launches[name, accesses] += not warmup
+            if name in kernels and accesses > above and (compiling or not warmup):
                 raise error
             return run(self, *arguments, grid=grid, warmup=warmup, **flags)
 

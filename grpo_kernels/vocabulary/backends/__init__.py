@@ -122,6 +122,17 @@ BACKENDS = ("eager", "cpu", "triton")
 _warned: set[str] = set()
 
 
+def native(device: torch.device) -> tuple[str, str | None]:
+    """(the backend with kernels for tensors on a device, why it cannot run them or None): "cpu" on a CPU, "triton" on any
+    device that Triton's own driver serves."""
+    if device.type == "cpu":
+        return "cpu", unavailable("cpu")
+    reason = unavailable("triton")
+    if reason is None and not load("triton").serves(device):
+        reason = f"no kernels for {device.type} tensors"
+    return "triton", reason
+
+
 @functools.cache
 def load(name: str) -> Any:
     """The backend module, imported on first use: `import grpo_kernels` needs neither Triton nor a compiler."""
@@ -181,19 +192,17 @@ def check_name(backend: object) -> None:
 def pick(backend: str, device: torch.device, strict: bool = False) -> SparseBackend:
     """The backend module for data on `device`. "auto" is first replaced by what `use` or GRPO_KERNELS_BACKEND says.
 
-    "auto" takes the native one (cpu on a CPU, triton on a GPU) and falls back to eager with one warning per reason, also
-    for a single call whose Triton kernel cannot run; strict=True, also of `use` or GRPO_KERNELS_STRICT, raises RuntimeError
-    instead. A backend asked for by name never falls back: RuntimeError says why it cannot run. ValueError for
-    an unknown name. (A Triton kernel that runs with a smaller tile gets one, with a warning, in every mode.)"""
+    "auto" takes the native one (cpu on a CPU, triton on a device that Triton has a driver for) and falls back to eager with one
+    warning per reason, also for a single call whose Triton kernel cannot run; strict=True, also of `use` or
+    GRPO_KERNELS_STRICT, raises RuntimeError instead. A backend asked for by name never falls back: RuntimeError says why it
+    cannot run. ValueError for an unknown name. (A Triton kernel that runs with a smaller tile gets one, with a warning, in every mode.)"""
     chosen, always_strict = _settings()
     backend, strict = chosen if backend == "auto" else backend, strict or always_strict
     check_name(backend)
-    native = {"cpu": "cpu", "cuda": "triton"}.get(device.type)
     if backend == "auto":
-        reason = f"no kernels for {device.type} tensors" if native is None else unavailable(native)
+        name, reason = native(device)
         if reason is None:
-            assert native is not None
-            return load("triton_or_eager") if native == "triton" and not strict else _module(native, strict)
+            return load("triton_or_eager") if name == "triton" and not strict else _module(name, strict)
         message = (
             f"grpo_kernels falls back to eager PyTorch, which is slow: {reason}. `python -m grpo_kernels doctor` says more."
         )
@@ -204,8 +213,8 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> SparseBack
     reason = unavailable(backend)
     if reason is None and backend == "cpu" and device.type != "cpu":
         reason = f"the data is on {device}"
-    if reason is None and backend == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "1":
-        reason = "the data is on the CPU"
+    if reason is None and backend == "triton" and not load(backend).serves(device):
+        reason = "the data is on the CPU" if device.type == "cpu" else f"no kernels for {device.type} tensors"
     if reason is not None:
         raise RuntimeError(
             f'backend="{backend}" cannot run: {reason}. Use backend="auto", or see `python -m grpo_kernels doctor`.'

@@ -17,7 +17,7 @@ import triton
 from ...formulas import token_stage
 from ..rows import PARTIALS, RowStats, RowTransform, Slopes
 from . import FusedRows
-from .triton_choices import LAUNCH, SCALE_PROGRAMS, available, choose, device_type, multiprocessors, on_device
+from .triton_choices import LAUNCH, SCALE_PROGRAMS, available, choose, multiprocessors, on_device, serves  # noqa: F401
 from .triton_formulas import compiled_formula
 from .triton_kernels import _fused_kernel, _pull_kernel, _scale_kernel, _stats_kernel
 from .triton_launch import run
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 WRITES_BEHIND_READS = False  # many threads write at once, and from the end of the row
+
 
 def _check_layout(logits: Tensor, out: Tensor | None, n: int) -> None:
     assert logits.dim() == 3 and (logits.stride(2) == 1 or logits.shape[2] == 1), (logits.shape, logits.stride())

@@ -122,10 +122,12 @@ def driver_failure() -> str | None:
     return None
 
 
-def device_type() -> str:
-    """The torch device type that Triton's driver serves: "cuda" (NVIDIA and AMD), "xpu" (Intel). Only "cuda" with NVIDIA's
-    compiler has budgets for every kernel; no kernel has run on AMD's or Intel's devices yet."""
-    return str(triton.runtime.driver.active.get_active_torch_device().type)
+def serves(device: torch.device) -> bool:
+    """Whether tensors on this device are those of Triton's driver: "cuda" is NVIDIA and AMD, "xpu" Intel. For AMD the kernels
+    have been compiled and have budgets, for Intel they have not been compiled; on neither have they run."""
+    if INTERPRETED:
+        return True
+    return device.type != "cpu" and bool(triton.runtime.driver.active.get_active_torch_device().type == device.type)
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:

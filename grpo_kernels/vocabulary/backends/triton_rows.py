@@ -78,8 +78,8 @@ def _fold(m, b, s, w, q, xs, at, V, cols, c, scale, softcap, END: tl.constexpr, 
         u = _u(xs[i], scale, softcap, SHAPE)
         if END:  # -inf goes in after u: tanh and the mirror would make a number, or +inf, of it.
             u = tl.where(at + i * STEP + cols < V, u, _NEG_INF)
-        us = us + (u,)
-    top = us[0]
+        us = us + (u,)  # type: ignore[assignment]  # noqa: RUF005
+    top = us[0]  # type: ignore[misc]
     for i in tl.static_range(1, len(xs)):
         top = tl.maximum(top, us[i])
     m = tl.maximum(m, tl.max(top, axis=1))

@@ -36,7 +36,7 @@ def _load_full(row, at, cols, PIECES: tl.constexpr, HINT: tl.constexpr):
     STEP: tl.constexpr = cols.shape[0] * cols.shape[1]
     xs = ()
     for i in tl.static_range(PIECES):
-        xs = xs + (tl.load(row + at + i * STEP + cols, eviction_policy=HINT),)
+        xs = xs + (tl.load(row + at + i * STEP + cols, eviction_policy=HINT),)  # type: ignore[assignment]  # noqa: RUF005
     return xs
 
 
@@ -47,7 +47,7 @@ def _load_end(row, at, V, cols, PIECES: tl.constexpr, HINT: tl.constexpr):
     xs = ()
     for i in tl.static_range(PIECES):
         here = at + i * STEP + cols
-        xs = xs + (tl.load(row + here, mask=here < V, other=0.0, eviction_policy=HINT),)
+        xs = xs + (tl.load(row + here, mask=here < V, other=0.0, eviction_policy=HINT),)  # type: ignore[assignment]  # noqa: RUF005
     return xs
 
 
