@@ -446,10 +446,11 @@ def on_triton(rehearse: bool) -> Iterator[None]:
 
 def tune(kit: Kit) -> None:
     found: dict[str, dict] = {}
-    for i, kind in enumerate(("fused", "visit", "chunk")):  # each in a process of its own: a candidate may break CUDA
+    kinds = ("fused", "visit", "fused32", "chunk")
+    for i, kind in enumerate(kinds):  # each in a process of its own: a candidate may break CUDA
         path = kit.work / "json" / f"tune-{kind}.json"
         small = ("--small",) if kit.rehearse else ()
-        share = kit.left / (3 - i)
+        share = kit.left / (len(kinds) - i)
         status = kit.python("-m", "benchmarks.tune", "--kind", kind, "--json", str(path), *small, seconds=share)
         found |= load(path)
         if status != 0:

@@ -1,7 +1,7 @@
-"""Finds the fastest launch settings: threads, accesses in flight and programs per multiprocessor of the row kernels, and
-the chunk size from hidden states.
+"""Finds the fastest launch settings: threads, accesses in flight, programs per multiprocessor, grids, cache hints and tiles in
+registers of the row kernels, and the chunk size from hidden states.
 
-    python -m benchmarks.tune [--kind visit fused chunk] [--seconds 0.05] [--json FILE] [--small]
+    python -m benchmarks.tune [--kind visit fused fused32 chunk] [--seconds 0.05] [--json FILE] [--small]
 
 A candidate is a call of the package with another entry in its table of launches, so a trial changes no code. Each is
 checked against float64 before it is timed; those of one workload are interleaved. Prints a ranking for each kind
@@ -33,6 +33,7 @@ from benchmarks.providers import Provider, Run, first_line, providers
 from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary import hidden as linear
 from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.vocabulary.backends.triton_choices import Choice
 
 REGISTERS = 65536  # of a multiprocessor
 MIB = 1 << 20
@@ -40,37 +41,24 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Rows:
-    """The launch of a row kernel. `programs` are resident on a multiprocessor at the same time and share its registers."""
+    """The launch of a row kernel, an entry of backend.LAUNCH."""
 
-    kind: str  # "visit" or "fused", see backend.LAUNCH
-    threads: int
-    accesses: int
-    programs: int = 1
+    kind: str
+    choice: Choice
 
     def __str__(self) -> str:
-        return f"{self.threads} threads x {self.accesses} accesses, {self.programs} per SM"
+        c = self.choice
+        words = [f"{c.threads} threads x {c.accesses} accesses, {c.programs} per SM", f"ends {c.ends}, kept {c.kept}"]
+        return ", ".join([*words, "hints" if c.hints else "no hints", f"grid {c.grid:g}" if c.grid else "a program a row"])
 
     @property
     def fits(self) -> bool:
         """Whether the registers suffice for the tile (8 numbers for each access in flight) and a few other values."""
-        return min(255, REGISTERS // (self.threads * self.programs)) >= 8 * self.accesses + 16
+        return min(255, REGISTERS // (self.choice.threads * self.choice.programs)) >= 8 * self.choice.accesses + 16
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        options, multiprocessors = backend._options, backend._multiprocessors
-
-        def fewer_registers(threads: int) -> dict[str, int]:
-            found = options(threads)
-            if "maxnreg" in found:
-                found["maxnreg"] = min(255, REGISTERS // (threads * self.programs))
-            return found
-
-        with (
-            warnings.catch_warnings(),
-            mock.patch.dict(backend.LAUNCH, {self.kind: (self.threads, self.accesses)}),
-            mock.patch.object(backend, "_options", fewer_registers),
-            mock.patch.object(backend, "_multiprocessors", lambda device: self.programs * multiprocessors(device)),
-        ):
+        with warnings.catch_warnings(), mock.patch.dict(backend.LAUNCH, {self.kind: self.choice}):
             warnings.simplefilter("error", RuntimeWarning)  # a smaller tile was taken, so this one has failed
             yield
 
@@ -128,7 +116,7 @@ def workloads(small: bool) -> list[Workload]:
     rows, few, vocab, width, dtype = (16, 16, 272, 8, torch.float32) if small else (8192, 2048, 151936, 4096, torch.bfloat16)
     return [
         Workload("fused", "grpo_kernels, in place", Cell("logits", rows, vocab, dtype)),
-        Workload("fused", "grpo_kernels, in place", Cell("logits", few, vocab, torch.float32)),
+        Workload("fused32", "grpo_kernels, in place", Cell("logits", few, vocab, torch.float32)),
         Workload("visit", "grpo_kernels", Cell("logits-forward", rows, vocab, dtype)),
         Workload("visit", "grpo_kernels, layer 1 + loss", Cell("logits", rows, vocab, dtype)),
         Workload("chunk", "grpo_kernels", Cell("hidden", rows, vocab, dtype, width)),
@@ -140,15 +128,19 @@ def settings(kind: str, small: bool) -> list[Setting]:
     if kind == "chunk":
         now = linear.CHUNK_BYTES["cuda"] // MIB
         return [Chunk(mib) for mib in dict.fromkeys((now, *((1,) if small else (200, 400, 800, 1600, 2400, 3200))))]
-    now = Rows(kind, *backend.LAUNCH[kind])
-    grid = [
-        Rows(kind, threads, accesses, programs)
+    now = backend.LAUNCH[kind]
+    shapes = [
+        now._replace(threads=threads, accesses=accesses, programs=programs)
         for threads in (256, 512, 1024)
         for accesses in (1, 2, 4, 8)
         for programs in (1, 2, 4)
     ]
-    found = list(dict.fromkeys([now, *(s for s in grid if s.fits)]))
-    return found[:2] if small else found
+    around = [now, now._replace(hints=not now.hints)]
+    if kind != "visit":
+        around += [now._replace(grid=grid) for grid in (0.5, 1.0)] + [now._replace(kept=kept) for kept in range(now.ends)]
+    found = [Rows(kind, choice) for choice in dict.fromkeys([*around, *shapes])]
+    found = [found[0], *(s for s in found[1:] if s.fits)]
+    return list(found[:2]) if small else list(found)
 
 
 # ---- trials
@@ -191,6 +183,10 @@ def ranking(cells: Sequence[dict]) -> list[tuple[str, float]]:
     return sorted(relative.items(), key=lambda item: item[1])
 
 
+def described(setting: Setting) -> dict[str, Any]:
+    return {"choice": setting.choice._asdict()} if isinstance(setting, Rows) else asdict(setting)
+
+
 def tune(
     kinds: Sequence[str], device: str, small: bool, seconds: float, save: Callable[[dict], None] = lambda found: None
 ) -> dict:
@@ -211,7 +207,7 @@ def tune(
             cells.append({"workload": str(workload)} | cell)
             order = ranking(cells)
             by_name = {str(s): s for s in candidates}
-            best = asdict(by_name[order[0][0]]) if order else None
+            best = described(by_name[order[0][0]]) if order else None
             found[kind] = {"cells": cells, "ranking": order, "best": best, "now": str(candidates[0])}
             save(found)
             show_cell(cells[-1])
@@ -252,19 +248,15 @@ def summary(found: dict) -> list[str]:
         if kind == "chunk":
             lines.append(f'CHUNK_BYTES["cuda"] = {best["mib"]} << 20')
             continue
-        launch[kind] = (best["threads"], best["accesses"])
-        if best["programs"] > 1:
-            lines.append(
-                f"{kind}: with {best['programs']} programs per SM, so maxnreg / {best['programs']} and as large a grid"
-            )
+        launch[kind] = Choice(**best["choice"])
     if found.keys() & launch.keys():
-        lines.append("LAUNCH = {" + ", ".join(f'"{kind}": {pair}' for kind, pair in launch.items()) + "}")
+        lines.append("LAUNCH = {" + ", ".join(f'"{kind}": {choice}' for kind, choice in launch.items()) + "}")
     return lines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = ("fused", "visit", "chunk")
+    kinds = ("fused", "fused32", "visit", "chunk")
     parser.add_argument("--kind", nargs="+", choices=kinds, default=list(kinds))
     parser.add_argument("--seconds", type=float, default=0.05, help="of runs for each candidate and workload")
     parser.add_argument("--json", type=Path, help="write all figures there, after each workload")

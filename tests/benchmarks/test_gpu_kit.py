@@ -32,6 +32,7 @@ from benchmarks.providers import Provider, Unavailable, providers
 from grpo_kernels import Objective
 from grpo_kernels.vocabulary import hidden as linear
 from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.vocabulary.backends.triton_choices import Choice
 from grpo_kernels.vocabulary.rows import RowTransform
 
 ROOT = Path(__file__).parents[2]
@@ -365,16 +366,18 @@ def test_the_ranking_takes_only_settings_that_were_right_everywhere() -> None:
     assert tune.ranking([tuned_cell(a="off")]) == [] and tune.ranking([]) == []
 
 
-@pytest.mark.parametrize("kind", ["visit", "fused"])
+@pytest.mark.parametrize("kind", ["visit", "fused", "fused32"])
 def test_candidates_have_registers_and_what_is_now_comes_first(kind: str) -> None:
     found = tune.settings(kind, small=False)
-    assert found[0] == tune.Rows(kind, *backend.LAUNCH[kind]) and len(set(map(str, found))) == len(found) > 15
-    assert all(s.fits and s.threads * s.programs <= 2048 for s in found)  # type: ignore[union-attr]
-    assert not tune.Rows(kind, 1024, 8).fits
+    assert found[0] == tune.Rows(kind, backend.LAUNCH[kind]) and len(set(map(str, found))) == len(found) > 15
+    assert all(s.fits and s.choice.threads * s.choice.programs <= 2048 for s in found)  # type: ignore[union-attr]
+    assert {s.choice.hints for s in found} == {True, False}  # type: ignore[union-attr]
+    assert kind == "visit" or {s.choice.grid for s in found} == {0.0, 0.5, 1.0}  # type: ignore[union-attr]
+    assert not tune.Rows(kind, Choice(1024, 8)).fits
 
 
 def test_a_setting_reaches_the_compiler_and_is_taken_back() -> None:
-    launch, options, chunk = dict(backend.LAUNCH), backend._options, dict(linear.CHUNK_BYTES)
+    launch, chunk = dict(backend.LAUNCH), dict(linear.CHUNK_BYTES)
     objective = Objective.preset("dapo")
     rows = token_rows(2, objective)
     logits = torch.zeros(1, 2, 151936, dtype=torch.bfloat16)
@@ -384,28 +387,25 @@ def test_a_setting_reaches_the_compiler_and_is_taken_back() -> None:
             backend.fused(logits, rows, objective, RowTransform(1.0, 0.0, 1.0), logits)
         return launches[0][1].metadata
 
-    wide, narrow = metadata(tune.Rows("fused", 512, 4)), metadata(tune.Rows("fused", 256, 2, programs=2))
+    wide, narrow = (metadata(tune.Rows("fused", Choice(*x))) for x in ((512, 4), (256, 2, 2)))
     assert (wide.num_warps, wide.maxnreg) == (16, 128) and (narrow.num_warps, narrow.maxnreg) == (8, 128)
-    with tune.Rows("fused", 256, 2, programs=2).applied():
-        assert backend._multiprocessors(torch.device("cpu")) == 8
     with tune.Chunk(7).applied():
         assert linear.CHUNK_BYTES["cuda"] == 7 << 20
-    assert launch == backend.LAUNCH and backend._options is options and chunk == linear.CHUNK_BYTES
+    assert launch == backend.LAUNCH and chunk == linear.CHUNK_BYTES
 
 
 def test_what_to_paste() -> None:
-    now = str(tune.Rows("fused", *backend.LAUNCH["fused"]))
+    now, best = str(tune.Rows("fused", backend.LAUNCH["fused"])), Choice(256, 8, programs=2, grid=1.0)
     found = {
-        "fused": {"ranking": [("x", 1.0), (now, 1.1)], "best": {"threads": 256, "accesses": 8, "programs": 2}, "now": now},
+        "fused": {"ranking": [("x", 1.0), (now, 1.1)], "best": {"choice": best._asdict()}, "now": now},
         "chunk": {"ranking": [("800 MiB", 1.0)], "best": {"mib": 800}, "now": "800 MiB"},
         "visit": {"ranking": [], "best": None, "now": ""},
     }
     lines = tune.summary(found)
     assert "10.0 % slower" in lines[0] and 'CHUNK_BYTES["cuda"] = 800 << 20' in lines and "no setting was right" in lines[2]
-    assert any("2 programs per SM" in line for line in lines)
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {"Choice": Choice}
     exec(lines[-1], scope)
-    assert scope["LAUNCH"] == {**backend.LAUNCH, "fused": (256, 8)}
+    assert scope["LAUNCH"] == {**backend.LAUNCH, "fused": best}
 
 
 # ---- what only CUDA runs
