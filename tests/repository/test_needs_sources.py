@@ -68,7 +68,7 @@ def test_kernels_are_launched_on_the_device_of_their_data() -> None:
     guarded = [
         call
         for node in ast.walk(tree)
-        if isinstance(node, ast.With) and ast.unparse(node.items[0]).startswith("_on_device(")
+        if isinstance(node, ast.With) and ast.unparse(node.items[0]).startswith("on_device(")
         for call in launches(node)
     ]
     assert len(launches(tree)) >= 4 and {id(x) for x in guarded} == {id(x) for x in launches(tree)}

@@ -31,7 +31,10 @@ LONG_SIGNATURES = {
     "vocabulary/backends/triton_kernels.py: _stats_kernel",
     "vocabulary/backends/triton_kernels.py: _pull_kernel",
     "vocabulary/backends/triton_kernels.py: _fused_kernel",
-    "vocabulary/backends/triton_rows.py: _write_gradient",
+    "vocabulary/backends/triton_rows.py: _fold",
+    "vocabulary/backends/triton_rows.py: _softmax_partials",
+    "vocabulary/backends/triton_gradient.py: _write_tile",
+    "vocabulary/backends/triton_gradient.py: _write_gradient",
     "vocabulary/backends/triton_sparse_kernels.py: _add_hidden_rows_kernel",
     "formulas/token_stage.py: token_terms",
     # Signatures of other packages, which ours stand in for.

@@ -11,6 +11,7 @@ import torch
 import triton
 
 from ..sparse import Slots
+from .triton_choices import on_device
 from .triton_launch import Launch, run
 from .triton_sparse_kernels import _add_hidden_rows_kernel, _add_weight_rows_kernel, _slot_logits_kernel
 
@@ -59,7 +60,7 @@ def _run(kernel: Any, matrices: tuple[Tensor, Tensor], programs: Any, arguments:
         assert x.shape[1] == matrices[0].shape[1] and max(x.shape) < 2**31 - 2**16, (x.shape, matrices[0].shape)
     if programs(1) == 0:
         return
-    with torch.cuda.device_of(matrices[0]):
+    with on_device(matrices[0]):
         run(
             kernel,
             functools.partial(_launch, matrices),
