@@ -2,7 +2,8 @@
 
 python -m benchmarks                     all suites; a second run measures only what is missing or changed
 python -m benchmarks --quick             the smallest meaningful cells, under two minutes
-python -m benchmarks --suite hidden rows"""
+python -m benchmarks --suite hidden rows
+python -m benchmarks --busy              beside a process that keeps one core busy; not for the tables"""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def main(argv: list[str] | None = None) -> None:
         "--without-native", action="store_true", help="measure what runs where our kernels are missing or stale"
     )
     parser.add_argument("--fresh", action="store_true", help="measure again what is there already")
-    parser.add_argument("--out", type=Path, help="folder (default: benchmarks/results, with --quick runs/benchmarks)")
+    parser.add_argument("--busy", action="store_true", help="beside a process that keeps one core busy")
+    parser.add_argument(
+        "--out", type=Path, help="folder (default: benchmarks/results; with --quick runs/benchmarks, with --busy runs/busy)"
+    )
     parser.add_argument("--list", action="store_true", help="print the suites and their cells, and do nothing")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -42,8 +46,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     if not args.without_native:
         require_kernels(args.device)
-    out = args.out or (Path("runs/benchmarks") if args.quick else RESULTS)
-    paths = run(args.suite, args.device, out, quick=args.quick, fresh=args.fresh)
+    out = args.out or (Path("runs/busy") if args.busy else Path("runs/benchmarks") if args.quick else RESULTS)
+    paths = run(args.suite, args.device, out, quick=args.quick, fresh=args.fresh, busy=args.busy)
     print("\nwritten:", *paths)
 
 

@@ -16,6 +16,7 @@ import re
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -104,6 +105,23 @@ def _flush_buffer() -> torch.Tensor:
 def _summary(times: list[float]) -> dict:
     cuts = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times * 4
     return {"ms": statistics.median(times), "p20": cuts[0], "p80": cuts[3], "runs": len(times)}
+
+
+# ---- neighbours
+
+#: Keeps a core busy until it is ended, or its parent is gone.
+NEIGHBOUR = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(100_000): pass"
+
+
+@contextmanager
+def busy_neighbour() -> Iterator[int]:
+    """Inside the block another process keeps one core busy; its id."""
+    neighbour = subprocess.Popen([sys.executable, "-S", "-c", NEIGHBOUR, str(os.getpid())])
+    try:
+        yield neighbour.pid
+    finally:
+        neighbour.kill()
+        neighbour.wait()
 
 
 # ---- memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 
 from benchmarks import results
 from benchmarks.cases import CONTRACTS, Cell
-from benchmarks.harness import machine, slug
+from benchmarks.harness import busy_neighbour, machine, slug
 from benchmarks.measure import LEGEND, DeviceLost, measure, table
 from benchmarks.providers import first_line
 
@@ -158,12 +159,12 @@ SUITES = {
 }
 
 
-def run(suites: list[str], device: str, out: Path, quick: bool = False, fresh: bool = False) -> list[Path]:
+def run(suites: list[str], device: str, out: Path, quick: bool = False, fresh: bool = False, busy: bool = False) -> list[Path]:
     """Measures the cells that the result files under `out` do not hold yet, prints each, and returns the paths. With
-    `fresh` it measures all of them. A cell that cannot be measured is left out; SystemExit at the end names it. If a
-    provider breaks CUDA for this process, that is recorded and the process exits with LOST_DEVICE. The same command then
-    continues without that provider, until the code or the machine changes."""
-    here = machine(device)
+    `fresh` it measures all of them; with `busy` beside a process that keeps one core busy. A cell that cannot be measured is
+    left out; SystemExit at the end names it. If a provider breaks CUDA for this process, that is recorded and the process
+    exits with LOST_DEVICE. The same command then continues without that provider, until the code or the machine changes."""
+    here = machine(device) | ({"neighbour": "one core busy"} if busy else {})
     folder = out / slug(device)
     print(heading(here), flush=True)
     paths, unmeasured = [], []
@@ -183,7 +184,8 @@ def run(suites: list[str], device: str, out: Path, quick: bool = False, fresh: b
                 continue
             known = _known(folder, planned.cell, here)
             try:
-                cell = measure(planned.cell, device, only=planned.only, known=known, **_effort(device, quick))
+                with busy_neighbour() if busy else contextlib.nullcontext():
+                    cell = measure(planned.cell, device, only=planned.only, known=known, **_effort(device, quick))
             except DeviceLost as failure:
                 lost.append(_lost(planned.cell, failure, here))
                 results.save(path, _record(suite, here, [done[m] for _, m in plan if m in done], lost))
@@ -205,7 +207,7 @@ def heading(here: dict[str, Any]) -> str:
     """What runs where, and how to read the tables."""
     parts = [here["name"], f"{here['threads']} threads", f"torch {here['torch']}"]
     parts += [f"{name} {version}" for name, version in here["versions"].items()]
-    parts += [f"backend {here['backend']}", *([here["instruction set"]] if "instruction set" in here else [])]
+    parts += [f"backend {here['backend']}", *(here[x] for x in ("instruction set", "neighbour") if x in here)]
     return f"{', '.join(parts)}\n\n{LEGEND}"
 
 

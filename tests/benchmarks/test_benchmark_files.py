@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +223,50 @@ def test_without_current_kernels_nothing_is_measured_unless_asked_for(monkeypatc
     monkeypatch.setattr(backends, "unavailable", lambda name: "no GPU")
     with pytest.raises(SystemExit, match="cuda tensors do not run: no GPU"):
         harness.require_kernels("cuda")
+
+
+def test_a_busy_neighbour_keeps_a_core_busy_and_leaves_with_the_block() -> None:
+    def ticks(pid: int) -> int:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11])  # of the processor, in user mode
+
+    with harness.busy_neighbour() as pid:
+        for _ in range(200):
+            if ticks(pid) > 5:
+                break
+            time.sleep(0.05)
+        assert ticks(pid) > 5
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_figures_of_a_busy_machine_are_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[tuple[Path, bool]] = []
+    monkeypatch.setattr(command, "require_kernels", lambda device: None)
+    monkeypatch.setattr(command, "run", lambda suites, device, out, *, busy, **rest: calls.append((out, busy)) or [])
+    command.main(["--device", "cpu"])
+    command.main(["--device", "cpu", "--busy"])
+    command.main(["--device", "cpu", "--busy", "--quick", "--out", str(tmp_path)])
+    assert calls == [(harness.RESULTS, False), (Path("runs/busy"), True), (tmp_path, True)]
+    beside: list[bool] = []
+    inside: list[int] = []
+
+    @contextmanager
+    def neighbour() -> Iterator[None]:
+        inside.append(1)
+        yield
+        inside.pop()
+
+    def measured(cell: Cell, device: str, **options: Any) -> dict[str, Any]:
+        beside.append(bool(inside))
+        return {"providers": [], "limit": None}
+
+    monkeypatch.setattr(suites, "busy_neighbour", neighbour)
+    monkeypatch.setattr(suites, "measure", measured)
+    monkeypatch.setattr(suites, "table", lambda cell: "")
+    for busy in (False, True):
+        (path,) = suites.run(["logits-forward"], "cpu", tmp_path, quick=True, busy=busy)
+        assert ("neighbour" in results.load(path)["machine"]) is busy
+    assert beside == [False, False, True, True]
 
 
 def test_side_by_side_prints_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,7 +112,7 @@ def test_addresses_and_undefined_behaviour(tmp_path: Path) -> None:
     }
     module = build(tmp_path, "address,undefined")
     fuzz(module, 4, 1000, **environment)
-    tests = [str(HERE / name) for name in ("test_cpu_kernels.py", "test_cpu_products.py")]
+    tests = [str(HERE / name) for name in ("test_cpu_kernels.py", "test_cpu_fused.py", "test_cpu_products.py")]
     run = subprocess.run(
         [sys.executable, "-c", WITH_MODULE, module, "-q", "-x", "-p", "no:cacheprovider", *tests],
         env={k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"}
