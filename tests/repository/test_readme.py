@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import re
 import subprocess
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import crossover, results, swaps, tables
+from benchmarks import crossover, replay, results, swaps, tables
 from benchmarks.suites import SUITES
-from grpo_kernels import Objective, TokenBatch, grpo_loss
+from grpo_kernels import Objective, TokenBatch, TokenSets, grpo_loss, linear_grpo_loss
 from grpo_kernels.batch import shift_targets
 from support import sample_results
 
@@ -42,7 +43,15 @@ def test_figures_of_the_crossover_are_current() -> None:
     )
 
 
-@pytest.mark.parametrize("page", [README, tables.REPORT, swaps.PAGE], ids=str)
+def test_figures_and_picture_of_replay_are_current() -> None:
+    record = results.load(replay.FILE)
+    assert replay.insert(replay.PAGE.read_text(), record) == replay.PAGE.read_text(), (
+        "run `python -m benchmarks.replay --write`"
+    )
+    assert html.unescape(replay.PICTURE.read_text()).count(replay.described(record)) == 1
+
+
+@pytest.mark.parametrize("page", [README, tables.REPORT, swaps.PAGE, replay.PAGE], ids=str)
 def test_commands_and_pictures_exist(page: Path) -> None:
     text = page.read_text()
     assert "python -m benchmarks" in text
@@ -108,6 +117,33 @@ def test_the_snippets_from_hidden_states_hold_for_a_head_with_a_softcap(mesh: An
     given |= {"micro_batches": halves, "hidden_of": hidden_of}
     exec(snippet("for batch in micro_batches"), given)
     torch.testing.assert_close(gradients(), wanted, rtol=1e-3, atol=1e-6)
+
+
+def test_the_snippet_of_kept_sets_is_the_loss_over_logits_with_the_others_masked() -> None:
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 40, (3, 7), generator=g)
+    completion_mask = torch.arange(7) >= torch.tensor([2, 3, 5])[:, None]
+    drawn = [row[mask].tolist() for row, mask in zip(ids, completion_mask, strict=True)]
+    sampling_masks = [[sorted({token, (token + 3) % 40, 5}) for token in row] for row in drawn]
+    hidden, lm_head = torch.randn(3, 7, 8, generator=g, requires_grad=True), torch.nn.Linear(8, 40, bias=False)
+    objective, old_logps = Objective.preset("dapo"), torch.randn(3, 7, generator=g) * 0.1 - 1
+    given = {
+        "shift_targets": shift_targets, "TokenSets": TokenSets, "TokenBatch": TokenBatch, "linear_grpo_loss": linear_grpo_loss,
+        "advantages": torch.tensor([1.0, -1.0, 0.5]), "ids": ids, "completion_mask": completion_mask, "objective": objective,
+        "sampling_masks": sampling_masks, "hidden": hidden, "lm_head": lm_head, "old_logps": old_logps,
+    }  # fmt: skip
+    exec(snippet("sampling_masks"), given)
+    found = torch.autograd.grad(given["out"].loss, (hidden, lm_head.weight))
+    other = torch.ones(3, 7, 40, dtype=torch.bool)
+    for b, masks in enumerate(sampling_masks):
+        first = 6 - len(masks)
+        for t in range(7):
+            other[b, t, masks[t - first] if first <= t < 6 else slice(None)] = False
+    targets, generated = shift_targets(ids, mask=completion_mask)
+    plain = TokenBatch(targets, given["advantages"], mask=generated, old_logps=old_logps)
+    wanted = grpo_loss(lm_head(hidden).masked_fill(other, -torch.inf), plain, objective)
+    torch.testing.assert_close(given["out"].loss, wanted.loss)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted.loss, (hidden, lm_head.weight)), rtol=1e-4, atol=1e-6)
 
 
 # ---- tables of made-up figures
