@@ -23,6 +23,7 @@ from .losses import LossOutput, grpo_loss, linear_grpo_loss
 from .model import loss_from_model
 from .objective import Denominators, Objective
 from .options import Options
+from .projection import Head
 from .rewards.advantages import group_advantages
 from .token_sets import TokenSets
 from .transform import LogitTransform
@@ -39,6 +40,7 @@ __all__ = [
     "EntropyFloor",
     "EntropyQuantile",
     "Gmpo",
+    "Head",
     "ImportanceSampling",
     "Kl",
     "KlCov",

@@ -12,6 +12,7 @@ from .layout import as_mask, check_targets, flat
 from .missing import narrowed, without_set
 from .operators import checked_logits, hidden_source, leaves_the_graph, logits_source, outside
 from .options import Options, merged
+from .projection import Head
 from .supports import statistics_of
 from .token_sets import TokenSets, check_sets
 from .transform import LogitTransform, as_transform
@@ -127,7 +128,7 @@ def token_logprobs(
 @overload
 def linear_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | Head,
     targets: Tensor,
     *,
     bias: Tensor | None = None,
@@ -145,7 +146,7 @@ def linear_logprobs(
 @overload
 def linear_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | Head,
     targets: Tensor,
     *,
     also: tuple[str, ...],
@@ -163,7 +164,7 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]: ...
 def linear_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | Head,
     targets: Tensor,
     *,
     bias: Tensor | None = None,
@@ -187,7 +188,7 @@ def linear_logprobs(
             )
 
     hidden    [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts targets[i].
-    weight    [V, H]; bias [V] or None. Products run in the autocast dtype if autocast is on, else in that of hidden.
+    weight    [V, H], or a `Head` with all that belongs to it; bias [V] or None. Products run in the autocast dtype if autocast is on, else in that of hidden.
     transform softcap and scale that the model applies after its head, and the temperature: see `LogitTransform.of`.
     shard     weight and bias are this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
     weight_grad  memory that the backward adds the gradient of weight into, as in `linear_grpo_loss`.
@@ -201,6 +202,9 @@ def linear_logprobs(
     host sync: pass only the rows that count (hidden[mask], targets[mask]) to avoid it.
     Raises ValueError naming the argument that is wrong.
     """
+    if isinstance(weight, Head):
+        beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
+        weight, bias, transform, shard, weight_grad = weight.parts(**beside)
     options = merged(options, backend=backend, strict=strict)
     if leaves_the_graph(at if kept is None else kept, None, shard=shard):
         given: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "entropy": entropy, "shard": shard}

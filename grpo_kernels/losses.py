@@ -17,10 +17,11 @@ from .loss_stages import Call, loss_of_logps, loss_of_source
 from .objective import Denominators, Objective
 from .operators import checked_logits, hidden_source, is_traced, leaves_the_graph, logits_source, outside
 from .options import Options, merged
+from .projection import Head
 from .row_counts import whole
 from .token_sets import check_sets
 from .transform import LogitTransform, as_transform
-from .vocabulary.hidden import Head, check_head
+from .vocabulary.hidden import FlatHead, check_head
 from .vocabulary.kept import KeptRows
 from .vocabulary.shard import VocabShard
 from .vocabulary.sources import Source
@@ -105,7 +106,7 @@ def grpo_loss(
 
 def linear_grpo_loss(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | Head,
     batch: TokenBatch,
     objective: Objective,
     *,
@@ -129,7 +130,7 @@ def linear_grpo_loss(
         out.loss.backward()
 
     hidden       [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts batch.targets[i].
-    weight       [V, H], may be frozen (then neither its gradient nor a buffer for it exists) or tied; fp32, bf16 or fp16.
+    weight       [V, H], or a `Head` with all that belongs to it. It may be frozen (then neither its gradient nor a buffer for it exists) or tied; fp32, bf16 or fp16.
                  Products run in the autocast dtype if autocast is on, else in the dtype of hidden; in fp32, which is more
                  than asked for, where the device has no 16-bit products with fp32 results.
     bias         [V] or None, added to the logits before the transform.
@@ -159,6 +160,9 @@ def linear_grpo_loss(
     As in `grpo_loss` the gradients are handed over once. Raises ValueError naming the argument that is wrong.
     """
     _check_specs(batch, objective)
+    if isinstance(weight, Head):
+        beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
+        weight, bias, transform, shard, weight_grad = weight.parts(**beside)
     options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
     if leaves_the_graph(batch.kept, weight_grad, shard=shard, context_group=batch.context_group):
         given: dict[str, Any] = {"bias": bias, "reference": reference, "transform": transform, "normalizer": normalizer}
@@ -172,7 +176,7 @@ def linear_grpo_loss(
     row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
     memory = check_weight_grad(weight_grad, head.weight)
 
-    def source_of(a_head: Head, rows: TokenRows, kept: KeptRows | None, into: WeightMemory | None = memory) -> Source:
+    def source_of(a_head: FlatHead, rows: TokenRows, kept: KeptRows | None, into: WeightMemory | None = memory) -> Source:
         index = None if is_traced() else split_rows(batch, rows, objective, kept)
         return hidden_source(a_head, rows.read, options, index, kept, into)
 
@@ -277,7 +281,7 @@ def kept_rows(batch: TokenBatch, rows: TokenRows) -> KeptRows | None:
 
 def _reference_head(
     reference: tuple[Tensor, ...], batch: TokenBatch, objective: Objective, shard: VocabShard | None
-) -> Head:  # fmt: skip
+) -> FlatHead:  # fmt: skip
     require(objective.beta != 0, "reference", type(reference).__name__, "with beta=0 nothing looks at it: leave it out.")
     if batch.ref_logps is not None:
         raise ValueError("reference and batch.ref_logps are both given: pass one of them.")

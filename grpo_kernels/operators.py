@@ -20,7 +20,7 @@ from .checks import require
 from .layout import check_targets, logit_rows
 from .options import Options
 from .vocabulary import backends
-from .vocabulary.hidden import Head
+from .vocabulary.hidden import FlatHead
 from .vocabulary.kept import KeptRows
 from .vocabulary.rows import RowStats, RowTransform, Slopes
 from .vocabulary.shard import VocabShard, check_shard, on_shard
@@ -136,7 +136,7 @@ def logits_source(
 
 
 def hidden_source(
-    head: Head, read: Tensor | None, options: Options, rows: tuple[Tensor, int] | None = None, kept: KeptRows | None = None,
+    head: FlatHead, read: Tensor | None, options: Options, rows: tuple[Tensor, int] | None = None, kept: KeptRows | None = None,
     into: WeightMemory | None = None, at: Slots | None = None,
 ) -> Source:  # fmt: skip
     """The source for a checked head. `rows`: (index, active) of `Hidden`; None where the caller does not know them."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,7 +32,7 @@ CHUNK_BYTES = {"cpu": 160 << 20, "cuda": 1600 << 20}
 
 
 @dataclass(eq=False)
-class Head:
+class FlatHead:
     """Flat hidden states [N, H] and the projection to logits, checked by `check_head`."""
 
     hidden: Tensor
@@ -54,12 +54,12 @@ class Head:
 
 def check_head(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Any,  # what a caller gave
     bias: Tensor | None,
     shape: torch.Size,
     device: torch.device,
     shard: VocabShard | None = None,
-) -> Head:
+) -> FlatHead:
     """Check hidden states and head, and return them as flat rows and local tensors. Raises ValueError with the remedy."""
     check_shard(shard)
     for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
@@ -100,7 +100,7 @@ def check_head(
     if bias is not None and bias.shape != (vocab,):
         raise ValueError(f"bias has shape {list(bias.shape)}, but weight has {list(weight.shape)}: it must be [{vocab}].")
     bias = None if bias is None else bias.contiguous()  # as kernels take it
-    return Head(hidden.reshape(-1, width), weight, bias, compute_dtype(hidden), shard)
+    return FlatHead(hidden.reshape(-1, width), weight, bias, compute_dtype(hidden), shard)
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -134,7 +134,7 @@ class Engine:
     may end in the dtype of the weight; without it it is fp32, for more to be added."""
 
     def __init__(
-        self, head: Head, backend: Backend, wanted: tuple[bool, bool, bool] = (False, False, False), rounded: bool = True
+        self, head: FlatHead, backend: Backend, wanted: tuple[bool, bool, bool] = (False, False, False), rounded: bool = True
     ) -> None:
         self.head, self.backend, self.wanted, self.rounded = head, backend, wanted, rounded
         self.hidden = head.hidden.detach()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from .backends import FusedRows, SparseBackend
-from .hidden import Engine, Head
+from .hidden import Engine, FlatHead
 from .kept import KeptRows, KeptStage
 from .memory import converted, empty_like, zeros
 from .rows import RowStats, RowTransform, Slopes
@@ -276,8 +276,8 @@ class Hidden:
                 result = self.kept.joined(of_rows, result)
         return result, self._gradients(engine, of_sets) if any(wanted) else (None,) * 3
 
-    def _head(self, tensors: tuple[Any, ...]) -> Head:
-        return Head(tensors[0], tensors[1], tensors[2], self.dtype, self.shard)
+    def _head(self, tensors: tuple[Any, ...]) -> FlatHead:
+        return FlatHead(tensors[0], tensors[1], tensors[2], self.dtype, self.shard)
 
     def rows_of(self, n: int, read: Tensor | None, device: torch.device) -> Tensor:
         """Indices of the rows that run over the whole vocabulary, of n. With `read` the host waits for a GPU."""
@@ -290,17 +290,17 @@ class Hidden:
     def _rows(self, targets: Tensor, read: Tensor | None) -> Tensor:
         return self.rows_of(targets.numel(), read, targets.device) if self.index is None else self.index
 
-    def _own(self, head: Head) -> Slots:
+    def _own(self, head: FlatHead) -> Slots:
         assert self.at is not None
         return self.at.columns(0 if self.shard is None else self.shard.start, head.weight.shape[0])
 
     # ---- rows with sets
 
-    def _stage(self, head: Head) -> KeptStage:
+    def _stage(self, head: FlatHead) -> KeptStage:
         assert self.kept is not None
         return KeptStage(self.kept, of_own_part(self.backend), head.weight.shape[0], self.shard)
 
-    def _at(self, head: Head, slots: Slots) -> Tensor:
+    def _at(self, head: FlatHead, slots: Slots) -> Tensor:
         """fp32 [m]: the logits at slots; anything where one is not in use."""
         if head.weight.shape[0] == 0:  # of a rank without a part of the vocabulary
             return torch.zeros(slots.ids.shape, device=head.hidden.device)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LogitTransform, Objective, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Head, LogitTransform, Objective, TokenBatch, linear_grpo_loss, linear_logprobs
 from grpo_kernels.vocabulary.products import products_for
 from support import oracle
 from support.cases import (
@@ -375,3 +375,28 @@ def test_a_reference_head_stands_for_its_log_probs() -> None:
         linear_grpo_loss(hidden, weight, replace(batch, ref_logps=ref), objective, reference=(other, other_weight))
     with pytest.raises(ValueError, match=r"reference is list: pass \(hidden, weight\)"):
         linear_grpo_loss(hidden, weight, batch, objective, reference=[other, other_weight])  # type: ignore[arg-type]
+
+
+# ---- a head as one
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo"])
+def test_a_head_stands_for_its_parts(name: str, backend: str) -> None:
+    make, _ = OBJECTIVES[name]
+    case = build_linear(transform={"temperature": 0.8, "softcap": 9.0})
+    _, gradients = run_linear(case, make(), backend)
+    leaves, total = case.leaves, torch.zeros(case.weight.shape)
+    head = Head(leaves["weight"], leaves["bias"], case.tokens.logit_transform(), grad=total)
+    linear_grpo_loss(leaves["hidden"], head, case.tokens.batch(), make(), backend=backend).loss.backward()
+    for leaf in ("hidden", "bias"):
+        assert same_bits(leaves[leaf].grad, gradients[leaf])
+    assert leaves["weight"].grad is None
+    torch.testing.assert_close(total, gradients["weight"], rtol=1e-6, atol=1e-8)
+    options = {"mask": case.tokens.mask, "backend": backend}
+    plain, _ = linear_logprobs(
+        case.hidden, case.weight, case.tokens.targets, bias=case.bias, transform=case.tokens.logit_transform(), **options
+    )
+    whole = Head(case.weight, case.bias, case.tokens.logit_transform())
+    assert same_bits(linear_logprobs(case.hidden, whole, case.tokens.targets, **options)[0], plain)
+    with pytest.raises(ValueError, match="bias is given beside a Head: put it into the Head"):
+        linear_grpo_loss(case.hidden, whole, case.tokens.batch(), make(), bias=case.bias)

@@ -1,0 +1,44 @@
+"""Head: the projection from hidden states to logits, and all that belongs to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from .checks import describe
+from .transform import LogitTransform
+from .vocabulary.shard import VocabShard
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Head:
+    """What every `linear_*` function takes in place of `weight`, so that the head is described once.
+
+        head = Head(model.lm_head.weight, transform=LogitTransform.of(model), grad=main_grad)
+        out = linear_grpo_loss(hidden, head, batch, objective)
+
+    weight     [V, H].
+    bias       [V] or None.
+    transform  softcap, scale and temperature after the product.
+    shard      which part of the vocabulary weight and bias are, see `VocabShard`.
+    grad       memory that the gradient of weight is added into, the `weight_grad` of `linear_grpo_loss`.
+
+    The function that takes it checks the tensors, and raises ValueError where one of these is given beside it again."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    transform: LogitTransform | None = None
+    shard: VocabShard | None = None
+    grad: Tensor | str | None = None
+    __repr__ = describe
+
+    def parts(self, **beside: Any) -> tuple[Any, ...]:
+        """(weight, bias, transform, shard, grad). `beside`: what the caller was given by keyword; it must be None."""
+        for name, value in beside.items():
+            if value is not None:
+                raise ValueError(f"{name} is given beside a Head: put it into the Head.")
+        return tuple(getattr(self, f.name) for f in fields(self))
