@@ -199,7 +199,7 @@ def linear_logprobs(
     upstream gradient before it arrives, computes the logits again: three products of the rows whose upstream gradient is
     not zero. Between forward and backward three numbers per row are kept, and entropy costs no further memory. Logits are fp32,
     never rounded to 16 bits; the gradient of the weight is summed in fp32. On a GPU, selecting rows by a mask is a
-    host sync: pass only the rows that count (hidden[mask], targets[mask]) to avoid it.
+    host sync: pass only the rows that count (hidden[mask], targets[mask]) to avoid it. So is Options(missing="full").
     Raises ValueError naming the argument that is wrong.
     """
     if isinstance(weight, Head):

@@ -41,6 +41,7 @@ class KeptRows:
 
     has       bool [n]: rows with a set. The others run over the whole vocabulary.
     has_all   whether every row has one.
+    without   how many have none, where the host knows it; else None.
     read      bool [n]: rows with a set that are looked at.
     several   bool [n]: those with more than one id. The log-prob of the only id of a set is 0 whatever its logit is, which is
               therefore not computed.
@@ -52,6 +53,7 @@ class KeptRows:
 
     has: Tensor
     has_all: bool
+    without: int | None
     read: Tensor
     several: Tensor
     slots: Slots
@@ -64,7 +66,7 @@ class KeptRows:
         counts, None: all that are not empty."""
         n, device = targets.numel(), targets.device
         counts, row_of, rows = sets.counts, sets.row_of, torch.arange(targets.numel(), device=targets.device)
-        has_all = has is None and sets.empty_rows == 0
+        without = sets.empty_rows if has is None else None
         has = counts > 0 if has is None else has
         looked_at = has if read is None else has & read
         in_row = torch.arange(row_of.numel(), device=device) - sets.offsets[row_of]
@@ -80,7 +82,7 @@ class KeptRows:
         slots = Slots(torch.where(looked_at[owner], ids, -1), sets.offsets + torch.arange(n + 1, device=device), owner)
         several = looked_at & (counts + outside.to(counts.dtype) > 1)
         width = -(-(sets.longest + 1) // 16) * 16  # few widths, so that few kernels are compiled for one
-        return cls(has, has_all, looked_at, several, slots, torch.where(outside, counts, target), width)
+        return cls(has, without == 0, without, looked_at, several, slots, torch.where(outside, counts, target), width)
 
     def alone(self) -> KeptRows:
         """The same rows where somebody else looks at the others."""

@@ -280,11 +280,14 @@ class Hidden:
         return FlatHead(tensors[0], tensors[1], tensors[2], self.dtype, self.shard)
 
     def rows_of(self, n: int, read: Tensor | None, device: torch.device) -> Tensor:
-        """Indices of the rows that run over the whole vocabulary, of n. With `read` the host waits for a GPU."""
+        """Indices of the rows that run over the whole vocabulary, of n. With `read` the host waits for a GPU, and where it does not
+        know how many rows have a set."""
         if self.kept is not None:
-            read = self.kept.others(read)
             if self.kept.has_all:
                 return torch.empty(0, dtype=torch.int64, device=device)
+            if read is None and self.kept.without is not None:
+                return self.kept.has.argsort(stable=True)[: self.kept.without]
+            read = self.kept.others(read)
         return torch.arange(n, device=device) if read is None else read.nonzero()[:, 0]
 
     def _rows(self, targets: Tensor, read: Tensor | None) -> Tensor:

@@ -220,6 +220,23 @@ def test_kept_mass_matches_oracle(linear: bool, backend: str) -> None:
         torch.testing.assert_close(gradient.double(), exact[name].grad, rtol=2e-5, atol=2e-5)
 
 
+def test_without_a_mask_all_rows_count(backend: str) -> None:
+    """Rows without a set are found in another way then."""
+    case = build_linear(kept=True)
+    kept, targets = case.tokens.fields["kept"], case.tokens.targets
+    found = []
+    for mask in (None, torch.ones(targets.shape, dtype=torch.bool)):
+        leaves = case.leaves
+        logps, _ = linear_logprobs(
+            leaves["hidden"], leaves["weight"], targets, bias=leaves["bias"], mask=mask, kept=kept, backend=backend
+        )  # fmt: skip
+        logps.backward(torch.linspace(-1.0, 1.0, targets.numel()).view(targets.shape))
+        found.append((logps.detach(), leaves["hidden"].grad, leaves["weight"].grad))
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+    logp = case.logits(torch.float64)[0].masked_fill(~case.tokens.keep, -torch.inf).log_softmax(-1)
+    torch.testing.assert_close(logp.gather(-1, targets[..., None])[..., 0].float(), found[0][0], rtol=2e-6, atol=2e-6)
+
+
 # ---- what runs over the vocabulary all the same
 
 
