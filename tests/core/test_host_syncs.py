@@ -24,7 +24,9 @@ from grpo_kernels import (
 )
 from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.rewards.corrections import importance_weights
+from grpo_kernels.vocabulary import hidden as linear
 from grpo_kernels.vocabulary.backends import eager
+from grpo_kernels.vocabulary.products import Products
 from support.cases import OBJECTIVES, build, pack
 from support.linear_cases import LinearCase, build_linear
 
@@ -38,6 +40,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
         if name.startswith("grpo_kernels") and hasattr(module, "values_are_checked"):
             monkeypatch.setattr(module, "values_are_checked", lambda _: False)
     monkeypatch.setattr(eager, "looks_are_free", lambda _: False)  # fake tensors are on the CPU, where a look costs nothing
+    # Our own products on a CPU want addresses, which fake tensors have not.
+    monkeypatch.setattr(linear, "products_for", lambda weight, bias, dtype: Products(weight, bias))
     return FakeTensorMode()
 
 
