@@ -18,6 +18,7 @@ from grpo_kernels.diagnosis.step import Output
 Tensor = torch.Tensor
 Result = dict[str, Any]  # {"loss": 0-d tensor, "d_logits": ..., ...}; "gradients" is a list of tensors
 
+HALF = (torch.bfloat16, torch.float16)
 CLIP = (0.2, 0.28)
 BETA = 0.04  # of the KL term, in the contracts on logits
 CONTRACTS = {
@@ -27,6 +28,7 @@ CONTRACTS = {
     "hidden-frozen": "DAPO loss from hidden states with a frozen head: value, gradient of the hidden states",
     "hidden-forward": "log-probs from hidden states and the head's weight, no gradient",
     "kept": "DAPO loss over kept sets from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
+    "cross-entropy": "mean cross-entropy from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
     "step": "a training step end to end: forward, DAPO loss, backward, AdamW",
 }
 
@@ -56,7 +58,8 @@ class Cell:
 
     @property
     def active_rows(self) -> int:
-        return round(self.active * self.sequences) * self.length
+        """Rows with a gradient."""
+        return self.rows if self.contract == "cross-entropy" else round(self.active * self.sequences) * self.length
 
     @property
     def length(self) -> int:
@@ -90,6 +93,12 @@ class HiddenCase:
     batch: TokenBatch
     hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H]
+
+    @property
+    def active(self) -> Tensor:
+        """Indices of the rows with a gradient."""
+        rows = torch.arange(self.cell.rows, device=self.hidden.device)
+        return rows if self.cell.contract == "cross-entropy" else rows[self.batch.advantages != 0]
 
     def gradients(self, loss: Tensor) -> Result:
         wanted = {"d_hidden": self.hidden, "d_weight": self.weight}
@@ -133,6 +142,11 @@ def policy_loss(logps: Tensor, batch: TokenBatch, beta: float) -> Tensor:
     return loss.sum() / logps.numel()
 
 
+def loss_of(cell: Cell, logps: Tensor, batch: TokenBatch) -> Tensor:
+    """The loss that the cell's contract asks for, of log-probs."""
+    return -logps.mean() if cell.contract == "cross-entropy" else policy_loss(logps, batch, cell.beta)
+
+
 # ---- inputs
 
 
@@ -172,7 +186,7 @@ def _hidden_case(cell: Cell, device: str, g: torch.Generator) -> HiddenCase:
     hidden, weight, targets = hidden_near(cell, device, g)
     now = _head_logps(cell, hidden, weight, targets, device)
     hidden.requires_grad_(cell.contract != "hidden-forward")
-    weight.requires_grad_(cell.contract == "hidden")
+    weight.requires_grad_(cell.contract in ("hidden", "cross-entropy"))
     return HiddenCase(cell, tokens(cell, targets, now, g), hidden, weight)
 
 
@@ -249,7 +263,7 @@ def _blocks(cell: Cell, size: int, device: str) -> Iterator[slice]:
 @torch.no_grad()
 def reference(case: Case) -> Result:
     """What the contract asks for, computed in float64, some rows at a time, and returned in fp32. The slope of the loss
-    comes from autograd through `policy_loss`. The derivative of the softmax, onehot - p, is written out, because a pass
+    comes from autograd through `loss_of`. The derivative of the softmax, onehot - p, is written out, because a pass
     over logits of this size takes long."""
     if isinstance(case, StepCase):
         return _step_reference(case)
@@ -298,7 +312,7 @@ def loss_and_slope(logps: Tensor, batch: TokenBatch, part: slice, cell: Cell) ->
     )  # fmt: skip
     with torch.enable_grad():
         leaf = logps.clone().requires_grad_()
-        value = policy_loss(leaf, rows, cell.beta) * (logps.numel() / cell.rows)
+        value = loss_of(cell, leaf, rows) * (logps.numel() / cell.rows)
         return value.detach(), torch.autograd.grad(value, leaf)[0]
 
 

@@ -30,7 +30,7 @@ import torch
 from benchmarks import tune as tuning
 from benchmarks.cases import Cell, make_case
 from benchmarks.harness import compilations, gpu_state, interleaved, machine
-from benchmarks.measure import table
+from benchmarks.printing import table
 from benchmarks.providers import Unavailable, providers
 from benchmarks.results import load, save
 from benchmarks.suites import LOST_DEVICE

@@ -51,7 +51,7 @@ def interleaved(
     warm_up: bool = True,
     attempt: Callable[[str, Callable[[], float]], float | None] = lambda name, run: run(),
 ) -> dict[str, dict]:
-    """{name: {ms, p20, p80, runs}}. Each round runs every contender once; the order rotates from round to round.
+    """{name: {ms, p20, p80, runs, and modes if there are two}}. Each round runs every contender once; the order rotates from round to round.
 
     `before(name)` runs untimed before each run, for example to restore inputs that were overwritten. A contender stops
     taking part once it has `least` runs and `seconds` of time, or three runs and three times `seconds`: slow contenders
@@ -104,7 +104,24 @@ def _flush_buffer() -> torch.Tensor:
 
 def _summary(times: list[float]) -> dict:
     cuts = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times * 4
-    return {"ms": statistics.median(times), "p20": cuts[0], "p80": cuts[3], "runs": len(times)}
+    two = modes(times)
+    return {"ms": statistics.median(times), "p20": cuts[0], "p80": cuts[3], "runs": len(times)} | (
+        {"modes": two} if two else {}
+    )
+
+
+def modes(times: list[float]) -> list[list[float]]:
+    """[[ms, share of the runs], [ms, share]] of two kinds of runs, the fast ones first; [] if there is one kind only.
+
+    There are two where the runs fall into groups of at least a fifth each, of which every slow run takes at least 1.3 times as
+    long as any fast one, and the groups are further apart than either is wide."""
+    ordered, least = sorted(times), max(2, len(times) / 5)
+    gaps = [(ordered[i] - ordered[i - 1], i) for i in range(1, len(ordered)) if least <= i <= len(ordered) - least]
+    gap, at = max(gaps, default=(0.0, 0))
+    fast, slow = ordered[:at], ordered[at:]
+    if not fast or slow[0] < 1.3 * fast[-1] or gap < max(fast[-1] - fast[0], slow[-1] - slow[0]):
+        return []
+    return [[statistics.median(group), len(group) / len(ordered)] for group in (fast, slow)]
 
 
 # ---- neighbours

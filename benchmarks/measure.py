@@ -69,6 +69,7 @@ def measure(
     rows, runs = [], {}
     for provider in chosen:
         row: dict[str, Any] = {"name": provider.name} | ({"limit": True} if provider.limit else {})
+        row |= {"part": provider.part} if provider.part else {}
         rows.append(row)
         try:
             reason = provider.reason_against(cell, device, 0.9 * memory_free(device))
@@ -77,7 +78,7 @@ def measure(
             if provider.name in known:
                 raise _Failed(known[provider.name])
             run = _attempt(provider, device, lambda p=provider: p.make(case))
-            if not provider.limit:
+            if not provider.limit and not provider.beside:
                 row |= {"compiles": counts.get(provider), "syncs": None}
                 row |= _checked(provider, run, case, device, expected, memory, counters)
         except Unavailable as missing:
@@ -104,6 +105,7 @@ def measure(
         seconds=seconds, least=least, most=most, warm_up=device != "cpu",  # on a CPU the check was one
     )  # fmt: skip
     state = gpu_state(device)
+    rows = with_sum_of_parts(rows, times, failures)
     limits = [{"name": r["name"], "ms": times[r["name"]]["ms"]} for r in rows if r.get("limit") and r["name"] in times]
     limit = min(limits, key=lambda x: x["ms"], default=None)
     for row in rows:
@@ -117,6 +119,28 @@ def measure(
                 row["x_copy"] = row["ms"] / times["copy"]["ms"]
     found = describe(cell) | {"limit": limit, "providers": rows, "seconds": round(time.perf_counter() - begin, 1)}
     return found | ({"gpu": state, "alloc_retries": _alloc_retries(device) - retries} if device == "cuda" else {})
+
+
+def with_sum_of_parts(rows: list[dict], times: dict[str, dict], failures: dict[str, str]) -> list[dict]:
+    """The rows, with one in place of those that are ways to make a part of a limit: the sum of the fastest way of each part. Its
+    "ways" are the milliseconds of all of them, or the reasons why there are none; "of" names the fastest. Its times are added to
+    `times`."""
+    others, ways = [r for r in rows if not r.get("part")], [r for r in rows if r.get("part")]
+    if not ways:
+        return rows
+    shown = {
+        r["name"]: times[r["name"]]["ms"] if r["name"] in times else r.get("reason", failures.get(r["name"])) for r in ways
+    }
+    whole: dict[str, Any] = {"name": "products", "limit": True, "ways": shown, "status": "ok"}
+    parts = [
+        [r["name"] for r in ways if r["part"] == part and r["name"] in times] for part in dict.fromkeys(r["part"] for r in ways)
+    ]
+    if not all(parts):
+        return [*others, whole | {"status": "failed", "reason": "one of the products was made in no way"}]
+    fastest = [min(names, key=lambda name: times[name]["ms"]) for names in parts]
+    sums = {key: sum(times[name][key] for name in fastest) for key in ("ms", "p20", "p80")}
+    times["products"] = sums | {"runs": min(times[name]["runs"] for name in fastest)}
+    return [*others, whole | {"of": fastest}]
 
 
 def _checked(
@@ -183,7 +207,7 @@ def derived(cell: Cell, ms: float) -> dict:
         return {"gbps_2u": 2 * unit / seconds, "gbps_3u": 3 * unit / seconds}
     if cell.contract == "kept":
         return {}
-    backward = {"hidden": 4, "hidden-frozen": 2, "hidden-forward": 0}[cell.contract]
+    backward = {"hidden": 4, "hidden-frozen": 2, "hidden-forward": 0, "cross-entropy": 4}[cell.contract]
     a = cell.active_rows / cell.rows
     convention = f"{2 + backward}NHV" if a == 1 or not backward else f"(2+{backward}a)NHV, a={a:g}"
     product = cell.rows * cell.hidden * cell.vocab / seconds / 1e12
@@ -275,53 +299,3 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-# ---- printing
-
-LEGEND = """ms: median of n runs, interleaved; p20, p80: quantiles. U: the bytes of the logits, N x V; NHV: tokens x hidden x vocabulary.
-limit: what the hardware needs for the least that the contract asks for, measured in the same run (the fastest of those named so).
-error: the worst of the loss (by the mean |advantage|), gradients and their worst row (relative), log-probs and entropy (absolute)."""
-
-
-def table(cell: dict) -> str:
-    """The cell as a table, then the reasons of the providers that were not timed."""
-    contract, rows = cell["contract"], cell["providers"]
-    shape = " x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x])
-    active = "" if cell["active"] == 1 else f", {cell['active']:.1%} of the sequences with an advantage"
-    timed = [r for r in rows if r["status"] == "ok"]
-    rates = [key for key in ("gbps_1u", "gbps_2u", "gbps_3u", "tflops", "tflops_dense") if any(key in r for r in timed)]
-    convention = next((r["flop_convention"] for r in timed if "flop_convention" in r), "")
-    heads = {"gbps_1u": "GB/s 1U", "gbps_2u": "GB/s 2U", "gbps_3u": "GB/s 3U", "tflops": "TFLOP/s", "tflops_dense": "as dense"}
-    eager = next((r["ms"] for r in timed if r["name"] == "eager PyTorch"), None)
-    ratio = "x limit" if cell["limit"] else "x eager"
-    head = ["", "ms", "p20", "p80", "n", ratio, "x copy", *(heads[key] for key in rates), "% limit", "extra MB", "error"]
-    lines = [[*head, "compiles", "syncs"]]
-    for r in timed:
-        base = cell["limit"]["ms"] if cell["limit"] else eager
-        lines.append(
-            [
-                r["name"] + (" (limit)" if r.get("limit") else ""),
-                *(f"{r[key]:.3g}" if r[key] < 1000 else f"{r[key]:.0f}" for key in ("ms", "p20", "p80")),
-                str(r["runs"]),
-                f"{r['ms'] / base:.2f}" if base else "",
-                f"{r['x_copy']:.2f}" if "x_copy" in r else "",
-                *(f"{r[key]:.3g}" for key in rates),
-                f"{100 / r['x_limit']:.0f}" if r["x_limit"] else "",
-                f"{r['extra_mb']:.0f}" if "extra_mb" in r else "",
-                f"{max(r['errors'].values()):.0e}" if "errors" in r else "",
-                *("" if r.get(key) is None else str(r[key]) for key in ("compiles", "syncs")),
-            ]
-        )
-    kept = [i for i, name in enumerate(lines[0]) if i == 0 or any(line[i] for line in lines[1:])]
-    widths = [max(len(line[i]) for line in lines) for i in kept]
-    text = [f"{contract}, {shape}, {cell['dtype']}{active}" + (f"; TFLOP/s of {convention}" if convention else "")]
-    for line in lines:
-        text.append("  ".join(line[i].rjust(w) if i else line[i].ljust(w) for i, w in zip(kept, widths, strict=True)).rstrip())
-    text += [f"  {r['name']}: {r['status']}, {r['reason']}" for r in rows if r["status"] != "ok"]
-    text += (
-        [f"  CUDA's allocator asked again {cell['alloc_retries']} times while this was timed"]
-        if cell.get("alloc_retries")
-        else []
-    )
-    return "\n".join(text)

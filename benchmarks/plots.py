@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +23,10 @@ from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from benchmarks import results
+from benchmarks.cell_tables import machines
 from benchmarks.harness import RESULTS
-from benchmarks.tables import (
-    DTYPES,
-    OURS,
-    SWEEPS,
-    Cell,
-    Record,
-    figure,
-    fixed,
-    headline,
-    limit,
-    machines,
-    megabytes,
-    named,
-    ratio,
-    size,
-    times,
-)
+from benchmarks.pictures import Bars, Curves, Picture, picture
+from benchmarks.suites import OURS
 
 #: The background is transparent: all of these colours can be read on white and on GitHub's dark grey.
 TEXT = "#797979"
@@ -67,131 +53,6 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "grpo_kernels", "svg.fonttype": "path",
 }  # fmt: skip
 WIDTH = 9.2  # inches, as all sizes below
-
-
-# ---- what is drawn, in plain numbers
-
-
-@dataclass(frozen=True)
-class Bar:
-    name: str
-    value: float
-    label: str
-
-
-@dataclass(frozen=True)
-class Bars:
-    title: str
-    axis: str
-    mark: float | None  # where the limit is
-    bars: list[Bar]
-    wrong: list[str]  # providers that are named without a bar
-
-
-@dataclass(frozen=True)
-class Curve:
-    name: str
-    x: list[float]
-    y: list[float]
-
-
-@dataclass(frozen=True)
-class Curves:
-    title: str
-    x_axis: str
-    y_axis: str
-    log: bool
-    curves: list[Curve]
-
-
-@dataclass(frozen=True)
-class Picture:
-    title: str
-    panels: list[Bars | Curves]  # all of one kind
-    notes: list[str]  # who is missing
-
-
-def picture(record: Record) -> Picture:
-    """Bars of the first shape, a panel per dtype, or curves of time and memory over what the suite varies."""
-    m = record["machine"]
-    title = f"{record['title']} · {m['name']}" + (f", {m['threads']} threads" if m["device"] == "cpu" else "")
-    if record["suite"] in SWEEPS:
-        dtypes = dict.fromkeys(cell["dtype"] for cell in record["cells"])
-        return Picture(
-            title, [panel for dtype in dtypes for panel in _curves(record, dtype)], _missing(record, record["cells"])
-        )
-    cells = headline(record)
-    panels: list[Bars | Curves] = [_time(cell) for cell in cells]
-    if record["suite"] == "step":
-        panels += [_memory(cell) for cell in cells]
-    return Picture(title, panels, _missing(record, cells))
-
-
-def _contenders(cell: Cell, status: str = "ok") -> list[dict]:
-    return [row for row in cell["providers"] if row["status"] == status and not row.get("limit")]
-
-
-def _time(cell: Cell) -> Bars:
-    title, wrong = f"{DTYPES[cell['dtype']]}, {size(cell)}", [row["name"] for row in _contenders(cell, "wrong")]
-    ratios = [(row, ratio(cell, row)) for row in _contenders(cell)]
-    if any(x is None for _, x in ratios):  # there is neither a limit nor a baseline
-        return Bars(
-            title, "time, ms", None, [Bar(row["name"], _round(row["ms"]), _duration(row["ms"])) for row, _ in ratios], wrong
-        )
-    bars = [Bar(row["name"], _round(x), f"{times(x)}×  {_duration(row['ms'])}") for row, x in ratios if x is not None]
-    base = f"limit ({limit(cell)}: {_duration(cell['limit']['ms'])})" if cell["limit"] else limit(cell)
-    return Bars(title, f"time, × {base}", 1.0, bars, wrong)
-
-
-def _memory(cell: Cell) -> Bars:
-    bars = [Bar(row["name"], _round(row["extra_mb"]), f"{megabytes(row)} MB") for row in _contenders(cell) if megabytes(row)]
-    return Bars("memory", "extra memory, MB", None, bars, [row["name"] for row in _contenders(cell, "wrong")])
-
-
-def _curves(record: Record, dtype: str) -> list[Curves]:
-    field, what = SWEEPS[record["suite"]]
-    cells = sorted((cell for cell in record["cells"] if cell["dtype"] == dtype), key=lambda cell: cell[field])
-    title = f"{DTYPES[dtype]}, {fixed(cells[0], field)}"
-    panels = []
-    for key, axis, unit, thousand in (("ms", "time", "ms", "s"), ("extra_mb", "extra memory", "MB", "GB")):
-        found: dict[str, list[tuple[float, float]]] = {}
-        for cell in cells:
-            for row in cell["providers"]:
-                if row["status"] == "ok" and row.get(key):
-                    found.setdefault(row["name"], []).append((cell[field], row[key]))
-        large = max((y for points in found.values() for _, y in points), default=0) >= 10_000
-        curves = [
-            Curve(name, [x for x, _ in points], [_round(y / 1000 if large else y) for _, y in points])
-            for name, points in found.items()
-        ]
-        log = field == "rows"
-        scale = " (log)" if log else ""
-        panels.append(Curves(title, what + scale, f"{axis}, {thousand if large else unit}{scale}", log, curves))
-    return panels
-
-
-def _missing(record: Record, cells: list[Cell]) -> list[str]:
-    """The providers that were skipped, failed or, in a sweep, wrong; and the cells, unless it is all of them."""
-    field = SWEEPS[record["suite"]][0] if record["suite"] in SWEEPS else "dtype"
-    found: dict[str, dict[str, list[str]]] = {}
-    for cell in cells:
-        mark = DTYPES[cell["dtype"]] if field == "dtype" else f"{cell[field]:,}"
-        for row in cell["providers"]:
-            if row["status"] != "ok" and (row["status"] != "wrong" or field != "dtype"):
-                found.setdefault(row["status"], {}).setdefault(row["name"], []).append(mark)
-    return [f"{status}: {named(names, len(cells))}" for status, names in found.items()]
-
-
-def _duration(ms: float) -> str:
-    return f"{figure(ms)} ms" if ms < 10_000 else f"{figure(ms / 1000)} s"
-
-
-def _round(x: float) -> float:
-    """Four digits, which is what a picture can show."""
-    return float(f"{x:.4g}")
-
-
-# ---- drawing
 
 
 def draw(shown: Picture) -> Figure:

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cell_tables import figure
 from benchmarks.roofline import GPUS, Shape, Table, render
-from benchmarks.tables import figure, replace_block
+from benchmarks.tables import replace_block
 
 PAGE = Path(__file__).parent / "SCALING.md"
 COMMAND = "python -m benchmarks.scaling --write"

@@ -15,7 +15,8 @@ import torch
 from benchmarks import results
 from benchmarks.cases import CONTRACTS, Cell
 from benchmarks.harness import busy_neighbour, machine, slug
-from benchmarks.measure import LEGEND, DeviceLost, measure, table
+from benchmarks.measure import DeviceLost, measure
+from benchmarks.printing import LEGEND, table
 from benchmarks.providers import first_line
 
 QWEN, LLAMA, GEMMA = 151936, 128256, 262144  # vocabularies
@@ -25,6 +26,8 @@ FEW = (OURS, EAGER)
 #: Providers of sweeps: without those that compile for seconds at each new shape on a CPU, or take many times as long as the
 #: others.
 SWEEP = (OURS, "grpo_kernels, layer 1 + loss", EAGER, "TRL fused head + loss")
+#: The fastest of the others on a CPU.
+AT_ANY_COUNT = ("torch.compile", "CCE (torch.compile) + loss", "torch linear_cross_entropy + loss")
 PEERS = (
     *SWEEP,
     "Liger fused linear GRPO",
@@ -67,9 +70,24 @@ def _hidden(device: str, quick: bool) -> list[Planned]:
         return [Planned(_head("hidden", n, h, v, BF16)) for n, h, v in (shapes[:1] if quick else shapes)]
     if quick:
         return [Planned(_head("hidden", 64, 256, 32768, dtype)) for dtype in (FP32, BF16)]
+    # Row counts that are a whole number of chunks, and that are not. 700 and 1000 are no multiples of 16.
+    sequences = {16: 16, 256: 16, 700: 14, 1000: 8}
     return [
-        Planned(_head("hidden", n, 1024, QWEN, dtype), None if n < 512 else SWEEP)
-        for n in (16, 256, 512)
+        Planned(_head("hidden", n, 1024, QWEN, dtype, sequences=of), None if n != 700 else (*SWEEP, *AT_ANY_COUNT))
+        for n, of in sequences.items()
+        for dtype in (FP32, BF16)
+    ]
+
+
+def _cross_entropy(device: str, quick: bool) -> list[Planned]:
+    if device == "cuda":
+        return [Planned(_head("cross-entropy", 2048 if quick else 8192, 4096, QWEN, BF16))]
+    if quick:
+        return [Planned(_head("cross-entropy", 64, 256, 32768, dtype)) for dtype in (FP32, BF16)]
+    counts = {256: 16, 1000: 8}
+    return [
+        Planned(_head("cross-entropy", n, 1024, QWEN, dtype, sequences=of))
+        for n, of in counts.items()
         for dtype in (FP32, BF16)
     ]
 
@@ -150,6 +168,7 @@ SUITES = {
         Suite("kept", "Loss and gradients over kept sets, from hidden states", "kept", _kept),
         Suite("hidden-frozen", "Loss from hidden states, frozen head", "hidden-frozen", _one_head("hidden-frozen")),
         Suite("hidden-forward", "Log-probs from hidden states", "hidden-forward", _one_head("hidden-forward")),
+        Suite("cross-entropy", "Cross-entropy from hidden states", "cross-entropy", _cross_entropy),
         Suite("rows", "From hidden states, by the number of rows", "hidden", _rows),
         Suite("vocab", "From hidden states, by vocabulary", "hidden", _vocab),
         Suite("active", "From hidden states, by the share of sequences with an advantage", "hidden", _active),

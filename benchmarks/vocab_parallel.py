@@ -23,13 +23,14 @@ import torch.multiprocessing as mp
 
 from benchmarks import results
 from benchmarks.cases import Cell, HiddenCase, LogitsCase, Result, make_case, policy_loss, reference
+from benchmarks.cell_tables import DTYPES, Record, figure, size, times, worst
 from benchmarks.errors import errors
 from benchmarks.harness import RESULTS, interleaved, machine, peak_memory, require_kernels
 from benchmarks.measure import outside_gate
 from benchmarks.providers.ours import native, objective
 from benchmarks.roofline import Table, render
 from benchmarks.scaling import PAGE
-from benchmarks.tables import DTYPES, Record, figure, replace_block, size, times, worst
+from benchmarks.tables import replace_block
 from grpo_kernels import grpo_loss, linear_grpo_loss, token_logprobs
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.vocabulary.rows import merge, partials_of

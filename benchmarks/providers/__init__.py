@@ -34,6 +34,8 @@ class Provider:
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = DTYPES
     limit: bool = False  # not a contender: the least time that the hardware needs for the contract
+    part: str | None = None  # of a limit: one way to do this part of it, whose fastest way counts
+    beside: bool = False  # it computes another contract, which its name says: timed beside, and not checked here
     memory: Callable[[Cell], float] | None = None  # bytes beyond the inputs, for providers that may need more than is free
 
     def reason_against(self, cell: Cell, device: str, free: float) -> str | None:
@@ -81,6 +83,7 @@ def first_line(failure: BaseException) -> str:
 
 def providers(contract: str) -> list[Provider]:
     """In the order of the tables: ours, PyTorch, the peers, the limits."""
-    for name in ("ours", "kept", "pytorch", "trl", "liger", "cce", "verl", "quack", "limits"):
+    order = ("ours", "kept", "pytorch", "linear_cross_entropy", "trl", "liger", "cce", "unsloth", "verl", "quack", "limits")
+    for name in order:
         importlib.import_module(f"{__name__}.{name}")
     return [p for p in _registry if contract in p.contracts]

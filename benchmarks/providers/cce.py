@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.cases import HiddenCase, Result, policy_loss
+from benchmarks.cases import HALF, HiddenCase, Result, policy_loss
 from benchmarks.providers import peer, provider
 
 Call = Callable[[], Result]
@@ -24,9 +24,6 @@ def _loss(case: HiddenCase, **how: object) -> Call:
     return lambda: case.gradients(policy_loss(logps(), case.batch, case.cell.beta))
 
 
-HALF = (torch.bfloat16, torch.float16)
-
-
 @provider("CCE, filtered (flat states) + loss", "hidden", "hidden-frozen", devices=("cuda",), dtypes=HALF)
 def filtered(case: HiddenCase) -> Call:
     return _loss(case)
@@ -40,6 +37,18 @@ def unfiltered(case: HiddenCase) -> Call:
 @provider("CCE (torch.compile) + loss", "hidden", "hidden-frozen")
 def compiled(case: HiddenCase) -> Call:
     return _loss(case, impl="torch_compile")
+
+
+@provider("CCE (torch.compile)", "cross-entropy")
+def compiled_cross_entropy(case: HiddenCase) -> Call:
+    logps = _logps(case, impl="torch_compile")
+    return lambda: case.gradients(-logps().mean())
+
+
+@provider("CCE, unfiltered", "cross-entropy", devices=("cuda",), dtypes=HALF)
+def unfiltered_cross_entropy(case: HiddenCase) -> Call:
+    logps = _logps(case, filter_eps=None)
+    return lambda: case.gradients(-logps().mean())
 
 
 @provider("CCE", "hidden-forward", devices=("cuda",), dtypes=HALF)

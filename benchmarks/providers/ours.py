@@ -12,7 +12,7 @@ from benchmarks.cases import Case, Cell, HiddenCase, LogitsCase, Result, StepCas
 from benchmarks.harness import NATIVE
 from benchmarks.kept_cases import KeptCase
 from benchmarks.providers import Unavailable, provider
-from grpo_kernels import Objective, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
 from grpo_kernels.vocabulary import backends
 
 Call = Callable[[], Result]
@@ -157,6 +157,29 @@ def linear_forward(case: HiddenCase) -> Call:
 @provider("grpo_kernels, eager backend", "hidden-forward")
 def linear_eager_forward(case: HiddenCase) -> Call:
     return _linear_forward(case, "eager")
+
+
+@provider("grpo_kernels", "cross-entropy")
+def cross_entropy(case: HiddenCase) -> Call:
+    """The gradient is made in the forward: with advantages of 1 and no ratio a policy's loss is the cross-entropy."""
+    wanted, backend = Objective.preset("reinforce"), native(case)
+
+    def run() -> Result:
+        batch = TokenBatch(case.batch.targets, torch.ones_like(case.batch.advantages))
+        return case.gradients(linear_grpo_loss(case.hidden, case.weight, batch, wanted, backend=backend).loss)
+
+    return run
+
+
+@provider("grpo_kernels, layer 1", "cross-entropy")
+def cross_entropy_of_logps(case: HiddenCase) -> Call:
+    backend = native(case)
+    return lambda: case.gradients(-linear_logprobs(case.hidden, case.weight, case.batch.targets, backend=backend)[0].mean())
+
+
+@provider("grpo_kernels, the whole DAPO loss", "cross-entropy", beside=True)
+def whole_loss(case: HiddenCase) -> Call:
+    return _linear(case, native(case))
 
 
 @provider("grpo_kernels, linear loss", "step")

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import Cell, HiddenCase, LogitsCase, Result, StepCase, policy_loss
+from benchmarks.cases import HALF, Cell, HiddenCase, LogitsCase, Result, StepCase, policy_loss
 from benchmarks.providers import provider
 from grpo_kernels import TokenBatch
 
 Tensor = torch.Tensor
 Call = Callable[[], Result]
-HALF = (torch.bfloat16, torch.float16)
 
 
 def logps_of(logits: Tensor, targets: Tensor, upcast: bool = True) -> Tensor:

@@ -3,11 +3,13 @@ Tiny shapes; with torch.compile in eager mode."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import types
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,10 +20,11 @@ pytest.importorskip("triton")
 
 from benchmarks import harness, suites
 from benchmarks import measure as measuring
-from benchmarks.cases import CLIP, CONTRACTS, Cell, HiddenCase, LogitsCase, StepCase, policy_loss
+from benchmarks.cases import CLIP, CONTRACTS, Cell, HiddenCase, LogitsCase, StepCase, loss_of, policy_loss
 from benchmarks.errors import errors
 from benchmarks.inputs import make_case, reference
-from benchmarks.measure import derived, measure, outside_gate, table
+from benchmarks.measure import derived, measure, outside_gate
+from benchmarks.printing import table
 from benchmarks.providers import Provider, Unavailable, peer, providers
 from grpo_kernels import TokenBatch
 from grpo_kernels.vocabulary import backends
@@ -132,6 +135,38 @@ def test_without_the_kernels_nothing_passes_for_them(monkeypatch: pytest.MonkeyP
     assert harness.machine("cpu")["backend"] == "eager (no compiler here)"
 
 
+def test_a_limit_of_parts_is_the_sum_of_the_fastest_ways() -> None:
+    pause = {"a, slow": 0.03, "a, fast": 0.01, "b, only": 0.02}
+
+    def way(name: str, change: Callable[[], Any] = lambda: None) -> Provider:
+        def run() -> None:
+            time.sleep(pause.get(name, 0))
+            change()
+
+        part = name.partition(",")[0]
+        return Provider(name, ("logits",), lambda case: measuring.Run(run), limit=True, part=part)
+
+    def fail() -> None:
+        raise RuntimeError("no such instruction")
+
+    candidates = [provider("right", lambda found: found), *map(way, pause), way("b, broken", fail)]
+    cell = measure(tiny("logits"), "cpu", candidates=candidates, **QUICKLY)
+    rows = by_name(cell)
+    assert set(rows) == {"right", "products"} and cell["limit"] == {"name": "products", "ms": rows["products"]["ms"]}
+    found = rows["products"]
+    assert found["of"] == ["a, fast", "b, only"] and found["ms"] == found["ways"]["a, fast"] + found["ways"]["b, only"]
+    assert found["ways"]["a, slow"] > found["ways"]["a, fast"] and "no such instruction" in found["ways"]["b, broken"]
+    assert "a " in table(cell) and "by fast (slow" in table(cell)
+    alone = by_name(measure(tiny("logits"), "cpu", candidates=[candidates[0], candidates[-1]], **QUICKLY))
+    assert alone["products"]["status"] == "failed" and alone["right"]["x_limit"] is None
+
+
+def test_what_stands_beside_is_timed_and_not_checked() -> None:
+    beside = replace(provider("beside", WRONG["loss"]), beside=True)
+    rows = by_name(measure(tiny("logits"), "cpu", candidates=[beside, provider("wrong", WRONG["loss"])], **QUICKLY))
+    assert rows["beside"]["ms"] > 0 and "errors" not in rows["beside"] and rows["wrong"]["status"] == "wrong"
+
+
 def test_who_raises_or_cannot_take_part_shows_up_with_the_reason() -> None:
     candidates = [
         provider("raises", raising(KeyError("no such thing"))),
@@ -218,7 +253,7 @@ def test_one_advantage_per_sequence_and_the_share_that_was_asked_for(active: flo
     assert int((case.batch.advantages != 0).sum()) == case.cell.active_rows
 
 
-@pytest.mark.parametrize("contract", ["logits", "logits-forward", "hidden", "hidden-frozen", "hidden-forward"])
+@pytest.mark.parametrize("contract", ["logits", "logits-forward", "hidden", "hidden-frozen", "hidden-forward", "cross-entropy"])
 def test_the_reference_is_what_autograd_says_in_float64(contract: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(tiny(contract, active=0.5), "cpu")
     monkeypatch.setattr("benchmarks.cases._blocks", lambda cell, size, device: (slice(lo, lo + 8) for lo in range(0, 32, 8)))
@@ -236,7 +271,9 @@ def test_the_reference_is_what_autograd_says_in_float64(contract: str, monkeypat
     if contract.endswith("forward"):
         expected = {"logps": logps} | ({"entropy": -(log_p.exp() * log_p).sum(-1)} if isinstance(case, LogitsCase) else {})
     else:
-        loss = policy_loss(logps, case.batch, case.cell.beta)
+        loss = loss_of(case.cell, logps, case.batch)
+        if contract == "cross-entropy":
+            torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(z, case.batch.targets), rtol=1e-12, atol=0)
         expected = {"loss": loss, **dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))}
     assert max(errors(found, {name: x.detach() for name, x in expected.items()}).values()) < 1e-6
 
@@ -284,6 +321,18 @@ def test_cells_that_make_no_sense_are_refused() -> None:
 
 
 # ---- figures
+
+
+def test_two_kinds_of_runs_are_told_from_one_that_is_noisy(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, slow = [14.8, 15.0, 15.6, 15.2], [39.0, 38.0, 40.5, 39.2, 38.6, 39.9]
+    assert harness.modes([39.0, *fast, *slow[1:]]) == [[15.1, 0.4], [39.1, 0.6]]
+    assert harness.modes(fast) == [] and harness.modes([7.0]) == [] and harness.modes([]) == []
+    assert harness.modes([*fast, *slow[:1]]) == []  # one slow run of many is an outlier
+    assert harness.modes([10.0, 11.0, 12.5, 14.0, 16.0, 18.0, 20.0, 23.0]) == []
+    measured = itertools.cycle([15.0, 39.0])
+    monkeypatch.setattr(harness, "timed", lambda run, device: (None, next(measured)))
+    found = harness.interleaved({"two": lambda: None}, "cpu", seconds=0.1, least=6)["two"]
+    assert found["modes"] == [[15.0, 0.5], [39.0, 0.5]] and found["ms"] == 27.0
 
 
 def test_rates_follow_from_times() -> None:

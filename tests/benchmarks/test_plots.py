@@ -22,7 +22,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 from PIL import Image
 
-from benchmarks import plots, results
+from benchmarks import cell_tables, pictures, plots, results
 from benchmarks.harness import RESULTS
 from benchmarks.suites import SUITES
 
@@ -40,7 +40,7 @@ def record(request: pytest.FixtureRequest, samples: Path) -> Record:
 @pytest.fixture(scope="module")
 def written(record: Record) -> tuple[list[tuple[str, tuple[float, ...]]], tuple[float, float]]:
     """(text, its box in pixels) of all that is drawn, and the size of the picture."""
-    figure = plots.draw(plots.picture(record))
+    figure = plots.draw(pictures.picture(record))
     found = []
     with pytest.MonkeyPatch.context() as patch:
         draw = Text.draw
@@ -76,8 +76,8 @@ def test_no_text_touches_another_or_leaves_the_picture(written: tuple) -> None:
 
 def test_everybody_is_named(record: Record, written: tuple) -> None:
     words = re.sub(r"\s+", " ", " ".join(text for text, _ in written[0]))
-    bars = isinstance(plots.picture(record).panels[0], plots.Bars)
-    for cell in plots.headline(record) if bars else record["cells"]:
+    bars = isinstance(pictures.picture(record).panels[0], pictures.Bars)
+    for cell in cell_tables.headline(record)[0] if bars else record["cells"]:
         for row in cell["providers"]:
             if not (bars and row.get("limit")):  # the line at 1
                 assert row["name"] in words
@@ -85,11 +85,11 @@ def test_everybody_is_named(record: Record, written: tuple) -> None:
 
 def test_bars_are_times_over_the_limit(samples: Path) -> None:
     record = results.load(samples / "cpu" / "hidden.json")
-    cells = plots.headline(record)
-    panels = plots.picture(record).panels
+    cells = cell_tables.headline(record)[0]
+    panels = pictures.picture(record).panels
     assert [panel.title for panel in panels] == ["fp32, 256 x 1,024 x 151,936", "bf16, 256 x 1,024 x 151,936"]
     for panel, cell in zip(panels, cells, strict=True):
-        assert isinstance(panel, plots.Bars)
+        assert isinstance(panel, pictures.Bars)
         timed = {
             r["name"]: r["ms"] / cell["limit"]["ms"] for r in cell["providers"] if r["status"] == "ok" and not r.get("limit")
         }
@@ -101,7 +101,7 @@ def test_bars_are_times_over_the_limit(samples: Path) -> None:
 def test_a_step_is_compared_with_eager_in_time_and_memory(samples: Path) -> None:
     record = results.load(samples / "cpu" / "step.json")
     rows = {row["name"]: row for row in record["cells"][0]["providers"]}
-    time, memory = plots.picture(record).panels
+    time, memory = pictures.picture(record).panels
     eager = rows["eager PyTorch"]["ms"]
     assert {b.name: b.value for b in time.bars} == pytest.approx({n: r["ms"] / eager for n, r in rows.items()}, rel=1e-3)
     assert {b.name: b.value for b in memory.bars} == pytest.approx({n: r["extra_mb"] for n, r in rows.items()}, rel=1e-3)
@@ -117,15 +117,15 @@ def test_failures_of_all_or_of_the_baseline_are_drawn(suite: str, samples: Path)
                 row |= {"status": "failed", "reason": "out of memory"}
         for cell in record["cells"]:
             cell["limit"] = None if all(r["status"] != "ok" for r in cell["providers"] if r.get("limit")) else cell["limit"]
-        shown = plots.picture(record)
+        shown = pictures.picture(record)
         plots.draw(shown).draw_without_rendering()
         assert gone in str(shown)
-    assert not any(panel.bars if isinstance(panel, plots.Bars) else panel.curves for panel in shown.panels)
+    assert not any(panel.bars if isinstance(panel, pictures.Bars) else panel.curves for panel in shown.panels)
 
 
 def test_curves_are_the_times_and_the_memory_of_a_sweep(samples: Path) -> None:
     record = results.load(samples / "cpu" / "length.json")
-    time, memory = plots.picture(record).panels
+    time, memory = pictures.picture(record).panels
     for panel, key, unit in ((time, "ms", "time, ms (log)"), (memory, "extra_mb", "extra memory, MB (log)")):
         assert panel.y_axis == unit and panel.log
         for curve in panel.curves:
@@ -135,7 +135,7 @@ def test_curves_are_the_times_and_the_memory_of_a_sweep(samples: Path) -> None:
             assert curve.y == pytest.approx([r[key] for _, r in rows], rel=1e-3)
     assert {curve.name for curve in memory.curves} == {"grpo_kernels", "eager PyTorch"}
     assert next(c for c in time.curves if c.name == "eager PyTorch").x == [4096, 16384]
-    assert plots.picture(record).notes == ["skipped: eager PyTorch [65,536]"]
+    assert pictures.picture(record).notes == ["skipped: eager PyTorch [65,536]"]
 
 
 def luminance(colour: str) -> float:
@@ -159,20 +159,20 @@ def test_colours_read_on_light_and_dark() -> None:
 
 @pytest.mark.parametrize("suite", ["hidden", "rows"])
 def test_only_these_colours_are_used(suite: str, samples: Path, tmp_path: Path) -> None:
-    svg, _ = plots.save(plots.picture(results.load(samples / "sample-gpu" / f"{suite}.json")), tmp_path / "picture")
+    svg, _ = plots.save(pictures.picture(results.load(samples / "sample-gpu" / f"{suite}.json")), tmp_path / "picture")
     used = set(re.findall(r"#[0-9a-f]{6}\b", svg.read_text()))
     assert plots.HIGHLIGHT in used
     assert used <= {plots.TEXT, plots.MUTED, plots.HIGHLIGHT, *plots.COLOURS.values()}
 
 
 def test_the_ground_is_transparent(samples: Path, tmp_path: Path) -> None:
-    _, png = plots.save(plots.picture(results.load(samples / "cpu" / "rows.json")), tmp_path / "picture")
+    _, png = plots.save(pictures.picture(results.load(samples / "cpu" / "rows.json")), tmp_path / "picture")
     alpha = matplotlib.image.imread(png)[..., 3]
     assert (alpha == 0).mean() > 0.8
 
 
 def test_the_same_file_gives_the_same_pictures(samples: Path, tmp_path: Path) -> None:
-    shown = plots.picture(results.load(samples / "cpu" / "active.json"))
+    shown = pictures.picture(results.load(samples / "cpu" / "active.json"))
     for one, other in zip(plots.save(shown, tmp_path / "a"), plots.save(shown, tmp_path / "b"), strict=True):
         assert one.read_bytes() == other.read_bytes()
         assert described(one) == json.loads(plots.described(shown))
@@ -201,7 +201,7 @@ def test_without_result_files_the_command_says_how_to_make_them(tmp_path: Path) 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_committed_pictures_are_current(path: Path, tmp_path: Path) -> None:
     """By the numbers in them; by their bytes where matplotlib is the one that drew them."""
-    shown = plots.picture(results.load(path))
+    shown = pictures.picture(results.load(path))
     drawn = [path.parent / "plots" / f"{path.stem}{kind}" for kind in (".svg", ".png")]
     for old in drawn:
         assert old.exists() and described(old) == json.loads(plots.described(shown)), "run `python -m benchmarks.plots`"

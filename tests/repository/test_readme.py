@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import crossover, replay, results, swaps, tables
+from benchmarks import cell_tables, crossover, replay, results, swaps, tables
 from benchmarks.suites import SUITES
 from grpo_kernels import Objective, TokenBatch, TokenSets, grpo_loss, linear_grpo_loss
 from grpo_kernels.batch import shift_targets
@@ -154,17 +154,19 @@ def cells_of(line: str) -> list[str]:
 
 
 def test_headline_table(samples: Path) -> None:
-    text = tables.figures(samples, "cpu", "hidden")
+    whole = tables.figures(samples, "cpu", "hidden")
+    text, last = whole.rsplit("\n\n| 1,000 x 1,024 x 151,936 |", 1)
+    assert "| grpo_kernels |" in last
     assert text.startswith("Sample CPU, 2 threads, avx2, torch 2.0; 2000-01-01; `python -m benchmarks --suite hidden`.")
     lines = {cells_of(line)[0]: cells_of(line)[1:] for line in text.splitlines() if line.startswith("|")}
     head = ["fp32 ms", "x products", "extra MB", "bf16 ms", "x products", "extra MB", "worst error fp32 / bf16"]
     assert lines["256 x 1,024 x 151,936"] == head
     expected = []
-    for cell in tables.headline(results.load(samples / "cpu" / "hidden.json")):
+    for cell in cell_tables.headline(results.load(samples / "cpu" / "hidden.json"))[0]:
         ours = cell["providers"][0]
-        expected += [tables.figure(ours["ms"]), f"{ours['ms'] / cell['limit']['ms']:.2f}", f"{ours['extra_mb']:,.0f}"]
+        expected += [cell_tables.figure(ours["ms"]), f"{ours['ms'] / cell['limit']['ms']:.2f}", f"{ours['extra_mb']:,.0f}"]
     assert lines["grpo_kernels"] == [*expected, "2e-06 / 2e-06"]
-    assert lines["products, torch.mm (limit)"][1] == "1.00"
+    assert lines["products (limit)"][1] == "1.00"
     assert "eager PyTorch, 16-bit softmax" not in lines  # wrong in bf16, not for fp32
     assert "- wrong, d_logits is off by 2.0e-01, more than 3e-02: eager PyTorch, 16-bit softmax [bf16]" in text
     assert re.search(r"^- skipped, runs on cuda only: CCE, filtered .*; .*verl kernel \+ loss$", text, re.MULTILINE)
@@ -181,13 +183,13 @@ def test_report_has_every_suite_and_names_everybody(samples: Path) -> None:
                 for row in cell["providers"]:
                     assert row["name"] in section
                     if row["status"] == "ok":
-                        assert f"| {tables.figure(row['ms'])} " in section
+                        assert f"| {cell_tables.figure(row['ms'])} " in section
                     else:
                         assert f"- {row['status']}, {row['reason']}: " in section
 
 
 def test_sweep_table_says_where_somebody_is_missing(samples: Path) -> None:
-    text = tables.sweep(results.load(samples / "cpu" / "length.json"))
+    text = cell_tables.sweep(results.load(samples / "cpu" / "length.json"))
     assert (
         "| ms (x limit) by tokens in the batch (one sequence from 65,536 on), fp32, H = 128, V = 32,768 | 4,096 | 16,384 | 65,536 |"
         in text
@@ -199,7 +201,7 @@ def test_sweep_table_says_where_somebody_is_missing(samples: Path) -> None:
 
 def test_a_step_is_compared_with_eager(samples: Path) -> None:
     (cell,) = results.load(samples / "cpu" / "step.json")["cells"]
-    lines = [cells_of(line) for line in tables.details(cell).splitlines()]
+    lines = [cells_of(line) for line in cell_tables.details(cell).splitlines()]
     assert lines[0][5] == "x eager PyTorch" and "% of limit" not in lines[0]
     assert next(line for line in lines if line[0] == "eager PyTorch")[5] == "1.00"
 
@@ -220,9 +222,22 @@ def test_gpus_are_shown_once_measured(samples: Path) -> None:
     assert text.count("| grpo_kernels") >= 2
 
 
+def test_what_a_limit_is_the_sum_of_is_shown(samples: Path) -> None:
+    cell = results.load(samples / "cpu" / "hidden.json")["cells"][0]
+    assert "products (limit), ms: logits 1 by torch.mm (oneDNN 2, ours 3); d_hidden 1 by torch.mm (" in cell_tables.details(
+        cell
+    )
+
+
+def test_two_kinds_of_runs_are_both_shown() -> None:
+    row = {"name": "ours", "ms": 39.0, "modes": [[15.04, 0.4], [39.0, 0.6]]}
+    assert cell_tables.milliseconds(row) == "15.0 (40%) or 39.0 (60%)"
+    assert cell_tables.milliseconds({"ms": 39.0}) == "39.0"
+
+
 def test_numbers() -> None:
     shown = {0.01234: "0.0123", 1.234: "1.23", 12.34: "12.3", 123.4: "123", 12345.6: "12,346", 0.0: "0", None: ""}
-    assert {x: tables.figure(x) for x in shown} == shown
+    assert {x: cell_tables.figure(x) for x in shown} == shown
 
 
 def test_write(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

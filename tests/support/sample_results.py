@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from benchmarks import results
-from benchmarks.cases import CONTRACTS
+from benchmarks.cases import CONTRACTS, Cell
 from benchmarks.measure import describe
-from benchmarks.providers import providers
+from benchmarks.providers import Provider, providers
 from benchmarks.suites import SUITES, Planned
 
 MACHINES = {
@@ -38,7 +38,8 @@ def write(folder: Path) -> Path:
 
 def _cell(planned: Planned, device: str) -> dict:
     cell, only = planned
-    taking_part = [p for p in providers(cell.contract) if only is None or p.limit or p.name in only]
+    taking_part = [p for p in providers(cell.contract) if (only is None or p.limit or p.name in only) and not p.part]
+    ways = [p for p in providers(cell.contract) if p.part and device in p.devices]
     floor = 1e-7 * cell.rows * cell.vocab * (1 + (cell.hidden or 0) / 100) * cell.dtype.itemsize * (0.3 + 0.7 * cell.active)
     rows = []
     for i, p in enumerate(taking_part):
@@ -71,6 +72,8 @@ def _cell(planned: Planned, device: str) -> dict:
             elif cell.contract != "step":
                 row |= {"tflops": 1e3 / ms, "flop_convention": "6NHV"}
                 row |= {"tflops_dense": 1.5e3 / ms} if cell.active < 1 else {}
+    if ways:
+        rows.append(_products(ways, floor, cell))
     limits = [{"name": r["name"], "ms": r["ms"]} for r in rows if r.get("limit") and r["status"] == "ok"]
     limit = min(limits, key=lambda r: r["ms"], default=None)
     for row in rows:
@@ -79,3 +82,12 @@ def _cell(planned: Planned, device: str) -> dict:
             if cell.contract == "logits":
                 row["x_copy"] = row["ms"] / next(r["ms"] for r in rows if r["name"] == "copy")
     return describe(cell) | {"limit": limit, "providers": rows, "seconds": 1.0, "fingerprint": f"{cell}"}
+
+
+def _products(ways: list[Provider], ms: float, cell: Cell) -> dict:
+    """The sum of the first way of each part; the second takes twice as long, and so on."""
+    shown = {p.name: 1.0 + [q.name for q in ways if q.part == p.part].index(p.name) for p in ways}
+    row = {"name": "products", "limit": True, "status": "ok", "ms": ms, "p20": 0.97 * ms, "p80": 1.05 * ms, "runs": 5}
+    row |= {"ways": shown, "of": [name for name, one in shown.items() if one == 1.0]}
+    row |= {"tflops": 1e3 / ms, "flop_convention": "6NHV"}
+    return row | ({"tflops_dense": 1.5e3 / ms} if cell.active < 1 else {})

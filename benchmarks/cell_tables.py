@@ -1,0 +1,223 @@
+"""The cells of a result file as Markdown tables: contenders side by side, everything of one cell, a sweep."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from benchmarks.printing import ways
+from benchmarks.roofline import render
+from benchmarks.suites import EAGER
+
+Record = dict[str, Any]  # a result file, see results.py
+Cell = dict[str, Any]
+Row = dict[str, Any]
+
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+#: What a suite varies: (field of a cell, what it is).
+SWEEPS = {
+    "rows": ("rows", "rows"),
+    "vocab": ("vocab", "vocabulary"),
+    "active": ("active", "share of sequences with an advantage"),
+    "length": ("rows", "tokens in the batch (one sequence from 65,536 on)"),
+}
+
+
+# ---- parts of a result file
+
+
+def machines(folder: Path) -> list[str]:
+    """The folders that hold result files, the CPU's first."""
+    found = {path.parent.name for path in folder.glob("*/*.json")}
+    return sorted(found, key=lambda name: (name != "cpu", name))
+
+
+def shapes(record: Record) -> list[list[Cell]]:
+    """The cells, those of one shape together: they differ in their dtype."""
+    found: dict[tuple, list[Cell]] = {}
+    for cell in record["cells"]:
+        found.setdefault((cell["rows"], cell["hidden"], cell["vocab"], cell["active"]), []).append(cell)
+    return list(found.values())
+
+
+def headline(record: Record) -> list[list[Cell]]:
+    """The cells of each shape that is shown: of the first and the last with rows enough for a training batch."""
+    every = shapes(record)
+    enough = [cells for cells in every if cells[0]["rows"] >= 256] or every
+    return [enough[0], enough[-1]] if enough[0][0]["rows"] < enough[-1][0]["rows"] else enough[:1]
+
+
+def size(cell: Cell) -> str:
+    return " x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x])
+
+
+def fixed(cell: Cell, varied: str) -> str:
+    """The shape without what a suite varies."""
+    letters = (("N", "rows"), ("H", "hidden"), ("V", "vocab"))
+    return ", ".join(f"{letter} = {cell[x]:,}" for letter, x in letters if x != varied)
+
+
+def limit(cell: Cell) -> str:
+    """The name of what times are divided by."""
+    return cell["limit"]["name"].split(",")[0] if cell["limit"] else EAGER
+
+
+def ratio(cell: Cell, row: Row) -> float | None:
+    """The time of a row divided by that of the limit, or by that of eager PyTorch where there is no limit."""
+    if cell["limit"]:
+        return row["ms"] / cell["limit"]["ms"]
+    base = next((r["ms"] for r in cell["providers"] if r["name"] == EAGER and r["status"] == "ok"), None)
+    return row["ms"] / base if base else None
+
+
+def reasons(cells: list[Cell], what: str = "dtype") -> str:
+    """The providers that were not timed, one line per reason. Their cells are named by the field `what`, unless it is all
+    of them. "" if all were timed."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for cell in cells:
+        mark = DTYPES[cell["dtype"]] if what == "dtype" else f"{cell[what]:,}"
+        for row in cell["providers"]:
+            if row["status"] != "ok":
+                found.setdefault(f"{row['status']}, {row['reason']}", {}).setdefault(row["name"], []).append(mark)
+    return "".join(f"\n- {reason}: {named(names, len(cells))}" for reason, names in found.items())
+
+
+def named(names: dict[str, list[str]], every: int) -> str:
+    """The providers, each with its cells, unless it is all of them."""
+    return "; ".join(name if len(marks) == every else f"{name} [{', '.join(marks)}]" for name, marks in names.items())
+
+
+def source(record: Record, packages: bool = False) -> str:
+    """The machine and the command of a result file, in a line."""
+    m = record["machine"]
+    parts = [m["name"]] if m["device"] == "cuda" else [m["name"], f"{m['threads']} threads"]
+    parts += [m["instruction set"]] if "instruction set" in m else []
+    parts += [f"torch {m['torch']}"]
+    if packages:
+        parts += [f"{name} {version}" for name, version in m["versions"].items()]
+    return f"{', '.join(parts)}; {record['date']}; `{record['command']}`."
+
+
+# ---- numbers
+
+
+def figure(x: float | None, digits: int = 3) -> str:
+    """`digits` significant digits, all of those before the point."""
+    if x is None:
+        return ""
+    places = digits - 1 - math.floor(math.log10(abs(x))) if x else 0
+    return f"{x:,.{max(0, places)}f}"
+
+
+def milliseconds(row: Row) -> str:
+    """The median; where there are two kinds of runs, the median of each and its share."""
+    if not row.get("modes"):
+        return figure(row["ms"])
+    return " or ".join(f"{figure(ms)} ({share:.0%})" for ms, share in row["modes"])
+
+
+def times(x: float | None) -> str:
+    return "" if x is None else f"{x:.2f}" if x < 100 else f"{x:.0f}"
+
+
+def megabytes(row: Row) -> str:
+    return "" if row.get("extra_mb") is None else f"{row['extra_mb']:,.0f}"
+
+
+def worst(row: Row) -> str:
+    return f"{max(row['errors'].values()):.0e}" if row.get("errors") else ""
+
+
+# ---- tables
+
+
+def comparison(cells: list[Cell]) -> str:
+    """Cells of one shape side by side: the providers that were timed, then the reasons of the others."""
+    head = [size(cells[0])]
+    for cell in cells:
+        head += [f"{DTYPES[cell['dtype']]} ms", f"x {limit(cell)}", "extra MB"]
+    head.append("worst error " + " / ".join(DTYPES[cell["dtype"]] for cell in cells))
+    lines = [head]
+    for name in dict.fromkeys(row["name"] for cell in cells for row in cell["providers"]):
+        line, errors, label = [], [], name
+        for cell in cells:
+            row = next((r for r in cell["providers"] if r["name"] == name and r["status"] == "ok"), None)
+            line += ["", "", ""] if row is None else [milliseconds(row), times(ratio(cell, row)), megabytes(row)]
+            errors.append(worst(row) if row else "")
+            if row and row.get("limit"):
+                label = f"{name} (limit)"
+        if any(line):
+            lines.append([label, *line, " / ".join(e for e in errors if e)])
+    return render(lines, markdown=True) + _without(reasons(cells))
+
+
+def details(cell: Cell) -> str:
+    """A cell with everything that was measured of it."""
+    timed = [row for row in cell["providers"] if row["status"] == "ok"]
+    rates = {
+        "gbps_1u": "GB/s (1U)",
+        "gbps_2u": "GB/s (2U)",
+        "gbps_3u": "GB/s (3U)",
+        "tflops": f"TFLOP/s ({next((r['flop_convention'] for r in timed if 'flop_convention' in r), '')})",
+        "tflops_dense": "as if dense",
+    }
+    rates = {key: head for key, head in rates.items() if any(key in row for row in timed)}
+    errors = list(dict.fromkeys(name for row in timed for name in row.get("errors", {})))
+    head = [
+        f"{size(cell)}, {DTYPES[cell['dtype']]}", "ms", "p20", "p80", "runs", f"x {limit(cell)}", "x copy", *rates.values(), "% of limit",
+        "extra MB", *(f"error of {name}" for name in errors), "compiles", "syncs",
+    ]  # fmt: skip
+    lines = [head]
+    for row in timed:
+        x = ratio(cell, row)
+        lines.append(
+            [
+                row["name"] + (" (limit)" if row.get("limit") else ""),
+                milliseconds(row),
+                *(figure(row[key]) for key in ("p20", "p80")),
+                str(row["runs"]),
+                times(x),
+                times(row.get("x_copy")),
+                *(figure(row.get(key)) for key in rates),
+                f"{100 / x:.0f}" if x and cell["limit"] else "",
+                megabytes(row),
+                *(f"{row['errors'][name]:.0e}" if name in row.get("errors", {}) else "" for name in errors),
+                *("" if row.get(key) is None else str(row[key]) for key in ("compiles", "syncs")),
+            ]
+        )
+    kept = [i for i in range(len(head)) if i == 0 or any(line[i] for line in lines[1:])]
+    sums = [f"{row['name']} (limit), ms: {ways(row)}." for row in timed if row.get("ways")]
+    return "\n\n".join([render([[line[i] for i in kept] for line in lines], markdown=True), *sums]) + _without(reasons([cell]))
+
+
+def _without(lines: str) -> str:
+    return f"\n\nNot timed:\n{lines}" if lines else ""
+
+
+def sweep(record: Record) -> str:
+    """Times and memory by what the suite varies, a table per dtype."""
+    field, what = SWEEPS[record["suite"]]
+    out = []
+    for dtype in dict.fromkeys(cell["dtype"] for cell in record["cells"]):
+        cells = [cell for cell in record["cells"] if cell["dtype"] == dtype]
+        names = list(dict.fromkeys(row["name"] for cell in cells for row in cell["providers"]))
+        values = [f"{cell[field]:,g}" if field == "active" else f"{cell[field]:,}" for cell in cells]
+        for unit, show in (("ms (x limit)", _time_cell), ("extra MB", lambda cell, row: megabytes(row))):
+            lines = [[f"{unit} by {what}, {DTYPES[dtype]}, {fixed(cells[0], field)}", *values]]
+            for name in names:
+                rows = [next((r for r in cell["providers"] if r["name"] == name), None) for cell in cells]
+                line = [
+                    "" if row is None else show(cell, row) if row["status"] == "ok" else row["status"]
+                    for cell, row in zip(cells, rows, strict=True)
+                ]
+                limiting = any(row and row.get("limit") for row in rows)
+                if any(row and row["status"] == "ok" for row in rows) and not (limiting and unit == "extra MB"):
+                    lines.append([name + (" (limit)" if limiting else ""), *line])
+            out.append(render(lines, markdown=True))
+        out[-1] += _without(reasons(cells, field))
+    return "\n\n".join(out)
+
+
+def _time_cell(cell: Cell, row: Row) -> str:
+    return f"{milliseconds(row)} ({times(ratio(cell, row))})"
