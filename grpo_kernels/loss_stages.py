@@ -57,9 +57,10 @@ def loss_of_source(
     """The loss of a source's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull."""
     batch, objective, rows, kept, options, transform, one_visit = call
     over = options.over_vocabulary if kept is not None else None
-    if over is not None and objective.beta != 0 and objective.kl_spec.weighting != "none":
-        remedy = "that weighs the KL by a ratio over the sets: pass Kl(weighting='none') or reference_over='kept'."
-        require(options.reference_over == "kept", "reference_over", options.reference_over, f"{objective.kl_spec} {remedy}")
+    kl = objective.kl_spec
+    if over is not None and objective.beta != 0 and (kl.weighting != "none" or kl.estimator == "distillation"):
+        remedy = "that weighs the KL by a ratio over the sets: pass Kl() without a weighting, or reference_over='kept'."
+        require(options.reference_over == "kept", "reference_over", options.reference_over, f"{kl} {remedy}")
     if one_visit and over is None and not is_traced():
         source = source_of(kept)
         assert isinstance(source, (Logits, Hidden))

@@ -10,12 +10,22 @@ import functools
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from .. import LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from .. import (
+    LogitTransform,
+    LossOutput,
+    Objective,
+    TokenBatch,
+    TokenSets,
+    grpo_loss,
+    linear_grpo_loss,
+    linear_logprobs,
+    token_logprobs,
+)
 from ..formulas.surrogates import Cispo, Clip
 from . import first_line
 
@@ -43,15 +53,30 @@ class Inputs:
     old_logps: Tensor  # [B, T]
     ref_logps: Tensor  # [B, T]
     upstream: Tensor  # [2, B, T]: a gradient for log-probs and one for entropies
+    kept: TokenSets | None = None  # of B * T rows, some without ids
 
     @property
     def batch(self) -> TokenBatch:
         return TokenBatch(
-            self.targets, self.advantages, mask=self.mask, old_logps=self.old_logps, ref_logps=self.ref_logps
+            self.targets, self.advantages, mask=self.mask, old_logps=self.old_logps, ref_logps=self.ref_logps, kept=self.kept
         )  # fmt: skip
 
+    def log_p(self, logits: Tensor) -> Tensor:
+        """Log-probs of trained tokens over the vocabulary or their sets, which the targets join."""
+        z = logits / TEMPERATURE
+        if self.kept is not None:
+            keep = self.kept.mask(z.shape[-1]).view(*self.mask.shape, -1).scatter(2, self.targets[..., None], True)
+            z = z.masked_fill(~keep[self.mask], -torch.inf)
+        return z.log_softmax(-1)
 
-def make_inputs(B: int, T: int, V: int, H: int, dtype: torch.dtype) -> Inputs:
+
+def some_sets(rows: int, V: int, g: torch.Generator) -> TokenSets:
+    """Sets of one id, of a few, and rows without one."""
+    counts = torch.tensor([7, 1, 0, 40])[torch.arange(rows) % 4]
+    return TokenSets.from_lists([torch.randperm(V, generator=g)[:count].tolist() for count in counts.tolist()])
+
+
+def make_inputs(B: int, T: int, V: int, H: int, dtype: torch.dtype, kept: bool = False) -> Inputs:
     g = torch.Generator().manual_seed(V)
     hidden = torch.randn(B, T, H, generator=g).to(dtype)
     weight = (3 / H**0.5 * torch.randn(V, H, generator=g)).to(dtype)
@@ -60,11 +85,14 @@ def make_inputs(B: int, T: int, V: int, H: int, dtype: torch.dtype) -> Inputs:
     mask[:, 0] = True
     advantages = torch.randn(B, generator=g)
     advantages[-1] = 0.0
-    logits = hidden.double() @ weight.double().t()
-    logps = (logits / TEMPERATURE).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-    old, ref = (torch.where(mask, logps + 0.3 * torch.randn(B, T, generator=g), torch.nan).float() for _ in range(2))
+    noise, upstream = torch.randn(2, B, T, generator=g), torch.randn(2, B, T, generator=g)
+    sets = some_sets(B * T, V, g) if kept else None
+    inputs = Inputs(hidden, weight, targets, mask, advantages, noise[0], noise[1], upstream, sets)
+    log_p = inputs.log_p(hidden[mask].double() @ weight.double().t())
+    logps = noise.new_full((B, T), torch.nan).masked_scatter(mask, log_p.gather(-1, targets[mask][:, None]).float())
+    inputs.old_logps, inputs.ref_logps = logps + 0.3 * noise
     hidden[~mask] = torch.nan
-    return Inputs(hidden, weight, targets, mask, advantages, old, ref, torch.randn(2, B, T, generator=g))
+    return inputs
 
 
 # ---- objectives: (log-probs, entropies, inputs) -> loss in float64, where masked tokens are 0 in both; and our names of them
@@ -110,6 +138,7 @@ class Case:
     name: str
     formula: Formula
     objective: Objective | None  # None: token_logprobs and linear_logprobs
+    kept: bool = False  # over kept sets
 
 
 _CLIP = Clip(eps_low=0.2, eps_high=0.28)
@@ -119,8 +148,12 @@ CASES = (
     Case("capped weight", capped_weight, Objective(Cispo(cap=CAP), aggregate="constant", max_tokens=MAX_TOKENS)),
     Case("log-probs and entropy", log_probs, None),
 )
-#: (B, T, V, H) and the number of cases: for an odd vocabulary, and for one of a real size (rows of many tiles).
-SHAPES = (((3, 4, 1003, 64), 4), ((2, 2, 128_257, 8), 1))
+KEPT = tuple(replace(case, name=f"{case.name} over kept sets", kept=True) for case in (CASES[0], CASES[3]))
+#: (B, T, V, H) and cases: for an odd vocabulary, and for one of a real size (rows of many tiles).
+SHAPES: tuple[tuple[tuple[int, int, int, int], tuple[Case, ...]], ...] = (
+    ((3, 4, 1003, 64), CASES + KEPT),
+    ((2, 2, 128_257, 8), CASES[:1]),
+)
 LEVELS = ("logits", "hidden")
 
 
@@ -183,10 +216,12 @@ def self_test(backend: str, device: torch.device) -> Report:
 def _tests() -> list[tuple[Case, str, Inputs, dict[str, Tensor]]]:
     """(case, level, inputs, what is expected in float64): the same for every backend."""
     found = []
-    for shape, count in SHAPES:
+    for shape, cases in SHAPES:
         for dtype in GRADIENT_LIMIT:
-            inputs = make_inputs(*shape, dtype)
-            found += [(case, level, inputs, expected(case, level, inputs)) for case in CASES[:count] for level in LEVELS]
+            inputs = {kept: make_inputs(*shape, dtype, kept) for kept in {case.kept for case in cases}}
+            found += [
+                (case, level, inputs[case.kept], expected(case, level, inputs[case.kept])) for case in cases for level in LEVELS
+            ]
     return found
 
 
@@ -202,10 +237,10 @@ def expected(case: Case, level: str, x: Inputs) -> dict[str, Tensor]:
     leaves = {name: leaf.double().requires_grad_() for name, leaf in leaves_of(level, x).items()}
     # Trained tokens only, so that no NaN reaches the gradients.
     logits = leaves["hidden"][x.mask] @ leaves["weight"].t() if level == "hidden" else leaves["logits"][x.mask]
-    log_p = (logits / TEMPERATURE).log_softmax(-1)
+    log_p = x.log_p(logits)
     nothing = torch.zeros(x.mask.shape, dtype=torch.float64)
     logps = nothing.masked_scatter(x.mask, log_p.gather(-1, x.targets[x.mask][:, None])[:, 0])
-    entropy = nothing.masked_scatter(x.mask, -(log_p.exp() * log_p).sum(-1))
+    entropy = nothing.masked_scatter(x.mask, -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1))  # no 0 times infinity
     loss = case.formula(logps, entropy, x)
     return _collect(loss, logps, entropy, leaves)
 
@@ -213,14 +248,14 @@ def expected(case: Case, level: str, x: Inputs) -> dict[str, Tensor]:
 def results(case: Case, level: str, x: Inputs, backend: str, device: torch.device) -> dict[str, Tensor]:
     """The same from a backend, with strict=True: a fallback would be tested in its place."""
     leaves = {name: leaf.to(device).requires_grad_() for name, leaf in leaves_of(level, x).items()}
-    x = Inputs(**{name: tensor.to(device) for name, tensor in vars(x).items()})
+    x = Inputs(*(None if value is None else value.to(device) for value in vars(x).values()))
     options: dict[str, Any] = {"transform": LogitTransform(TEMPERATURE), "backend": backend, "strict": True}
     if case.objective is not None:
         loss_of: Callable[..., LossOutput] = grpo_loss if level == "logits" else linear_grpo_loss
         out = loss_of(*leaves.values(), x.batch, case.objective, **options)
         return _collect(out.loss, out.logps, out.entropy, leaves)
     log_probs_of: Callable[..., tuple[Tensor, Tensor | None]] = token_logprobs if level == "logits" else linear_logprobs
-    logps, entropy = log_probs_of(*leaves.values(), x.targets, mask=x.mask, entropy=True, **options)
+    logps, entropy = log_probs_of(*leaves.values(), x.targets, mask=x.mask, entropy=True, kept=x.kept, **options)
     assert entropy is not None
     return _collect((x.upstream * torch.stack([logps, entropy])).sum(), logps, entropy, leaves)
 

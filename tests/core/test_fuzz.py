@@ -17,6 +17,7 @@ from grpo_kernels import (
     LogitTransform,
     Objective,
     TokenBatch,
+    TokenSets,
     grpo_loss,
     linear_grpo_loss,
     linear_logprobs,
@@ -28,7 +29,6 @@ from grpo_kernels.vocabulary.backends import cpu
 from support.fuzz import MANY, few
 from support.fuzz_cases import (
     DTYPES,
-    EPS,
     ROUNDING,
     Built,
     Exact,
@@ -39,6 +39,7 @@ from support.fuzz_cases import (
     recipes,
     seen_through,
 )
+from support.fuzz_sets import EPS, ids_asked_for
 from support.processes import finish, start
 
 Tensor = torch.Tensor
@@ -58,7 +59,13 @@ def within(ours: Tensor, exact: Tensor, room: Tensor, what: str) -> None:
     )
 
 
-def stored(exact: Tensor, dtype: torch.dtype) -> Tensor:
+def stored(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The error that storing the parts of a gradient, and then their sum, may add."""
+    room = stored_once(torch.stack(parts).sum(0), dtype)
+    return room if len(parts) == 1 else room + torch.stack([stored_once(part, dtype) for part in parts]).sum(0)
+
+
+def stored_once(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """The error that storing may add: half a unit in the last place (a whole one where Triton's interpreter, which truncates, makes
     bf16), and in fp16 half of the smallest step. The other dtypes may lose values below the normal range, before an upstream
     gradient of up to 1024."""
@@ -79,7 +86,7 @@ def check_loss(recipe: Recipe, backend: str) -> None:
         )
     out = grpo_loss(
         logits, built.batch(), built.objective, transform=built.case.logit_transform(), normalizer=recipe.denominators,
-        inplace=inplace, skip_inactive=recipe.skip_inactive, backend=backend,
+        inplace=inplace, skip_inactive=recipe.skip_inactive, backend=backend, options=recipe.kept.options(),
     )  # fmt: skip
     (out.loss * recipe.upstream).backward()
     assert memory.grad is not None
@@ -89,8 +96,8 @@ def check_loss(recipe: Recipe, backend: str) -> None:
     assert not beside.any(), "a gradient beside the logits"
     check_values(built, exact, out.loss, out.logps, out.entropy, recipe.skip_inactive)
     if exact.clear:
-        want, room = exact.gradient * recipe.upstream, exact.room["gradient"] * recipe.upstream
-        within(gradient, want, room + stored(want, gradient.dtype), "gradient")
+        want, room = [part * recipe.upstream for part in exact.parts], exact.room["gradient"] * recipe.upstream
+        within(gradient, torch.stack(want).sum(0), room + stored(want, gradient.dtype), "gradient")
     check_masked(built, gradient)
 
 
@@ -111,8 +118,10 @@ def check_values(built: Built, exact: Exact, loss: Tensor, logps: Tensor, entrop
 
 
 def check_masked(built: Built, gradient: Tensor) -> None:
-    if built.case.mask is not None:
-        assert (gradient[~built.case.mask] == 0).all(), "a masked row has a gradient"
+    if built.trained is not None:
+        assert (gradient[~built.trained] == 0).all(), "a masked row has a gradient"
+    if built.poisoned is not None:
+        assert (gradient[built.poisoned.view(gradient.shape)] == 0).all(), "a logit outside of its set has a gradient"
     if built.recipe.dtype != "float16":
         assert torch.isfinite(gradient).all(), "a gradient is not finite"
 
@@ -121,8 +130,7 @@ def check_logprobs(recipe: Recipe, backend: str) -> None:
     """Layer 1 with upstream gradients of its own, and targets of probability 0 where there are any."""
     built = build(recipe)
     case = built.case
-    g = torch.Generator().manual_seed(recipe.seed + 1)
-    d_logps, d_entropy = (torch.randn(case.targets.shape, generator=g) for _ in range(2))
+    d_logps, d_entropy, at, d_at = upstream_of(built)
     entropy: Any = (True, "detached", False)[recipe.seed % 3]
     memory = built.leaf.detach().clone().requires_grad_()
     logits = seen_through(recipe, memory.clone())
@@ -131,7 +139,7 @@ def check_logprobs(recipe: Recipe, backend: str) -> None:
         leaf_is_refused(
             recipe, memory, lambda x: token_logprobs(x, case.targets, mask=case.mask, inplace=True, backend=backend)
         )
-    logps, H = token_logprobs(
+    logps, H, *more = token_logprobs(
         logits,
         case.targets,
         mask=case.mask,
@@ -139,18 +147,45 @@ def check_logprobs(recipe: Recipe, backend: str) -> None:
         entropy=entropy,
         inplace=inplace,
         backend=backend,
+        kept=case.fields.get("kept"),
+        at=at,
+        options=recipe.kept.options(),
     )
-    total = (logps * d_logps).sum() + ((H * d_entropy).sum() if entropy is True and H is not None else 0.0)
-    total.backward()
+    exact = exact_logprobs(built, case.logits, d_logps, d_entropy if entropy is True else None, at=at, d_at=d_at)
+    pull(logps, H, more, d_logps, d_entropy if entropy is True else None, d_at)
     assert memory.grad is not None
     gradient = seen_through(recipe, memory.grad)
-    exact = exact_logprobs(built, case.logits, d_logps, d_entropy if entropy is True else None)
+    check_log_probs(exact, logps, H, more)
+    if exact.clear:
+        within(gradient, exact.gradient, exact.room["gradient"] + stored(exact.parts, gradient.dtype), "gradient")
+    check_masked(built, gradient)
+
+
+def upstream_of(built: Built) -> tuple[Tensor, Tensor, TokenSets | None, Tensor | None]:
+    """What arrives at log-probs and entropies; further ids of rows, and what arrives at their log-probs."""
+    recipe, shape = built.recipe, built.case.targets.shape
+    g = torch.Generator().manual_seed(recipe.seed + 1)
+    d_logps, d_entropy = (torch.randn(shape, generator=g) for _ in range(2))
+    at = ids_asked_for(recipe.kept, shape.numel(), recipe.vocab, recipe.seed + 3)
+    return d_logps, d_entropy, at, None if at is None else torch.randn(at.ids.shape, generator=g)
+
+
+def pull(
+    logps: Tensor, H: Tensor | None, more: list[Any], d_logps: Tensor, d_entropy: Tensor | None, d_at: Tensor | None
+) -> None:  # fmt: skip
+    """The backward of log-probs. Those of -inf get something too."""
+    found = [(logps, d_logps), (H, d_entropy), (more[0]["at"] if d_at is not None else None, d_at)]
+    torch.autograd.backward(*zip(*((x, d) for x, d in found if x is not None and d is not None), strict=True))
+
+
+def check_log_probs(exact: Exact, logps: Tensor, H: Tensor | None, more: list[Any]) -> None:
     within(logps, exact.logps, exact.room["logps"] + EPS * exact.logps.abs(), "logps")
     if H is not None:
         within(H, exact.entropy, exact.room["entropy"] + EPS * exact.entropy.abs(), "entropy")
-    if exact.clear:
-        within(gradient, exact.gradient, exact.room["gradient"] + stored(exact.gradient, gradient.dtype), "gradient")
-    check_masked(built, gradient)
+    if exact.at is not None:
+        at, finite = more[0]["at"], exact.at.isfinite()
+        assert (at[~finite] == -torch.inf).all(), "an id outside of its set has a log-prob"
+        within(at[finite], exact.at[finite], exact.room["at"][finite] + 2 * EPS * exact.at[finite].abs(), "at")
 
 
 # ---- from hidden states
@@ -172,52 +207,71 @@ def projected(recipe: Recipe) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     return leaves, exact, 4 * EPS * size.amax(-1)
 
 
+def spoiled(built: Built, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The leaves with NaN in all that nobody may read: hidden states of rows without a choice, the weight of ids outside of all
+    sets."""
+    hidden, weight = leaves["hidden"].clone(), leaves["weight"].clone()
+    read = torch.ones(built.case.targets.shape, dtype=torch.bool) if built.trained is None else built.trained
+    poisoned = built.poisoned
+    if poisoned is not None:
+        read = read & ~poisoned.all(1).view(read.shape)
+        nobody = poisoned[read.reshape(-1)].all(0)
+        weight[nobody] = torch.nan
+    hidden[~read] = torch.nan
+    spoiled = {**leaves, "hidden": hidden, "weight": weight}
+    if poisoned is not None and "bias" in leaves:
+        spoiled["bias"] = torch.where(nobody, torch.nan, leaves["bias"])
+    return spoiled
+
+
 def check_linear(recipe: Recipe, backend: str, layer: int) -> None:
     plain, logits, off = projected(recipe)
     built = build(recipe, logits)
-    leaves = {k: v.clone().requires_grad_() for k, v in plain.items()}
-    hidden, transform = leaves["hidden"], built.case.logit_transform()
-    if built.case.mask is not None:  # what masked rows hold does not matter
-        hidden = torch.where(built.case.mask[..., None], hidden, torch.nan)
-    bias = leaves.get("bias")
+    leaves = {k: v.requires_grad_() for k, v in spoiled(built, plain).items()}
+    bias, transform = leaves.get("bias"), built.case.logit_transform()
     if bias is not None and recipe.bias == "a column":
         bias = torch.stack([bias.float(), bias.float()], 1)[:, 0]  # in fp32, whatever the hidden states are
-    upstream = 1.0
+    upstream, into = 1.0, None
     if layer == 2:
+        if recipe.weight_grad != "none":
+            into = torch.zeros_like(plain["weight"], dtype=torch.float32 if recipe.weight_grad == "float32" else None)
         exact, upstream = exact_loss(built, logits, off), recipe.upstream
         out = linear_grpo_loss(
-            hidden, leaves["weight"], built.batch(), built.objective, bias=bias, transform=transform,
-            normalizer=recipe.denominators, skip_inactive=recipe.skip_inactive, backend=backend,
+            leaves["hidden"], leaves["weight"], built.batch(), built.objective, bias=bias, transform=transform,
+            normalizer=recipe.denominators, skip_inactive=recipe.skip_inactive, backend=backend, weight_grad=into,
+            options=recipe.kept.options(),
         )  # fmt: skip
         (out.loss * upstream).backward()
         check_values(built, exact, out.loss, out.logps, out.entropy, recipe.skip_inactive)
     else:
-        g = torch.Generator().manual_seed(recipe.seed + 1)
-        d_logps, d_entropy = (torch.randn(built.case.targets.shape, generator=g) for _ in range(2))
-        exact = exact_logprobs(built, logits, d_logps, d_entropy, off)
-        logps, H = linear_logprobs(
-            hidden, leaves["weight"], built.case.targets, bias=bias, mask=built.case.mask, transform=transform,
-            entropy=True, backend=backend,
+        d_logps, d_entropy, at, d_at = upstream_of(built)
+        exact = exact_logprobs(built, logits, d_logps, d_entropy, off, at, d_at)
+        logps, H, *more = linear_logprobs(
+            leaves["hidden"], leaves["weight"], built.case.targets, bias=bias, mask=built.case.mask, transform=transform,
+            entropy=True, backend=backend, kept=built.case.fields.get("kept"), at=at, options=recipe.kept.options(),
         )  # fmt: skip
-        assert H is not None
-        ((logps * d_logps).sum() + (H * d_entropy).sum()).backward()
-        within(logps, exact.logps, exact.room["logps"] + EPS * exact.logps.abs(), "logps")
-        within(H, exact.entropy, exact.room["entropy"] + EPS * exact.entropy.abs(), "entropy")
+        pull(logps, H, more, d_logps, d_entropy, d_at)
+        check_log_probs(exact, logps, H, more)
     if not exact.clear:
         return
-    G, room = exact.gradient * upstream, exact.room["gradient"] * upstream
+    parts, room = [part * upstream for part in exact.parts], exact.room["gradient"] * upstream
     # A gradient of the logits may be rounded to bf16 before the products.
-    room = room + (2.0**-8 if recipe.dtype == "bfloat16" else 4 * EPS) * G.abs()
-    flat_hidden, weight = plain["hidden"].double().reshape(len(G), recipe.width), plain["weight"].double()
+    for part in parts:
+        room = room + (2.0**-8 if recipe.dtype == "bfloat16" else 4 * EPS) * part.abs()
+    flat_hidden, weight = plain["hidden"].double().reshape(len(room), recipe.width), plain["weight"].double()
     results = {
-        "hidden": (G @ weight, room @ weight.abs()),
-        "weight": (G.T @ flat_hidden, room.T @ flat_hidden.abs()),
-        "bias": (G.sum(0), room.sum(0)),
+        "hidden": ([G @ weight for G in parts], room @ weight.abs()),
+        "weight": ([G.T @ flat_hidden for G in parts], room.T @ flat_hidden.abs()),
+        "bias": ([G.sum(0) for G in parts], room.sum(0)),
     }
     for name, leaf in leaves.items():
-        want, space = results[name]
-        assert leaf.grad is not None
-        within(leaf.grad, want, space + EPS * want.abs() + 2 * stored(want, leaf.dtype), f"gradient of {name}")
+        wants, space = results[name]
+        want, gradient = torch.stack(wants).sum(0), leaf.grad
+        if name == "weight" and into is not None:
+            assert gradient is None, "beside weight_grad, the weight has a gradient"
+            gradient = into
+        assert gradient is not None
+        within(gradient, want, space + EPS * want.abs() + 2 * stored(wants, leaf.dtype), f"gradient of {name}")
 
 
 # ---- the tests
@@ -244,12 +298,34 @@ def test_from_hidden_states(backend: str, recipe: Recipe, layer: int) -> None:
     check_linear(recipe, backend, layer)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@few(40)
+@given(recipes(sets=True))
+def test_losses_over_sets(backend: str, recipe: Recipe) -> None:
+    check_loss(recipe, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@few(25)
+@given(recipes(sets=True))
+def test_log_probs_over_sets(backend: str, recipe: Recipe) -> None:
+    check_logprobs(recipe, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@few(40)
+@given(recipes(linear=True, sets=True), st.sampled_from([2, 1]))
+def test_from_hidden_states_over_sets(backend: str, recipe: Recipe, layer: int) -> None:
+    check_linear(recipe, backend, layer)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sets", [False, True], ids=["whole", "sets"])
 @pytest.mark.parametrize("what", ["losses", "log-probs", "from hidden states"])
-def test_many(what: str, backend: str) -> None:
+def test_many(what: str, sets: bool, backend: str) -> None:
     @few(MANY)
-    @given(recipes(linear=what == "from hidden states"), st.sampled_from([1, 2]))
+    @given(recipes(linear=what == "from hidden states", sets=sets), st.sampled_from([1, 2]))
     def run(recipe: Recipe, layer: int) -> None:
         if what == "from hidden states":
             check_linear(recipe, backend, layer)

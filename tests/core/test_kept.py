@@ -364,8 +364,9 @@ def test_wrong_sets_are_refused() -> None:
         )  # fmt: skip
     by_ratio = Objective.preset("grpo", numerics="trl", beta=0.1, aggregate="token-mean")
     batch = replace(fine, ref_logps=torch.zeros(2))
-    with pytest.raises(ValueError, match="weighs the KL by a ratio"):
-        grpo_loss(torch.randn(2, 6), batch, by_ratio, options=Options(reference_over="vocabulary"))
+    for weighed in (by_ratio, Objective.preset("dapo", beta=0.1, kl="distillation")):
+        with pytest.raises(ValueError, match="weighs the KL by a ratio"):
+            grpo_loss(torch.randn(2, 6), batch, weighed, options=Options(reference_over="vocabulary"))
 
 
 # ---- memory that the gradient of the weight is added into

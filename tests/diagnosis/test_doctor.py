@@ -229,6 +229,27 @@ def read_masked_rows(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
     monkeypatch.setattr(module, "stats", lambda x, t, read, *args, **kwargs: right(x, t, None, *args, **kwargs))
 
 
+def lost_hidden_row(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """The last slot takes no part in the gradient of the weight."""
+    right = module.add_hidden_rows
+    monkeypatch.setattr(module, "add_hidden_rows", lambda values, *args: right(last_is_zero(values), *args))
+
+
+def lost_weight_row(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """The same in that of the hidden states."""
+    right = module.add_weight_rows
+    monkeypatch.setattr(module, "add_weight_rows", lambda values, *args: right(last_is_zero(values), *args))
+
+
+def last_is_zero(values: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.arange(len(values)) < values.nonzero()[-1], values, 0.0)
+
+
+def rounded_logits_of_sets(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    right = module.slot_logits
+    monkeypatch.setattr(module, "slot_logits", lambda *args: right(*args).bfloat16().float())
+
+
 FAULTS = {
     wrong_kl_sign: ("clip + KL + entropy bonus", "d_"),
     lost_row: ("", "d_"),
@@ -239,6 +260,9 @@ FAULTS = {
     rounded_logps: ("", "logps"),
     wrong_entropy: ("", "entropy"),
     read_masked_rows: ("", ""),
+    lost_hidden_row: ("over kept sets", "d_weight"),
+    lost_weight_row: ("over kept sets", "d_hidden"),
+    rounded_logits_of_sets: ("over kept sets", "loss"),
 }
 
 
@@ -260,7 +284,7 @@ def test_a_backend_that_raises_costs_its_own_checks_only(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(backends.load("eager"), "stats", broken)
     result = self_test.self_test("eager", CPU)
-    assert len(result.failures) == len(result.checks) == 20
+    assert len(result.failures) == len(result.checks) == 28
     (finding,) = doctor.result_findings("eager", result)
     assert finding.grave and "Failed to find C compiler" in finding.problem and "set CC" in finding.remedy
     assert "more" not in finding.problem

@@ -6,29 +6,31 @@ twice, which moves their exponentials by as much as they are large, and everythi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from grpo_kernels import Denominators, Objective, TokenBatch
+from grpo_kernels import Denominators, Objective, TokenBatch, TokenSets
 from grpo_kernels.formulas.filters import OffPolicySequences, TrustRegion
 from grpo_kernels.formulas.surrogates import Cispo, Clip, ClipCov, ImportanceSampling, PolicyGradient, Sapo
 from support import oracle
 from support.cases import Case
+from support.fuzz_sets import EPS, Kept, Softmax, drawn, kept_sets
 from support.options import AGGREGATES, BONUSES, BOUNDS, FILTERS, KLS, SURROGATES, Option
 from support.oracle import Spec
 
 Tensor = torch.Tensor
 
-EPS = 2.0**-23
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 DTYPES = {str(d).removeprefix("torch."): d for d in ROUNDING}
 #: Those whose every use of the log-ratio is a ratio, bounded at e^60. Beyond that the oracle, which has no bound, is shown
 #: a log-ratio of 60: value and slope are then the same. So is k3 beyond 60 of its own, to all digits.
 RATIO_ONLY = (Clip, Cispo, ClipCov, ImportanceSampling, PolicyGradient, Sapo)
 BOUND = 60.0
+#: The fields of `Spec` that a KL alone depends on.
+OF_KL = ("aggregate", "beta", "kl", "max_tokens", "clamp_log", "clamp", "straight_through", "kl_aggregate", "count_empty")
 
 
 def named(options: list[Option]) -> dict[str, Option]:
@@ -106,6 +108,8 @@ class Recipe:
     width: int = 4  # of hidden states
     bias: str = "none"  # none, plain, a column of a matrix
     rewritten: str = "no"  # how mask and advantages came to be what they are, after the batch was made
+    kept: Kept = field(default_factory=Kept)
+    weight_grad: str = "none"  # what the gradient of the weight is added into: none, float32, of the weight's dtype
 
     @property
     def denominators(self) -> Any:
@@ -117,7 +121,7 @@ VIEWS = ("whole", "without the last token", "padded vocabulary", "transposed", "
 
 
 @st.composite
-def recipes(draw: st.DrawFn, linear: bool = False) -> Recipe:
+def recipes(draw: st.DrawFn, linear: bool = False, sets: bool = False) -> Recipe:
     # Mostly something to train on.
     some, any_ = st.lists(st.integers(1, 5), min_size=1, max_size=4), st.lists(st.integers(0, 5), max_size=4)
     lengths = st.one_of(some, some, some, any_, st.sampled_from([[], [0], [0, 0]]))
@@ -134,6 +138,10 @@ def recipes(draw: st.DrawFn, linear: bool = False) -> Recipe:
     product = kl.get("kl") == "k3" and "kl_weighting" in kl  # of two exponentials: bounded at 1e30, by the product
     ratios = goal.level == "token" and isinstance(SURROGATES[goal.surrogate][0], RATIO_ONLY)
     far = ratios and goal.filter in ("no filter", "floor", "quantile") and not product
+    kept = draw(kept_sets()) if sets else Kept()
+    if goal.kl == "distillation {}" or "kl_weighting" in kl:  # of a ratio over sets: refused
+        kept = replace(kept, over=tuple(x for x in kept.over if x != "reference"))
+    narrowed = kept.missing in ("mask", "raise")  # from the mask that the batch was made with
     return Recipe(
         lengths=tuple(draw(lengths)),
         layout=one_of("padded", "packed", "without offsets"),
@@ -153,11 +161,13 @@ def recipes(draw: st.DrawFn, linear: bool = False) -> Recipe:
         advantages=one_of("sequence", "token", "sequence", "token", "zero"),
         normalizer=one_of(None, 7.0, None, 7.0, (7.0, None, 5.0), (7.0, 3.0, None), (6.0, 3.0, 5.0), (None, 3.0, 5.0)),
         upstream=one_of(1.0, 0.5, 1024.0),
-        inplace=draw(st.booleans()),
+        inplace=draw(st.booleans()) and not kept.over,
         skip_inactive=draw(st.booleans()),
         width=one_of(4, 1, 16, 33),
         bias=one_of("none", "plain", "a column"),
-        rewritten=one_of("no", "no", "no", "by NumPy", "as .data", "in inference mode"),
+        rewritten="no" if narrowed else one_of("no", "no", "no", "by NumPy", "as .data", "in inference mode"),
+        kept=kept,
+        weight_grad=one_of("none", "float32", "of the weight") if sets else "none",
     )
 
 
@@ -171,6 +181,8 @@ class Built:
     objective: Objective
     spec: Spec
     seen: dict[str, Any]  # the batch's fields as the oracle sees them
+    trained: Tensor | None  # bool, the shape of targets: the mask without what `missing` takes out
+    poisoned: Tensor | None = None  # bool [N, V]: logits that nobody may read
 
     def view(self, memory: Tensor) -> Tensor:
         return seen_through(self.recipe, memory)
@@ -253,8 +265,18 @@ def build(recipe: Recipe, logits: Tensor | None = None) -> Built:
     else:
         temperature = r.temperature
     transform = {"temperature": temperature, "softcap": r.softcap, "scale": r.scale}
-    _, logps, _ = oracle.log_probs(logits.double(), targets, oracle.Transform(**transform))
-    logps = logps.view(shape)
+    kept_fields, keep, outside, poisoned = {}, None, None, None
+    if r.kept.rows != "none":
+        sets, keep, outside = drawn(r.kept, targets.reshape(-1), r.vocab, g)
+        kept_fields = {"kept": sets, "missing": r.kept.missing}
+        if r.kept.missing == "mask":
+            trained = trained & ~outside.view(shape)
+        if not r.kept.over:
+            poisoned = ~keep | (keep.sum(1, keepdim=True) == 1) & (sets.counts > 0)[:, None]
+    over_sets, over_all = (
+        oracle.log_probs(logits.double(), targets, oracle.Transform(**transform), keep=x)[1].view(shape) for x in (keep, None)
+    )
+    logps, ref_of = over_sets, over_all if "reference" in r.kept.over else over_sets
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size or shape, generator=g, dtype=torch.float64)
@@ -262,7 +284,7 @@ def build(recipe: Recipe, logits: Tensor | None = None) -> Built:
     old = logps - r.log_ratio * normal()
     if objective.filters:
         old = old.clamp(-80.0, -0.01)  # a probability, in fp32
-    ref = logps + min(r.log_ratio, 100.0) * normal()
+    ref = ref_of + min(r.log_ratio, 100.0) * normal()
     advantages = {
         "sequence": normal(sequences, 1) if sequences != N else normal(),
         "token": normal(),
@@ -283,21 +305,25 @@ def build(recipe: Recipe, logits: Tensor | None = None) -> Built:
     if isinstance(objective.surrogate, RATIO_ONLY) and objective.level == "token" and "old_logps" in seen:
         seen["old_logps"] = torch.maximum(fields["old_logps"].double(), logps - BOUND)
     if spec.kl == "k3":
-        seen["ref_logps"] = torch.minimum(fields["ref_logps"].double(), logps + BOUND)
-    if mask is not None:  # what lies outside the mask is rubbish, which the oracle does not look at
-        rubbish = torch.tensor([math.nan, math.inf, -math.inf, 1e30])[torch.arange(max(trained.numel(), 1)) % 4]
-        rubbish = rubbish[: trained.numel()].view(shape)
+        seen["ref_logps"] = torch.minimum(fields["ref_logps"].double(), ref_of + BOUND)
+    rubbish = torch.tensor([math.nan, math.inf, -math.inf, 1e30])[torch.arange(max(trained.numel(), 1)) % 4]
+    rubbish = rubbish[: trained.numel()].view(shape)
+    if poisoned is not None and memory.numel():
+        logits.copy_(torch.where(poisoned.view(logits.shape), rubbish[..., None].to(logits.dtype), logits))
+    if mask is not None or not bool(trained.all()):  # what lies outside the mask is rubbish, which the oracle does not look at
         fields = {k: torch.where(trained, v, rubbish) if v.shape == torch.Size(shape) else v for k, v in fields.items()}
         if memory.numel():
             logits[~trained] = rubbish[~trained][:, None].to(logits.dtype)
-        targets = torch.where(trained, targets, r.vocab + 7 - 2000 * (torch.arange(trained.numel()).view(shape) % 2))
+        if mask is not None:  # whether a set has its target is asked of all that the mask leaves
+            targets = torch.where(mask, targets, r.vocab + 7 - 2000 * (torch.arange(mask.numel()).view(shape) % 2))
         if isinstance(temperature, Tensor) and temperature.shape == torch.Size(shape):
             transform["temperature"] = torch.where(trained, temperature, rubbish)
     own = {"mask": mask, "cu_seqlens": offsets}
     if objective.aggregate == "group-mean" or "group-mean" in objective.aggregates:
         own["groups"] = torch.arange(sequences) // 2
-    case = Case(logits, {"targets": targets, **fields, **own}, transform)
-    return Built(r, memory, case, objective, spec, {**seen, **own})
+    case = Case(logits, {"targets": targets, **fields, **own, **kept_fields}, transform, keep)
+    whole = None if mask is None and bool(trained.all()) else trained
+    return Built(r, memory, case, objective, spec, {**seen, **own, "mask": whole}, whole, poisoned)
 
 
 @dataclass
@@ -307,38 +333,45 @@ class Exact:
     loss: Tensor
     logps: Tensor  # [N]
     entropy: Tensor
-    gradient: Tensor  # [N, V], of the logits
+    parts: list[Tensor]  # [N, V]: the gradients of the logits that are stored, whose sum is all of it
     room: dict[str, Tensor]  # of each of these
     clear: bool  # nothing is so near a bound, or so ill-conditioned, that rounding decides
+    at: Tensor | None = None  # log-probs of further ids
+
+    @property
+    def gradient(self) -> Tensor:
+        return torch.stack(self.parts).sum(0)
 
 
 class Rows:
-    """The trained rows in float64, from logits [.., V]; `more`: what those are off already, [N]."""
+    """The trained rows in float64, from logits [.., V]; `more`: what those are off already, [N].
+
+    sets, whole   their softmaxes over the sets, and over the vocabulary where something is taken over it (else the same)."""
 
     def __init__(self, built: Built, logits: Tensor, more: Tensor | None = None) -> None:
-        targets, mask, t = built.case.targets, built.case.mask, built.case.transform
+        recipe, targets, t = built.recipe, built.case.targets, built.case.transform
         self.n = targets.numel()
-        self.at = torch.arange(self.n) if mask is None else mask.reshape(-1).nonzero()[:, 0]
+        self.at = torch.arange(self.n) if built.trained is None else built.trained.reshape(-1).nonzero()[:, 0]
         self.sequences = oracle.sequences_of(targets, built.case.fields["cu_seqlens"])
-        self.x = logits.detach().double().reshape(self.n, built.recipe.vocab)[self.at].requires_grad_()
+        x = logits.detach().double().reshape(self.n, recipe.vocab)
+        if built.poisoned is not None:
+            x = torch.where(built.poisoned, 0.0, x)
         inverse = 1 / oracle.to_rows(t["temperature"], self.sequences, torch.float64)[self.at, None]
-        z, self.steep = self.x * t["scale"], (t["scale"] * inverse).abs() * torch.ones_like(self.x.detach())
-        self.cancelled: Tensor | float = 0.0
-        if t["softcap"] is not None:
-            self.cancelled = 4 * EPS * self.steep  # 1 - tanh^2 in fp32, which is torch's own derivative
-            self.steep = self.steep * torch.cosh((z.detach() / t["softcap"]).clamp(-300, 300)) ** -2
-            z = t["softcap"] * torch.tanh(z / t["softcap"])
-        log_p = torch.log_softmax(z * inverse, -1)
-        self.ids = targets.reshape(-1)[self.at, None]
-        self.chosen = log_p.gather(1, self.ids)[:, 0]
-        self.log_p = torch.where(log_p == -math.inf, 0.0, log_p)
-        self.p = log_p.exp()
-        self.entropy = -(self.p * self.log_p).sum(1)
-        # What rounding does to a row's transformed logits, and so to its log-probs.
-        size = torch.where(z.isfinite(), z.detach().abs(), 0.0).amax(1) * inverse[:, 0]
-        self.off = EPS * (2.0 + 2.0 * size + math.log(built.recipe.vocab))
-        if more is not None:
-            self.off = self.off + more.reshape(-1)[self.at] * self.steep.amax(1)
+        ids, everything = targets.reshape(-1)[self.at, None], torch.ones_like(x, dtype=torch.bool)
+        keep = everything if built.case.keep is None else built.case.keep
+        more = torch.zeros(self.n, dtype=torch.float64) if more is None else more.reshape(-1)
+        self.sets, self.whole = (
+            Softmax(x[self.at], chosen[self.at], ids, t["scale"], t["softcap"], inverse, more[self.at])
+            for chosen in (keep, everything)
+        )
+        if not recipe.kept.over:
+            self.whole = self.sets
+        over = self.whole if "entropy" in recipe.kept.over else self.sets
+        self.entropy, self.entropy_off, self.entropy_of = over.entropy, over.off, over
+
+    @property
+    def softmaxes(self) -> list[Softmax]:
+        return [self.sets] if self.whole is self.sets else [self.sets, self.whole]
 
     def everywhere(self, x: Tensor) -> Tensor:
         """Rows that are not trained are 0."""
@@ -346,79 +379,110 @@ class Rows:
         out[self.at] = x.detach()
         return out
 
-    def room(self, a: Tensor, off_a: Tensor, b: Tensor, gradient: Tensor) -> Tensor:
-        """Of dz/dx (a (onehot - p) - b p (log p + H)), whose a is off by off_a."""
-        onehot = torch.zeros_like(self.p.detach()).scatter_(1, self.ids, 1.0)
-        p, H, off = self.p.detach(), self.entropy.detach()[:, None], self.off[:, None]
-        a, b = a.abs()[:, None], b.abs()[:, None]
-        swing = p * (self.log_p.detach().abs() + H)
-        moved = a * (p + onehot * (off + EPS)) + b * (swing + p * (2 + 2 * H))
-        room = off_a[:, None] * (onehot - p).abs() + 2 * off * moved + EPS * a * onehot
-        room = (room + (a + b) * 1.3e-36) * self.steep  # exp(-87) counts as 0
-        return room + self.cancelled * (a * (onehot - p).abs() + b * swing) + 4 * EPS * gradient.abs()
-
-    def exact(self, loss: Tensor, gradient: Tensor, of_loss: Tensor, of_gradient: Tensor, clear: bool) -> Exact:
+    def exact(self, loss: Tensor, parts: list[Tensor], of_loss: Tensor, of_gradient: Tensor, clear: bool) -> Exact:
         room = {
             "loss": of_loss,
-            "logps": self.everywhere(self.off),
-            "entropy": self.everywhere(self.off * (2 + 2 * self.entropy.detach())),
+            "logps": self.everywhere(self.sets.off),
+            "entropy": self.everywhere(self.entropy_off * (2 + 2 * self.entropy.detach())),
             "gradient": self.everywhere(of_gradient),
         }
-        clear = clear and float(self.off.max() if len(self.at) else 0.0) < 1e-2
-        return Exact(
-            loss.detach(), self.everywhere(self.chosen), self.everywhere(self.entropy), self.everywhere(gradient), room, clear
-        )
+        off = torch.cat([softmax.off for softmax in self.softmaxes])
+        clear = clear and float(off.max() if len(off) else 0.0) < 1e-2
+        parts = [self.everywhere(part) for part in parts]
+        return Exact(loss.detach(), self.everywhere(self.sets.chosen), self.everywhere(self.entropy), parts, room, clear)
 
 
 def exact_logprobs(
-    built: Built, logits: Tensor, d_logps: Tensor, d_entropy: Tensor | None, more: Tensor | None = None
-) -> Exact:
+    built: Built, logits: Tensor, d_logps: Tensor, d_entropy: Tensor | None, more: Tensor | None = None,
+    at: TokenSets | None = None, d_at: Tensor | None = None,
+) -> Exact:  # fmt: skip
+    """`at`, `d_at`: further ids, and what arrives at their log-probs."""
     rows = Rows(built, logits, more)
     a = d_logps.double().reshape(-1)[rows.at]
     b = torch.zeros_like(a) if d_entropy is None else d_entropy.double().reshape(-1)[rows.at]
-    loss = (a * rows.chosen).sum() + (b * rows.entropy).sum()
-    (gradient,) = torch.autograd.grad(loss, rows.x, materialize_grads=True)
-    return rows.exact(loss, gradient, EPS * loss.detach(), rows.room(a, EPS * a.abs(), b, gradient), True)
+    loss = (a * rows.sets.chosen).sum() + (b * rows.entropy).sum()
+    room = rows.sets.room(a, EPS * a.abs(), b, torch.zeros_like(rows.sets.x))
+    outputs, upstream, logps_at, of_logps_at = [loss], [torch.ones_like(loss)], None, None
+    if at is not None and d_at is not None:
+        place = torch.full((rows.n,), -1).index_put((rows.at,), torch.arange(len(rows.at)))[at.row_of]
+        here, ids = place >= 0, at.ids.long()
+        found = rows.sets.all[place[here], ids[here]]
+        slopes = torch.where(rows.sets.keep[place[here], ids[here]], d_at.double()[here], 0.0)
+        outputs, upstream = [loss, found], [upstream[0], slopes]
+        logps_at, of_logps_at = (torch.zeros(len(ids), dtype=torch.float64) for _ in range(2))
+        logps_at[here], of_logps_at[here] = found.detach(), rows.sets.off[place[here]]
+        for k in range(at.longest):  # the k-th id of every row that has one
+            own = (torch.arange(len(ids)) - at.offsets[at.row_of] == k)[here]
+            slope, of = torch.zeros_like(a), torch.zeros(len(a), 1, dtype=torch.int64)
+            slope[place[here][own]], of[place[here][own], 0] = slopes[own], ids[here][own]
+            room = room + rows.sets.room(slope, 2 * EPS * slope.abs(), torch.zeros_like(a), torch.zeros_like(room), of)
+    leaves = [softmax.x for softmax in rows.softmaxes]
+    parts = torch.autograd.grad(outputs, leaves, upstream, materialize_grads=True)
+    if rows.whole is not rows.sets:
+        room = room + rows.whole.room(torch.zeros_like(a), torch.zeros_like(a), b, torch.zeros_like(rows.whole.x))
+    room = room + sum(4 * EPS * part.abs() for part in parts)
+    exact = rows.exact(loss, list(parts), EPS * loss.detach(), room, True)
+    exact.at = logps_at
+    if of_logps_at is not None:
+        exact.room["at"] = of_logps_at
+    return exact
 
 
 def exact_loss(built: Built, logits: Tensor, more: Tensor | None = None) -> Exact:
     r, rows = built.recipe, Rows(built, logits, more)
-    flat = [torch.zeros(rows.n, dtype=torch.float64).index_put((rows.at,), v) for v in (rows.chosen, rows.entropy)]
 
-    def run(spec: Spec, **changes: Any) -> oracle.Result:
+    def flat(x: Tensor) -> Tensor:
+        return torch.zeros(rows.n, dtype=torch.float64).index_put((rows.at,), x)
+
+    values, whole = [flat(rows.sets.chosen), flat(rows.entropy)], flat(rows.whole.chosen)
+    apart = "reference" in r.kept.over and built.spec.beta != 0
+    nothing = torch.zeros_like(built.seen["advantages"])
+
+    def run(spec: Spec, **changes: Any) -> tuple[Tensor, float]:
         fields = {k: v for k, v in built.seen.items() if k != "cu_seqlens"} | changes
-        return oracle.objective(spec, *flat, rows.sequences, normalizer=r.normalizer, **fields)
+        if not apart or spec.beta == 0:
+            result = oracle.objective(spec, *values, rows.sequences, normalizer=r.normalizer, **fields)
+            return result.loss, result.margin
+        own, margin = run(replace(spec, beta=0.0), **changes)
+        alone = Spec("policy-gradient", **{name: getattr(spec, name) for name in OF_KL})
+        fields |= {"advantages": nothing, "nll_weights": None}
+        result = oracle.objective(alone, whole, torch.zeros_like(whole), rows.sequences, normalizer=r.normalizer, **fields)
+        return own + result.loss, min(margin, result.margin)
 
-    result = run(built.spec)
-    gradient, a, b = torch.autograd.grad(
-        result.loss, [rows.x, rows.chosen, rows.entropy], materialize_grads=True, retain_graph=True
-    )
-    size = a.abs()  # with that of its parts, which may cancel
-    for spec, changes in (
-        (replace(built.spec, beta=0.0, entropy_coef=0.0), {"nll_weights": None}),
-        (replace(built.spec, entropy_coef=0.0), {"advantages": torch.zeros_like(built.seen["advantages"])}),
-    ):
-        loss = run(spec, **changes).loss
-        size = size + torch.autograd.grad(loss, rows.chosen, materialize_grads=True, retain_graph=True)[0].abs()
-
+    loss, margin = run(built.spec)
+    # With the size of its parts, which may cancel.
+    kinds = [
+        loss,
+        run(replace(built.spec, beta=0.0, entropy_coef=0.0), nll_weights=None)[0],
+        run(replace(built.spec, entropy_coef=0.0), advantages=nothing)[0],
+    ]
     # What every token could at least count, so that a slope which happens to be 0 has room.
     weights = built.objective.token_rows(built.case.batch(), r.denominators)
     unit = weights.policy_weight.double().abs() * (1 + weights.advantages.double().abs())
     for weight in (weights.kl_weight, weights.entropy_weight, weights.nll_weight):
         unit = unit if weight is None else unit + 4 * weight.double().abs()
     together = not built.objective.one_pass
-    size = size + (unit.sum() if together else unit[rows.at])
-    moved = rows.off.sum().expand(len(rows.at)) if together else rows.off
-    values = [x.detach().float() for x in flat]
-    losses = built.objective.token_stage(*values, weights, built.case.batch())[0]
-    # A ratio that is a constant to the gradient moves the loss all the same, by as much as log-probs are large.
-    heavy = 1 + rows.chosen.detach().abs() if built.objective.surrogate.detached_ratio else 1.0
-    of_loss = (2 * moved * size * heavy).sum() + 16 * EPS * (losses.double().abs().sum() + unit.sum())
+    losses = built.objective.token_stage(
+        *(x.detach().float() for x in values), replace(weights, kl_weight=None) if apart else weights, built.case.batch()
+    )[0]
+    parts, of_gradient = [], torch.zeros_like(rows.sets.x.detach())
+    of_loss = 16 * EPS * (losses.double().abs().sum() + unit.sum() + loss.detach().abs())
+    for softmax in rows.softmaxes:
+        inputs = [softmax.x, softmax.chosen, softmax.entropy]
+        gradient, a, b = torch.autograd.grad(loss, inputs, materialize_grads=True, retain_graph=True)
+        size = sum(torch.autograd.grad(x, inputs[1], materialize_grads=True, retain_graph=True)[0].abs() for x in kinds)
+        size = size + (unit.sum() if together else unit[rows.at])
+        moved = softmax.off.sum().expand(len(rows.at)) if together else softmax.off
+        # A ratio that is a constant to the gradient moves the loss all the same, by as much as log-probs are large.
+        heavy = 1 + softmax.chosen.detach().abs() if built.objective.surrogate.detached_ratio else 1.0
+        of_loss = of_loss + (2 * moved * size * heavy).sum()
+        of_gradient = of_gradient + softmax.room(a, (2 * moved + 8 * EPS) * size, b, gradient)
+        parts.append(gradient)
     # Ratios and covariances move by more than log-probs do; log(1 - p) by more where p is near 1.
-    reach = 64 * float(rows.off.sum()) * (1 + float(built.seen["advantages"].abs().sum())) + 1e-5
+    off, chosen = (torch.cat([getattr(x, name).detach() for x in rows.softmaxes]) for name in ("off", "chosen"))
+    reach = 64 * float(off.sum()) * (1 + float(built.seen["advantages"].abs().sum())) + 1e-5
     if r.goal.filter == "kl to old" and len(rows.at):
-        reach /= 1e-8 + float((1 - rows.chosen.detach().exp()).min())
-    of_gradient = rows.room(a, (2 * moved + 8 * EPS) * size, b, gradient)
+        reach /= 1e-8 + float((1 - rows.sets.chosen.detach().exp()).min())
     # A log-prob below -10,000 counts as that in a KL, which the oracle does not do.
-    deep = built.spec.beta != 0 and bool((rows.chosen < -9000).any())
-    return rows.exact(result.loss, gradient, of_loss, of_gradient, result.margin > reach and not deep)
+    deep = built.spec.beta != 0 and bool((chosen < -9000).any())
+    return rows.exact(loss, parts, of_loss, of_gradient, margin > reach and not deep)
