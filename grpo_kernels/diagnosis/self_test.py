@@ -248,7 +248,8 @@ def expected(case: Case, level: str, x: Inputs) -> dict[str, Tensor]:
 def results(case: Case, level: str, x: Inputs, backend: str, device: torch.device) -> dict[str, Tensor]:
     """The same from a backend, with strict=True: a fallback would be tested in its place."""
     leaves = {name: leaf.to(device).requires_grad_() for name, leaf in leaves_of(level, x).items()}
-    x = Inputs(*(None if value is None else value.to(device) for value in vars(x).values()))
+    given: dict[str, Any] = {name: value for name, value in vars(x).items() if value is not None}
+    x = Inputs(**{name: value.to(device) for name, value in given.items()})
     options: dict[str, Any] = {"transform": LogitTransform(TEMPERATURE), "backend": backend, "strict": True}
     if case.objective is not None:
         loss_of: Callable[..., LossOutput] = grpo_loss if level == "logits" else linear_grpo_loss
