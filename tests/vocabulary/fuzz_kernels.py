@@ -498,6 +498,92 @@ class ProductCall:
         assert not np.isfinite(out.values[~np.isfinite(size)]).any(), "a NaN or an infinity has vanished"
 
 
+class SparseCall:
+    """One of the three sparse products, over slots (row, id) of which some are not used. What no slot in use names is
+    protected, or holds NaN."""
+
+    SIZES = (0, 1, 2, 3, 15, 16, 17, 33, 64, 100, 129)
+
+    def __init__(self, module: ModuleType, memory: Memory) -> None:
+        rng = memory.rng
+        self.module, self.memory, self.rng = module, memory, rng
+        self.n, self.v = (int(rng.choice([1, 2, 5, 17, 60])) for _ in range(2))
+        self.h = int(rng.choice([*self.SIZES, 1023, 1025, 2100]))
+        self.which, self.threads = str(rng.choice(["logits", "d_hidden", "d_weight"])), int(rng.choice([1, 2, 3, 1000]))
+        self.source, self.other = (int(rng.integers(3)) for _ in range(2))
+        self.kind = str(rng.choice(["plain", "plain", "tiny", "wild"]))
+        self.isa = str(rng.choice(module.isas()))
+        counts = rng.integers(0, int(rng.choice([1, 3, 12])), self.n)
+        self.rows = np.repeat(np.arange(self.n), counts)
+        self.ids = np.where(
+            rng.random(len(self.rows)) < 0.3, -rng.integers(1, 5, len(self.rows)), rng.integers(0, self.v, len(self.rows))
+        )
+        values = rng.standard_normal(len(self.rows)).astype(np.float32)
+        self.values = np.where(rng.random(len(values)) < 0.2, np.float32(0), values)
+
+    def __str__(self) -> str:
+        what = f"{self.which} {self.n} x {self.h} x {self.v}, {len(self.ids)} slots, {self.kind}"
+        return f"sparse {what}, dtypes {self.source} {self.other}, {self.isa}, threads {self.threads}"
+
+    def matrix(self, rows: int, dtype: int, used: Array) -> Matrix:
+        """NaN in all rows but those of `used`."""
+        made = Matrix.make(self.memory, rows, self.h, dtype, self.kind)
+        unused = np.setdiff1d(np.arange(rows), used)
+        if made.index.size:
+            made.buffer.typed(STORED[dtype])[made.index[unused]] = narrow(np.full(1, np.nan, np.float32), dtype)
+        return made
+
+    def run(self) -> None:
+        self.module.use_isa(self.isa)
+        memory, m = self.memory, self.module
+        counted = (self.ids >= 0) & ((self.which == "logits") | (self.values != 0))
+        ids, rows = (memory.holding(x.astype(np.int64)) for x in (self.ids, self.rows))
+        used_rows, used_ids = self.rows[counted], self.ids[counted]
+        if self.which == "logits":
+            hidden, weight = self.matrix(self.n, self.source, used_rows), self.matrix(self.v, self.other, used_ids)
+            out = memory.take(4 * len(self.ids))
+            before = memory.snapshot()
+            m.slot_logits(
+                hidden.buffer.address, hidden.dtype, hidden.stride, self.n, weight.buffer.address, weight.dtype, weight.stride,
+                self.v, self.h, ids.address, rows.address, out.address, len(self.ids), self.threads,
+            )  # fmt: skip
+            memory.check(before, {out: None})
+            found = out.typed(np.float32)
+            assert (found[~counted] == -np.inf).all()
+            factors = hidden.values[used_rows].astype(np.float64), weight.values[used_ids].astype(np.float64)
+            self.compare(found[counted], (factors[0] * factors[1]).sum(1), np.abs(factors[0] * factors[1]).sum(1), FP32)
+            return
+        values, by_id = memory.holding(self.values), self.which == "d_weight"
+        into, frm = (used_ids, used_rows) if by_id else (used_rows, used_ids)
+        source = self.matrix(self.n if by_id else self.v, self.source, frm)
+        out_rows = self.v if by_id else self.n
+        target = Matrix.make(memory, out_rows, self.h, self.other, "plain")
+        before, start = memory.snapshot(), target.values.astype(np.float64)
+        add, sizes = (m.add_hidden_rows, (self.n, self.v)) if by_id else (m.add_weight_rows, (self.v, self.n))
+        add(
+            values.address, ids.address, rows.address, len(self.ids), source.buffer.address, source.dtype, source.stride, sizes[0],
+            target.buffer.address, target.dtype, target.stride, sizes[1], self.h, self.threads,
+        )  # fmt: skip
+        touched = np.unique(into)
+        written = np.zeros(len(target.buffer.bytes) // SIZE[self.other], bool)
+        if target.index.size:
+            written[target.index[touched]] = True
+        memory.check(before, {target.buffer: written.repeat(SIZE[self.other])})
+        exact = start if by_id else np.zeros_like(start)
+        size, terms = np.abs(exact), self.values[counted, None].astype(np.float64) * source.values[frm].astype(np.float64)
+        np.add.at(exact, into, terms)
+        np.add.at(size, into, np.abs(terms))
+        self.compare(target.values[touched], exact[touched], size[touched], self.other)
+
+    def compare(self, found: Array, exact: Array, size: Array, dtype: int) -> None:
+        fine = np.isfinite(exact) & (size < HIGHEST[dtype] / 4)
+        off = np.abs(np.where(fine, found, 0.0) - np.where(fine, exact, 0.0))
+        stored = ROUNDING[dtype] * np.abs(np.where(fine, exact, 0.0)) + STEP[dtype]
+        terms = max(self.h / 8 if self.which == "logits" else len(self.ids), 1) + 8
+        assert (off <= stored + EPS * terms * np.where(fine, size, 0.0)).all(), off.max()
+        assert not np.isfinite(found[np.isnan(size) | np.isinf(size)]).any(), "a NaN or an infinity has vanished"
+
+
 def refusals(module: ModuleType, memory: Memory) -> int:
     """Calls whose arguments cannot be right raise ValueError and write nothing."""
     memory.reset(np.random.default_rng(0))
@@ -551,7 +637,18 @@ def refusals(module: ModuleType, memory: Memory) -> int:
         vocab=4, count=4, targets=buffers[1], read=0, scale=1.0, softcap=0.0, inverse=1.0, inverses=0, logps=buffers[2],
         entropy=buffers[3], losses=buffers[4], threads=1,
     )  # fmt: skip
+    slots = dict(ids=memory.holding(np.zeros(4, np.int64)).address, slot_rows=memory.holding(np.zeros(4, np.int64)).address)
+    buffers += slots.values()
+    slot_logits = dict(
+        hidden=buffers[0], dtype=0, hs=4, rows=4, weight=buffers[1], out_dtype=0, ws=4, vocab=4, width=4, **slots,
+        logits=buffers[2], count=4, threads=1,
+    )  # fmt: skip
+    sums = dict(
+        values=buffers[3], **slots, count=4, source=buffers[0], dtype=0, hs=4, vocab=4, out=buffers[2], out_dtype=0, os=4,
+        rows=4, width=4, threads=1,
+    )  # fmt: skip
     calls = [(module.stats, stats), (module.pull, grads), (module.fused, fused), (module.scale, scale)]
+    calls += [(module.slot_logits, slot_logits), (module.add_weight_rows, sums), (module.add_hidden_rows, sums)]
     if module.has_products():
         calls += [(module.logits_product, logits), (module.d_hidden, d_hidden), (module.d_weight, d_weight)]
     optional = {"read", "inverses", "weighted", "squares", "top", "constant", "log", "prob", "bias", "start"}
@@ -602,7 +699,7 @@ def load(path: str) -> ModuleType:
 def main(path: str, seed: str, first: str, calls: str) -> None:
     module, memory = load(path), Memory(32 << 20)
     print(f"{refusals(module, memory)} calls refused")
-    kinds: list[Any] = [RowCalls, RowCalls, FusedCall, RowCalls, FusedCall, ScaleCall]
+    kinds: list[Any] = [RowCalls, RowCalls, FusedCall, RowCalls, FusedCall, ScaleCall, SparseCall, SparseCall]
     if module.has_products():
         kinds.append(ProductCall)
     for i in range(int(first), int(first) + int(calls)):
