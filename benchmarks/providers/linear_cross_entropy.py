@@ -63,7 +63,9 @@ for _name, _how in OPTIONS.items():
     _memory = whole_logits if _how is None else None
     provider(_label, "cross-entropy", memory=_memory)(_mean(_how))
     if _name in ("", "auto"):
-        provider(f"{_label} + loss", "hidden", memory=_memory)(_with_loss(_how))
+        # In chunks it takes minutes on a CPU with reduction="none" and 16 bits.
+        _devices = ("cpu", "cuda") if _how is None else ("cuda",)
+        provider(f"{_label} + loss", "hidden", memory=_memory, devices=_devices)(_with_loss(_how))
 
 
 def _eager(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
