@@ -69,9 +69,9 @@ def _write_gradient(
 ):  # fmt: skip
     """d loss / dx_j = (d_target (1[j = target] - p_j) + p_j (d_constant + d_log log p_j + d_prob p_j)) dz_j / dx_j, with
     p_j = e^k(u_j - m) / s. KIND 0: d_target alone. 1: d_constant and d_log as well. 2: all. `kept`: the last tiles, where
-    they are in registers. PEELED: 128-bit accesses between the row's first and last 16-byte boundary."""
+    they are in registers, else None. PEELED: 128-bit accesses between the row's first and last 16-byte boundary."""
     BLOCK: tl.constexpr = ACCESSES * LANES * COLS
-    ENDS: tl.constexpr = max(1, len(kept) // ACCESSES)
+    ENDS: tl.constexpr = 1 if kept is None else len(kept) // ACCESSES
     c, b, constant, linear, quadratic = _factors(m, s, k, d_target, d_constant, d_log, d_prob, KIND)
     cols = _columns(ALIGNED or PEELED, LANES, COLS)
     first = row
@@ -92,7 +92,7 @@ def _write_gradient(
     # Backwards: what was read last is the surest to be in L2 still.
     end = tl.maximum(tl.cdiv(width, BLOCK) - ENDS, 0) * BLOCK
     ends = kept
-    if len(kept) == 0:
+    if kept is None:
         ends = _load_end(first, end, width, cols, ACCESSES, HINT)
     for i in tl.static_range(ENDS - 1, -1, -1):
         _write_tile(

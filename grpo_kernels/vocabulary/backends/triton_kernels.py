@@ -100,7 +100,7 @@ def _pull_kernel(
         m = tl.load(maxima + i)
         s = tl.load(sums + i)
         z = tl.load(z_targets + i)
-        _write_gradient(row, out_row, V, (), tl.load(targets + i), tl.div_rn(z, k), tl.div_rn(m, k), s, (z - m) - tl.log(s),
+        _write_gradient(row, out_row, V, None, tl.load(targets + i), tl.div_rn(z, k), tl.div_rn(m, k), s, (z - m) - tl.log(s),
                         d_target, d_constant, d_log, d_prob, k, scale, softcap, inv_t, SHAPE, KIND, ALIGNED, PEELED, ACCESSES,
                         LANES, COLS, LAST_HINT)
     else:
@@ -142,8 +142,8 @@ def _fused_kernel(
             # Before the first store: the gradient may go where the logits are. The reductions below are the barrier.
             k = _k(scale, softcap, inv_t, SHAPE)
             u = _target_u(row, target, V, scale, softcap, SHAPE)
-            m, s, w, _, kept = _softmax_partials(row, V, k, scale, softcap, SHAPE, 1, ALIGNED, ACCESSES, LANES, COLS, ENDS, KEPT,
-                                                 FIRST_HINT, LAST_HINT)
+            m, s, w, _, kept = _softmax_partials(row, V, k, scale, softcap, SHAPE, 1, ALIGNED, ACCESSES, LANES, COLS, ENDS,
+                                                 KEPT, FIRST_HINT, LAST_HINT)
             log_s = tl.log(s)
             logp = k * (u - m) - log_s
             entropy = log_s - w / s
@@ -178,9 +178,9 @@ def _fused_kernel(
             if out is not None:
                 out_row = out + _row_offset(i, T, out_stride_a, out_stride_t, ALIGNED)
                 if (d_logp != 0.0) | (d_entropy != 0.0):
-                    _write_gradient(row, out_row, V, kept, target, u, m, s, logp, d_logp, -d_entropy * entropy, -d_entropy,
-                                    0.0, k, scale, softcap, inv_t, SHAPE, BONUS, ALIGNED, PEELED, ACCESSES, LANES, COLS,
-                                    LAST_HINT)
+                    _write_gradient(row, out_row, V, kept if KEPT > 0 else None, target, u, m, s, logp, d_logp,
+                                    -d_entropy * entropy, -d_entropy, 0.0, k, scale, softcap, inv_t, SHAPE, BONUS, ALIGNED,
+                                    PEELED, ACCESSES, LANES, COLS, LAST_HINT)
                 else:
                     _write_zeros(out_row, V, ALIGNED, LANES, COLS, LAST_HINT)
         else:
