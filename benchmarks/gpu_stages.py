@@ -160,7 +160,7 @@ def peers(kit: Kit) -> None:
 
 #: {group of the report: its files}. Kernels first: everything else depends on them.
 CASES = {
-    "Triton kernels": ["vocabulary/triton_cases.py"],
+    "Triton kernels": ["vocabulary/triton_cases.py", "vocabulary/sparse_triton_cases.py"],
     "real sizes": ["core/gpu_cases.py"],
     "objectives": [
         "core/test_grpo_loss.py", "core/test_linear_grpo_loss.py", "core/test_token_logprobs.py", "core/test_linear_logprobs.py",
@@ -171,7 +171,8 @@ CASES = {
 PROCESSES = 12
 #: The part of each group to rehearse.
 REHEARSED = (
-    "range_of_rows or no_rows or (products and bf16-no and plain) or (log_probs and 1031) or zero_advantage_rows or one_token"
+    "range_of_rows or no_rows or (products and bf16-no and plain) or (log_probs and 1031) or zero_advantage_rows or one_token "
+    "or (hidden_states_over_sets and gspo and float32) or nothing_to_do"
 )
 
 
@@ -463,7 +464,19 @@ def tune(kit: Kit) -> None:
 
 
 #: The most important first: the suites of the targets, then the sweeps.
-SUITES = ("logits", "hidden", "active", "step", "length", "hidden-frozen", "logits-forward", "hidden-forward", "rows", "vocab")
+SUITES = (
+    "logits",
+    "hidden",
+    "active",
+    "kept",
+    "step",
+    "length",
+    "hidden-frozen",
+    "logits-forward",
+    "hidden-forward",
+    "rows",
+    "vocab",
+)
 
 
 def comparison(kit: Kit) -> None:

@@ -250,6 +250,44 @@ def test_from_hidden_states(
     assert abs(out.loss.item() - expected.loss.item()) < 1e-5 * (1 + abs(expected.loss.item()))
 
 
+# ---- over kept sets
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["dapo, k3", "grpo, k3 and entropy", "gspo"])
+def test_logits_over_sets(name: str, dtype: torch.dtype, backend: str) -> None:
+    """Rows with one id, with a few, with all, and rows without a set, of which one call has all."""
+    make, spec = OBJECTIVES[name]
+    case = build(dtype, vocab=VOCABULARIES[0], kept=True)
+    expected, gradient = case.expected(spec)
+    naive, naive_gradient = case.naive(spec)
+    out, ours = run(case, make(), backend)
+    assert_no_worse(out.loss, naive.loss, expected.loss, "loss")
+    assert_no_worse(out.logps.reshape(-1), naive.logps, expected.logps, "logps")
+    assert_no_worse(ours, naive_gradient, gradient, "gradient")
+    assert case.keep is not None and (ours[~case.keep] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["dapo, k3", "grpo, k3 and entropy", "gspo"])
+def test_hidden_states_over_sets(
+    name: str, dtype: torch.dtype, backend: str, record_property: Callable[[str, object], None]
+) -> None:  # fmt: skip
+    """The sparse products beside those of rows that run over the whole vocabulary; the same bits again."""
+    make, spec = OBJECTIVES[name]
+    case = build_linear(dtype, vocab=VOCABULARIES[0], width=WIDTH, kept=True)
+    expected, exact = case.expected(spec)
+    out, ours = run_linear(case, make(), backend)
+    error = float((out.logps.reshape(-1).double() - expected.logps).abs().max())
+    gradients = {key: relative(gradient, exact[key]) for key, gradient in ours.items()}
+    for key, value in {"logps": error, **gradients}.items():
+        record_property(key, value)
+    limit = {torch.float32: 5e-5, torch.bfloat16: 6e-3, torch.float16: 2e-3}[dtype]
+    assert error < 1e-5 and all(value < limit for value in gradients.values()), (error, gradients)
+    again, more = run_linear(case, make(), backend)
+    assert same_bits(again.loss, out.loss) and all(same_bits(more[key], ours[key]) for key in ours)
+
+
 # ---- the same bits again
 
 

@@ -257,7 +257,7 @@ def sets_around(targets: Tensor, vocab: int, g: torch.Generator) -> tuple[TokenS
         keep[row, [*lists[-1], target]] = True
         if not size:
             keep[row] = True
-    return TokenSets.from_lists(lists), keep.view(*targets.shape, vocab)
+    return TokenSets.from_lists(lists, device=targets.device), keep.view(*targets.shape, vocab)
 
 
 def around(logits: Tensor, g: torch.Generator, transform: dict[str, Any], kept: bool = False) -> Case:
