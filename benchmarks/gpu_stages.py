@@ -471,6 +471,7 @@ SUITES = (
     "kept",
     "step",
     "length",
+    "cross-entropy",
     "hidden-frozen",
     "logits-forward",
     "hidden-forward",
