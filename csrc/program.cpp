@@ -1,7 +1,6 @@
 #include "program.h"
 
 #include <math.h>
-#include <string.h>
 
 namespace grpo {
 
@@ -20,9 +19,9 @@ float larger(float a, float b) { return a > b || a != a ? a : b; }
 
 void evaluate(const Program& program, const float* numbers, const float* inputs, float* outputs) {
     float r[MOST_REGISTERS];
-    memcpy(r, numbers, sizeof(float) * size_t(program.numbers));
-    memcpy(r + program.numbers, inputs, sizeof(float) * size_t(program.inputs));
-    float* next = r + program.numbers + program.inputs;
+    float* next = r;
+    for (int k = 0; k < program.numbers; k++) *next++ = numbers[k];
+    for (int k = 0; k < program.inputs; k++) *next++ = inputs[k];
     for (int i = 0; i < program.count; i++) {
         const Instruction& of = program.instructions[i];
         const float a = r[of.a], b = r[of.b];
