@@ -33,7 +33,7 @@ class Head:
     bias: Tensor | None = None
     transform: LogitTransform | None = None
     shard: VocabShard | None = None
-    grad: Tensor | str | None = None
+    grad: Tensor | None = None
     __repr__ = describe
 
     def parts(self, **beside: Any) -> tuple[Any, ...]:
