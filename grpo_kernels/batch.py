@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .checks import describe, require
 from .layout import as_mask, check_offsets, flat, per_token, sequence_ids
-from .missing import check_missing, narrowed, without_set
+from .missing import check_missing, narrowed, outside, without_set
 from .rewards.estimators import ADVANTAGES, Evidence, lookup
 from .row_counts import KINDS, UNSEEN, Counts, versions_of, whole
 from .shift import shift_sets as shift_sets
@@ -109,6 +109,7 @@ class TokenBatch:
         check_missing(self.missing)
         if self.kept is not None:
             check_sets("kept", self.kept, targets)
+            object.__setattr__(self, "_given_mask", self.mask)
             object.__setattr__(self, "mask", narrowed(self.kept, targets, self.mask, self.missing))
         for name in ("advantages", "weights", "nll_weights"):
             self.flat(name)
@@ -233,6 +234,14 @@ class TokenBatch:
     @property
     def _kinds(self) -> tuple[str, ...]:
         return KINDS if self.kept is None else (*KINDS, *map(whole, KINDS))
+
+    @property
+    def outside_set(self) -> Tensor:
+        """0-d fp32: the share of the tokens that their sets lack, also where missing="mask" takes them out."""
+        assert self.kept is not None
+        lacking, given = outside(self.kept, self.targets), self.__dict__["_given_mask"]
+        given = torch.ones_like(lacking) if given is None else flat(given)
+        return (lacking & given).sum() / given.sum().clamp(min=1).to(torch.float32)
 
     @property
     def without_set(self) -> Tensor:

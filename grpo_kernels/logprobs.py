@@ -9,7 +9,7 @@ import torch
 
 from .checks import require
 from .layout import as_mask, check_targets, flat
-from .missing import narrowed, without_set
+from .missing import check_strict, narrowed, without_set
 from .operators import checked_logits, hidden_source, leaves_the_graph, logits_source, outside
 from .options import Options, merged
 from .projection import Head
@@ -113,6 +113,9 @@ def token_logprobs(
         given: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "inplace": inplace, "shard": shard}
         return outside(token_logprobs, logits, targets, also=also, kept=kept, at=at, options=options, **given)
     mask = _check_targets(targets, mask, entropy, also)
+    both = kept is not None and (options.over_vocabulary is not None or "log_kept_mass" in also)
+    if inplace and both:
+        raise ValueError("inplace=True, but what is asked for needs the logits for two gradients: pass inplace=False.")
     rows = checked_logits(logits, targets.shape, targets.device, inplace, shard)
     vocab = rows.shape[-1] if shard is None else shard.vocab
     mask, sets = _kept(kept, targets, mask, vocab, options)
@@ -206,8 +209,9 @@ def linear_logprobs(
         beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
         weight, bias, transform, shard, weight_grad = weight.parts(**beside)
     options = merged(options, backend=backend, strict=strict)
-    if leaves_the_graph(at if kept is None else kept, None, shard=shard):
+    if leaves_the_graph(at if kept is None else kept, weight_grad, shard=shard):
         given: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "entropy": entropy, "shard": shard}
+        given["weight_grad"] = weight_grad
         return outside(linear_logprobs, hidden, weight, targets, also=also, kept=kept, at=at, options=options, **given)
     mask = _check_targets(targets, mask, entropy, also)
     head = check_head(hidden, weight, bias, targets.shape, targets.device, shard)
@@ -249,6 +253,7 @@ def _kept(
         return mask, None
     check_sets("kept", kept, targets, vocab)
     missing = options.missing or "include"
+    check_strict(kept, targets, mask, missing, options.strict)
     mask = narrowed(kept, targets, mask, missing)
     has = ~without_set(kept, targets, missing) if missing == "full" else None
     return mask, KeptRows.of(kept, flat(targets).to(torch.int64), None if mask is None else flat(mask), has)
@@ -258,7 +263,7 @@ def _slots(at: TokenSets | None, targets: Tensor, vocab: int) -> Slots | None:
     if at is None:
         return None
     check_sets("at", at, targets, vocab)
-    return Slots(at.ids.to(torch.int64), at.offsets, at.row_of)
+    return Slots(at.ids.to(torch.int64), at.offsets, at.row_of).plain()
 
 
 class _Asked(NamedTuple):

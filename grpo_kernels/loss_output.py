@@ -12,7 +12,6 @@ from .batch import TokenBatch
 from .checks import describe
 from .formulas.ops import bounded_exp
 from .formulas.token_stage import TokenRows, kl_of_rows
-from .missing import outside
 from .objective import Objective
 
 Tensor = torch.Tensor
@@ -58,7 +57,7 @@ class LossOutput:
         entropy          mean entropy in nats
         kl               mean of the KL estimator, weighted as it is in the loss (only with beta != 0)
         outside_set      share of tokens that their kept set lacks (only with kept sets)
-        kept_mass        mean probability that the whole row gives to its set (only where whole_logps is there)
+        kept_mass        mean probability that rows with a set give to it (only where whole_logps is there)
         kept             share of tokens that all filters of this process keep (only with filters)
         """
         if self._metrics is None:
@@ -102,9 +101,11 @@ class LossOutput:
             metrics["kl"] = mean(kl_of_rows(self._objective, of_kl, rows, x)[0])
         sets = self._batch.kept
         if sets is not None:
-            metrics["outside_set"] = mean(outside(sets, self._batch.targets).to(torch.float32))
+            metrics["outside_set"] = self._batch.outside_set
             if self.whole_logps is not None:
-                metrics["kept_mass"] = mean((self.whole_logps.reshape(-1) - logps).exp())
+                has = read & (sets.counts > 0)
+                mass = torch.where(has, (self.whole_logps.reshape(-1) - logps).exp(), 0.0).sum()
+                metrics["kept_mass"] = torch.where(has.any(), mass / has.sum().clamp(min=1), 1.0)
         if self._objective.filters:
             kept = read
             for f in self._objective.filters:

@@ -23,7 +23,6 @@ from .vocabulary.memory import converted
 from .vocabulary.rows import RowTransform
 from .vocabulary.sources import Hidden, Logits, Source
 from .vocabulary.stage import gradient_once, with_signature
-from .vocabulary.weight_gradient import WeightGradient
 
 Tensor = torch.Tensor
 
@@ -161,9 +160,10 @@ def _hand_over(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError(HANDED_OVER)
     gradients, ctx.gradients = list(ctx.gradients), None
     for i, (gradient, version) in enumerate(zip(gradients, ctx.versions, strict=True)):
-        if isinstance(gradient, WeightGradient):
+        if gradient is None:
+            continue
+        if not isinstance(gradient, Tensor):  # a LateGradient
             gradients[i] = gradient.made(d_loss)
-        if not isinstance(gradient, Tensor):
             continue
         if gradient._version != version:  # in place, that of the logits
             raise RuntimeError(

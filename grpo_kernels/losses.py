@@ -14,6 +14,7 @@ from .formulas.token_stage import TokenRows
 from .layout import check_targets, per_token
 from .loss_output import LossOutput
 from .loss_stages import Call, loss_of_logps, loss_of_source
+from .missing import check_strict
 from .objective import Denominators, Objective
 from .operators import checked_logits, hidden_source, is_traced, leaves_the_graph, logits_source, outside
 from .options import Options, merged
@@ -87,7 +88,7 @@ def grpo_loss(
     flat_logits = checked_logits(logits, shape, device, inplace, shard)
     vocab = flat_logits.shape[-1] if shard is None else shard.vocab
     check_targets(batch.targets, batch.mask, vocab, logits=True)
-    _check_kept(batch, vocab)
+    _check_kept(batch, vocab, options.strict)
     row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
     rows = objective.token_rows(batch, normalizer, options.skip_inactive)
     kept = kept_rows(batch, rows)
@@ -139,7 +140,7 @@ def linear_grpo_loss(
                  log-probs come from a forward product of its own, and no gradient flows to it.
     shard        weight, bias and those of `reference` are this rank's part of a vocabulary cut over a group: see
                  `distributed.VocabShard`. One all-gather per chunk of rows, and one all-reduce of the gradient of hidden.
-    weight_grad  [V, H], fp32 or the weight's dtype: the backward adds the gradient of weight into it, and autograd gives weight
+    weight_grad  [V, H], fp32 or the weight's dtype: the backward, whatever it is asked for, adds the gradient of weight into it, and autograd gives weight
                  none. For gradients that are summed over micro-batches in memory of one's own. With kept sets only the rows of
                  their ids are touched. `weight.main_grad` of a weight with Megatron's `grad_added_to_main_grad`: that is set to
                  True, and autograd gets the placeholder that Megatron's hooks drop. Other hooks do not see weight_grad: FSDP2 and
@@ -172,7 +173,7 @@ def linear_grpo_loss(
     shape, device = batch.targets.shape, batch.targets.device
     head = check_head(hidden, weight, bias, shape, device, shard)
     check_targets(batch.targets, batch.mask, head.vocab)
-    _check_kept(batch, head.vocab)
+    _check_kept(batch, head.vocab, options.strict)
     row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
     memory = check_weight_grad(weight_grad, head.weight)
 
@@ -266,9 +267,10 @@ def _with_options(batch: TokenBatch, options: Options) -> TokenBatch:
     return replace(batch, missing=options.missing)
 
 
-def _check_kept(batch: TokenBatch, vocab: int) -> None:
+def _check_kept(batch: TokenBatch, vocab: int, strict: bool) -> None:
     if batch.kept is not None:
         check_sets("kept", batch.kept, batch.targets, vocab)
+        check_strict(batch.kept, batch.targets, batch.mask, batch.missing, strict)
 
 
 def kept_rows(batch: TokenBatch, rows: TokenRows) -> KeptRows | None:

@@ -6,6 +6,7 @@ import torch
 
 from .checks import require
 from .token_sets import TokenSets
+from .vocabulary.backends import is_strict
 
 Tensor = torch.Tensor
 
@@ -39,7 +40,13 @@ def narrowed(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str
     if not torch.compiler.is_compiling() and lacking.any():
         at = lacking.nonzero()[0].tolist()
         raise ValueError(
-            f"targets{at}={int(targets[tuple(at)])} is not in its kept set, and missing='raise': keep what the sampler recorded, or pass "
+            f"targets{at}={int(targets[tuple(at)])} is not in its kept set, and missing='raise' (as in strict mode): keep what the sampler recorded, or pass "
             "missing='include' (the target joins its set), 'full' (the row runs over the whole vocabulary) or 'mask'."
         )
     return mask
+
+
+def check_strict(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str, strict: bool) -> None:
+    """In strict mode, raise ValueError for a target that joins its set without anybody having said so."""
+    if missing == "include" and is_strict(strict):
+        narrowed(sets, targets, mask, "raise")

@@ -14,6 +14,7 @@ from .checks import values_are_checked
 from .head import CALL_HOOKS, plain_head
 from .losses import LossOutput, linear_grpo_loss
 from .objective import Denominators, Objective
+from .options import Options
 from .transform import LogitTransform
 
 Tensor = torch.Tensor
@@ -34,6 +35,7 @@ def loss_from_model(
     backend: str = "auto",
     strict: bool = False,
     weight_grad: Tensor | None = None,
+    options: Options | None = None,
     **inputs: Any,
 ) -> LossOutput:
     """The loss of a causal language model of transformers: `linear_grpo_loss` on its hidden states and its head.
@@ -54,7 +56,7 @@ def loss_from_model(
     temperature  divides the logits: a number or a tensor, see `LogitTransform`.
     transform    in place of `LogitTransform.of(model, temperature=temperature)`, for a model that it does not know.
     inputs       what else the base model takes: attention_mask, position_ids (packed sequences need their own), pixel_values.
-    backend      as in `grpo_loss`, like all that is not here: normalizer, skip_inactive, strict. weight_grad: `linear_grpo_loss`.
+    backend      as in `grpo_loss`, like all that is not here: normalizer, skip_inactive, strict. weight_grad, options: `linear_grpo_loss`.
 
     A router's auxiliary loss is not included. Raises ValueError naming the argument that is wrong, and where calling the base
     model would skip something: an adapter, a hook, a patch or quantised numbers on the head, prompt tuning, an encoder, a
@@ -80,7 +82,7 @@ def loss_from_model(
         hidden = hidden.to(torch.promote_types(hidden.dtype, weight.dtype))  # a head that is kept in fp32 is used in fp32
     return linear_grpo_loss(
         _rows(hidden, input_ids, batch), weight, batch, objective, bias=bias, transform=transform, normalizer=normalizer,
-        skip_inactive=skip_inactive, backend=backend, strict=strict, weight_grad=weight_grad,
+        skip_inactive=skip_inactive, backend=backend, strict=strict, weight_grad=weight_grad, options=options,
     )  # fmt: skip
 
 

@@ -31,6 +31,9 @@ R = TypeVar("R", RowStats, FusedRows)
 #: Bytes of logits side by side at a time. Most sets are small: this is for batches with a few very large ones.
 BLOCK_BYTES = 64 << 20
 
+#: Slots of a row up to which all rows are put side by side at one width.
+WIDTH = 64
+
 #: The row kernels see logits that are transformed already.
 TRANSFORMED = RowTransform(1.0, 0.0, 1.0)
 
@@ -40,7 +43,7 @@ class KeptRows:
     """The rows of a batch that have a set, of n rows in all.
 
     has       bool [n]: rows with a set. The others run over the whole vocabulary.
-    has_all   whether every row has one.
+    has_all   whether every row that is read has one; False if the host does not know.
     without   how many have none, where the host knows it; else None.
     read      bool [n]: rows with a set that are looked at.
     several   bool [n]: those with more than one id. The log-prob of the only id of a set is 0 whatever its logit is, which is
@@ -48,7 +51,7 @@ class KeptRows:
     slots     int64: the ids of each row's set, and behind them a place for its target, in use where the set lacks it. -1 where
               a slot is not in use, as none is of a row that is not read.
     target    int64 [n]: which slot of its row holds the target.
-    width     at least the number of slots of a row.
+    groups    rows of like sizes, (int64 [r], or None for all rows; at least the number of slots of each).
     """
 
     has: Tensor
@@ -58,7 +61,7 @@ class KeptRows:
     several: Tensor
     slots: Slots
     target: Tensor
-    width: int
+    groups: tuple[tuple[Tensor | None, int], ...]
 
     @classmethod
     def of(cls, sets: TokenSets, targets: Tensor, read: Tensor | None, has: Tensor | None = None) -> KeptRows:
@@ -81,8 +84,7 @@ class KeptRows:
         owner[of_id], owner[of_target] = row_of, rows
         slots = Slots(torch.where(looked_at[owner], ids, -1), sets.offsets + torch.arange(n + 1, device=device), owner)
         several = looked_at & (counts + outside.to(counts.dtype) > 1)
-        width = -(-(sets.longest + 1) // 16) * 16  # few widths, so that few kernels are compiled for one
-        return cls(has, without == 0, without, looked_at, several, slots, torch.where(outside, counts, target), width)
+        return cls(has, without == 0, without, looked_at, several, slots, torch.where(outside, counts, target), _groups(sets))
 
     def alone(self) -> KeptRows:
         """The same rows where somebody else looks at the others."""
@@ -120,6 +122,20 @@ class KeptRows:
         return self.read & (self.target == counts)
 
 
+def _groups(sets: TokenSets) -> tuple[tuple[Tensor | None, int], ...]:
+    """Rows by the power of 8 that their number of slots is below, so that one long set does not make all rows long."""
+    if sets.longest < WIDTH:
+        return ((None, -(-(sets.longest + 1) // 16) * 16),)  # few widths, so that few kernels are compiled for one
+    slots, found, low = sets.host_counts + 1, [], 0
+    width = WIDTH
+    while low <= sets.longest:
+        rows = ((slots > low) & (slots <= width)).nonzero()[:, 0]
+        if rows.numel():
+            found.append((rows.to(sets.ids.device), width))
+        low, width = width, 8 * width
+    return tuple(found)
+
+
 @dataclass(eq=False)
 class KeptStage:
     """The vocabulary stage of rows with sets. `logits` are fp32 [m], one a slot, before the transform; see `slots`.
@@ -142,8 +158,8 @@ class KeptStage:
         """Partials of all rows; one that is not read has log-prob and entropy 0."""
         read, z, target = self.kept.read, self._transformed(logits, transform), self._target
         values = torch.empty(len(names), read.numel(), dtype=torch.float32, device=logits.device)
-        for rows, at in self._blocks():
-            block = self._side_by_side(z, rows, at)
+        for rows, shape, at in self._blocks():
+            block = _side_by_side(z, shape, at)
             values[:, rows] = self.backend.stats(block, target[rows], read[rows], TRANSFORMED, names).values
         stats = RowStats(values, names)
         top = stats.get("top")
@@ -154,8 +170,8 @@ class KeptStage:
     def pull(self, logits: Tensor, stats: RowStats, slopes: Slopes, transform: RowTransform) -> Tensor:
         """The gradient of `logits`; 0 of a slot that is not in use."""
         z, target, gradient = self._transformed(logits, transform), self._target, torch.zeros_like(logits)
-        for rows, at in self._blocks():
-            block = self._side_by_side(z, rows, at)
+        for rows, shape, at in self._blocks():
+            block = _side_by_side(z, shape, at)
             self.backend.pull(block, target[rows], stats.at(rows), slopes.at(rows), TRANSFORMED, block)
             gradient += _back(block, at)
         return self._before_transform(gradient, logits, transform)
@@ -166,19 +182,21 @@ class KeptStage:
         """Losses of all rows of an objective of one pass (meaningless of rows that are not read), and the gradient of `logits`
         if it is wanted."""
         read, z, target = self.kept.read, self._transformed(logits, transform), self._target
-        results, gradient = [], torch.zeros_like(logits) if wanted else None
-        for part, at in self._blocks():
-            block = self._side_by_side(z, part, at)
+        gradient = torch.zeros_like(logits) if wanted else None
+        result = FusedRows(*(torch.zeros(read.shape, device=read.device) for _ in FusedRows._fields))
+        for part, shape, at in self._blocks():
+            block = _side_by_side(z, shape, at)
             block_rows = replace(rows[part], targets=target[part], read=read[part])
             out = None if gradient is None else block
             if self.shard is None:
-                results.append(self.backend.fused(block, block_rows, objective, TRANSFORMED, out))
+                found = self.backend.fused(block, block_rows, objective, TRANSFORMED, out)
             else:
                 both = _Exchanged(self.backend, self.shard)
-                results.append(two_visits(both, block, block_rows, objective, TRANSFORMED, out, max(1, read.numel())))
+                found = two_visits(both, block, block_rows, objective, TRANSFORMED, out, max(1, read.numel()))
+            for whole, piece in zip(result, found, strict=True):
+                whole[part] = piece
             if gradient is not None:
                 gradient += _back(block, at)
-        result = FusedRows(*(torch.cat(x) for x in zip(*results, strict=True)))
         return result, None if gradient is None else self._before_transform(gradient, logits, transform)
 
     @property
@@ -215,23 +233,27 @@ class KeptStage:
         used = self.slots.ids >= 0
         return torch.where(used, gradient * transform.slope(logits, self.kept.slots.rows), 0.0)
 
-    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """(rows of a block, int64 [m]: where each slot stands in it, behind its end for slots of other rows)."""
-        n, width, slots = self.kept.read.numel(), self.kept.width, self.kept.slots
+    def _blocks(self) -> Iterator[tuple[slice | Tensor, tuple[int, int], Tensor]]:
+        """(rows of a block, its (rows, width), int64 [m]: where each slot stands in it, behind its end for slots of other rows)."""
+        slots, n = self.kept.slots, self.kept.read.numel()
         place = torch.arange(slots.rows.numel(), device=slots.rows.device) - slots.offsets[slots.rows]
-        size = max(1, BLOCK_BYTES // (4 * width))
-        for lo in range(0, max(n, 1), size):
-            hi = min(n, lo + size)
-            at = (slots.rows - lo) * width + place
-            if hi - lo < n:
-                at = torch.where((slots.rows >= lo) & (slots.rows < hi), at, (hi - lo) * width)
-            yield slice(lo, hi), at
+        for group, width in self.kept.groups:
+            size, count = max(1, BLOCK_BYTES // (4 * width)), n if group is None else group.numel()
+            for lo in range(0, max(count, 1), size):
+                hi = min(count, lo + size)
+                if hi - lo == n:
+                    yield slice(0, n), (n, width), slots.rows * width + place
+                    continue
+                rows = torch.arange(lo, hi, device=place.device) if group is None else group[lo:hi]
+                row = place.new_full((n,), -1).index_copy_(0, rows, torch.arange(hi - lo, device=place.device))[slots.rows]
+                yield rows, (hi - lo, width), torch.where(row >= 0, row * width + place, (hi - lo) * width)
 
-    def _side_by_side(self, z: Tensor, rows: slice, at: Tensor) -> Tensor:
-        """z of a block of rows as logits [1, rows, width]."""
-        count, width = rows.stop - rows.start, self.kept.width
-        block = torch.full((count * width + 1,), -torch.inf, dtype=torch.float32, device=z.device)
-        return block.scatter_(0, at, z)[:-1].view(1, count, width)
+
+def _side_by_side(z: Tensor, shape: tuple[int, int], at: Tensor) -> Tensor:
+    """z of a block of rows as logits [1, rows, width]."""
+    rows, width = shape
+    block = torch.full((rows * width + 1,), -torch.inf, dtype=torch.float32, device=z.device)
+    return block.scatter_(0, at, z)[:-1].view(1, rows, width)
 
 
 class _Exchanged:

@@ -15,7 +15,7 @@ from .rows import RowStats, RowTransform, Slopes
 from .several import LogitsAt
 from .shard import VocabShard, of_own_part
 from .sparse import Slots
-from .weight_gradient import WeightGradient, WeightMemory
+from .weight_gradient import LateGradient, SlotGradient, WeightGradient, WeightMemory
 
 if TYPE_CHECKING:
     from ..formulas.token_stage import TokenRows
@@ -101,7 +101,7 @@ class Logits:
 
     def fused(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], rows: TokenRows, objective: Objective, transform: RowTransform
-    ) -> tuple[FusedRows, tuple[Tensor | None, ...]]:
+    ) -> tuple[FusedRows, tuple[Tensor | LateGradient | None, ...]]:
         """Losses of all rows of an objective of one pass, and the gradient of the logits, None where not wanted."""
         (logits,) = tensors
         if self.kept is None:
@@ -110,6 +110,8 @@ class Logits:
             return result, (None if out is None else self._written(logits, out, None, None),)
         stage = self._stage(logits)
         result, of_sets = stage.fused(_at(logits, stage.slots), rows, objective, transform, wanted[0])
+        if of_sets is not None and self.kept.has_all and not self.inplace:
+            return result, (_of_slots(logits, stage, of_sets),)
         out = self._out(logits) if wanted[0] else None
         if not self.kept.has_all:
             others = replace(rows.weighted((~self.kept.has).to(torch.float32)), read=self.kept.others(rows.read))
@@ -132,15 +134,18 @@ class Logits:
         return zeros(logits.shape, logits.dtype, logits.device) if kept_only else empty_like(logits)
 
     def _written(self, logits: Tensor, out: Tensor, stage: KeptStage | None, of_sets: Tensor | None) -> Tensor:
-        """`out`, and in it the gradient of the logits of sets."""
-        if stage is not None and out.shape[-1]:  # else of a rank without a part of the vocabulary
+        """`out`, and in it the gradient of the logits of sets, where `out` holds 0 so far."""
+        if stage is not None:
             assert of_sets is not None
-            # Rows of sets hold 0 so far. Slots that are not in use add 0: to leave them out, the host would have to know them.
-            own = torch.where(stage.slots.ids >= 0, of_sets, 0.0)
-            out.index_put_(_positions(out, stage.slots), own.to(out.dtype), accumulate=True)
+            _of_slots(logits, stage, of_sets).add_to(out)
         if self.inplace:
             torch.autograd.graph.increment_version(logits)
         return out
+
+
+def _of_slots(logits: Tensor, stage: KeptStage, of_sets: Tensor) -> SlotGradient:
+    own = torch.where(stage.slots.ids >= 0, of_sets, 0.0)
+    return SlotGradient(logits.shape, logits.dtype, _positions(logits, stage.slots), own)
 
 
 def _several(source: Logits | Hidden, logits: Tensor, own: Slots) -> LogitsAt:
@@ -258,7 +263,7 @@ class Hidden:
 
     def fused(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], rows: TokenRows, objective: Objective, transform: RowTransform
-    ) -> tuple[FusedRows, tuple[Tensor | WeightGradient | None, ...]]:
+    ) -> tuple[FusedRows, tuple[Tensor | LateGradient | None, ...]]:
         """Losses of all rows of an objective of one pass, and the gradients of `tensors`, None where not wanted."""
         index, n, device = self._rows(rows.targets, rows.read), rows.targets.numel(), rows.targets.device
         active = index.numel() if self.active is None else self.active
@@ -326,5 +331,8 @@ class Hidden:
         d_weight = None
         if engine.wanted[1]:
             shape, dtype = head.weight.shape, head.weight.dtype
-            d_weight = WeightGradient(self.backend, shape, dtype, engine.d_weight, self.into, engine.hidden, slots, of_sets)
+            hidden = None if of_sets is None else engine.hidden  # else nothing has to be held until the backward
+            d_weight = WeightGradient(
+                self.backend, shape, dtype, engine.d_weight, self.into, engine.hidden.device, hidden, slots, of_sets
+            )
         return engine.whole_d_hidden(), d_weight, engine.d_bias

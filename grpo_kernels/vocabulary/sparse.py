@@ -19,6 +19,10 @@ class Slots(NamedTuple):
     offsets: Tensor  # int64 [n + 1]
     rows: Tensor  # int64 [m], the row of each slot
 
+    def plain(self) -> Slots:
+        """Tensors with memory: inside a transform of torch.func, what is made of plain tensors may have a wrapper."""
+        return Slots(*map(plain, self))
+
     def columns(self, first: int, count: int) -> Slots:
         """These slots counted in `count` columns, of which the first is the id `first`; -1 where the id is not among them."""
         return self._replace(ids=torch.where((self.ids >= first) & (self.ids < first + count), self.ids - first, -1))
@@ -27,3 +31,10 @@ class Slots(NamedTuple):
     def pairs(self) -> Tensor:
         """int64 [m]: a number for each pair (row, id)."""
         return (self.rows << 32) + self.ids
+
+
+def plain(x: Tensor) -> Tensor:
+    """x without the wrappers of torch.func: for numbers that have no gradient."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x

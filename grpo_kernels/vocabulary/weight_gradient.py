@@ -1,8 +1,9 @@
-"""The gradient of the weight: made when the factor of the backward is known, of parts that lie in different places."""
+"""Gradients that are made when the factor of the backward is known, because little of them is not zero, or in parts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -42,6 +43,33 @@ class WeightMemory:
         return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
+class LateGradient(Protocol):
+    """A gradient that the backward makes."""
+
+    def made(self, factor: Tensor | None = None) -> Tensor | None:
+        """The gradient times `factor` (0-d); None if autograd gets none."""
+
+
+@dataclass(eq=False)
+class SlotGradient:
+    """The gradient of logits that is 0 but at a few positions: `values` [m] at `at`, indices into a tensor of `shape`."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    at: tuple[Tensor, ...]
+    values: Tensor
+
+    def made(self, factor: Tensor | None = None) -> Tensor:
+        return self.add_to(zeros(self.shape, self.dtype, self.values.device), factor)
+
+    def add_to(self, out: Tensor, factor: Tensor | None = None) -> Tensor:
+        values = self.values if factor is None else self.values * factor
+        if self.shape[-1]:  # else of a rank without a part of the vocabulary
+            # Slots that are not in use add 0: to leave them out, the host would have to know them.
+            out.index_put_(self.at, values.to(self.dtype), accumulate=True)
+        return out
+
+
 @dataclass(eq=False)
 class WeightGradient:
     """d_weight [V, H], the sum of two parts.
@@ -57,7 +85,8 @@ class WeightGradient:
     dtype: torch.dtype  # of memory of its own for rows with sets alone
     dense: Tensor | None
     into: WeightMemory | None
-    hidden: Tensor
+    device: torch.device
+    hidden: Tensor | None
     slots: Slots | None
     values: Tensor | None
 
@@ -83,15 +112,15 @@ class WeightGradient:
         if total is not None:
             out = total if dense is None or dense is total else total.add_(dense)
         elif out is None:  # touched in the rows of sets alone
-            out = zeros(self.shape, self.dtype, self.hidden.device)
+            out = zeros(self.shape, self.dtype, self.device)
         if values is not None:
-            assert self.slots is not None
+            assert self.slots is not None and self.hidden is not None
             self.backend.add_hidden_rows(values, self.slots, self.hidden, out)
         return out if self.into is None else self.into.left_to_autograd()
 
 
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
+def _version(x: Tensor | None) -> int | None:
+    return None if x is None or x.is_inference() else x._version
 
 
 def check_weight_grad(weight_grad: Tensor | None, weight: Tensor) -> WeightMemory | None:
@@ -107,8 +136,14 @@ def check_weight_grad(weight_grad: Tensor | None, weight: Tensor) -> WeightMemor
         raise ValueError(f"weight_grad is {got}: pass a tensor like weight, {list(weight.shape)} on {weight.device}.")
     if weight_grad.dtype not in (torch.float32, weight.dtype):
         raise ValueError(f"weight_grad has dtype {weight_grad.dtype}: pass float32, or {weight.dtype}, that of weight.")
-    if weight_grad.requires_grad or weight_grad.stride(-1) != 1:
-        raise ValueError("weight_grad must not require grad, and must have unit stride in its last dimension.")
+    if weight_grad.requires_grad or weight_grad.stride(-1) != 1 or (weight_grad.stride(0) == 0 and len(weight_grad) > 1):
+        raise ValueError(
+            "weight_grad must not require grad, have unit stride in its last dimension, and no two rows in one memory."
+        )
+    if weight_grad.numel() and weight_grad.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() != 0:
+        raise ValueError(
+            "weight_grad lies in the memory of weight: the gradient would be added to the weight. Pass another tensor."
+        )
     if not weight.requires_grad:
         raise ValueError("weight_grad is given, but weight does not require grad: leave it out for a frozen head.")
     if hasattr(weight, "ds_id") or is_managed(weight):

@@ -18,6 +18,7 @@ from grpo_kernels import (
     linear_grpo_loss,
     linear_logprobs,
     token_logprobs,
+    use,
 )
 from support import oracle
 from support.cases import DTYPES, OBJECTIVES, Case, assert_no_worse, build, near_a_kink, run, same_bits
@@ -495,3 +496,98 @@ def test_several_ids_of_a_certain_row_have_exact_slopes(backend: str) -> None:
     log_p = exact.log_softmax(1)
     (log_p[0, 7] + log_p[1, 7] - log_p[1, 9]).backward()
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2**-8, atol=1e-12)
+
+
+# ---- found in review
+
+
+def test_one_long_set_does_not_make_all_rows_long(backend: str) -> None:
+    """Sets of 1 to 3000 ids in one call, against float64."""
+    g = torch.Generator().manual_seed(8)
+    logits, targets = 3.0 * torch.randn(9, 4000, generator=g), torch.randint(4000, (9,), generator=g)
+    lists = [torch.randperm(4000, generator=g)[:size].tolist() for size in (3, 3000, 70, 1, 500, 2, 64, 63, 0)]
+    keep = torch.zeros(9, 4000, dtype=torch.bool)
+    for row, ids in enumerate(lists):
+        keep[row, [*ids, int(targets[row])]] = True
+        if not ids:
+            keep[row] = True
+    leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    logps, entropy = token_logprobs(leaf, targets, kept=TokenSets.from_lists(lists), entropy=True, backend=backend)
+    _, chosen, h = oracle.log_probs(exact, targets, keep=keep)
+    torch.testing.assert_close(logps.double(), chosen, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), h, rtol=2e-6, atol=2e-6)
+    (logps + 0.3 * entropy).sum().backward()
+    (chosen + 0.3 * h).sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2e-5, atol=2e-6)
+    batch = TokenBatch(
+        targets, torch.linspace(-1, 1, 9), kept=TokenSets.from_lists(lists), old_logps=chosen.float().detach() + 0.05
+    )
+    leaf.grad = None
+    out = grpo_loss(leaf, batch, Objective.preset("dapo", entropy_coef=0.1), backend=backend)
+    out.loss.backward()
+    at_once, alone = leaf.grad.clone(), []
+    for row in range(9):
+        one = replace(batch, targets=targets[row : row + 1], advantages=batch.advantages[row : row + 1],
+                      old_logps=batch.old_logps[row : row + 1], kept=batch.kept[row : row + 1])  # fmt: skip
+        leaf.grad = None
+        objective = Objective.preset("dapo", entropy_coef=0.1)
+        grpo_loss(leaf[row : row + 1], one, objective, normalizer=9.0, backend=backend).loss.backward()
+        alone.append(leaf.grad[row].clone())
+    torch.testing.assert_close(at_once, torch.stack(alone), rtol=1e-6, atol=1e-9)
+
+
+def test_rows_that_nobody_reads_need_no_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is masked: no row kernel runs over the vocabulary for it."""
+    from grpo_kernels.vocabulary.backends import cpu
+
+    seen = []
+    stats = cpu.stats
+    monkeypatch.setattr(cpu, "stats", lambda logits, *a, **k: seen.append(logits.shape[-1]) or stats(logits, *a, **k))
+    logits = torch.randn(3, 5000, requires_grad=True)
+    kept = TokenSets.from_lists([[], [3, 4], [5]])
+    mask = torch.tensor([False, True, True])
+    logps, _ = token_logprobs(logits, torch.tensor([1, 3, 5]), mask=mask, kept=kept, backend="cpu")
+    logps.sum().backward()
+    assert seen and max(seen) < 100
+    assert (logits.grad[0] == 0).all() and (logits.grad[1, 3:5] != 0).all() and int((logits.grad != 0).sum()) == 2
+
+
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
+def test_torch_func_differentiates_over_sets(linear: bool, backend: str) -> None:
+    case = build_linear(kept=True)
+    tokens = case.tokens
+    at = some_ids(tokens, torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"mask": tokens.mask, "kept": tokens.fields["kept"], "backend": backend, "at": at}
+
+    def total(x: Tensor) -> Tensor:
+        if linear:
+            logps, _, more = linear_logprobs(x, case.weight, tokens.targets, bias=case.bias, **options)
+        else:
+            logps, _, more = token_logprobs(x, tokens.targets, **options)
+        return logps.sum() + torch.where(more["at"].isfinite(), more["at"], 0.0).sum()
+
+    x = case.hidden if linear else tokens.logits.float()
+    leaf = x.clone().requires_grad_()
+    total(leaf).backward()
+    assert float(leaf.grad.abs().max()) > 0
+    torch.testing.assert_close(torch.func.grad(total)(x), leaf.grad, rtol=1e-6, atol=1e-8)
+
+
+def test_strict_mode_refuses_a_target_outside_of_its_set() -> None:
+    sets, targets, logits = TokenSets.from_lists([[1], [3]]), torch.tensor([1, 2]), torch.randn(2, 6)
+    batch = TokenBatch(targets, torch.ones(2), kept=sets)
+    with pytest.raises(ValueError, match=r"targets\[1\]=2 is not in its kept set"):
+        grpo_loss(logits, batch, Objective.preset("dapo"), strict=True)
+    with use(strict=True), pytest.raises(ValueError, match=r"targets\[1\]=2 is not in its kept set"):
+        token_logprobs(logits, targets, kept=sets)
+    grpo_loss(logits, replace(batch, missing="full"), Objective.preset("dapo"), strict=True)
+
+
+def test_metrics_of_sets() -> None:
+    """Targets that missing="mask" takes out are counted; the kept mass is that of rows that have a set."""
+    logits, targets = torch.randn(3, 6), torch.tensor([1, 2, 4])
+    batch = TokenBatch(targets, torch.ones(3), kept=TokenSets.from_lists([[1, 3], [3], []]), missing="mask")
+    out = grpo_loss(logits, batch, Objective.preset("dapo"), options=Options(entropy_over="vocabulary"))
+    assert float(out.metrics["outside_set"]) == pytest.approx(1 / 3)
+    p = logits[0].softmax(0)
+    assert float(out.metrics["kept_mass"]) == pytest.approx(float(p[1] + p[3]), rel=1e-5)

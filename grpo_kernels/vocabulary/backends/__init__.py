@@ -184,6 +184,11 @@ def _settings() -> tuple[str, bool]:
     return os.environ.get("GRPO_KERNELS_BACKEND", "auto"), os.environ.get("GRPO_KERNELS_STRICT", "0") == "1"
 
 
+def is_strict(strict: bool) -> bool:
+    """Whether a call with this `strict` is strict: it is too where `use` or the environment says so."""
+    return strict or _settings()[1]
+
+
 def check_name(backend: object) -> None:
     known = ("auto", *BACKENDS)
     require(backend in known, "backend", backend, f"it must be one of {', '.join(known)}.")
@@ -196,8 +201,7 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> SparseBack
     warning per reason, also for a single call whose Triton kernel cannot run; strict=True, also of `use` or
     GRPO_KERNELS_STRICT, raises RuntimeError instead. A backend asked for by name never falls back: RuntimeError says why it
     cannot run. ValueError for an unknown name. (A Triton kernel that runs with a smaller tile gets one, with a warning, in every mode.)"""
-    chosen, always_strict = _settings()
-    backend, strict = chosen if backend == "auto" else backend, strict or always_strict
+    backend, strict = _settings()[0] if backend == "auto" else backend, is_strict(strict)
     check_name(backend)
     if backend == "auto":
         name, reason = native(device)
