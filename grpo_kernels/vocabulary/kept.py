@@ -17,7 +17,7 @@ import torch
 from .backends import Backend, FusedRows, two_visits
 from .rows import RowStats, RowTransform, Slopes
 from .shard import VocabShard, exchange
-from .sparse import Slots
+from .sparse import Slots, plain
 
 if TYPE_CHECKING:
     from ..formulas.token_stage import TokenRows
@@ -84,7 +84,12 @@ class KeptRows:
         owner[of_id], owner[of_target] = row_of, rows
         slots = Slots(torch.where(looked_at[owner], ids, -1), sets.offsets + torch.arange(n + 1, device=device), owner)
         several = looked_at & (counts + outside.to(counts.dtype) > 1)
-        return cls(has, without == 0, without, looked_at, several, slots, torch.where(outside, counts, target), _groups(sets))
+        has_all = without == 0
+        if not has_all and read is not None and device.type == "cpu":  # rows of a prompt, which nobody looks at
+            has_all = not bool((read & ~has).any())
+        vectors = map(plain, (looked_at, several, torch.where(outside, counts, target)))
+        looked_at, several, target = vectors
+        return cls(plain(has), has_all, without, looked_at, several, slots.plain(), target, _groups(sets))
 
     def alone(self) -> KeptRows:
         """The same rows where somebody else looks at the others."""
