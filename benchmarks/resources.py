@@ -5,7 +5,7 @@ their budgets.
 
 Compiles the kernels for each target as the library launches them, and reads the binary (AMD: the assembly). Exits with 1 when
 a budget (see `broken`) is exceeded. Nothing is timed. Figures per logit are counted in the machine code of the loops over a
-row, see `benchmarks/sass.py`; `benchmarks.roofline --kernels` makes bounds on time of them. Those of `scale_` are derived,
+row, see `benchmarks/sass.py`. Those of `scale_` are derived,
 because its loop also handles the end of a row. Run it with each version of Triton that matters: they order loads differently."""
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 
 from .. import Objective, TokenBatch, grpo_loss, linear_grpo_loss
 from ..vocabulary.backends import cpu_products
+from ..vocabulary.memory import release
 from .machine import memory_available
 
 Tensor = torch.Tensor
@@ -206,6 +207,7 @@ def extra_memory(contender: Contender, device: torch.device) -> float | None:
         contender.run()
         _wait(device)
         return (torch.cuda.max_memory_allocated() - before) / 1e6
+    release()  # what earlier large results left, which a run would find again
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc: returns free memory, so that a run does not reuse what another has allocated
         libc.malloc_trim(0)

@@ -57,7 +57,7 @@ def covariance(logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
 def _first(order: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
     """fp32 [n]: 1 for the `count` (0-d) eligible tokens with the lowest `order`, 0 for the others. No host sync."""
     ranked = torch.argsort(torch.where(eligible, order, math.inf), stable=True)
-    rank = torch.empty_like(ranked).scatter_(0, ranked, torch.arange(ranked.numel(), device=ranked.device))
+    rank = torch.zeros_like(ranked).scatter_(0, ranked, torch.arange(ranked.numel(), device=ranked.device))
     return (eligible & (rank < count)).to(torch.float32)
 
 
