@@ -49,7 +49,7 @@ class TokenBatch:
                  min-p cut the others off, so that the policy that acted is the softmax over the set. Log-probs, ratio, entropy,
                  KL and gradient are then over the set; old_logps, ref_logps and sampler_logps have to be over the same sets. A
                  row without ids runs over the whole vocabulary.
-    missing      of a target that its kept set lacks: "include", "full", "mask" or "raise", see `Options`.
+    missing      of a target that its kept set lacks: "include", "full", "mask" or "raise"; None: see `Options`.
 
     With a context_group, the tokens' losses of all ranks add up to those of the whole sequences, and so do gradients. What
     needs a sequence costs an all-reduce of B numbers: its length (once a batch; from hidden states also whether it holds a
@@ -74,7 +74,7 @@ class TokenBatch:
     groups: Tensor | None = field(default=None, kw_only=True)
     context_group: Any = field(default=None, kw_only=True)
     kept: TokenSets | None = field(default=None, kw_only=True)
-    missing: str = field(default="include", kw_only=True, repr=False)
+    missing: str | None = field(default=None, kw_only=True)
     __repr__ = describe
 
     def __post_init__(self) -> None:
@@ -106,7 +106,8 @@ class TokenBatch:
             object.__setattr__(self, "mask", as_mask("mask", self.mask, targets.shape))
         if self.cu_seqlens is not None:
             check_offsets("targets", targets, self.cu_seqlens)
-        check_missing(self.missing)
+        if self.missing is not None:
+            check_missing(self.missing)
         if self.kept is not None:
             check_sets("kept", self.kept, targets)
             object.__setattr__(self, "_given_mask", self.mask)

@@ -20,11 +20,8 @@ Tensor = torch.Tensor
 
 
 class HeadLogprobs(NamedTuple):
-    """also: the dict of `linear_logprobs`, where its options ask for one."""
-
     logps: Tensor
     entropy: Tensor | None
-    also: dict[str, Tensor] | None = None
 
     def __repr__(self) -> str:
         return describe(self)
@@ -147,8 +144,10 @@ class FusedLMHead(nn.Linear):
                 raise ValueError("metrics=True: only a loss has them, pass a TokenBatch and an Objective.")
             logps, entropy, *more = linear_logprobs(hidden, self.weight, targets, bias=self.bias, **options)
             # Copies, not views: FSDP2 loses its hook on a view when the caller writes to it in place, and warns of it.
-            also = {name: x.clone() for name, x in more[0].items()} if more else None
-            return HeadLogprobs(logps.clone(), None if entropy is None else entropy.clone(), also)
+            entropy = None if entropy is None else entropy.clone()
+            if more:  # as the function that has these options
+                return logps.clone(), entropy, {name: x.clone() for name, x in more[0].items()}  # type: ignore[return-value]
+            return HeadLogprobs(logps.clone(), entropy)
         assert objective is not None
         self._check_not_cast(targets, options.get("normalizer"))
         out = linear_grpo_loss(hidden, self.weight, targets, objective, bias=self.bias, **options)

@@ -252,7 +252,7 @@ def _kept(
     if kept is None:
         return mask, None
     check_sets("kept", kept, targets, vocab)
-    missing = options.missing or "include"
+    missing = options.missing
     check_strict(kept, targets, mask, missing, options.strict)
     mask = narrowed(kept, targets, mask, missing)
     has = ~without_set(kept, targets, missing) if missing == "full" else None

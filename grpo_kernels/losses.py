@@ -261,9 +261,7 @@ def _with_options(batch: TokenBatch, options: Options) -> TokenBatch:
     """The batch with what the options say of targets outside of their sets."""
     if batch.kept is None or options.missing in (None, batch.missing):
         return batch
-    require(
-        batch.missing == "include", "missing", options.missing, f"the batch says missing={batch.missing!r}: leave it out here."
-    )
+    require(batch.missing is None, "missing", options.missing, f"the batch says missing={batch.missing!r}: leave it out here.")
     return replace(batch, missing=options.missing)
 
 

@@ -23,13 +23,13 @@ def outside(sets: TokenSets, targets: Tensor) -> Tensor:
     return ~sets.contains(targets)
 
 
-def without_set(sets: TokenSets, targets: Tensor, missing: str) -> Tensor:
+def without_set(sets: TokenSets, targets: Tensor, missing: str | None) -> Tensor:
     """bool [rows]: rows that run over the whole vocabulary."""
     empty = sets.counts == 0
     return empty | outside(sets, targets) if missing == "full" else empty
 
 
-def narrowed(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str) -> Tensor | None:
+def narrowed(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str | None) -> Tensor | None:
     """The mask without what `missing` takes out. Raises ValueError for missing="raise", for which the host waits on a GPU."""
     if missing not in ("mask", "raise"):
         return mask
@@ -46,7 +46,7 @@ def narrowed(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str
     return mask
 
 
-def check_strict(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str, strict: bool) -> None:
+def check_strict(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str | None, strict: bool) -> None:
     """In strict mode, raise ValueError for a target that joins its set without anybody having said so."""
-    if missing == "include" and is_strict(strict):
+    if missing is None and is_strict(strict):
         narrowed(sets, targets, mask, "raise")

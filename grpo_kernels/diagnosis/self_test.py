@@ -19,6 +19,7 @@ from .. import (
     LogitTransform,
     LossOutput,
     Objective,
+    Options,
     TokenBatch,
     TokenSets,
     grpo_loss,
@@ -58,7 +59,8 @@ class Inputs:
     @property
     def batch(self) -> TokenBatch:
         return TokenBatch(
-            self.targets, self.advantages, mask=self.mask, old_logps=self.old_logps, ref_logps=self.ref_logps, kept=self.kept
+            self.targets, self.advantages, mask=self.mask, old_logps=self.old_logps, ref_logps=self.ref_logps, kept=self.kept,
+            missing="include",
         )  # fmt: skip
 
     def log_p(self, logits: Tensor) -> Tensor:
@@ -256,7 +258,9 @@ def results(case: Case, level: str, x: Inputs, backend: str, device: torch.devic
         out = loss_of(*leaves.values(), x.batch, case.objective, **options)
         return _collect(out.loss, out.logps, out.entropy, leaves)
     log_probs_of: Callable[..., tuple[Tensor, Tensor | None]] = token_logprobs if level == "logits" else linear_logprobs
-    logps, entropy = log_probs_of(*leaves.values(), x.targets, mask=x.mask, entropy=True, kept=x.kept, **options)
+    logps, entropy = log_probs_of(
+        *leaves.values(), x.targets, mask=x.mask, entropy=True, kept=x.kept, options=Options(missing="include"), **options
+    )
     assert entropy is not None
     return _collect((x.upstream * torch.stack([logps, entropy])).sum(), logps, entropy, leaves)
 

@@ -156,7 +156,7 @@ def scalars(objective: Objective) -> dict[str, Any]:
     """The numbers that `token_terms` takes at run time besides the rows: changing them recompiles nothing."""
     trust, floor = objective.filter(TrustRegion), objective.filter(EntropyFloor)
     params = objective.surrogate.params
-    if any(math.isnan(x) for x in params):
+    if not torch.compiler.is_compiling() and any(math.isnan(x) for x in params):
         name = getattr(objective.surrogate.function, "__qualname__", repr(objective.surrogate))
         raise ValueError(f"the parameters of {name} are {params}: a NaN among them would make the loss one.")
     return {

@@ -74,7 +74,7 @@ def test_without_a_group_one_rank_has_it_all(backend: str) -> None:
         out = grpo_loss(leaf, case.batch(), objective, shard=shard, backend=backend)
         out.loss.backward()
         results.append((out.loss.detach(), out.logps, leaf.grad))
-    if backend != "triton":  # its fused kernel is another one
+    if backend == "eager":  # the fused kernels of the others are other ones
         assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
 
