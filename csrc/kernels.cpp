@@ -1,6 +1,6 @@
 // The two vocabulary stages for one row, both at once, and scaling. Compiled once per instruction set, with GRPO_ISA naming the
 // copy. No C++ library headers: their inline functions, compiled here for AVX-512, could replace the baseline ones at link time.
-#include "visits.h"
+#include "row_gradient.h"
 
 namespace grpo {
 namespace {
@@ -14,10 +14,6 @@ template <class T, Mode MODE> float max_block(const T* x, int64_t n, const RowTr
         best = max_ignoring_nan(choose(first_lanes(rest), transformed<MODE>(t, load_some(x + j, rest)).z, all(-INFINITY)), best);
     }
     return max_lanes(best);
-}
-
-template <class T, Mode MODE> float logit_at(const T* x, int64_t j, const RowTransform& t) {
-    return lane0(transformed<MODE>(t, load_some(x + j, 1)).z);
 }
 
 // The first element whose z is max, or -1.
@@ -73,14 +69,6 @@ void stats(const StatsJob& job, int64_t i) {
     }
 }
 
-template <class A, class B> constexpr bool SAME_TYPE = false;
-template <class A> constexpr bool SAME_TYPE<A, A> = true;
-
-// d loss / d x_j = e_j (k0 + k1 d_j + k2 e_j) dz/dx with d_j = z_j - max and e_j = exp(d_j).
-struct Polynomial {
-    float k0, k1, k2;
-};
-
 // Which terms it has, each kind those before it too.
 enum Terms { CONSTANT, LINEAR, QUADRATIC };
 
@@ -130,46 +118,6 @@ void gradients(const T* x, O* out, int64_t vocab, const RowTransform& t, float m
         case SCALED: return gradients<T, O, SCALED>(x, out, vocab, t, max, of);
         case CAPPED: return gradients<T, O, CAPPED>(x, out, vocab, t, max, of);
     }
-}
-
-// d loss / d z_j = target (1[j is the target] - p_j) + p_j (constant + log log p_j + prob p_j)
-struct Slopes {
-    double target, constant, log, prob;
-
-    bool none() const { return target == 0 && constant == 0 && log == 0 && prob == 0; }
-};
-
-// The gradient of a row from what is known of its softmax.
-struct RowGradient {
-    double k0, k1, k2;  // see Polynomial
-    float max;
-
-    RowGradient(const Slopes& s, const RowTransform& t, float max, double sum, double log_sum)
-        : k0((s.constant - s.target - s.log * log_sum) * t.slope / sum),
-          k1(s.log * t.slope / sum),
-          k2(s.prob * t.slope / (sum * sum)),
-          max(max) {}
-
-    // A NaN or infinity anywhere in the row has made its sum NaN; without one no element's gradient is NaN.
-    bool finite() const { return fabs(k0) < INFINITY && fabs(k1) < INFINITY && fabs(k2) < INFINITY && fabsf(max) < INFINITY; }
-    Polynomial polynomial() const { return {float(k0), float(k1), float(k2)}; }
-};
-
-// The target's own element: -expm1(logp) is 1 - p without cancellation.
-inline float gradient_of_target(const Slopes& s, double logp, double dz_dx) {
-    const double p = exp(logp);
-    return float((-s.target * expm1(logp) + (p > 0 ? p * (s.constant + s.log * logp + s.prob * p) : 0.0)) * dz_dx);
-}
-
-// dz/dx of one element.
-template <class T> double slope_at(const T* x, int64_t j, const RowTransform& t) {
-    return t.mode == CAPPED ? double(t.slope) * lane0(tanh_and_slope(mul(load_some(x + j, 1), t.in)).slope) : double(t.slope);
-}
-
-template <class O> void fill_nan(O* out, int64_t vocab) {
-    O nan[W];
-    store_any(nan, all(NAN));
-    for (int64_t j = 0; j < vocab; j++) out[j] = nan[0];
 }
 
 template <class T, class O> void pull_row(const PullJob& job, int64_t i) {
