@@ -244,7 +244,7 @@ def test_no_rows(dtype: torch.dtype) -> None:
 
 #: Each product where the address space has room for its operands, and for `room` bytes of the memory that it works in.
 WITHOUT_MEMORY = """
-import resource, sys
+import resource, statistics, sys
 import torch
 from grpo_kernels.vocabulary.backends import cpu_products
 
@@ -267,17 +267,20 @@ for product, arguments, out, packed in calls:
     right = out.clone()
     # A thread that has ended may leave the 8 MiB of its stack behind, for the next call to find.
     for room in (0, packed // 2, packed + (8 << 20 if threads == 1 else 1 << 20)):
-        resource.setrlimit(resource.RLIMIT_AS, (statm()[0] + room, -1))
-        used = []
+        used, refused = [], 0
         for _ in range(8):
+            resource.setrlimit(resource.RLIMIT_AS, (statm()[0] + room, -1))  # anew, so that a leak finds room each time
             try:
                 product(*arguments, out)
             except MemoryError:
-                used.append(statm())
-                continue
-            raise AssertionError(f"{product.__name__} found memory where there is none")
+                refused += 1
+            used.append(statm())
         resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
-        assert all(last - first < 1 << 20 for first, last in zip(used[1], used[-1])), "memory was not given back"
+        # What the interpreter, malloc or a thread takes or gives back in between is one jump; a leak grows with each trial.
+        assert refused > 4, (product.__name__, "found memory where there is none", room, used)
+        for sizes in zip(*used):
+            growths = [later - earlier for earlier, later in zip(sizes, sizes[1:])]
+            assert statistics.median(growths) < 1 << 14, (product.__name__, "memory was not given back", room, growths)
     product(*arguments, out.zero_())
     assert torch.equal(out, right), product.__name__
 """
