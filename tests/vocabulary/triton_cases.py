@@ -24,7 +24,7 @@ from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
 from grpo_kernels.vocabulary.backends import eager, two_visits
 from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice
+from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice, choose
 from grpo_kernels.vocabulary.rows import RowTransform
 from support.rows import EVERYTHING, LOGPS, WITH_ENTROPY, slopes_of
 
@@ -252,6 +252,26 @@ def test_every_choice_gives_the_same_rows(choice: str, dtype: torch.dtype, monke
         assert (wider[..., V:] == 3.0).all()
         if V % 16:  # else threads take other columns, and sums have another order
             assert torch.equal(wider[..., :V], peeled)
+
+
+def test_which_unaligned_gradients_go_by_16_bytes() -> None:
+    """Where each row of them lies as far behind a 16-byte boundary as its logits; values: the test above, and other lengths."""
+    V, columns = 1031, 4
+    logits, rows = torch.empty(3, 4, V), make_rows(2, V, 1)
+    beside = torch.empty(3, 4, V + 4 * columns)[..., 3 * columns : 3 * columns + V]
+    for of, out, peeled in (
+        (logits, logits, True),
+        (logits, beside, True),  # rows further apart by whole accesses
+        (logits[:1, :2], torch.empty(1, 2, V), True),  # the stride over one sequence is none
+        (logits[:, :1], torch.empty(3, 8, V)[:, :1], True),  # sequences of one token, 4 rows apart and 8
+        (logits[:, :2], torch.empty(3, 2, V), False),  # the second sequence begins elsewhere
+        (logits, torch.empty(3, 4, V + 1)[..., 1:], False),
+        (logits, torch.empty(3, 4, V + 1)[..., :V], False),
+    ):
+        assert choose("visit", V, (of, out), 0).flags["PEELED"] is peeled, (of.stride(), out.stride())
+    logits = make_logits(2, V, torch.float32)
+    backend.fused(logits, rows, FULL, PLAIN, beside[:1, :2])
+    assert torch.equal(beside[:1, :2], check("clip", logits, rows, FULL, PLAIN))
 
 
 @pytest.mark.parametrize("V", (1031, 20003))

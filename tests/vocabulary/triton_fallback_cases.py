@@ -131,7 +131,7 @@ def test_a_smaller_tile_is_right_and_remembered(above: int, dtype: torch.dtype, 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check("clip", logits, rows, FULL, PLAIN)
-        check("clip", logits, rows, FULL, PLAIN)  # of one layout nothing asks again
+        check("clip", logits[:, :2], rows[:2], FULL, PLAIN)  # no length asks again
     assert {lanes for _, lanes in launches} == {above}
 
 

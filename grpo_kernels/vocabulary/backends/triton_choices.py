@@ -57,13 +57,14 @@ def choose(kind: str, columns: int, tensors: tuple[Tensor, ...], halvings: int) 
     Half a tile is half of what each thread has in flight and then, once that is one access, half the threads."""
     cols = 16 // tensors[0].element_size()
     # Both strides count, whatever the sizes, so that a dimension of size 1 does not select another kernel.
-    aligned, like = True, set()
+    aligned, behind = True, set()
     for x in tensors:
-        strides = x.stride()
-        aligned = aligned and strides[0] % 16 == 0 == strides[1] % 16
-        like.add((strides, x.data_ptr() // x.element_size() % cols))
-    # Unaligned gradients go by 16 bytes too where a row of them lies as far behind a boundary as its logits.
-    peeled = not aligned and len(tensors) == 2 and len(like) == 1
+        (A, T, _), (of_a, of_t, _) = x.shape, x.stride()
+        aligned = aligned and of_a % 16 == 0 == of_t % 16
+        behind.add((of_a % cols if A > 1 else 0, of_t % cols if T > 1 else 0, x.data_ptr() // x.element_size() % cols))
+    # Unaligned gradients go by 16 bytes too where each row of them lies as far behind a boundary as its logits: all that counts
+    # of strides is what they leave of an access, and of a dimension of size 1 nothing.
+    peeled = not aligned and len(tensors) == 2 and len(behind) == 1
     device = None if INTERPRETED else triton.runtime.driver.active
     index = tensors[0].device.index
     return _launch(kind, LAUNCH["visit" if kind == "scale" else kind], columns, cols, aligned, peeled, halvings, device, index)
