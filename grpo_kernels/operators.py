@@ -173,7 +173,7 @@ outside._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 class _Traced:
-    at = None  # log-probs of several ids leave the graph
+    at = teacher = None  # log-probs of several ids and divergences leave the graph
 
     def logits_at(self, tensors: tuple[Any, ...]) -> Any:
         raise AssertionError
@@ -196,7 +196,7 @@ class TracedLogits(_Traced):
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
         slopes: Slopes, transform: RowTransform, several: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        rows = (targets, read, stats.values, list(stats.names), *slopes)
+        rows = (targets, read, stats.values, list(stats.names), *slopes[:4])
         return (_pull(*tensors, *rows, *_numbers(transform), self.backend, self.strict),)
 
 
@@ -218,7 +218,7 @@ class TracedHidden(_Traced):
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
         slopes: Slopes, transform: RowTransform, several: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        rows = (targets, read, stats.values, list(stats.names), *slopes)
+        rows = (targets, read, stats.values, list(stats.names), *slopes[:4])
         gradients = _linear_pull(*tensors, self.dtype, *wanted, *rows, *_numbers(transform), self.backend, self.strict)
         return tuple(g if w else None for g, w in zip(gradients, wanted, strict=True))
 

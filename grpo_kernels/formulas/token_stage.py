@@ -41,6 +41,7 @@ class TokenRows:
     kl_weight: Tensor | None = None
     entropy_weight: Tensor | None = None  # None without a bonus
     nll_weight: Tensor | None = None
+    divergence_weight: Tensor | None = None  # of the divergence from a second stream of rows; None without one
     sampler_logps: Tensor | None = None  # where a trust region compares with them; None = it compares with old_logps
     weights: Tensor | None = None  # of the batch, as given
     trained: Tensor | None = None  # bool: rows where the batch's mask is set; None = all
@@ -60,7 +61,8 @@ class TokenRows:
 
     def weighted(self, factor: Tensor) -> TokenRows:
         """Every term of every row times `factor` [n]."""
-        terms = {name: getattr(self, name) for name in ("policy_weight", "kl_weight", "entropy_weight", "nll_weight")}
+        names = ("policy_weight", "kl_weight", "entropy_weight", "nll_weight", "divergence_weight")
+        terms = {name: getattr(self, name) for name in names}
         return replace(self, **{name: torch.where(w != 0, w * factor, 0.0) for name, w in terms.items() if w is not None})
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .backends import Backend, FusedRows
+from .backends import Backend, FusedRows, visit
 from .products import Products, products_for
-from .rows import RowStats, RowTransform, Slopes
+from .rows import RowStats, RowTransform, Slopes, Teacher
 from .shard import VocabShard, check_shard, refuse_managed
 from .sparse import Slots
 
@@ -50,6 +50,34 @@ class FlatHead:
     def vocab(self) -> int:
         """Ids that a target may have."""
         return self.weight.shape[0] if self.shard is None else self.shard.vocab
+
+
+@dataclass(eq=False)
+class TeacherHead:
+    """A second stream of the same rows from hidden states of its own: `rows.Teacher` whose logits are made with the student's, a
+    chunk at a time. With the student's own weight and bias (adapters in the body of a model), both are one product."""
+
+    head: FlatHead
+    transform: RowTransform
+    kind: str
+    mixture: float
+
+    def shares(self, head: FlatHead) -> bool:
+        """Whether the two heads are one."""
+        own = self.head
+        same = _same(own.weight, head.weight) and (own.bias is head.bias or _same(own.bias, head.bias))
+        return same and own.dtype == head.dtype
+
+    def of(self, logits: Tensor, rows: Tensor) -> Teacher:
+        """The stream whose logits of these rows are known, [c, V]."""
+        return Teacher(logits[None], self.transform.at(rows), self.kind, self.mixture)
+
+
+def _same(x: Tensor | None, y: Tensor | None) -> bool:
+    if x is None or y is None:
+        return False
+    place = x.data_ptr() == y.data_ptr() and x.device == y.device
+    return place and x.dtype == y.dtype and x.shape == y.shape and x.stride() == y.stride()
 
 
 def check_head(
@@ -131,17 +159,20 @@ def _local(name: str, x: Tensor, partial: bool = False) -> Tensor:
 
 class Engine:
     """One pass over the rows of a head. `wanted` says which gradients it accumulates: (hidden, weight, bias). `rounded`: d_weight
-    may end in the dtype of the weight; without it it is fp32, for more to be added."""
+    may end in the dtype of the weight; without it it is fp32, for more to be added. The logits of a `teacher` are made beside the
+    student's, one more product, and are gone with them."""
 
     def __init__(
-        self, head: FlatHead, backend: Backend, wanted: tuple[bool, bool, bool] = (False, False, False), rounded: bool = True
-    ) -> None:
-        self.head, self.backend, self.wanted, self.rounded = head, backend, wanted, rounded
+        self, head: FlatHead, backend: Backend, wanted: tuple[bool, bool, bool] = (False, False, False), rounded: bool = True,
+        teacher: TeacherHead | None = None,
+    ) -> None:  # fmt: skip
+        self.head, self.backend, self.wanted, self.rounded, self.teacher = head, backend, wanted, rounded, teacher
         self.hidden = head.hidden.detach()
         # The most rows of one chunk. It depends on the whole vocabulary and the device, not on the number of rows, so that
         # memory is the same for any, or on this rank's part of the vocabulary: ranks that share it must cut alike. The relative
         # cost of adding to d_weight depends on a chunk's rows only.
-        rows = CHUNK_BYTES.get(self.hidden.device.type, CHUNK_BYTES["cuda"]) // (4 * head.vocab)
+        columns = head.vocab + (0 if teacher is None else teacher.head.vocab)
+        rows = CHUNK_BYTES.get(self.hidden.device.type, CHUNK_BYTES["cuda"]) // (4 * columns)
         self.chunk_rows = max(64, rows // 64 * 64)
         # The gradient of the logits stays fp32 if the bias needs its sum, or if the row kernel cannot narrow it in place.
         self.exact = wanted[2] or not backend.WRITES_BEHIND_READS
@@ -159,16 +190,34 @@ class Engine:
     @functools.cached_property
     def products(self) -> Products:
         """Made for the first chunk: without one, nothing of the size of the weight is touched."""
-        head = self.head
-        return products_for(head.weight.detach(), None if head.bias is None else head.bias.detach(), head.dtype)
+        return _products(self.head)
+
+    @functools.cached_property
+    def of_teacher(self) -> Products | None:
+        """The teacher's own; None where its head is the student's."""
+        assert self.teacher is not None
+        return None if self.teacher.shares(self.head) else _products(self.teacher.head)
+
+    def _logits(self, at: Tensor, hidden: Tensor) -> tuple[Tensor, Teacher | None]:
+        """Those of a chunk of rows, [c, V], and the teacher's."""
+        if self.teacher is None:
+            return self.products.logits(hidden), None
+        second = self.teacher.head.hidden.detach()[at]
+        if self.of_teacher is None:
+            both = self.products.logits(torch.cat([hidden, second.to(self.products.dtype)]))
+            logits, of_teacher = both[: at.numel()], both[at.numel() :]
+        else:
+            logits, of_teacher = self.products.logits(hidden), self.of_teacher.logits(second.to(self.of_teacher.dtype))
+        return logits, self.teacher.of(of_teacher, at)
 
     def forward(self, index: Tensor, targets: Tensor, transform: RowTransform, names: tuple[str, ...]) -> RowStats:
         """Partials [q, N]: computed for the rows of `index`; the other rows get the values of a row that is not read."""
-        stats = RowStats.not_read(names, targets.numel(), self.hidden.device)
+        stats = RowStats.not_read(names, targets.numel(), self.hidden.device, self.teacher)
         for at, hidden in self._chunks(index):
-            logits = self.products.logits(hidden)
-            stats.values[:, at] = self.backend.stats(logits[None], targets[at], None, transform.at(at), names).values
-            del logits  # before the next chunk's are made
+            logits, teacher = self._logits(at, hidden)
+            part = visit(self.backend, logits[None], targets[at], None, transform.at(at), names, teacher)
+            stats.values[:, at] = part.values
+            del logits, teacher  # before the next chunk's are made
         return stats
 
     def fused(
@@ -182,15 +231,14 @@ class Engine:
     ) -> None:
         """Token-level loss of the rows of `index`, written into `result` [N], with `gradients` collected or not."""
         for at, hidden in self._chunks(index):
-            logits = self.products.logits(hidden)
+            logits, teacher = self._logits(at, hidden)
             d_logits = self.products.gradient_buffer(logits, self.exact) if gradients else None
             out = None if d_logits is None else d_logits[None]
-            part = self.backend.fused(logits[None], rows[at], objective, transform.at(at), out)
-            for whole, piece in zip(result, part, strict=True):
-                whole[at] = piece
+            part = self.backend.fused(logits[None], rows[at], objective, transform.at(at), out, teacher=teacher)
+            result.put(at, part)
             if d_logits is not None:
                 self._accumulate(at, hidden, d_logits, index)
-            del logits, d_logits, out
+            del logits, teacher, d_logits, out
 
     def backward(
         self, index: Tensor, targets: Tensor, stats: RowStats, slopes: Slopes, transform: RowTransform,
@@ -199,15 +247,16 @@ class Engine:
         """Accumulate the gradients of the rows of `index`; their logits are computed again. All vectors cover all rows, [N].
         `at_slots`: the gradient of the logits at `slots`, in place of what the slopes say there."""
         for at, hidden in self._chunks(index):
-            logits = self.products.logits(hidden)
+            logits, teacher = self._logits(at, hidden)
             d_logits = self.products.gradient_buffer(logits, self.exact)
-            self.backend.pull(logits[None], targets[at], stats.at(at), slopes.at(at), transform.at(at), d_logits[None])
+            of_rows = (targets[at], stats.at(at), slopes.at(at), transform.at(at))
+            self.backend.pull(logits[None], *of_rows, d_logits[None], teacher=teacher)
             if slots is not None and at_slots is not None:
                 row = torch.full_like(targets, -1).index_copy_(0, at, torch.arange(at.numel(), device=at.device))[slots.rows]
                 here = ((row >= 0) & (slots.ids >= 0)).nonzero()[:, 0]
                 d_logits[row[here], slots.ids[here]] = at_slots[here].to(d_logits.dtype)
             self._accumulate(at, hidden, d_logits, index)
-            del logits, d_logits
+            del logits, teacher, d_logits
 
     def _chunks(self, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         if index.numel() == 0:
@@ -235,3 +284,7 @@ class Engine:
         if self.d_hidden is not None and self.head.shard is not None:
             self.d_hidden = self.head.shard.sum_hidden(self.d_hidden)
         return self.d_hidden
+
+
+def _products(head: FlatHead) -> Products:
+    return products_for(head.weight.detach(), None if head.bias is None else head.bias.detach(), head.dtype)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from .backends import Backend, FusedRows, two_visits
-from .rows import RowStats, RowTransform, Slopes
+from .rows import MIXED, RowStats, RowTransform, Slopes, Teacher
 from .shard import VocabShard, exchange
 from .sparse import Slots, plain
 
@@ -103,7 +103,8 @@ class KeptRows:
         """Per-row results, those of rows with sets and those of the others."""
         if isinstance(of_sets, RowStats):
             return of_sets._replace(values=torch.where(self.has, of_sets.values, of_others.values))
-        return type(of_sets)(*(torch.where(self.has, x, y) for x, y in zip(of_sets, of_others, strict=True)))
+        both = zip(FusedRows._fields, of_sets, of_others, strict=True)
+        return type(of_sets)(**{name: torch.where(self.has, x, y) for name, x, y in both if x is not None and y is not None})
 
     def places(self, at: Slots) -> Tensor:
         """int64 [k]: which of `slots` each pair of `at` is; their number where it is none of them."""
@@ -146,12 +147,14 @@ class KeptStage:
     """The vocabulary stage of rows with sets. `logits` are fp32 [m], one a slot, before the transform; see `slots`.
 
     backend   of the row kernels.
-    columns   how many ids this process has: all, or those of `shard` from its start on."""
+    columns   how many ids this process has: all, or those of `shard` from its start on.
+    teacher   a second stream of the rows, over the same sets; its logits are fp32 [m], too."""
 
     kept: KeptRows
     backend: Backend
     columns: int
     shard: VocabShard | None = None
+    teacher: Teacher | None = None
 
     @functools.cached_property
     def slots(self) -> Slots:
@@ -162,22 +165,32 @@ class KeptStage:
     def stats(self, logits: Tensor, transform: RowTransform, names: tuple[str, ...]) -> RowStats:
         """Partials of all rows; one that is not read has log-prob and entropy 0."""
         read, z, target = self.kept.read, self._transformed(logits, transform), self._target
-        values = torch.empty(len(names), read.numel(), dtype=torch.float32, device=logits.device)
+        stats = RowStats.empty(names, read.numel(), logits.device, self.teacher)
         for rows, shape, at in self._blocks():
-            block = _side_by_side(z, shape, at)
-            values[:, rows] = self.backend.stats(block, target[rows], read[rows], TRANSFORMED, names).values
-        stats = RowStats(values, names)
+            block, teacher = _side_by_side(z, shape, at), self._beside(shape, at)
+            part = self.backend.stats(block, target[rows], read[rows], TRANSFORMED, names, teacher=teacher)
+            stats.values[:, rows] = part.values
         top = stats.get("top")
         if top is not None:  # the kernels give a column of the block
             top.copy_(self._top_id(z, stats.max))
-        return stats if self.shard is None else exchange(self.shard, values, names, read, 0)
+        if self.shard is not None:
+            stats = exchange(self.shard, stats, read, 0)
+        if MIXED[0] not in names:
+            return stats
+        mixed = torch.empty(len(MIXED), read.numel(), device=logits.device)
+        for rows, shape, at in self._blocks():
+            block, teacher = _side_by_side(z, shape, at), self._beside(shape, at)
+            mixed[:, rows] = self.backend.mixed(block, stats.at(rows), TRANSFORMED, teacher, read[rows])
+        stats.values[-len(MIXED) :] = mixed if self.shard is None else self.shard.sum_over_ranks(mixed)
+        return stats
 
     def pull(self, logits: Tensor, stats: RowStats, slopes: Slopes, transform: RowTransform) -> Tensor:
         """The gradient of `logits`; 0 of a slot that is not in use."""
         z, target, gradient = self._transformed(logits, transform), self._target, torch.zeros_like(logits)
         for rows, shape, at in self._blocks():
-            block = _side_by_side(z, shape, at)
-            self.backend.pull(block, target[rows], stats.at(rows), slopes.at(rows), TRANSFORMED, block)
+            block, teacher = _side_by_side(z, shape, at), self._beside(shape, at)
+            of_rows = (target[rows], stats.at(rows), slopes.at(rows), TRANSFORMED)
+            self.backend.pull(block, *of_rows, block, teacher=teacher)
             gradient += _back(block, at)
         return self._before_transform(gradient, logits, transform)
 
@@ -188,21 +201,31 @@ class KeptStage:
         if it is wanted."""
         read, z, target = self.kept.read, self._transformed(logits, transform), self._target
         gradient = torch.zeros_like(logits) if wanted else None
-        result = FusedRows(*(torch.zeros(read.shape, device=read.device) for _ in FusedRows._fields))
+        result = FusedRows.zeros(read.numel(), read.device, self.teacher)
         for part, shape, at in self._blocks():
-            block = _side_by_side(z, shape, at)
+            block, teacher = _side_by_side(z, shape, at), self._beside(shape, at)
             block_rows = replace(rows[part], targets=target[part], read=read[part])
             out = None if gradient is None else block
             if self.shard is None:
-                found = self.backend.fused(block, block_rows, objective, TRANSFORMED, out)
+                found = self.backend.fused(block, block_rows, objective, TRANSFORMED, out, teacher=teacher)
             else:
                 both = _Exchanged(self.backend, self.shard)
-                found = two_visits(both, block, block_rows, objective, TRANSFORMED, out, max(1, read.numel()))
-            for whole, piece in zip(result, found, strict=True):
-                whole[part] = piece
+                found = two_visits(both, block, block_rows, objective, TRANSFORMED, out, max(1, read.numel()), teacher)
+            result.put(part, found)
             if gradient is not None:
                 gradient += _back(block, at)
         return result, None if gradient is None else self._before_transform(gradient, logits, transform)
+
+    def _beside(self, shape: tuple[int, int], at: Tensor) -> Teacher | None:
+        """The teacher's rows of a block."""
+        if self.teacher is None:
+            return None
+        return self.teacher._replace(logits=_side_by_side(self._of_teacher, shape, at), transform=TRANSFORMED)
+
+    @functools.cached_property
+    def _of_teacher(self) -> Tensor:
+        assert self.teacher is not None
+        return self._transformed(self.teacher.logits, self.teacher.transform)
 
     @property
     def _first(self) -> int:
@@ -270,10 +293,13 @@ class _Exchanged:
 
     def stats(
         self, logits: Tensor, targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...],
-        *, rows: tuple[int, int] | None = None,
+        *, rows: tuple[int, int] | None = None, teacher: Teacher | None = None,
     ) -> RowStats:  # fmt: skip
-        own = self.backend.stats(logits, targets, read, transform, names, rows=rows)
-        return exchange(self.shard, own.values, names, read, 0)
+        own = self.backend.stats(logits, targets, read, transform, names, rows=rows, teacher=teacher)
+        return exchange(self.shard, own, read, 0)
+
+    def mixed(self, *arguments: Any, rows: tuple[int, int] | None = None) -> Tensor:
+        return self.shard.sum_over_ranks(self.backend.mixed(*arguments, rows=rows))
 
 
 def _back(block: Tensor, at: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .divergence import SMALL, merged_sums, phi
+
 Tensor = torch.Tensor
 
 
@@ -40,6 +42,21 @@ class RowTransform(NamedTuple):
         return slope * (1.0 - torch.tanh(x * (self.scale / self.softcap)).square()) if self.softcap else slope
 
 
+class Teacher(NamedTuple):
+    """A second stream of rows, over the same ids: the q of a divergence. It gets no gradient."""
+
+    logits: (
+        Tensor  # [A, T, V] like the student's, any strides in front; fp32, bf16 or fp16, which may differ from the student's
+    )
+    transform: RowTransform  # of its own
+    kind: str  # "reverse", "forward" or "jsd", see `divergence.py`
+    mixture: float  # the share of the teacher in the mixture of "jsd", else 0
+
+    def at(self, rows: slice | Tensor) -> Teacher:
+        """The same with the transform of these rows only, for a call that takes them out of all rows of the logits."""
+        return self._replace(transform=self.transform.at(rows))
+
+
 #: Rows of the tensor that `stats` fills, in this order, and what stands there for a row that is not read.
 #:   max       max_j z_j
 #:   sum       sum_j e^(z_j - max)
@@ -47,18 +64,38 @@ class RowTransform(NamedTuple):
 #:   weighted  sum_j e^(z_j - max) (z_j - max), terms with e^.. = 0 counting 0: for the entropy
 #:   squares   sum_j e^(2 (z_j - max)): for the sum of p^2
 #:   top       the first id whose z is max, -1 where there is none (the bits of an int32)
-PARTIALS = ("max", "sum", "target", "weighted", "squares", "top")
+#: and with a teacher, whose transformed logits are w, with p = e^(z - max), q = e^(w - teacher_max) and d = (z - w) - (max -
+#: teacher_max), which is exact where z and w are close:
+#:   teacher_max, teacher_sum   as max and sum
+#:   cross     sum_j p_j d_j, of "forward" with the streams swapped, -sum_j q_j d_j
+#:   excess    sum_j p_j psi(-d_j), of "forward" sum_j q_j psi(d_j), psi(x) = e^x - 1 - x: see `divergence.first_terms`
+#:   mixed_student, mixed_teacher   KL(p||m) and KL(q||m) of softmaxes p and q and their mixture m, which a second visit makes
+PARTIALS = (
+    "max", "sum", "target", "weighted", "squares", "top",
+    "teacher_max", "teacher_sum", "cross", "excess", "mixed_student", "mixed_teacher",
+)  # fmt: skip
 ALWAYS = 3
-NOT_READ = {"max": 0.0, "sum": 1.0, "target": 0.0, "weighted": 0.0, "squares": 0.0, "top": -1}
+OF_STUDENT = PARTIALS[:6]
+OF_BOTH = PARTIALS[6:10]
+MIXED = PARTIALS[10:]
+NOT_READ = {**dict.fromkeys(PARTIALS, 0.0), "sum": 1.0, "top": -1, "teacher_sum": 1.0}
 
 #: Statistics that may be asked for beside log-probs, and the partials that they need. The C++ and Triton kernels make squares
 #: and weighted together.
-STATISTICS = {"entropy": ("weighted",), "sum_squares": ("weighted", "squares"), "top_prob": (), "top_id": ("top",)}
+STATISTICS: dict[str, tuple[str, ...]] = {
+    "entropy": ("weighted",),
+    "sum_squares": ("weighted", "squares"),
+    "top_prob": (),
+    "top_id": ("top",),
+    "divergence": OF_BOTH,
+}
 
 
-def partials_of(statistics: tuple[str, ...]) -> tuple[str, ...]:
-    """The partials that these statistics need, in the order of PARTIALS."""
+def partials_of(statistics: tuple[str, ...], kind: str = "") -> tuple[str, ...]:
+    """The partials that these statistics need, in the order of PARTIALS. `kind`: of the divergence, if it is among them."""
     needed = {partial for name in statistics for partial in STATISTICS[name]}
+    if "divergence" in statistics and kind == "jsd":
+        needed.update(MIXED)
     return tuple(name for i, name in enumerate(PARTIALS) if i < ALWAYS or name in needed)
 
 
@@ -66,21 +103,26 @@ class RowStats(NamedTuple):
     """Partials of each row's softmax, and the statistics that follow from them. Partials of parts of a row can be merged.
 
     values   fp32 [q, n], a row for each of `names`.
+    kind, mixture   of the divergence, as `Teacher` has them; "" without one.
 
     A row of only -inf has max -inf and sum 0; its log-prob and entropy are NaN, as torch's log_softmax has it. A NaN among the
     logits is a NaN in sum, whatever max is."""
 
     values: Tensor
     names: tuple[str, ...]
+    kind: str = ""
+    mixture: float = 0.0
 
     @classmethod
-    def empty(cls, names: tuple[str, ...], n: int, device: torch.device) -> RowStats:
-        return cls(torch.empty(len(names), n, dtype=torch.float32, device=device), names)
+    def empty(cls, names: tuple[str, ...], n: int, device: torch.device, teacher: Any = None) -> RowStats:
+        """Memory for partials. `teacher`: anything with a kind and a mixture."""
+        of = () if teacher is None else (teacher.kind, teacher.mixture)
+        return cls(torch.empty(len(names), n, dtype=torch.float32, device=device), names, *of)
 
     @classmethod
-    def not_read(cls, names: tuple[str, ...], n: int, device: torch.device) -> RowStats:
-        """Those of n rows that are not read: log-prob and entropy are exactly 0."""
-        stats = cls.empty(names, n, device)
+    def not_read(cls, names: tuple[str, ...], n: int, device: torch.device, teacher: Any = None) -> RowStats:
+        """Those of n rows that are not read: log-prob, entropy and divergence are exactly 0."""
+        stats = cls.empty(names, n, device, teacher)
         for name in names:
             stats.get(name).fill_(NOT_READ[name])  # type: ignore[union-attr]
         return stats
@@ -94,7 +136,7 @@ class RowStats(NamedTuple):
 
     def at(self, rows: slice | Tensor) -> RowStats:
         """Those of these rows only."""
-        return RowStats(self.values[:, rows], self.names)
+        return self._replace(values=self.values[:, rows])
 
     @property
     def max(self) -> Tensor:
@@ -147,6 +189,44 @@ class RowStats(NamedTuple):
         assert top is not None
         return top.to(torch.int64)
 
+    def _two_streams(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """(r, whether it is small, log(1 + r), cross, excess), all for p of sum 1. r is the other stream's sum over one's own, less 1:
+        made of two sums of differences, it keeps the digits of rows that are nearly equal."""
+        row = dict(zip(self.names, self._wide(), strict=True))
+        own, other = row["sum"], row["teacher_sum"]
+        if self.kind == "forward":
+            own, other = other, own
+        cross, excess = row["cross"] / own, row["excess"] / own
+        r = excess - cross
+        # Of large differences r has fewer digits than the sums themselves. It is NaN where both are infinite, and not near.
+        near = (cross.abs() <= SMALL) & (excess <= SMALL)
+        return r, near, torch.where(near, torch.log1p(r), torch.log(other) - torch.log(own)), cross, excess
+
+    @property
+    def log_sums(self) -> Tensor:
+        """log(teacher_sum / sum), which is log p_j - log q_j less d_j."""
+        logs = self._two_streams()[2]
+        return (-logs if self.kind == "forward" else logs).to(torch.float32)
+
+    @property
+    def divergence(self) -> Tensor:
+        """That of `kind`, never negative; infinite where q is 0 and p is not ("forward": the other way round)."""
+        if self.kind == "jsd":
+            student, teacher = self.get("mixed_student"), self.get("mixed_teacher")
+            assert student is not None and teacher is not None, self.names
+            return self.mixture * teacher + (1.0 - self.mixture) * student
+        r, near, logs, cross, excess = self._two_streams()
+        return torch.where(near, excess - phi(r), cross + logs).clamp(min=0.0).to(torch.float32)
+
+    @property
+    def center(self) -> Tensor:
+        """What `divergence.gradient` takes off the factor of p: its mean over p."""
+        if self.kind == "jsd":
+            student = self.get("mixed_student")
+            assert student is not None, self.names
+            return student
+        return self.divergence if self.kind == "reverse" else torch.zeros_like(self.sum)
+
     def statistic(self, name: str, read: Tensor | None) -> Tensor:
         """A statistic of STATISTICS by name; 0 for a row that is not read, an id -1."""
         value = getattr(self, name)
@@ -154,7 +234,8 @@ class RowStats(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """d loss / d z_j = target (1[j = y] - p_j) + p_j (constant + log log p_j + prob p_j), y the row's target.
+    """d loss / d z_j = target (1[j = y] - p_j) + p_j (constant + log log p_j + prob p_j) + teacher G_j, y the row's target and G_j
+    the gradient of the divergence, see `divergence.gradient`.
 
     Each is fp32 [n], contiguous; None where no row has such a term."""
 
@@ -162,11 +243,12 @@ class Slopes(NamedTuple):
     constant: Tensor | None = None
     log: Tensor | None = None
     prob: Tensor | None = None
+    teacher: Tensor | None = None
 
     @classmethod
     def of(cls, stats: dict[str, Tensor], slopes: dict[str, Tensor], read: Tensor | None = None) -> Slopes:
-        """From d loss / d statistic of "logps", "entropy" and "sum_squares", and the values of the latter two. 0 where the row
-        was not read, even if NaN arrives there: the values are 0 there, too."""
+        """From d loss / d statistic of "logps", "entropy", "sum_squares" and "divergence", and the values of the entropy and the sum
+        of squares. 0 where the row was not read, even if NaN arrives there: the values are 0 there, too."""
 
         def clean(x: Tensor) -> Tensor:
             x = x.to(torch.float32)
@@ -184,7 +266,7 @@ class Slopes(NamedTuple):
             constant = of_squares if constant is None else constant + of_squares
         if target is None:
             target = torch.zeros_like(next(iter(given.values())))
-        return cls(target, constant, log, prob)
+        return cls(target, constant, log, prob, given.get("divergence"))
 
     def at(self, rows: slice | Tensor) -> Slopes:
         """Those of these rows only."""
@@ -204,18 +286,18 @@ class Slopes(NamedTuple):
         return found
 
 
-def merge(values: Tensor, names: tuple[str, ...], read: Tensor | None, starts: Tensor | None = None) -> RowStats:
+def merge(
+    values: Tensor, names: tuple[str, ...], read: Tensor | None, starts: Tensor | None = None, teacher: Any = None
+) -> RowStats:
     """Partials of parts of a row, `values` [parts, q, n], as those of the whole row.
 
     A part of only -inf, or of no column, adds nothing. The target is that of the part that has it, NaN where none has it or
-    (parts that overlap) several do. `starts` int32 [parts, n]: the id of each part's first column, for `top`."""
+    (parts that overlap) several do. `starts` int32 [parts, n]: the id of each part's first column, for `top`. `teacher`: anything
+    with a kind and a mixture; MIXED are sums, and simply add up."""
     parts = {name: values[:, i] for i, name in enumerate(names)}
-    merged = RowStats.empty(names, values.shape[2], values.device)
+    merged = RowStats.empty(names, values.shape[2], values.device, teacher)
     tops = parts["max"]
-    top = tops.amax(0)
-    empty = tops == -torch.inf
-    shift = torch.where(empty, 0.0, tops - top)
-    share = torch.where(empty, 0.0, shift.exp())
+    top, shift, share = _shares(tops)
     here = ~parts["target"].isnan()
     found: dict[str, Any] = {
         "max": top,
@@ -232,7 +314,25 @@ def merge(values: Tensor, names: tuple[str, ...], read: Tensor | None, starts: T
         last = torch.iinfo(torch.int32).max
         first = torch.where((tops == top) & (ids >= 0), ids + starts, last).amin(0)
         found["top"] = torch.where(first == last, -1, first)
+    if "cross" in parts:
+        teacher_top, _, teacher_share = _shares(parts["teacher_max"])
+        apart = (tops - parts["teacher_max"]) - (top - teacher_top)  # d of the whole row less d of the part
+        apart = torch.where((tops == -torch.inf) | (parts["teacher_max"] == -torch.inf), 0.0, apart)
+        found["teacher_max"], found["teacher_sum"] = teacher_top, (teacher_share * parts["teacher_sum"]).sum(0)
+        sums = (parts["sum"], parts["teacher_sum"], parts["cross"], parts["excess"])
+        found["cross"], found["excess"] = merged_sums(teacher.kind, share, teacher_share, apart, *sums)
+    for name in MIXED:
+        if name in parts:
+            found[name] = parts[name].sum(0)
     for name in names:
         x = found[name]
         merged.get(name).copy_(x if read is None else torch.where(read, x, NOT_READ[name]))  # type: ignore[union-attr]
     return merged
+
+
+def _shares(tops: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(the largest of the parts' maxima [parts, n], each one's distance to it, e to the power of that), 0 of a part of only -inf."""
+    top = tops.amax(0)
+    empty = tops == -torch.inf
+    shift = torch.where(empty, 0.0, tops - top)
+    return top, shift, torch.where(empty, 0.0, shift.exp())

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from .rows import RowStats, RowTransform, Slopes
+from .divergence import gradient
+from .rows import RowStats, RowTransform, Slopes, Teacher
 from .sparse import Slots
+
+if TYPE_CHECKING:
+    from .kept import KeptRows
+    from .shard import VocabShard
 
 Tensor = torch.Tensor
 
@@ -17,11 +23,34 @@ class LogitsAt:
     """Logits at slots, one fp32 number a slot, [k], before the transform.
 
     used   bool [k]: ids that the row's softmax has. The log-prob of the others is -inf, without gradient. That of all ids of a row
-           that is not read is 0."""
+           that is not read is 0.
+    teacher  a second stream, whose logits are [k], too."""
 
     slots: Slots
     logits: Tensor
     used: Tensor
+    teacher: Teacher | None = None
+
+    @classmethod
+    def of(
+        cls, slots: Slots, logits: Tensor, own: Slots, teacher: Teacher | None, kept: KeptRows | None, shard: VocabShard | None
+    ) -> LogitsAt:
+        """From the logits of this process, whose slots are `own`."""
+        has = None if kept is None else kept.has[slots.rows]
+
+        def whole(logits: Tensor) -> Tensor:
+            logits = torch.where(own.ids >= 0, logits, 0.0)
+            if shard is not None:
+                logits = shard.sum_over_ranks(logits)
+            if kept is None or has is None:
+                return logits
+            return torch.where(has & ~kept.several[slots.rows], 0.0, logits)  # as that of an only id counts
+
+        used = own.ids >= 0 if shard is None else slots.ids < shard.vocab
+        if kept is not None and has is not None:
+            used = used & (~has | (kept.places(slots) < kept.slots.ids.numel()))
+        teacher = None if teacher is None else teacher._replace(logits=whole(teacher.logits))
+        return cls(slots, whole(logits), used, teacher)
 
     def log_probs(self, stats: RowStats, read: Tensor | None, transform: RowTransform) -> Tensor:
         """fp32 [k]."""
@@ -50,5 +79,17 @@ class LogitsAt:
         for slope, factor in ((slopes.constant, 1.0), (slopes.log, finite), (slopes.prob, p)):
             if slope is not None:
                 g = g + p * slope[rows] * factor
+        if slopes.teacher is not None:
+            g = g + slopes.teacher[rows] * self._of_divergence(p, stats, transform)
         g = torch.where(counted, g * transform.slope(self.logits, rows), 0.0)
         return g, slopes._replace(constant=-total if slopes.constant is None else slopes.constant - total)
+
+    def _of_divergence(self, p: Tensor, stats: RowStats, transform: RowTransform) -> Tensor:
+        """d divergence / d z [k]."""
+        teacher, rows = self.teacher, self.slots.rows
+        top, total = stats.get("teacher_max"), stats.get("teacher_sum")
+        assert teacher is not None and top is not None and total is not None
+        w = torch.where(self.used, teacher.transform.of(teacher.logits, rows), -torch.inf)
+        q = (w - top[rows]).exp() / total[rows]
+        log_ratio = (transform.of(self.logits, rows) - w) - (stats.max - top)[rows] + stats.log_sums[rows]
+        return gradient(teacher.kind, p, q, log_ratio, stats.center[rows], teacher.mixture)

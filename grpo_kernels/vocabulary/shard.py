@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..checks import as_number, require, require_whole
 from .backends import FusedRows, SparseBackend, two_visits
-from .rows import RowStats, RowTransform, Slopes, merge
+from .rows import MIXED, RowStats, RowTransform, Slopes, Teacher, merge
 
 if TYPE_CHECKING:
     from ..formulas.token_stage import TokenRows
@@ -145,45 +145,71 @@ class VocabParallel:
 
     def stats(
         self, logits: Tensor, targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...],
-        *, rows: tuple[int, int] | None = None,
+        *, rows: tuple[int, int] | None = None, teacher: Teacher | None = None,
     ) -> RowStats:  # fmt: skip
         """Statistics of whole rows from this rank's part of them, the same on all ranks."""
         own, n = self._own(logits), targets.numel()
         if own.shape[-1]:
-            partials = self.backend.stats(own, targets - self.shard.start, read, transform, names, rows=rows).values
+            arguments = (own, targets - self.shard.start, read, transform, names)
+            part = self.backend.stats(*arguments, rows=rows, teacher=self._own_teacher(teacher))
         else:
-            partials = RowStats.not_read(names, n, logits.device).values
-            for row, nothing in zip(partials, (-torch.inf, 0.0, torch.nan), strict=False):
-                row.fill_(nothing)
-        return exchange(self.shard, partials, names, read, self.shard.start)
+            part = RowStats.not_read(names, n, logits.device, teacher)
+            for name, nothing in NO_COLUMN.items():
+                if name in names:
+                    part.get(name).fill_(nothing)  # type: ignore[union-attr]
+        return exchange(self.shard, part, read, self.shard.start)
+
+    def mixed(
+        self, logits: Tensor, stats: RowStats, transform: RowTransform, teacher: Teacher, read: Tensor | None,
+        *, rows: tuple[int, int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Sums over whole rows from this rank's part of them."""
+        own, second = self._own(logits), self._own_teacher(teacher)
+        if own.shape[-1]:
+            sums = self.backend.mixed(own, stats, transform, second, read, rows=rows)
+        else:
+            sums = torch.zeros(len(MIXED), stats.max.numel(), dtype=torch.float32, device=logits.device)
+        return self.shard.sum_over_ranks(sums)
 
     def pull(
         self, logits: Tensor, targets: Tensor, stats: RowStats, slopes: Slopes, transform: RowTransform, out: Tensor,
-        *, rows: tuple[int, int] | None = None,
+        *, rows: tuple[int, int] | None = None, teacher: Teacher | None = None,
     ) -> None:  # fmt: skip
         """This rank's columns of the gradient, from statistics of whole rows."""
         own = self._own(logits)
         if own.shape[-1]:
-            self.backend.pull(own, targets - self.shard.start, stats, slopes, transform, self._own(out), rows=rows)
+            arguments = (own, targets - self.shard.start, stats, slopes, transform, self._own(out))
+            self.backend.pull(*arguments, rows=rows, teacher=self._own_teacher(teacher))
         padding = out[..., own.shape[-1] :]
         if padding.numel():
             at = torch.arange(*(rows or (0, logits.shape[0] * logits.shape[1])), device=out.device)
             padding[at // out.shape[1], at % out.shape[1]] = 0
 
     def fused(
-        self, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None
-    ) -> FusedRows:
+        self, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None,
+        *, teacher: Teacher | None = None,
+    ) -> FusedRows:  # fmt: skip
         """Two visits with the exchange between them."""
-        return two_visits(self, logits, rows, objective, transform, out, max(1, rows.targets.numel()))
+        return two_visits(self, logits, rows, objective, transform, out, max(1, rows.targets.numel()), teacher)
 
     def _own(self, logits: Tensor) -> Tensor:
         """The columns that are ids; the others are padding."""
         return logits[..., : min(logits.shape[-1], max(0, self.shard.vocab - self.shard.start))]
 
+    def _own_teacher(self, teacher: Teacher | None) -> Teacher | None:
+        """The teacher's rows are cut as the student's are."""
+        return None if teacher is None else teacher._replace(logits=self._own(teacher.logits))
 
-def exchange(shard: VocabShard, partials: Tensor, names: tuple[str, ...], read: Tensor | None, start: int) -> RowStats:
-    """Statistics of whole rows from each rank's `partials` [q, n], the same on all ranks: one all-gather. `start`: the id that
-    this rank's ids of `top` count from."""
+
+#: Partials of a part without a column where they differ from those of a row that is not read.
+NO_COLUMN = {"max": -torch.inf, "sum": 0.0, "target": torch.nan, "teacher_max": -torch.inf, "teacher_sum": 0.0}
+
+
+def exchange(shard: VocabShard, part: RowStats, read: Tensor | None, start: int) -> RowStats:
+    """Statistics of whole rows from each rank's `part` of them, the same on all ranks: one all-gather. `start`: the id that
+    this rank's ids of `top` count from. MIXED are left alone: they are made from statistics of whole rows."""
+    names = tuple(name for name in part.names if name not in MIXED)
+    partials = part.values[: len(names)]
     # The id of a rank's largest logit counts from the rank's first column, so that column is sent too.
     first = torch.full((1, partials.shape[1]), start, dtype=torch.int32, device=partials.device).view(torch.float32)
     sent = torch.cat([partials, first]) if "top" in names else partials
@@ -193,7 +219,12 @@ def exchange(shard: VocabShard, partials: Tensor, names: tuple[str, ...], read: 
         everyone = torch.empty(ranks, *sent.shape, dtype=torch.float32, device=partials.device)
         all_gather(everyone, sent[None], shard.group)
     starts = everyone[:, -1].view(torch.int32) if "top" in names else None
-    return merge(everyone[:, : len(names)], names, read, starts)
+    found = merge(everyone[:, : len(names)], names, read, starts, part)
+    if names == part.names:
+        return found
+    whole = RowStats.not_read(part.names, partials.shape[1], partials.device, part)
+    whole.values[: len(names)] = found.values
+    return whole
 
 
 def on_shard(backend: SparseBackend, shard: VocabShard | None) -> SparseBackend:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .backends import FusedRows, SparseBackend
-from .hidden import Engine, FlatHead
+from .backends import FusedRows, SparseBackend, visit
+from .hidden import Engine, FlatHead, TeacherHead
 from .kept import KeptRows, KeptStage
 from .memory import converted, empty_like, zeros
-from .rows import RowStats, RowTransform, Slopes
+from .rows import RowStats, RowTransform, Slopes, Teacher
 from .several import LogitsAt
 from .shard import VocabShard, of_own_part
 from .sparse import Slots
@@ -30,6 +30,10 @@ class Source(Protocol):
     @property
     def at(self) -> Slots | None:
         """Further ids of rows whose log-probs are wanted."""
+
+    @property
+    def teacher(self) -> Teacher | TeacherHead | None:
+        """A second stream of the rows, for their divergence from it."""
 
     def logits_at(self, tensors: tuple[Any, ...]) -> LogitsAt:
         """The logits at them."""
@@ -53,31 +57,35 @@ class Logits:
 
     inplace  pull writes the gradient into their memory.
     kept     the rows that have a set of ids; the others, all of them with None, run over the whole vocabulary.
-    at       further ids of rows, whose log-probs are wanted."""
+    at       further ids of rows, whose log-probs are wanted.
+    teacher  a second stream of the rows, for their divergence from it."""
 
     backend: SparseBackend
     inplace: bool = False
     shard: VocabShard | None = None
     kept: KeptRows | None = None
     at: Slots | None = None
+    teacher: Teacher | None = None
 
     def logits_at(self, tensors: tuple[Any, ...]) -> LogitsAt:
         (logits,) = tensors
         assert self.at is not None
-        own = self._own(logits)
-        return _several(self, _at(logits, own), own)
+        own, teacher = self._own(logits), self.teacher
+        second = None if teacher is None else teacher._replace(logits=_at(teacher.logits, own))
+        return LogitsAt.of(self.at, _at(logits, own), own, second, self.kept, self.shard)
 
     def stats(
         self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
     ) -> RowStats:
         (logits,) = tensors
         if self.kept is None:
-            return self.backend.stats(logits, targets, read, transform, names)
+            return visit(self.backend, logits, targets, read, transform, names, self.teacher)
         stage = self._stage(logits)
         of_sets = stage.stats(_at(logits, stage.slots), transform, names)
         if self.kept.has_all:
             return of_sets
-        return self.kept.joined(of_sets, self.backend.stats(logits, targets, self.kept.others(read), transform, names))
+        others = visit(self.backend, logits, targets, self.kept.others(read), transform, names, self.teacher)
+        return self.kept.joined(of_sets, others)
 
     def pull(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
@@ -91,7 +99,7 @@ class Logits:
         out = self._out(logits)
         if self.kept is None or not self.kept.has_all:
             slopes = slopes if self.kept is None else slopes.where(~self.kept.has)
-            self.backend.pull(logits, targets, stats, slopes, transform, out)
+            self.backend.pull(logits, targets, stats, slopes, transform, out, teacher=self.teacher)
             if several is not None:
                 own = self._own(logits)
                 here = _whole_rows(self, own, read)
@@ -106,7 +114,7 @@ class Logits:
         (logits,) = tensors
         if self.kept is None:
             out = self._out(logits) if wanted[0] else None
-            result = self.backend.fused(logits, rows, objective, transform, out)
+            result = self.backend.fused(logits, rows, objective, transform, out, teacher=self.teacher)
             return result, (None if out is None else self._written(logits, out, None, None),)
         stage = self._stage(logits)
         result, of_sets = stage.fused(_at(logits, stage.slots), rows, objective, transform, wanted[0])
@@ -115,12 +123,16 @@ class Logits:
         out = self._out(logits) if wanted[0] else None
         if not self.kept.has_all:
             others = replace(rows.weighted((~self.kept.has).to(torch.float32)), read=self.kept.others(rows.read))
-            result = self.kept.joined(result, self.backend.fused(logits, others, objective, transform, out))
+            whole = self.backend.fused(logits, others, objective, transform, out, teacher=self.teacher)
+            result = self.kept.joined(result, whole)
         return result, (None if out is None else self._written(logits, out, stage, of_sets),)
 
     def _stage(self, logits: Tensor) -> KeptStage:
         assert self.kept is not None
-        return KeptStage(self.kept, of_own_part(self.backend), logits.shape[-1], self.shard)
+        stage = KeptStage(self.kept, of_own_part(self.backend), logits.shape[-1], self.shard)
+        if self.teacher is not None:
+            stage.teacher = self.teacher._replace(logits=_at(self.teacher.logits, stage.slots))
+        return stage
 
     def _own(self, logits: Tensor) -> Slots:
         assert self.at is not None
@@ -146,23 +158,6 @@ class Logits:
 def _of_slots(logits: Tensor, stage: KeptStage, of_sets: Tensor) -> SlotGradient:
     own = torch.where(stage.slots.ids >= 0, of_sets, 0.0)
     return SlotGradient(logits.shape, logits.dtype, _positions(logits, stage.slots), own)
-
-
-def _several(source: Logits | Hidden, logits: Tensor, own: Slots) -> LogitsAt:
-    """The logits at the ids of `source.at` from those of this process, whose slots are `own`."""
-    assert source.at is not None
-    slots, kept = source.at, source.kept
-    logits = torch.where(own.ids >= 0, logits, 0.0)
-    if source.shard is not None:
-        logits = source.shard.sum_over_ranks(logits)
-        used = slots.ids < source.shard.vocab
-    else:
-        used = own.ids >= 0
-    if kept is not None:
-        has = kept.has[slots.rows]
-        logits = torch.where(has & ~kept.several[slots.rows], 0.0, logits)  # as that of an only id counts
-        used = used & (~has | (kept.places(slots) < kept.slots.ids.numel()))
-    return LogitsAt(slots, logits, used)
 
 
 def _whole_rows(source: Logits | Hidden, own: Slots, read: Tensor | None) -> Tensor:
@@ -195,6 +190,7 @@ class Hidden:
              slopes are zero are left out of the products as well.
     kept     the rows that have a set of ids, which take part in no product with the whole weight.
     at       further ids of rows, whose log-probs are wanted.
+    teacher  a second stream of the rows, for their divergence from it.
     into     memory that the gradient of the weight is added into.
     """
 
@@ -206,12 +202,14 @@ class Hidden:
     kept: KeptRows | None = None
     into: WeightMemory | None = None
     at: Slots | None = None
+    teacher: TeacherHead | None = None
 
     def logits_at(self, tensors: tuple[Any, ...]) -> LogitsAt:
         head = self._head(tensors)
         own = self._own(head)
+        assert self.at is not None
         with torch.autocast(head.hidden.device.type, enabled=False):
-            return _several(self, self._at(head, own), own)
+            return LogitsAt.of(self.at, self._at(head, own), own, self._teacher_at(own), self.kept, self.shard)
 
     def stats(
         self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
@@ -219,13 +217,13 @@ class Hidden:
         head = self._head(tensors)
         with torch.autocast(targets.device.type, enabled=False):
             if self.kept is None:
-                return Engine(head, self.backend).forward(self._rows(targets, read), targets, transform, names)
+                return self._engine(head).forward(self._rows(targets, read), targets, transform, names)
             stage = self._stage(head)
             of_sets = stage.stats(self._at(head, stage.slots), transform, names)
             index = self._rows(targets, read)
             if index.numel() == 0:
                 return of_sets
-            return self.kept.joined(of_sets, Engine(head, self.backend).forward(index, targets, transform, names))
+            return self.kept.joined(of_sets, self._engine(head).forward(index, targets, transform, names))
 
     def pull(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
@@ -247,7 +245,7 @@ class Hidden:
             if own is not None:  # slopes of several ids may cancel in the sum of their row
                 nonzero = nonzero.index_fill(0, own.rows[several != 0], True)
             index = index[nonzero[index]]
-        engine = Engine(head, self.backend, wanted, self.into is None and self.kept is None)  # type: ignore[arg-type]
+        engine = self._engine(head, wanted)
         if self.into is not None:  # all factors are in the slopes
             engine.d_weight = self.into.sum_of_chunks
         with torch.autocast(targets.device.type, enabled=False):
@@ -267,9 +265,9 @@ class Hidden:
         """Losses of all rows of an objective of one pass, and the gradients of `tensors`, None where not wanted."""
         index, n, device = self._rows(rows.targets, rows.read), rows.targets.numel(), rows.targets.device
         active = index.numel() if self.active is None else self.active
-        result = FusedRows(*(torch.zeros(n, device=device, dtype=torch.float32) for _ in FusedRows._fields))
+        result = FusedRows.zeros(n, device, self.teacher)
         head = self._head(tensors)
-        engine = Engine(head, self.backend, wanted, self.into is None and self.kept is None)  # type: ignore[arg-type]
+        engine = self._engine(head, wanted)
         of_sets = None
         with torch.autocast(device.type, enabled=False):
             engine.fused(index[:active], rows, objective, transform, result, any(wanted))
@@ -283,6 +281,9 @@ class Hidden:
 
     def _head(self, tensors: tuple[Any, ...]) -> FlatHead:
         return FlatHead(tensors[0], tensors[1], tensors[2], self.dtype, self.shard)
+
+    def _engine(self, head: FlatHead, wanted: tuple[bool, ...] = (False,) * 3) -> Engine:
+        return Engine(head, self.backend, wanted, self.into is None and self.kept is None, self.teacher)  # type: ignore[arg-type]
 
     def rows_of(self, n: int, read: Tensor | None, device: torch.device) -> Tensor:
         """Indices of the rows that run over the whole vocabulary, of n. With `read` the host waits for a GPU, and where it does not
@@ -304,9 +305,19 @@ class Hidden:
 
     # ---- rows with sets
 
-    def _stage(self, head: FlatHead) -> KeptStage:
+    def _sets(self, head: FlatHead) -> KeptStage:
         assert self.kept is not None
         return KeptStage(self.kept, of_own_part(self.backend), head.weight.shape[0], self.shard)
+
+    def _stage(self, head: FlatHead) -> KeptStage:
+        stage = self._sets(head)
+        stage.teacher = self._teacher_at(stage.slots)
+        return stage
+
+    def _teacher_at(self, slots: Slots) -> Teacher | None:
+        """The teacher with its logits at slots only."""
+        t = self.teacher
+        return None if t is None else Teacher(self._at(t.head, slots), t.transform, t.kind, t.mixture)
 
     def _at(self, head: FlatHead, slots: Slots) -> Tensor:
         """fp32 [m]: the logits at slots; anything where one is not in use."""
@@ -322,7 +333,7 @@ class Hidden:
         head, slots = engine.head, None
         of_sets = of_sets if head.weight.shape[0] else None
         if of_sets is not None:
-            slots = self._stage(head).slots
+            slots = self._sets(head).slots
             if engine.d_hidden is not None:
                 self.backend.add_weight_rows(of_sets, slots, head.weight.detach(), engine.d_hidden)
             if engine.d_bias is not None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .rows import RowStats, RowTransform, Slopes, partials_of
+from .rows import RowStats, RowTransform, Slopes, Teacher, partials_of
 from .several import LogitsAt
 from .sources import Source
 
@@ -107,13 +107,14 @@ class VocabularyStage(torch.autograd.Function):
         if source.at is None:
             return *found, stats.values
         several = source.logits_at(tensors)
-        return *found, several.log_probs(stats, read, transform), several.logits, several.used, stats.values
+        of_teacher = () if several.teacher is None else (several.teacher.logits,)
+        return *found, several.log_probs(stats, read, transform), several.logits, several.used, *of_teacher, stats.values
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         source, statistics, with_gradient, names, targets, read, scale, softcap, inv_temperature, *tensors = inputs
         values = dict(zip(statistics, output[1:], strict=False))
-        several = () if source.at is None else output[-3:-1]
+        several = () if source.at is None else output[len(statistics) + 2 : -1]  # behind the log-probs at these ids
         ctx.set_materialize_grads(False)
         fixed = (x for name, x in values.items() if name not in with_gradient)
         ctx.mark_non_differentiable(output[-1], *several, *fixed)
@@ -144,7 +145,8 @@ def vocabulary_stage(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """(log-probs [n], the statistics by name, "at" those of the ids that the source asks for), with the gradient of the source's
     tensors."""
-    names, rows = partials_of(statistics), (targets, read, *transform)
+    kind = "" if source.teacher is None else source.teacher.kind
+    names, rows = partials_of(statistics, kind), (targets, read, *transform)
     if torch.compiler.is_compiling():
         # torch.compile knows such a Function with gradients only.
         wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -177,15 +179,21 @@ def _pull(
 ) -> tuple[Tensor | None, ...]:
     one, slots = len(plan.given), plan.source.at
     upstream: dict[str, Tensor] = dict(zip(plan.given, rest[:one], strict=True))  # type: ignore[arg-type]
-    several = None if slots is None else LogitsAt(slots, rest[one], rest[one + 1])  # type: ignore[arg-type]
-    rest = rest[one if several is None else one + 2 :]
+    teacher, several, rest = plan.source.teacher, None, rest[one:]
+    if slots is not None:
+        (logits, used), rest = rest[:2], rest[2:]
+        second = None
+        if teacher is not None:
+            second, rest = Teacher(rest[0], teacher.transform, teacher.kind, teacher.mixture), rest[1:]  # type: ignore[arg-type]
+        several = LogitsAt(slots, logits, used, second)  # type: ignore[arg-type]
     values, tensors = rest[: len(plan.kept)], rest[len(plan.kept) :]
     d_several = upstream.pop("at", None)
     upstream = upstream or {"logps": torch.zeros_like(partials[0])}
     slopes = Slopes.of(dict(zip(plan.kept, values, strict=True)), upstream, read)  # type: ignore[arg-type]
     scale, softcap, number = plan.numbers
     transform = RowTransform(scale, softcap, inv_temperatures if number is None else number)  # type: ignore[arg-type]
-    stats, gradient = RowStats(partials, plan.names), None
+    of = () if teacher is None else (teacher.kind, teacher.mixture)
+    stats, gradient = RowStats(partials, plan.names, *of), None
     if several is not None and d_several is not None:
         gradient, slopes = several.gradients(d_several.to(torch.float32), targets, read, stats, slopes, transform)
     return plan.source.pull(tensors, plan.wanted, targets, read, stats, slopes, transform, gradient)

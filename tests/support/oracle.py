@@ -2,7 +2,7 @@
 
 Written from the papers (PPO 1707.06347, GRPO 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783, INTELLECT-2 2505.07291, CISPO
 2506.13585, GSPO 2507.18071, GMPO 2507.20673, SAPO 2511.20347, VESPO 2602.10693, RLOO 2402.14740, A*-PO 2505.20686, Clip-Cov and
-KL-Cov 2505.22617, DPPO 2602.04879, DeepSeek-V3.2 2512.02556, 80/20 rule 2506.01939; KL estimators: Schulman 2020). It imports
+KL-Cov 2505.22617, GKD 2306.13649, DPPO 2602.04879, DeepSeek-V3.2 2512.02556, 80/20 rule 2506.01939; KL estimators: Schulman 2020). It imports
 nothing of the package under test.
 
 Masked rows are left out by indexing, never multiplied by 0, so whatever they hold cannot reach a result.
@@ -484,6 +484,26 @@ def loss(
     result = objective(spec, logps, entropy, sequences, mask=mask, **fields)  # type: ignore[arg-type]
     (gradient,) = torch.autograd.grad(result.loss, leaf)
     return replace(result, loss=result.loss.detach()), gradient
+
+
+def divergence(logps: Tensor, teacher_logps: Tensor, kind: str, mixture: float = 0.0) -> Tensor:
+    """[n]: the KL or JSD of rows of log-probs [n, V], by the definition of each. "jsd" has the mixture (1 - mixture) p +
+    mixture q (TRL's beta; GKD, 2306.13649). A column counts nothing where the distribution in front has probability 0 there."""
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        nothing = a == -math.inf
+        a, b = a.masked_fill(nothing, 0.0), b.masked_fill(nothing, 0.0)
+        return (a.exp() * (a - b)).masked_fill(nothing, 0.0).sum(-1)
+
+    p, q = logps, teacher_logps
+    if kind == "reverse":
+        return kl(p, q)
+    if kind == "forward":
+        return kl(q, p)
+    nothing = (p == -math.inf) & (q == -math.inf)
+    m = torch.logaddexp(p.masked_fill(nothing, 0.0) + math.log1p(-mixture), q.masked_fill(nothing, 0.0) + math.log(mixture))
+    m = m.masked_fill(nothing, -math.inf)
+    return mixture * kl(q, m) + (1.0 - mixture) * kl(p, m)
 
 
 def group_advantages(

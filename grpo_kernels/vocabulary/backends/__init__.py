@@ -3,9 +3,10 @@
 A backend is a module with these functions, over logits `[A, T, V]` (any strides in the first two dimensions, unit stride
 in the last; fp32, bf16 or fp16) whose rows are counted in order, n = A * T, and per-row vectors `[n]`:
 
-    stats(logits, targets, read, transform, names, *, rows) -> RowStats
-    pull(logits, targets, stats, slopes, transform, out, *, rows) -> None
-    fused(logits, rows, objective, transform, out) -> FusedRows
+    stats(logits, targets, read, transform, names, *, rows, teacher) -> RowStats
+    mixed(logits, stats, transform, teacher, read, *, rows) -> Tensor
+    pull(logits, targets, stats, slopes, transform, out, *, rows, teacher) -> None
+    fused(logits, rows, objective, transform, out, *, teacher) -> FusedRows
     scale_(gradient, factor) -> None            gradient *= factor (a 0-d tensor), without a pass over it when factor is 1
     WRITES_BEHIND_READS: bool       rows go from their first element to their last, so that a narrower gradient may lie in
                                     the memory of its row's logits, from the same address on
@@ -13,6 +14,10 @@ in the last; fp32, bf16 or fp16) whose rows are counted in order, n = A * T, and
 `names` are the partials to make, see `vocabulary/rows.py`. `rows` = (lo, hi) takes those flat rows of the logits alone; the
 per-row vectors are then [hi - lo]. None: all rows. `out` may be the logits themselves or other memory. `two_visits`
 below is the `fused` of every backend that has no kernel for it.
+
+`teacher`, None or a second stream of rows, is read beside the logits where `names` has partials of both and where slopes have a
+`teacher`. `stats` leaves the partials MIXED alone: they are what `mixed` returns, fp32 [2, n], from statistics of whole rows.
+`visit` does both.
 
 For losses over kept sets, over hidden states `[n, H]`, a weight `[V, H]` and slots (`vocabulary/sparse.py`), with one fp32
 value a slot, `[m]`:
@@ -40,7 +45,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from ...checks import require
-from ..rows import RowStats, RowTransform, Slopes, partials_of
+from ..rows import MIXED, RowStats, RowTransform, Slopes, Teacher, partials_of
 from ..sparse import Slots
 
 if TYPE_CHECKING:
@@ -58,6 +63,18 @@ class FusedRows(NamedTuple):
     logps: Tensor
     entropy: Tensor
     losses: Tensor  # weighted terms: their sum is the loss
+    divergence: Tensor | None = None  # of the teacher, where there is one
+
+    @classmethod
+    def zeros(cls, n: int, device: torch.device, teacher: object) -> FusedRows:
+        """Of n rows, to be put together. `teacher`: None for results without a divergence."""
+        return cls(*torch.zeros(3 if teacher is None else 4, n, dtype=torch.float32, device=device).unbind())
+
+    def put(self, rows: slice | Tensor, part: FusedRows) -> None:
+        """Set those of these rows."""
+        for whole, piece in zip(self, part, strict=True):
+            if whole is not None and piece is not None:
+                whole[rows] = piece
 
 
 class Backend(Protocol):
@@ -67,6 +84,8 @@ class Backend(Protocol):
     def WRITES_BEHIND_READS(self) -> bool: ...
     @property
     def stats(self) -> Callable[..., RowStats]: ...
+    @property
+    def mixed(self) -> Callable[..., Tensor]: ...
     @property
     def pull(self) -> Callable[..., None]: ...
     @property
@@ -86,6 +105,17 @@ class SparseBackend(Backend, Protocol):
     def add_hidden_rows(self) -> Callable[[Tensor, Slots, Tensor, Tensor], None]: ...
 
 
+def visit(
+    backend: Backend, logits: Tensor, targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...],
+    teacher: Teacher | None, rows: tuple[int, int] | None = None,
+) -> RowStats:  # fmt: skip
+    """All partials of `names`: in one visit, or two for those of a mixture."""
+    stats = backend.stats(logits, targets, read, transform, names, rows=rows, teacher=teacher)
+    if MIXED[0] in names:  # they are the last
+        stats.values[-len(MIXED) :] = backend.mixed(logits, stats, transform, teacher, read, rows=rows)
+    return stats
+
+
 def two_visits(
     backend: Backend,
     logits: Tensor,
@@ -94,25 +124,35 @@ def two_visits(
     transform: RowTransform,
     out: Tensor | None,
     block_rows: int,
+    teacher: Teacher | None = None,
 ) -> FusedRows:
     """Token-level loss by visiting `block_rows` rows at a time twice: statistics, token stage, gradient.
 
-    A block small enough for the cache makes the second visit nearly free. `out` None leaves out the gradient."""
+    A block small enough for the cache makes the second visit nearly free. `out` None leaves out the gradient. The divergence of a
+    teacher counts with the rows' `divergence_weight`."""
     n = rows.targets.numel()
-    result = FusedRows(*(torch.empty(n, dtype=torch.float32, device=logits.device) for _ in FusedRows._fields))
+    names = WITH_ENTROPY if teacher is None else partials_of(("entropy", "divergence"), teacher.kind)
+    result = FusedRows.zeros(n, logits.device, teacher)
     for lo in range(0, n, block_rows):
         hi = min(lo + block_rows, n)
-        whole_batch = hi - lo == n  # small batches: slicing a dozen vectors would take longer than the rows
-        block, block_transform = (rows, transform) if whole_batch else (rows[lo:hi], transform.at(slice(lo, hi)))
-        stats = backend.stats(logits, block.targets, block.read, block_transform, WITH_ENTROPY, rows=(lo, hi))
+        block, block_transform, block_teacher = rows, transform, teacher
+        if hi - lo < n:  # of small batches, slicing a dozen vectors would take longer than the rows
+            of = slice(lo, hi)
+            block, block_transform = rows[of], transform.at(of)
+            block_teacher = None if teacher is None else teacher.at(of)
+        stats = visit(backend, logits, block.targets, block.read, block_transform, names, block_teacher, (lo, hi))
         logps, entropy = stats.logps, stats.entropy
         losses, d_logps, d_entropy = objective.token_stage(logps, entropy, block)
-        for whole, part in zip(result, (logps, entropy, losses), strict=True):
-            whole[lo:hi] = part
+        upstream = {"logps": d_logps} if d_entropy is None else {"logps": d_logps, "entropy": d_entropy}
+        divergence = None if teacher is None else stats.divergence
+        weight = block.divergence_weight
+        if divergence is not None and weight is not None:
+            losses = losses + torch.where(weight == 0, 0.0, weight * divergence)
+            upstream["divergence"] = weight
+        result.put(slice(lo, hi), FusedRows(logps, entropy, losses, divergence))
         if out is not None:
-            upstream = {"logps": d_logps} if d_entropy is None else {"logps": d_logps, "entropy": d_entropy}
             slopes = Slopes.of({"entropy": entropy}, upstream)
-            backend.pull(logits, block.targets, stats, slopes, block_transform, out, rows=(lo, hi))
+            backend.pull(logits, block.targets, stats, slopes, block_transform, out, rows=(lo, hi), teacher=block_teacher)
     return result
 
 

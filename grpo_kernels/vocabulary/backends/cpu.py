@@ -15,10 +15,11 @@ import torch
 
 from ...formulas.program import FormulaRefused, Program
 from ...formulas.token_program import compare_once, token_program
-from ..rows import RowStats, RowTransform, Slopes
-from . import FusedRows, fall_back, two_visits
+from ..rows import RowStats, RowTransform, Slopes, Teacher
+from . import FusedRows, eager, fall_back, two_visits
 from .cpu_module import DTYPES, _cpu, available  # noqa: F401
 from .cpu_sparse import add_hidden_rows, add_weight_rows, slot_logits  # noqa: F401
+from .eager import mixed  # noqa: F401
 
 if TYPE_CHECKING:
     from ...formulas.token_stage import TokenRows
@@ -52,9 +53,12 @@ def stats(
     names: tuple[str, ...],
     *,
     rows: tuple[int, int] | None = None,
+    teacher: Teacher | None = None,
 ) -> RowStats:
     """Partials of the flat rows lo..hi of logits [A, T, V] (all by default); targets, read and a per-row temperature are cut
     to that range, [hi - lo]."""
+    if teacher is not None:  # the C++ kernels know one stream of rows
+        return eager.stats(logits, targets, read, transform, names, rows=rows, teacher=teacher)
     _, inner, vocab, outer_stride, inner_stride = _layout(logits)
     lo, hi = rows or (0, logits.shape[0] * inner)
     n = hi - lo
@@ -83,9 +87,12 @@ def pull(
     out: Tensor,
     *,
     rows: tuple[int, int] | None = None,
+    teacher: Teacher | None = None,
 ) -> None:
     """The gradient of the flat rows lo..hi of logits [A, T, V] into the same rows of out [A, T, V], which may be the
     logits themselves. The per-row vectors are cut to that range, [hi - lo]."""
+    if slopes.teacher is not None:
+        return eager.pull(logits, targets, stats, slopes, transform, out, rows=rows, teacher=teacher)
     outer, inner, vocab, outer_stride, inner_stride = _layout(logits)
     lo, hi = rows or (0, outer * inner)
     n = hi - lo
@@ -110,15 +117,20 @@ def pull(
     )  # fmt: skip
 
 
-def fused(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None) -> FusedRows:
+def fused(
+    logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None,
+    *, teacher: Teacher | None = None,
+) -> FusedRows:  # fmt: skip
     """Both visits of a row, one after the other, with the formulas between them, by the thread that has taken the row."""
     try:
-        return _by_program(logits, rows, objective, transform, out)
+        if teacher is None:
+            return _by_program(logits, rows, objective, transform, out)
     except FormulaRefused as refusal:
         fall_back("a second visit of the logits, with the formulas in PyTorch, which is slower", str(refusal).rstrip("."))
     threads = torch.get_num_threads()
-    block_rows = max(last_level_cache(), BLOCK_BYTES_PER_THREAD * threads) // (logits.shape[-1] * logits.element_size())
-    return two_visits(sys.modules[__name__], logits, rows, objective, transform, out, max(block_rows, threads))
+    row_bytes = logits.shape[-1] * (logits.element_size() + (0 if teacher is None else teacher.logits.element_size()))
+    block_rows = max(last_level_cache(), BLOCK_BYTES_PER_THREAD * threads) // row_bytes
+    return two_visits(sys.modules[__name__], logits, rows, objective, transform, out, max(block_rows, threads), teacher)
 
 
 class _Strict:
@@ -128,8 +140,11 @@ class _Strict:
         return getattr(sys.modules[__name__], name)
 
     def fused(
-        self, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None
-    ) -> FusedRows:
+        self, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None,
+        *, teacher: Teacher | None = None,
+    ) -> FusedRows:  # fmt: skip
+        if teacher is not None:  # there is no program for it, so that nothing falls back
+            return fused(logits, rows, objective, transform, out, teacher=teacher)
         compare_once(objective, rows, _run)
         return _by_program(logits, rows, objective, transform, out)
 
@@ -170,7 +185,7 @@ def _by_program(
     if rows.read is not None:
         _check(rows.read, torch.bool, n)
     fixed, per_row = _inverse_temperature(transform, n)
-    result = FusedRows(*(torch.empty(n, dtype=torch.float32) for _ in FusedRows._fields))
+    result = FusedRows(*(torch.empty(n, dtype=torch.float32) for _ in range(3)))
     _cpu.fused(
         compiled, numbers, [x.data_ptr() for x in vectors], rows.entropy_weight is not None,
         logits.data_ptr(), DTYPES[logits.dtype], inner, outer_stride, inner_stride,

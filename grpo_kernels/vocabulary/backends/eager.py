@@ -5,12 +5,15 @@ costs one exponential: the gradient reuses those of the statistics."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from ..rows import RowStats, RowTransform, Slopes
+from .. import divergence
+from ..rows import OF_BOTH, RowStats, RowTransform, Slopes, Teacher
 from . import FusedRows, two_visits
 from .eager_rows import block_bytes, row_sums
 from .eager_sparse import add_hidden_rows, add_weight_rows, slot_logits  # noqa: F401
@@ -28,11 +31,11 @@ def available() -> str | None:
     return None
 
 
-def _blocks(logits: Tensor, rows: tuple[int, int] | None) -> Iterator[tuple[slice, Tensor]]:
-    """(rows of the per-row vectors, their [r, V] view of the logits) such that two fp32 copies fit the budget."""
+def _blocks(logits: Tensor, rows: tuple[int, int] | None, teacher: Teacher | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """(rows of the per-row vectors, their [r, V] view of the logits) such that the fp32 copies fit the budget."""
     A, T, _ = logits.shape
     lo, hi = (0, A * T) if rows is None else rows
-    size = _block_rows(logits)
+    size = _block_rows(logits, teacher)
     start = lo
     while start < hi:
         a, t = divmod(start, T)  # a block stays within one outer index, where rows have one stride
@@ -41,8 +44,14 @@ def _blocks(logits: Tensor, rows: tuple[int, int] | None) -> Iterator[tuple[slic
         start = end
 
 
-def _block_rows(logits: Tensor) -> int:
-    return max(1, block_bytes(logits.device) // (4 * logits.shape[-1] * 2))
+def _teacher_blocks(teacher: Teacher | None, rows: tuple[int, int] | None) -> Iterator[Tensor | None]:
+    """The teacher's view of each of those blocks; None without a teacher."""
+    return repeat(None) if teacher is None else (x for _, x in _blocks(teacher.logits, rows, teacher))
+
+
+def _block_rows(logits: Tensor, teacher: Teacher | None) -> int:
+    copies = 2 if teacher is None else 8
+    return max(1, block_bytes(logits.device) // (4 * logits.shape[-1] * copies))
 
 
 def _column(x: float | Tensor, rows: slice) -> float | Tensor:
@@ -110,13 +119,14 @@ def stats(
     names: tuple[str, ...],
     *,
     rows: tuple[int, int] | None = None,
+    teacher: Teacher | None = None,
     keep: list[Exponentials] | None = None,
     scratch: Scratch | None = None,
 ) -> RowStats:
     """Partials of rows. `keep` collects the exponentials of each block for `pull` of the same rows; they are in `scratch`."""
     scratch, weighted = scratch or Scratch(), "weighted" in names
-    result = RowStats.empty(names, targets.numel(), logits.device)
-    for r, x in _blocks(logits, rows):
+    result = RowStats.empty(names, targets.numel(), logits.device, teacher)
+    for (r, x), w in zip(_blocks(logits, rows, teacher), _teacher_blocks(teacher, rows), strict=False):
         own = 0 if keep is None else len(keep)
         memory = scratch.like(x, "d", own)
         z, block = _transformed(x, transform, r, memory), result.at(r)
@@ -127,18 +137,90 @@ def stats(
         if "top" in names:
             block.get("top").copy_(_first(z == top[:, None]))  # type: ignore[union-attr]
         e = scratch.like(x, "e", own) if weighted else None
-        of = Exponentials.of(z, top.masked_fill(top == -torch.inf, 0.0), weighted, memory, e)
+        second = None if teacher is None or w is None else _Second.of((z, top), (w, None), teacher, r, scratch)
+        of = Exponentials.of(z, _finite(top), weighted, memory, e)
         block.sum.copy_(row_sums(of.e))
         if of.ed is not None:
             block.get("weighted").copy_(row_sums(of.ed))  # type: ignore[union-attr]
         if "squares" in names:
             block.get("squares").copy_(row_sums(of.e * of.e))  # type: ignore[union-attr]
+        if second is not None:
+            assert teacher is not None
+            cross, excess = divergence.first_terms(teacher.kind, of.e, second.e, second.d)
+            sums = (second.top, row_sums(second.e), row_sums(cross), row_sums(excess))
+            for name, x in zip(OF_BOTH, sums, strict=True):
+                block.get(name).copy_(x)  # type: ignore[union-attr]
         if keep is not None:
             keep.append(of)
     if read is not None:
         empty = RowStats.not_read(names, 1, logits.device)
-        return RowStats(torch.where(read, result.values, empty.values), names)
+        return result._replace(values=torch.where(read, result.values, empty.values))
     return result
+
+
+class _Second(NamedTuple):
+    """Of a block's rows w of the teacher: their largest, [r], and fp32 [r, V]."""
+
+    top: Tensor
+    e: Tensor  # exp(w - top)
+    d: Tensor  # (z - w) - (the largest z - top)
+
+    @staticmethod
+    def of(
+        student: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor | None], teacher: Teacher, rows: slice, scratch: Scratch
+    ) -> _Second:
+        """From (z, its largest) and (the teacher's logits, their largest once transformed, None: to be found)."""
+        memory = scratch.like(w[0], "teacher")
+        plain = _transformed(w[0], teacher.transform, rows, memory)
+        top = plain.amax(1) if w[1] is None else w[1]
+        d = torch.sub(student[0], plain, out=scratch.like(plain, "difference"))
+        d.sub_((_finite(student[1]) - _finite(top))[:, None])
+        return _Second(top, torch.sub(plain, _finite(top)[:, None], out=memory).exp_(), d)
+
+
+def _finite(top: Tensor) -> Tensor:
+    """Maxima with 0 in place of those of rows of only -inf."""
+    return top.masked_fill(top == -torch.inf, 0.0)
+
+
+class _Whole:
+    """The teacher's probabilities and log-ratios to it, from statistics of whole rows."""
+
+    def __init__(self, stats: RowStats, teacher: Teacher, scratch: Scratch) -> None:
+        self.stats, self.teacher, self.scratch = stats, teacher, scratch
+        self.top, self.sum = stats.get("teacher_max"), stats.get("teacher_sum")
+        self.log_sums = stats.log_sums
+
+    def of(self, z: Tensor, w: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """(q, log p - log q) [r, V], from transformed z and the teacher's logits as they are."""
+        assert self.top is not None and self.sum is not None, self.stats.names
+        found = _Second.of((z, self.stats.max[rows]), (w, self.top[rows]), self.teacher, rows, self.scratch)
+        return found.e.div_(self.sum[rows, None]), found.d.add_(self.log_sums[rows, None])
+
+
+def mixed(
+    logits: Tensor,
+    stats: RowStats,
+    transform: RowTransform,
+    teacher: Teacher,
+    read: Tensor | None,
+    *,
+    rows: tuple[int, int] | None = None,
+) -> Tensor:
+    """[2, n]: KL(p||m) and KL(q||m) of p, the teacher's q and their mixture m, from statistics of whole rows. Of a part of the
+    columns, its part of these sums."""
+    scratch = Scratch()
+    whole = _Whole(stats, teacher, scratch)
+    result = torch.empty(2, stats.max.numel(), dtype=torch.float32, device=logits.device)
+    for (r, x), w in zip(_blocks(logits, rows, teacher), _teacher_blocks(teacher, rows), strict=True):
+        assert w is not None
+        memory = scratch.like(x, "d")
+        z = _transformed(x, transform, r, memory)
+        q, log_ratio = whole.of(z, w, r)
+        p = Exponentials.of(z, _finite(stats.max[r]), False, memory, None).e.div_(stats.sum[r, None])
+        for sums, terms in zip(result, divergence.mixed_terms(p, q, log_ratio, teacher.mixture), strict=True):
+            sums[r] = row_sums(terms)
+    return result if read is None else torch.where(read, result, 0.0)
 
 
 def _first(found: Tensor) -> Tensor:
@@ -155,10 +237,12 @@ def pull(
     out: Tensor,
     *,
     rows: tuple[int, int] | None = None,
+    teacher: Teacher | None = None,
     kept: list[Exponentials] | None = None,
 ) -> None:
     """Write the gradient that `slopes` give, times dz/dx, into `out`. `kept`: the exponentials that `stats` collected for these
     rows, which are overwritten."""
+    teacher = None if slopes.teacher is None else teacher
     log_sum, logps = torch.log(stats.sum), stats.logps
     dz_dx = transform.scale * transform.inv_temperature  # times 1 - tanh^2 with softcap
     # At column j, with e = exp(d): e (per_e + per_ed d + per_ee e). The target's column is computed separately, because expm1
@@ -175,12 +259,22 @@ def pull(
         per_ee = slopes.prob * dz_dx / (stats.sum * stats.sum)
     per_e, at_target, idle = per_e * dz_dx / stats.sum, at_target * dz_dx, ~slopes.nonzero
     scratch = Scratch()
-    for i, ((r, x), (_, y)) in enumerate(zip(_blocks(logits, rows), _blocks(out, rows), strict=True)):
+    whole = None if teacher is None else _Whole(stats, teacher, scratch)
+    center = None if teacher is None else stats.center
+    pairs = zip(_blocks(logits, rows, teacher), _blocks(out, rows, teacher), strict=True)
+    for i, (((r, x), (_, y)), w) in enumerate(zip(pairs, _teacher_blocks(teacher, rows), strict=False)):
+        to_teacher = None
         if kept is None:
             memory = scratch.like(x, "d")
             second = scratch.like(x, "e") if per_ed is not None else None
             z = _transformed(x, transform, r, memory)
+            two = None if whole is None or w is None else whole.of(z, w, r)
             e, ed = Exponentials.of(z, stats.max[r], per_ed is not None, memory, second)
+            if two is not None:
+                assert teacher is not None and slopes.teacher is not None and center is not None
+                of = (e / stats.sum[r, None], *two, center[r, None])
+                to_teacher = divergence.gradient(teacher.kind, *of, teacher.mixture)
+                to_teacher.mul_((slopes.teacher * dz_dx)[r, None])
         else:
             e, ed = kept[i]
         # fp32 gradients are computed in `out`, others in the memory of the exponentials.
@@ -195,6 +289,8 @@ def pull(
         ids, valid = _safe(targets[r], logits.shape[-1])
         # A target outside these columns (it may belong to another rank) changes none of them.
         g.scatter_(1, ids, torch.where(valid[:, None], at_target[r, None], g.gather(1, ids)))
+        if to_teacher is not None:
+            g.add_(to_teacher)
         if transform.softcap:
             t = x.to(torch.float32, copy=True).mul_(transform.scale / transform.softcap).tanh_()
             g.mul_(t.square_().neg_().add_(1.0))
@@ -221,8 +317,12 @@ class _Remembering:
         pull(*args, **options, kept=self.kept)
 
 
-def fused(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None) -> FusedRows:
-    return two_visits(cast(Any, _Remembering()), logits, rows, objective, transform, out, _block_rows(logits))
+def fused(
+    logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None,
+    *, teacher: Teacher | None = None,
+) -> FusedRows:  # fmt: skip
+    backend = cast(Any, _Remembering() if teacher is None else sys.modules[__name__])
+    return two_visits(backend, logits, rows, objective, transform, out, _block_rows(logits, teacher), teacher)
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:

@@ -9,14 +9,16 @@ A kernel that does not fit or compile gets a smaller tile and then raises Kernel
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
 from ...formulas import token_stage
-from ..rows import PARTIALS, RowStats, RowTransform, Slopes
-from . import FusedRows
+from ..rows import OF_STUDENT, RowStats, RowTransform, Slopes, Teacher
+from . import FusedRows, eager, two_visits
+from .eager import mixed  # noqa: F401
 from .triton_choices import LAUNCH, SCALE_PROGRAMS, available, choose, multiprocessors, on_device, serves  # noqa: F401
 from .triton_formulas import compiled_formula
 from .triton_kernels import _fused_kernel, _pull_kernel, _scale_kernel, _stats_kernel
@@ -59,8 +61,11 @@ def stats(
     names: tuple[str, ...],
     *,
     rows: tuple[int, int] | None = None,
+    teacher: Teacher | None = None,
 ) -> RowStats:
     """Partials of each row of logits [A, T, V]. `rows` = (lo, hi) takes those flat rows; vectors are [hi - lo]."""
+    if teacher is not None:  # the kernels know one stream of rows
+        return eager.stats(logits, targets, read, transform, names, rows=rows, teacher=teacher)
     A, T, V = logits.shape
     lo, hi = (0, A * T) if rows is None else rows
     n = hi - lo
@@ -72,7 +77,7 @@ def stats(
         scalars, flags = _transform_arguments(transform)
         arguments = (
             logits, logits.stride(0), logits.stride(1), V, T, lo, _vector(targets), _vector(read), *scalars,
-            *map(result.get, PARTIALS),
+            *map(result.get, OF_STUDENT),
         )  # fmt: skip
         run(_stats_kernel, functools.partial(choose, "visit", V, (logits,)), lambda _: n, arguments, flags)
     return result
@@ -87,8 +92,11 @@ def pull(
     out: Tensor,
     *,
     rows: tuple[int, int] | None = None,
+    teacher: Teacher | None = None,
 ) -> None:
     """d logits into `out` [A, T, V], which may be the logits. Rows whose slopes are 0 become 0 and are not read."""
+    if slopes.teacher is not None:
+        return eager.pull(logits, targets, stats, slopes, transform, out, rows=rows, teacher=teacher)
     A, T, V = logits.shape
     lo, hi = (0, A * T) if rows is None else rows
     n = hi - lo
@@ -99,16 +107,20 @@ def pull(
         scalars, flags = _transform_arguments(transform)
         arguments = (
             logits, logits.stride(0), logits.stride(1), out, out.stride(0), out.stride(1), V, T, lo,
-            *map(_vector, (targets, stats.max, stats.sum, stats.target, *slopes)), *scalars,
+            *map(_vector, (targets, stats.max, stats.sum, stats.target, *slopes[:4])), *scalars,
         )  # fmt: skip
         run(_pull_kernel, functools.partial(choose, "visit", V, (logits, out)), lambda _: n, arguments, flags)
 
 
 def fused(
-    logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None
+    logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None,
+    *, teacher: Teacher | None = None,
 ) -> FusedRows:  # fmt: skip
     """Per-token losses and, with `out`, d loss / d logits, in one visit of each row. Token-level objectives only."""
     assert objective.one_pass, objective
+    if teacher is not None:
+        n = rows.targets.numel()
+        return two_visits(sys.modules[__name__], logits, rows, objective, transform, out, max(1, n), teacher)
     A, T, V = logits.shape
     n = A * T
     _check_layout(logits, out, n)

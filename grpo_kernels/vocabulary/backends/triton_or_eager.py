@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...formulas.program import FormulaRefused
-from ..rows import RowStats, RowTransform
+from ..rows import RowStats, RowTransform, Teacher
 from ..sparse import Slots
 from . import FusedRows, eager, fall_back, triton, two_visits
 from .triton_launch import KernelFailure
@@ -27,6 +27,9 @@ Tensor = torch.Tensor
 WRITES_BEHIND_READS = triton.WRITES_BEHIND_READS  # which eager can do without
 
 
+SECOND_VISIT = "a second visit of the logits, with the formulas in PyTorch, which is slower"
+
+
 def _or_else(ours: Callable[..., Any], plain: Callable[..., Any], *arguments: Any, **rows: Any) -> Any:
     try:
         return ours(*arguments, **rows)
@@ -37,6 +40,11 @@ def _or_else(ours: Callable[..., Any], plain: Callable[..., Any], *arguments: An
 
 def stats(*arguments: Any, **rows: Any) -> RowStats:
     return _or_else(triton.stats, eager.stats, *arguments, **rows)
+
+
+def mixed(*arguments: Any, **rows: Any) -> Tensor:
+    of_rows: Tensor = _or_else(triton.mixed, eager.mixed, *arguments, **rows)
+    return of_rows
 
 
 def pull(*arguments: Any, **rows: Any) -> None:
@@ -60,13 +68,17 @@ def add_hidden_rows(values: Tensor, slots: Slots, hidden: Tensor, out: Tensor) -
     _or_else(triton.add_hidden_rows, eager.add_hidden_rows, values, slots, hidden, out)
 
 
-def fused(logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None) -> FusedRows:
+def fused(
+    logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None,
+    *, teacher: Teacher | None = None,
+) -> FusedRows:  # fmt: skip
     """Where the kernel with the formulas in it cannot run, kernels without them may: formulas are then torch's affair."""
     try:
-        return triton.fused(logits, rows, objective, transform, out)
+        if teacher is None:  # for a teacher there is no such kernel
+            return triton.fused(logits, rows, objective, transform, out)
     except KernelFailure as failure:
-        reason = failure.reason
+        fall_back(SECOND_VISIT, failure.reason)
     except FormulaRefused as refusal:
-        reason = str(refusal).rstrip(".")
-    fall_back("a second visit of the logits, with the formulas in PyTorch, which is slower", reason)
-    return two_visits(sys.modules[__name__], logits, rows, objective, transform, out, max(1, rows.targets.numel()))
+        fall_back(SECOND_VISIT, str(refusal).rstrip("."))
+    n = rows.targets.numel()
+    return two_visits(sys.modules[__name__], logits, rows, objective, transform, out, max(1, n), teacher)

@@ -1,0 +1,103 @@
+"""Divergences of two rows, column by column: KL(p||q), KL(q||p) and the JSD of a mixture, in forms that keep their digits.
+
+p is the student's row, which gets a gradient, q the teacher's, over the same ids: the softmax of z and of w. Kinds are "reverse",
+KL(p||q), "forward", KL(q||p), and "jsd", with b the share of the teacher in the mixture m = (1 - b) p + b q:
+b KL(q||m) + (1 - b) KL(p||m).
+
+Of two nearly equal rows the terms p log(p/q) have both signs and nearly cancel: their sum in fp32 is noise, which may be negative.
+Everything here is a sum of terms of second order, none of which is negative:
+
+    KL(p||q) = sum_j p_j psi(-D_j),       psi(x) = e^x - 1 - x,       D_j = log p_j - log q_j
+    KL(p||m) = sum_j p_j phi(m_j/p_j - 1),  phi(x) = x - log(1 + x)
+
+because p, q and m have the same sum. Before the sums of rows are known, d_j = D_j but for a constant of the row stands for D_j; how
+the constant is put in later is in `rows.py`."""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+
+KINDS = ("reverse", "forward", "jsd")
+
+#: Up to here psi is a polynomial; its terms are 1 / (k + 2)!.
+SMALL = 0.5
+PSI = (1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040, 1 / 40320, 1 / 362880)
+
+#: Beyond this difference of log-probs the smaller of the two probabilities counts nothing beside the other.
+FAR = 80.0
+
+
+def psi(x: Tensor) -> Tensor:
+    """e^x - 1 - x without cancellation, where |x| <= SMALL."""
+    found = torch.full_like(x, PSI[-1])
+    for factor in reversed(PSI[:-1]):
+        found = found.mul_(x).add_(factor)
+    return found.mul_(x).mul_(x)
+
+
+def phi(x: Tensor) -> Tensor:
+    """x - log(1 + x) without cancellation, for x > -1: with s = x / (2 + x), log(1 + x) = 2 atanh(s) and x - 2 s = x s."""
+    s = x / (2.0 + x)
+    squared = s * s
+    series = squared * (1 / 9 + squared * (1 / 11 + squared * (1 / 13)))
+    series = s * squared * (1 / 3 + squared * (1 / 5 + squared * (1 / 7 + series)))
+    return torch.where(x.abs() <= SMALL, x * s - 2.0 * series, x - torch.log1p(x))
+
+
+def first_terms(kind: str, p: Tensor, q: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """(cross, excess) of each column, from p = e^(z - max), q = e^(w - teacher_max) and d = (z - w) - (max - teacher_max):
+
+        p d and p psi(-d), of "forward" with the streams swapped: -q d and q psi(d)
+
+    Where p is 0 that is 0 and q, whatever d is; where q is 0 and p is not, both are infinite."""
+    if kind == "forward":
+        p, q, d = q, p, -d
+    cross = p * d
+    excess = torch.where(d.abs() <= SMALL, p * psi(-d), (q - p) + cross)
+    none = p == 0
+    return cross.masked_fill_(none, 0.0), torch.where(none, q, excess)
+
+
+def merged_sums(
+    kind: str, f: Tensor, g: Tensor, apart: Tensor, total: Tensor, teacher_total: Tensor, cross: Tensor, excess: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(cross, excess) of whole rows [n] from those of their parts, [parts, n] like all: in the whole row p and q of a part are f and g
+    times what they are in the part, and d is by `apart` larger."""
+    if kind == "forward":
+        f, g, apart, total, teacher_total = g, f, -apart, teacher_total, total
+    near = apart.abs() <= SMALL
+    whole_cross = torch.where(f == 0, 0.0, f * (cross + apart * total))
+    # f (e^-a - 1) and f psi(-a), where g = f e^-a; f may underflow where g does not.
+    of_cross = torch.where(near, f * torch.expm1(-apart), g - f)
+    of_total = torch.where(near, f * psi(-apart), (g - f) + f * apart)
+    whole_excess = g * excess - of_cross * cross + of_total * total
+    whole_excess = torch.where(f == 0, g * teacher_total, whole_excess)
+    whole_excess = torch.where(whole_cross == torch.inf, torch.inf, whole_excess)
+    return whole_cross.sum(0), whole_excess.sum(0)
+
+
+def mixed_terms(p: Tensor, q: Tensor, log_ratio: Tensor, mixture: float) -> tuple[Tensor, Tensor]:
+    """m - p + p log(p/m) and m - q + q log(q/m) of each column, which sum up to KL(p||m) and KL(q||m). `log_ratio` is
+    log p - log q, anything where both are 0."""
+    log_ratio = log_ratio.clamp(-FAR, FAR)
+    return _mixed(p, q, log_ratio, mixture), _mixed(q, p, -log_ratio, 1.0 - mixture)
+
+
+def _mixed(p: Tensor, q: Tensor, log_ratio: Tensor, share: float) -> Tensor:
+    """m - p + p log(p/m) with m = p + share (q - p)."""
+    x = share * torch.expm1(-log_ratio)  # m/p - 1
+    term = torch.where(x.abs() <= SMALL, p * phi(x), share * (q - p) - p * torch.log1p(x))
+    return torch.where(p == 0, share * q, term)
+
+
+def gradient(kind: str, p: Tensor, q: Tensor, log_ratio: Tensor, center: Tensor, mixture: float) -> Tensor:
+    """d divergence / d z of each column. `center` is what the sum over p of the factor of p is; `log_ratio` as above."""
+    if kind == "forward":
+        found = torch.where(log_ratio.abs() <= SMALL, -p * torch.expm1(-log_ratio), p - q)
+        return torch.where(p == 0, -q, found)
+    if kind == "jsd":
+        log_ratio = -torch.log1p(mixture * torch.expm1(-log_ratio.clamp(-FAR, FAR)))  # log p - log m
+        p = (1.0 - mixture) * p
+    return torch.where(p == 0, 0.0, p * (log_ratio - center))

@@ -1,0 +1,197 @@
+"""Exact divergences from a second stream of rows: values and gradients against float64, from each source."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_kernels.vocabulary.backends import load, pick
+from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, Teacher, merge, partials_of
+from grpo_kernels.vocabulary.sources import Logits
+from grpo_kernels.vocabulary.stage import vocabulary_stage
+from support.divergences import KINDS, PLAIN, expected, row_pairs
+
+Tensor = torch.Tensor
+
+V = 131
+
+
+def stage(source: Any, transform: RowTransform, *tensors: Any, read: Tensor | None = None) -> Tensor:
+    """The divergence of each row, differentiable."""
+    n = tensors[0].shape[0] if tensors[0].dim() == 2 else tensors[0].shape[0] * tensors[0].shape[1]
+    targets = torch.zeros(n, dtype=torch.int64)
+    return vocabulary_stage(source, ("divergence",), ("divergence",), targets, read, transform, *tensors)[1]["divergence"]
+
+
+def check(found: Tensor, gradient: Tensor, logits: Tensor, teacher: Teacher, transform: RowTransform, upstream: Tensor) -> None:
+    """No row is further from float64 than a careful fp32 computation, but for a rounding or two."""
+    exact, naive = (expected(logits, teacher, transform, upstream, dtype) for dtype in (torch.float64, torch.float32))
+    found, gradient = found.detach().double(), gradient.double()
+    assert (found >= 0).all()
+    infinite = exact.value.isinf()
+    assert torch.equal(found.isinf(), infinite)
+    error, allowed = (found - exact.value).abs(), (naive.value - exact.value).abs() + 3e-6 * exact.value + 1e-12
+    assert (error <= allowed)[~infinite].all(), (error - allowed)[~infinite].max()
+    rounding = 0.0 if logits.dtype == torch.float32 else torch.finfo(logits.dtype).eps
+    error, scale = (gradient - exact.gradient).abs(), exact.gradient.abs()
+    allowed = (naive.gradient - exact.gradient).abs().amax(-1, keepdim=True) + (3e-6 + rounding) * scale
+    allowed = allowed + 1e-6 * scale.amax(-1, keepdim=True) + (6e-8 if logits.dtype == torch.float16 else 1e-12)
+    allowed = allowed + 2e-7 * (exact.value * upstream.abs())[:, None]  # the divergence is taken off each log-ratio
+    assert (error <= allowed)[~infinite].all(), (error - allowed)[~infinite].max()
+
+
+def of_logits(
+    logits: Tensor, teacher: Teacher, transform: RowTransform, backend: str, read: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(divergence [n], the gradient of its weighted sum in the logits' shape, the weights)."""
+    leaf = logits.detach().clone().requires_grad_()
+    found = stage(Logits(pick(backend, logits.device), teacher=teacher), transform, leaf, read=read)
+    upstream = torch.randn(found.shape)
+    (gradient,) = torch.autograd.grad((found * upstream).sum(), leaf)
+    return found.detach(), gradient, upstream
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")], ids=" ".join)
+@pytest.mark.parametrize("kind, mixture", KINDS)
+def test_value_and_gradient(backend: str, kind: str, mixture: float, dtypes: tuple[str, str]) -> None:
+    z, w = row_pairs(V)
+    z, w = z.to(getattr(torch, dtypes[0])), w.to(getattr(torch, dtypes[1]))
+    n = z.shape[0]
+    warm = RowTransform(-0.7, 9.0, torch.linspace(0.4, 2.0, n))
+    cases = [(PLAIN, PLAIN), (warm, RowTransform(1.0, 0.0, 0.8)), (RowTransform(1.0, 0.0, 1.3), RowTransform(0.9, 7.0, 1.1))]
+    for transform, of_teacher in cases:
+        teacher = Teacher(w.view(2, n // 2, V), of_teacher, kind, mixture)
+        found, gradient, upstream = of_logits(z.view(2, n // 2, V), teacher, transform, backend)
+        check(found, gradient.view(n, V), z, teacher, transform, upstream)
+
+
+@pytest.mark.parametrize("kind, mixture", KINDS)
+def test_nearly_equal_rows(backend: str, kind: str, mixture: float) -> None:
+    """Down to 1e-10 the value keeps three digits, and none is negative."""
+    base = torch.cat([torch.randn(20, V) * scale for scale in (0.1, 3.0, 8.0)])
+    of_size_one = mixture * (1.0 - mixture) or 1.0  # twice the divergence, roughly
+    for goal in (1e-3, 1e-6, 1e-8, 2e-10):
+        size = math.sqrt(2.0 * goal / of_size_one)
+        teacher = Teacher((base + size * torch.randn_like(base))[None], PLAIN, kind, mixture)
+        found, gradient, upstream = of_logits(base[None], teacher, PLAIN, backend)
+        check(found, gradient[0], base, teacher, PLAIN, upstream)
+        exact = expected(base, teacher, PLAIN, upstream)
+        counts = exact.value >= 1e-10
+        assert counts.any(), exact.value.max()
+        error = (found.double() - exact.value).abs() / exact.value
+        assert error[counts].max() <= 1e-3, (size, error[counts].max())
+        gradient_error = (gradient[0].double() - exact.gradient).norm(dim=-1) / exact.gradient.norm(dim=-1)
+        assert gradient_error[counts].max() <= 3e-3, (size, gradient_error[counts].max())
+
+
+@pytest.mark.parametrize("kind, mixture", KINDS)
+def test_impossible_ids(backend: str, kind: str, mixture: float) -> None:
+    """-inf in both streams counts nothing; where only the second distribution is 0, the KL is infinite, and the JSD is not."""
+    z, w = row_pairs(V)
+    z[:, 3], w[:, 3] = -math.inf, -math.inf
+    behind, front = (z, w) if kind == "forward" else (w, z)
+    front[1, 7] = -math.inf  # its own terms vanish
+    behind[2, 9] = -math.inf
+    teacher = Teacher(w[None], PLAIN, kind, mixture)
+    found, gradient, upstream = of_logits(z[None], teacher, PLAIN, backend)
+    check(found, gradient[0], z, teacher, PLAIN, upstream)
+    assert found.isinf().tolist() == [kind != "jsd" and i == 2 for i in range(len(z))]
+    assert (gradient[0][:, 3] == 0).all()
+
+
+@pytest.mark.parametrize("kind, mixture", KINDS)
+def test_nan_and_empty_rows(backend: str, kind: str, mixture: float) -> None:
+    z, w = torch.randn(2, 6, V).unbind()
+    z[0, 5], w[1, 5], z[2], w[3] = math.nan, math.nan, -math.inf, -math.inf
+    teacher = Teacher(w[None], PLAIN, kind, mixture)
+    read = torch.tensor([True] * 5 + [False])
+    z[5], w[5] = math.nan, math.inf
+    found, gradient, _ = of_logits(z[None], teacher, PLAIN, backend, read)
+    assert found.isnan().tolist() == [True] * 4 + [False] * 2
+    assert found[5] == 0 and (gradient[0, 5] == 0).all() and found[4] > 0
+    assert gradient[0, :2].isnan().all() and gradient[0, 4].isfinite().all()
+
+
+@pytest.mark.parametrize("kind, mixture", KINDS)
+def test_sizes(backend: str, kind: str, mixture: float) -> None:
+    """No rows, one id, rows in any layout."""
+    none = Teacher(torch.empty(1, 0, V), PLAIN, kind, mixture)
+    assert of_logits(torch.empty(1, 0, V), none, PLAIN, backend)[0].shape == (0,)
+    one = Teacher(torch.randn(1, 3, 1), PLAIN, kind, mixture)
+    found, gradient, _ = of_logits(torch.randn(1, 3, 1), one, PLAIN, backend)
+    assert (found == 0).all() and (gradient == 0).all()
+    wide, wide_teacher = torch.randn(3, 5, 2 * V)[:, 1:, :V], torch.randn(4, 3, V + 3).transpose(0, 1)[..., 3:]
+    teacher = Teacher(wide_teacher, PLAIN, kind, mixture)
+    found, gradient, upstream = of_logits(wide, teacher, PLAIN, backend)
+    check(
+        found,
+        gradient.reshape(-1, V),
+        wide.reshape(-1, V),
+        teacher._replace(logits=wide_teacher.reshape(-1, V)),
+        PLAIN,
+        upstream,
+    )
+
+
+@pytest.mark.parametrize("kind, mixture", KINDS)
+def test_parts_of_rows_merge(backend: str, kind: str, mixture: float) -> None:
+    """Also parts of only -inf, of no weight beside the others, and of nearly equal rows."""
+    z, w = row_pairs(V)
+    near = torch.randn(4, V) * 3.0
+    z, w = torch.cat([z, near, z[:4]]), torch.cat([w, near + 1e-5 * torch.randn(4, V), w[:4]])
+    z[-4, :50], w[-3, 50:90], z[-2, :50], w[-2, :50], z[-1, :50] = (-math.inf,) * 2 + (-300.0,) * 2 + (-300.0,)
+    module, names, targets = load(backend), partials_of(("entropy", "divergence"), kind), torch.zeros(len(z), dtype=torch.int64)
+
+    def stats_of(columns: slice) -> RowStats:
+        teacher = Teacher(w[None, :, columns], PLAIN, kind, mixture)
+        return module.stats(z[None, :, columns], targets - columns.start, None, PLAIN, names, teacher=teacher)
+
+    first = tuple(name for name in names if not name.startswith("mixed"))
+    parts = [stats_of(columns).values[: len(first)] for columns in (slice(0, 50), slice(50, 90), slice(90, V))]
+    teacher = Teacher(w[None], PLAIN, kind, mixture)
+    merged, whole = merge(torch.stack(parts), first, None, None, teacher), stats_of(slice(0, V))
+    exact = expected(z, teacher, PLAIN, torch.ones(len(z)))
+    torch.testing.assert_close(merged.log_sums, whole.log_sums, rtol=2e-5, atol=1e-6)
+    if kind != "jsd":
+        torch.testing.assert_close(merged.divergence.double(), exact.value, rtol=1e-4, atol=1e-12)
+        return
+    sums = [
+        module.mixed(z[None, :, c], merged, PLAIN, teacher._replace(logits=w[None, :, c]), None)
+        for c in (slice(0, 50), slice(50, 90), slice(90, V))
+    ]
+    student, of_teacher = torch.stack(sums).sum(0)
+    found = mixture * of_teacher + (1 - mixture) * student
+    torch.testing.assert_close(found.double(), exact.value, rtol=1e-4, atol=1e-12)
+
+
+def test_with_other_statistics(backend: str) -> None:
+    """One pull for the slopes of log-prob, entropy and divergence together."""
+    z, w = row_pairs(V)
+    n = len(z)
+    for kind, mixture in KINDS:
+        teacher, targets = Teacher(w[None], RowTransform(1.0, 0.0, 0.7), kind, mixture), torch.arange(n)
+        a, b, c = torch.randn(3, n)
+        leaf, double = z[None].clone().requires_grad_(), z.double().requires_grad_()
+        source = Logits(pick(backend, leaf.device), teacher=teacher)
+        names = ("entropy", "divergence")
+        logps, found = vocabulary_stage(source, names, names, targets, None, RowTransform(1.0, 5.0, 1.2), leaf)
+        (logps * a + found["entropy"] * b + found["divergence"] * c).sum().backward()
+        exact = expected(z, teacher, RowTransform(1.0, 5.0, 1.2), c)
+        log_p = (5.0 * torch.tanh(double / 5.0) * 1.2).log_softmax(-1)
+        rest = log_p[torch.arange(n), targets] * a - (log_p.exp() * log_p).sum(-1) * b
+        (gradient,) = torch.autograd.grad(rest.sum(), double)
+        torch.testing.assert_close(leaf.grad[0].double(), gradient + exact.gradient, rtol=2e-5, atol=3e-6)  # type: ignore[index]
+
+
+def test_rows_without_a_slope_are_not_looked_at(backend: str) -> None:
+    z, w = torch.randn(2, 3, V).unbind()
+    teacher, module, targets = Teacher(w[None], PLAIN, "reverse", 0.0), load(backend), torch.zeros(3, dtype=torch.int64)
+    stats = module.stats(z[None], targets, None, PLAIN, partials_of(("divergence",), "reverse"), teacher=teacher)
+    z[1], w[1] = math.nan, math.nan
+    slopes = Slopes(torch.zeros(3), teacher=torch.tensor([1.0, 0.0, 2.0]))
+    out = torch.full((1, 3, V), math.nan)
+    module.pull(z[None], targets, stats, slopes, PLAIN, out, teacher=teacher)
+    assert (out[0, 1] == 0).all() and out.isfinite().all() and (out[0, 0] != 0).all()
