@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from .backends import Backend, FusedRows, visit
 from .products import Products, products_for
 from .rows import RowStats, RowTransform, Slopes, Teacher
 from .shard import VocabShard, check_shard, refuse_managed
-from .sparse import Slots
+from .sparse import Slots, plain
 
 if TYPE_CHECKING:
     from ..formulas.token_stage import TokenRows
@@ -61,6 +61,13 @@ class TeacherHead:
     transform: RowTransform
     kind: str
     mixture: float
+
+    def plain(self) -> TeacherHead:
+        """Without gradients and the wrappers of torch.func, as a source takes it."""
+        head = self.head
+        bias = None if head.bias is None else plain(head.bias.detach())
+        head = replace(head, hidden=plain(head.hidden.detach()), weight=plain(head.weight.detach()), bias=bias)
+        return replace(self, head=head, transform=self.transform.plain())
 
     def shares(self, head: FlatHead) -> bool:
         """Whether the two heads are one."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .divergence import SMALL, merged_sums, phi
+from .sparse import plain
 
 Tensor = torch.Tensor
 
@@ -26,6 +27,11 @@ class RowTransform(NamedTuple):
         """The transform of these rows only."""
         t = self.inv_temperature
         return self if isinstance(t, float) else self._replace(inv_temperature=t[rows])
+
+    def plain(self) -> RowTransform:
+        """Without the wrappers of torch.func."""
+        t = self.inv_temperature
+        return self if isinstance(t, float) else self._replace(inv_temperature=plain(t.detach()))
 
     def of(self, x: Tensor, rows: Tensor) -> Tensor:
         """z of single logits x fp32 [m], of rows `rows` [m]."""
@@ -55,6 +61,10 @@ class Teacher(NamedTuple):
     def at(self, rows: slice | Tensor) -> Teacher:
         """The same with the transform of these rows only, for a call that takes them out of all rows of the logits."""
         return self._replace(transform=self.transform.at(rows))
+
+    def plain(self) -> Teacher:
+        """Without gradients and the wrappers of torch.func, as a source takes it."""
+        return self._replace(logits=plain(self.logits.detach()), transform=self.transform.plain())
 
 
 #: Rows of the tensor that `stats` fills, in this order, and what stands there for a row that is not read.

@@ -120,6 +120,7 @@ class VocabularyStage(torch.autograd.Function):
         ctx.mark_non_differentiable(output[-1], *several, *fixed)
         per_row = isinstance(inv_temperature, Tensor)
         ctx.source, ctx.statistics, ctx.with_gradient, ctx.names = source, statistics, with_gradient, names
+        ctx.versions = _versions(source)
         ctx.numbers = (scale, softcap, None if per_row else inv_temperature)
         kept = [values[name] for name in with_gradient]
         ctx.save_for_backward(targets, read, inv_temperature if per_row else None, output[-1], *several, *kept, *tensors)
@@ -134,6 +135,11 @@ class VocabularyStage(torch.autograd.Function):
         given = tuple(name for name in known if upstream[name] is not None)
         if not given:
             return (None,) * len(ctx.needs_input_grad)
+        if _versions(ctx.source) != ctx.versions:
+            raise RuntimeError(
+                "the second stream of rows (its logits, hidden states or head) was written to between forward and backward, which "
+                "reads it again: call backward first, or pass a copy."
+            )
         plan = _Pull(ctx.source, ctx.names, ctx.needs_input_grad[9:], ctx.numbers, given, ctx.with_gradient)
         slopes = [upstream[name] for name in given]
         return *(None,) * 9, *gradient_once(_pull, plan, targets, read, inv_temperatures, partials, *slopes, *saved)
@@ -155,6 +161,13 @@ def vocabulary_stage(
         stage, rows = VocabularyStage.apply, tuple(map(_savable, rows))
     logps, *values = stage(source, statistics, with_gradient, names, *rows, *tensors)
     return logps, dict(zip(statistics if source.at is None else (*statistics, "at"), values, strict=False))
+
+
+def _versions(source: Source) -> tuple[int, ...]:
+    """How often the teacher's tensors were written to, where torch counts it."""
+    teacher: Any = source.teacher
+    tensors = () if teacher is None else (teacher.logits,) if isinstance(teacher, Teacher) else teacher.head.tensors
+    return tuple(x._version for x in tensors if x is not None and not x.is_inference())
 
 
 def _savable(x: Any) -> Any:

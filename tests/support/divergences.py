@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
+from grpo_kernels.vocabulary.hidden import FlatHead, TeacherHead
 from grpo_kernels.vocabulary.rows import RowTransform, Teacher
+from grpo_kernels.vocabulary.stage import vocabulary_stage
 from support import oracle
 
 Tensor = torch.Tensor
@@ -61,3 +64,83 @@ def expected(
     value = oracle.divergence(logps, of_teacher, teacher.kind, teacher.mixture)
     (gradient,) = torch.autograd.grad((value * upstream.to(dtype)).sum(), leaf)
     return Exact(value.detach().double(), gradient.double())
+
+
+# ---- rows of both streams from hidden states
+
+N, V, WIDTH, OTHER = 11, 61, 16, 10
+WARM, COLD = RowTransform(0.9, 11.0, 1.2), RowTransform(1.0, 0.0, torch.linspace(0.5, 1.4, N))
+READ = torch.tensor([True] * 4 + [False] * 2 + [True] * 5)
+
+
+class Rows:
+    """Hidden states and heads of both streams. `shared`: one head for both; `student`: its leaves, in fp64 for the oracle."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, shared: bool = False, bias: bool = True) -> None:
+        self.hidden = torch.randn(N, WIDTH).to(dtype)
+        self.weight = (2.0 * WIDTH**-0.5 * torch.randn(V, WIDTH)).to(dtype)
+        self.bias = torch.randn(V).to(dtype) if bias else None
+        if shared:
+            self.teacher = FlatHead((self.hidden + 0.3 * torch.randn(N, WIDTH)).to(dtype), self.weight, self.bias, dtype)
+        else:
+            own = torch.randn(N, OTHER), OTHER**-0.5 * torch.randn(V, OTHER), torch.randn(V)
+            self.teacher = FlatHead(*(x.to(torch.bfloat16) for x in own), torch.bfloat16)
+
+    @property
+    def leaves(self) -> list[Tensor | None]:
+        given = (self.hidden, self.weight, self.bias)
+        return [None if x is None else x.detach().clone().requires_grad_() for x in given]
+
+    def heads(self, kind: str, mixture: float, leaves: list[Any]) -> TeacherHead:
+        """The second stream; with a shared head that of these leaves."""
+        own = self.teacher
+        if own.weight is self.weight:
+            own = replace(own, weight=leaves[1], bias=leaves[2])
+        return TeacherHead(own, COLD, kind, mixture)
+
+    def log_probs(self, leaves: list[Any], keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Of both streams in fp64, over the ids of `keep` bool [N, V]."""
+        logits = torch.nn.functional.linear(*leaves)
+        of_teacher = torch.nn.functional.linear(*(None if x is None else x.double() for x in self.teacher.tensors))
+        z, w = transformed(logits, WARM), transformed(of_teacher, COLD)
+        if keep is not None:
+            z, w = z.masked_fill(~keep, -torch.inf), w.masked_fill(~keep, -torch.inf)
+        return z.log_softmax(-1), w.log_softmax(-1)
+
+    def expected(self, kind: str, mixture: float, upstream: Tensor, keep: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+        """Divergences, 0 where not read, and the gradients of their sum with weights `upstream`."""
+        leaves: list[Any] = [None if x is None else x.double().requires_grad_() for x in (self.hidden, self.weight, self.bias)]
+        value = torch.where(READ, oracle.divergence(*self.log_probs(leaves, keep), kind, mixture), 0.0)
+        wanted = [x for x in leaves if x is not None]
+        return value.detach(), list(torch.autograd.grad((value * upstream).sum(), wanted))
+
+
+def near(found: list[Tensor], exact: list[Tensor], relative: float = 2e-5) -> None:
+    assert len(found) == len(exact)
+    for x, y in zip(found, exact, strict=True):
+        scale = float(y.abs().max())
+        assert scale > 0 and float((x.double() - y).abs().max()) <= relative * scale
+
+
+def through_stage(
+    source: Any, leaves: list[Any], upstream: Tensor, targets: Tensor | None = None, at: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Divergences, and the gradients of their sum with weights `upstream`, plus that of the log-probs at ids with weights `at`."""
+    targets = torch.zeros(N, dtype=torch.int64) if targets is None else targets
+    _, found = vocabulary_stage(source, ("divergence",), ("divergence",), targets, READ, WARM, *leaves)
+    value, total = found["divergence"], (found["divergence"] * upstream).sum()
+    if at is not None:
+        total = total + (found["at"] * at).sum()
+    return value.detach(), list(torch.autograd.grad(total, [x for x in leaves if x is not None]))
+
+
+def keep_of(lists: list[list[int]]) -> Tensor:
+    keep = torch.ones(N, V, dtype=torch.bool)
+    for i, ids in enumerate(lists):
+        if ids:
+            keep[i] = False
+            keep[i, ids] = True
+    return keep
+
+
+SETS = [[3], [5, 60, 2], list(range(1, 61, 2)), [], [9, 8], [4], [0, 1, 2, 3], [], [59, 60], [7, 8, 9], [30]]

@@ -7,6 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from divergence_parallel_checks import (  # noqa: F401
+    check_divergence_from_hidden,
+    check_divergence_from_logits_beside_ids,
+    check_divergence_in_one_visit,
+)
 from vocab_parallel_checks import BACKENDS, WIDTHS, V, assert_loss, assert_same_everywhere, cut, run_head, shards, whole
 
 from grpo_kernels import Objective, Options, TokenSets, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs

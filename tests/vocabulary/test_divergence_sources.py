@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,81 +13,21 @@ from grpo_kernels import Objective, TokenSets
 from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.loss_stages import OneVisit, _GradientInForward
 from grpo_kernels.vocabulary.backends import pick
-from grpo_kernels.vocabulary.hidden import FlatHead, TeacherHead
+from grpo_kernels.vocabulary.hidden import CHUNK_BYTES, Engine, FlatHead, TeacherHead
 from grpo_kernels.vocabulary.kept import KeptRows
 from grpo_kernels.vocabulary.rows import RowTransform, Teacher
 from grpo_kernels.vocabulary.sources import Hidden, Logits
 from grpo_kernels.vocabulary.sparse import Slots
 from grpo_kernels.vocabulary.stage import vocabulary_stage
 from support import oracle
-from support.divergences import KINDS, transformed
+from support.allocations import Allocations
+from support.divergences import COLD, KINDS, READ, SETS, WARM, WIDTH, N, Rows, V, keep_of, near, through_stage, transformed
 from support.linear_cases import count_products, in_chunks
 from support.sets import build
 
 Tensor = torch.Tensor
 
-N, V, WIDTH, OTHER = 11, 61, 16, 10
-WARM, COLD = RowTransform(0.9, 11.0, 1.2), RowTransform(1.0, 0.0, torch.linspace(0.5, 1.4, N))
-READ = torch.tensor([True] * 4 + [False] * 2 + [True] * 5)
 CPU = torch.device("cpu")
-
-
-class Rows:
-    """Hidden states and heads of both streams. `shared`: one head for both; `student`: its leaves, in fp64 for the oracle."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32, shared: bool = False, bias: bool = True) -> None:
-        self.hidden = torch.randn(N, WIDTH).to(dtype)
-        self.weight = (2.0 * WIDTH**-0.5 * torch.randn(V, WIDTH)).to(dtype)
-        self.bias = torch.randn(V).to(dtype) if bias else None
-        if shared:
-            self.teacher = FlatHead((self.hidden + 0.3 * torch.randn(N, WIDTH)).to(dtype), self.weight, self.bias, dtype)
-        else:
-            own = torch.randn(N, OTHER), OTHER**-0.5 * torch.randn(V, OTHER), torch.randn(V)
-            self.teacher = FlatHead(*(x.to(torch.bfloat16) for x in own), torch.bfloat16)
-
-    @property
-    def leaves(self) -> list[Tensor | None]:
-        given = (self.hidden, self.weight, self.bias)
-        return [None if x is None else x.detach().clone().requires_grad_() for x in given]
-
-    def heads(self, kind: str, mixture: float, leaves: list[Any]) -> TeacherHead:
-        """The second stream; with a shared head that of these leaves."""
-        own = self.teacher
-        if own.weight is self.weight:
-            own = replace(own, weight=leaves[1], bias=leaves[2])
-        return TeacherHead(own, COLD, kind, mixture)
-
-    def log_probs(self, leaves: list[Any], keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Of both streams in fp64, over the ids of `keep` bool [N, V]."""
-        logits = torch.nn.functional.linear(*leaves)
-        of_teacher = torch.nn.functional.linear(*(None if x is None else x.double() for x in self.teacher.tensors))
-        z, w = transformed(logits, WARM), transformed(of_teacher, COLD)
-        if keep is not None:
-            z, w = z.masked_fill(~keep, -torch.inf), w.masked_fill(~keep, -torch.inf)
-        return z.log_softmax(-1), w.log_softmax(-1)
-
-    def expected(self, kind: str, mixture: float, upstream: Tensor, keep: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-        """Divergences, 0 where not read, and the gradients of their sum with weights `upstream`."""
-        leaves: list[Any] = [None if x is None else x.double().requires_grad_() for x in (self.hidden, self.weight, self.bias)]
-        value = torch.where(READ, oracle.divergence(*self.log_probs(leaves, keep), kind, mixture), 0.0)
-        wanted = [x for x in leaves if x is not None]
-        return value.detach(), list(torch.autograd.grad((value * upstream).sum(), wanted))
-
-
-def near(found: list[Tensor], exact: list[Tensor], relative: float = 2e-5) -> None:
-    assert len(found) == len(exact)
-    for x, y in zip(found, exact, strict=True):
-        scale = float(y.abs().max())
-        assert scale > 0 and float((x.double() - y).abs().max()) <= relative * scale
-
-
-def through_stage(
-    source: Any, leaves: list[Any], upstream: Tensor, targets: Tensor | None = None
-) -> tuple[Tensor, list[Tensor]]:
-    targets = torch.zeros(N, dtype=torch.int64) if targets is None else targets
-    _, found = vocabulary_stage(source, ("divergence",), ("divergence",), targets, READ, WARM, *leaves)
-    value = found["divergence"]
-    return value.detach(), list(torch.autograd.grad((value * upstream).sum(), [x for x in leaves if x is not None]))
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own head", "shared head"])
@@ -155,18 +96,6 @@ def test_weights_of_rows_scale_the_divergence_too() -> None:
     tokens = TokenRows(*torch.zeros(4, 3), divergence_weight=torch.tensor([1.0, 2.0, 0.0]))  # type: ignore[misc]
     scaled = tokens.weighted(torch.tensor([2.0, 0.0, torch.nan])).divergence_weight
     assert scaled is not None and scaled.tolist() == [2.0, 0.0, 0.0]
-
-
-def keep_of(lists: list[list[int]]) -> Tensor:
-    keep = torch.ones(N, V, dtype=torch.bool)
-    for i, ids in enumerate(lists):
-        if ids:
-            keep[i] = False
-            keep[i, ids] = True
-    return keep
-
-
-SETS = [[3], [5, 60, 2], list(range(1, 61, 2)), [], [9, 8], [4], [0, 1, 2, 3], [], [59, 60], [7, 8, 9], [30]]
 
 
 @pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
@@ -243,3 +172,91 @@ def test_beside_log_probs_at_ids(backend: str, linear: bool, sets: list[list[int
         torch.testing.assert_close(found["at"][counted].detach().double(), chosen.detach(), rtol=1e-5, atol=1e-5)
         expected = torch.autograd.grad((value * upstream).sum() + (chosen * d_at[counted]).sum(), exact)
         near(list(gradients), list(expected))
+
+
+def teacher_of(rows: Rows, kind: str, mixture: float) -> Teacher:
+    of_teacher = torch.nn.functional.linear(*(x.float() for x in rows.teacher.tensors))  # type: ignore[union-attr]
+    return Teacher(of_teacher[None], COLD, kind, mixture)
+
+
+def test_transforms_of_torch_func(backend: str) -> None:
+    """The gradient by torch.func, where the second stream may have a wrapper, is that of autograd."""
+    rows, upstream = Rows(), torch.randn(N) * READ
+    targets = torch.zeros(N, dtype=torch.int64)
+    for linear in (False, True):
+        leaves: list[Any] = rows.leaves if linear else [torch.randn(1, N, V).requires_grad_()]
+
+        def value_of(first: Tensor, linear: bool = linear, leaves: list[Any] = leaves) -> Tensor:
+            if linear:
+                head = rows.heads("jsd", 0.3, leaves)
+                head = replace(head, head=replace(head.head, hidden=head.head.hidden + 0.0 * first.sum()))
+                source: Any = Hidden(pick(backend, CPU), torch.float32, teacher=head.plain())
+            else:
+                teacher = teacher_of(rows, "reverse", 0.0)
+                source = Logits(pick(backend, CPU), teacher=teacher._replace(logits=teacher.logits + 0.0 * first.sum()).plain())
+            tensors = [first, *leaves[1:]]
+            _, found = vocabulary_stage(source, ("divergence",), ("divergence",), targets, READ, WARM, *tensors)
+            return (found["divergence"] * upstream).sum()
+
+        by_func = torch.func.grad(value_of)(leaves[0].detach())
+        (by_autograd,) = torch.autograd.grad(value_of(leaves[0]), leaves[0])
+        torch.testing.assert_close(by_func, by_autograd, rtol=0, atol=0)
+        assert by_func.abs().max() > 1e-3
+
+
+def test_a_second_stream_from_inference_mode(backend: str) -> None:
+    """Which is where most teachers' logits come from."""
+    rows, upstream = Rows(), torch.randn(N) * READ
+    logits = torch.randn(1, N, V)
+    found = []
+    for context in (torch.inference_mode, torch.no_grad):
+        with context():
+            teacher, head = teacher_of(rows, "forward", 0.0), rows.heads("forward", 0.0, rows.leaves)
+            head = replace(head, head=replace(head.head, hidden=head.head.hidden + 0.0))
+        for source, leaves in (
+            (Logits(pick(backend, CPU), teacher=teacher), [logits.clone().requires_grad_()]),
+            (Hidden(pick(backend, CPU), torch.float32, teacher=head), rows.leaves),
+        ):
+            value, gradients = through_stage(source, leaves, upstream)
+            found.append([value, *gradients])
+    for x, y in zip(found[0] + found[1], found[2] + found[3], strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_second_stream_that_was_overwritten_is_refused(backend: str) -> None:
+    rows = Rows()
+    leaf, teacher = torch.randn(1, N, V).requires_grad_(), teacher_of(rows, "reverse", 0.0)
+    source = Logits(pick(backend, CPU), teacher=teacher)
+    arguments = (torch.zeros(N, dtype=torch.int64), READ, WARM, leaf)
+    _, found = vocabulary_stage(source, ("divergence",), ("divergence",), *arguments)
+    teacher.logits.zero_()
+    with pytest.raises(RuntimeError, match=r"second stream of rows .* was written to between forward and backward"):
+        found["divergence"].sum().backward()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own head", "shared head"])
+def test_logits_of_neither_stream_exist_beyond_a_chunk(backend: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, backward and the one visit hold a few chunks of rows, of any number of rows."""
+    chunk, n = 8, 64
+    in_chunks(monkeypatch, chunk)
+    rows, weight = Rows(shared=shared), torch.rand(n)
+    many = torch.arange(n) % N
+    rows.hidden, rows.teacher = rows.hidden[many], replace(rows.teacher, hidden=rows.teacher.hidden[many])
+    targets = torch.zeros(n, dtype=torch.int64)
+    tokens = TokenRows(targets, None, torch.zeros(n), torch.zeros(n), divergence_weight=weight)
+    transform = RowTransform(1.0, 0.0, 1.0)
+    leaves: list[Any] = rows.leaves
+    head = replace(rows.heads(*KINDS[1 if shared else 2], leaves), transform=transform)
+    source = Hidden(pick(backend, CPU), torch.float32, teacher=head)
+    with Allocations() as seen:
+        _, found = vocabulary_stage(source, ("divergence",), ("divergence",), targets, None, transform, *leaves)
+        (found["divergence"] * weight).sum().backward()
+        _GradientInForward.apply(OneVisit(source, tokens, Objective(), transform), *leaves)[0].backward()
+    assert max(math.prod(shape) for shape in seen.shapes) <= max(2 * chunk * V, n * WIDTH), max(seen.shapes, key=math.prod)
+
+
+def test_a_chunk_holds_both_streams() -> None:
+    head = FlatHead(torch.randn(4, 2), torch.randn(50_000, 2), None, torch.float32)
+    teacher = TeacherHead(FlatHead(torch.randn(4, 3), torch.randn(50_000, 3), None, torch.float32), COLD, "reverse", 0.0)
+    alone, both = (Engine(head, pick("eager", CPU), teacher=t).chunk_rows for t in (None, teacher))
+    assert both == alone // 2 // 64 * 64 and 2 * both * 4 * 50_000 <= CHUNK_BYTES["cpu"]
