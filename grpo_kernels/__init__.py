@@ -2,7 +2,9 @@
 
 from ._version import __version__ as __version__
 from .batch import TokenBatch
+from .divergences import linear_divergence, token_divergence
 from .formulas.custom import Custom, check_surrogate
+from .formulas.divergence import Exact
 from .formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
 from .formulas.kl import Kl, check_kl
 from .formulas.surrogates import (
@@ -14,6 +16,7 @@ from .formulas.surrogates import (
     Gmpo,
     ImportanceSampling,
     KlCov,
+    NoPolicyTerm,
     PolicyGradient,
     Sapo,
     Vespo,
@@ -39,6 +42,7 @@ __all__ = [
     "Dro",
     "EntropyFloor",
     "EntropyQuantile",
+    "Exact",
     "Gmpo",
     "Head",
     "ImportanceSampling",
@@ -46,6 +50,7 @@ __all__ = [
     "KlCov",
     "LogitTransform",
     "LossOutput",
+    "NoPolicyTerm",
     "Objective",
     "OffPolicySequences",
     "Options",
@@ -59,9 +64,11 @@ __all__ = [
     "check_surrogate",
     "group_advantages",
     "grpo_loss",
+    "linear_divergence",
     "linear_grpo_loss",
     "linear_logprobs",
     "loss_from_model",
+    "token_divergence",
     "token_logprobs",
     "use",
 ]

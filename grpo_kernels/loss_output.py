@@ -27,6 +27,7 @@ class LossOutput:
     rows      the batch's flat rows as the loss weighed them, for statistics of one's own.
     whole_logps  with kept sets, log-probs over the whole vocabulary, where an option needs them; else None.
     kl_apart  whether the KL is that of whole_logps.
+    divergence   of an exact KL (`Exact`), fp32 in nats, the shape of targets, detached; 0 where masked. Else None.
     metrics   computed on first use, see below.
     """
 
@@ -39,6 +40,7 @@ class LossOutput:
     _log_ratio: Tensor | None = field(default=None, repr=False)  # fp32 [n] at the objective's level, if the loss computed it
     whole_logps: Tensor | None = field(default=None, repr=False)
     kl_apart: bool = field(default=False, repr=False)
+    divergence: Tensor | None = field(default=None, repr=False)
     _metrics: dict[str, Tensor] | None = field(default=None, repr=False)
     __repr__ = describe
 
@@ -55,7 +57,7 @@ class LossOutput:
         ess              effective sample size of ratio * weights, as a share: (sum r)^2 / (tokens * sum r^2)
         zero_advantage   share of all trained tokens whose advantage is exactly 0
         entropy          mean entropy in nats
-        kl               mean of the KL estimator, weighted as it is in the loss (only with beta != 0)
+        kl               mean of the KL estimator, weighted as it is in the loss, or of the exact divergence (only with beta != 0)
         outside_set      share of tokens that their kept set lacks (only with kept sets)
         kept_mass        mean probability that rows with a set give to it (only where whole_logps is there)
         kept             share of tokens that all filters of this process keep (only with filters)
@@ -99,6 +101,8 @@ class LossOutput:
         if rows.ref_logps is not None:
             of_kl = self.whole_logps.reshape(-1) if self.kl_apart and self.whole_logps is not None else logps
             metrics["kl"] = mean(kl_of_rows(self._objective, of_kl, rows, x)[0])
+        elif self.divergence is not None:
+            metrics["kl"] = mean(self.divergence.reshape(-1))
         sets = self._batch.kept
         if sets is not None:
             metrics["outside_set"] = self._batch.outside_set

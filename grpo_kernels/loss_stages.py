@@ -11,16 +11,18 @@ import torch
 
 from .batch import TokenBatch
 from .checks import require
-from .formulas.surrogates import PolicyGradient
+from .formulas.surrogates import NoPolicyTerm
 from .formulas.token_stage import TokenRows
 from .loss_output import LossOutput
 from .objective import Objective
 from .operators import is_traced
 from .options import Options
+from .reference import TopK
 from .supports import statistics_of
 from .vocabulary.kept import KeptRows
 from .vocabulary.memory import converted
-from .vocabulary.rows import RowTransform
+from .vocabulary.hidden import TeacherHead
+from .vocabulary.rows import RowTransform, Teacher
 from .vocabulary.sources import Hidden, Logits, Source
 from .vocabulary.stage import gradient_once, with_signature
 
@@ -48,45 +50,68 @@ class Call(NamedTuple):
     options: Options
     transform: RowTransform
     one_visit: bool
+    teacher: Teacher | TeacherHead | TopK | None = None  # of an exact divergence
 
 
 def loss_of_source(
     call: Call, source_of: Callable[[KeptRows | None], Source], tensors: tuple[Tensor | None, ...]
 ) -> LossOutput:  # fmt: skip
     """The loss of a source's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull."""
-    batch, objective, rows, kept, options, transform, one_visit = call
+    batch, objective, rows, kept, options, transform, one_visit, teacher = call
+    top_k = teacher if isinstance(teacher, TopK) else None
     over = options.over_vocabulary if kept is not None else None
     kl = objective.kl_spec
     if over is not None and objective.beta != 0 and (kl.weighting != "none" or kl.estimator == "distillation"):
         remedy = "that weighs the KL by a ratio over the sets: pass Kl() without a weighting, or reference_over='kept'."
         require(options.reference_over == "kept", "reference_over", options.reference_over, f"{kl} {remedy}")
-    if one_visit and over is None and not is_traced():
+    if top_k is not None and kept is not None and options.reference_over == "kept":
+        remedy = 'a teacher known at some ids has no distribution over a kept set: pass Options(reference_over="vocabulary").'
+        require(False, "reference_over", options.reference_over, remedy)
+    shape = batch.targets.shape
+    if one_visit and over is None and top_k is None and not is_traced():
         source = source_of(kept)
         assert isinstance(source, (Logits, Hidden))
         visit = OneVisit(source, rows, objective, transform)
-        loss, logps, entropy = _GradientInForward.apply(visit, *tensors)
-        shape = batch.targets.shape
-        return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows)
-    with_gradient = ("entropy",) if objective.needs_entropy else ()
-    found = statistics_of(source_of, kept, ("entropy",), with_gradient, over, rows.targets, rows.read, transform, tensors)
-    entropy = found.named["entropy"]
-    kl_apart = over is not None and options.reference_over == "vocabulary" and objective.beta != 0
+        loss, logps, entropy, divergence = _GradientInForward.apply(visit, *tensors)
+        divergence = None if teacher is None else divergence.view(shape)
+        return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, divergence=divergence)
+    whole = ("divergence",) if teacher is not None and top_k is None else ()
+    with_gradient = (*(("entropy",) if objective.needs_entropy else ()), *whole)
+    if over is not None and options.reference_over == "vocabulary":
+        over = (*over, *whole, "at")
+    names = ("entropy", *whole)
+    found = statistics_of(source_of, kept, names, with_gradient, over, rows.targets, rows.read, transform, tensors)
+    entropy, divergence = found.named["entropy"], found.named.get("divergence")
+    if top_k is not None:
+        assert objective.exact is not None
+        divergence = top_k.divergence(objective.exact, found.named["at"], rows.read)
+    kl_apart = over is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
     own = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
-    out = loss_of_logps(found.logps, entropy, batch, objective, own)
+    out = with_divergence(loss_of_logps(found.logps, entropy, batch, objective, own), divergence)
     if found.whole_logps is None:
         return out
-    out = replace(out, rows=rows, whole_logps=found.whole_logps.detach().view(batch.targets.shape), kl_apart=kl_apart)
+    out = replace(out, rows=rows, whole_logps=found.whole_logps.detach().view(shape), kl_apart=kl_apart)
     return replace(out, loss=out.loss + _kl_over_vocabulary(found.whole_logps, batch, objective, rows)) if kl_apart else out
 
 
 def _kl_over_vocabulary(logps: Tensor, batch: TokenBatch, objective: Objective, rows: TokenRows) -> Tensor:
     """The KL term alone, of log-probs over the whole vocabulary."""
-    alone = Objective(PolicyGradient(), beta=objective.beta, kl=objective.kl)
+    alone = Objective(NoPolicyTerm(), beta=objective.beta, kl=objective.kl)
     nothing = torch.zeros_like(rows.policy_weight)
     rows = TokenRows(
         rows.targets, rows.read, nothing, nothing, ref_logps=rows.ref_logps, kl_weight=rows.kl_weight, trained=rows.trained
     )
     return loss_of_logps(logps, None, batch, alone, rows).loss
+
+
+def with_divergence(out: LossOutput, divergence: Tensor | None) -> LossOutput:
+    """The loss with the exact divergence [n] of its rows, weighted; None: there is none."""
+    if divergence is None:
+        return out
+    weight = out.rows.divergence_weight
+    assert weight is not None
+    terms = torch.where(weight == 0, 0.0, weight * divergence)
+    return replace(out, loss=out.loss + total(terms), divergence=divergence.detach().view(out.logps.shape))
 
 
 def loss_of_logps(
@@ -139,14 +164,15 @@ class _GradientInForward(torch.autograd.Function):
     """Loss, log-probs and entropy of a source's rows. The gradient is computed in the forward; the backward only scales it."""
 
     @staticmethod
-    def forward(ctx: Any, visit: OneVisit, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, visit: OneVisit, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         wanted = tuple(visit.gradients and needed for needed in ctx.needs_input_grad[1:])
         result, ctx.gradients = visit.source.fused(tensors, wanted, visit.rows, visit.objective, visit.transform)
         ctx.versions = [g._version if isinstance(g, Tensor) else None for g in ctx.gradients]
         ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in tensors], visit.source.backend
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(result.logps, result.entropy)
-        return total(result.losses), result.logps, result.entropy
+        of_rows = (result.logps, result.entropy, result.divergence)
+        ctx.mark_non_differentiable(*(x for x in of_rows if x is not None))
+        return total(result.losses), *of_rows
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -13,14 +13,23 @@ from .checks import require
 from .formulas.token_stage import TokenRows
 from .layout import check_targets, per_token
 from .loss_output import LossOutput
-from .loss_stages import Call, loss_of_logps, loss_of_source
+from .loss_stages import Call, loss_of_logps, loss_of_source, with_divergence
 from .missing import check_strict
 from .objective import Denominators, Objective
 from .operators import checked_logits, hidden_source, is_traced, leaves_the_graph, logits_source, outside
 from .options import Options, merged
 from .projection import Head
+from .reference import (
+    Policy,
+    check_given,
+    linear_teacher,
+    logits_teacher,
+    reference_head,
+    scaled_by_temperature,
+    second,
+)
 from .row_counts import whole
-from .token_sets import check_sets
+from .token_sets import TokenSets, check_sets
 from .transform import LogitTransform, as_transform
 from .vocabulary.hidden import FlatHead, check_head
 from .vocabulary.kept import KeptRows
@@ -43,6 +52,7 @@ def grpo_loss(
     normalizer: float | Tensor | Denominators | None = None,
     inplace: bool = False,
     skip_inactive: bool = False,
+    ref_logits: Tensor | tuple[Tensor, LogitTransform] | TokenSets | None = None,
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
@@ -62,6 +72,9 @@ def grpo_loss(
                  without an error. For the output of a model: a leaf that requires grad is refused.
     skip_inactive  True: rows that cannot contribute (zero advantage or weight, and neither KL nor entropy bonus, at
                  token level) are not read either; out.logps and out.entropy hold 0 there. Loss and gradient are the same.
+    ref_logits   for kl=Exact(...): logits of the reference or teacher, the shape of logits and any of the three dtypes, under the same
+                 transform; (logits, LogitTransform) under one of their own; or `TokenSets` whose values are the log-probs of a
+                 teacher that is known at these ids only (the logits are then read twice). No gradient flows to them.
     shard        logits are [.., V / ranks], this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
                  The rows are then visited twice, with one all-gather in between.
     backend      "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
@@ -79,10 +92,11 @@ def grpo_loss(
     retain_graph=True it works). Raises ValueError naming the argument that is wrong, before any work.
     """
     _check_specs(batch, objective)
+    check_given("ref_logits", ref_logits, objective, batch)
     options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
-    if leaves_the_graph(batch.kept, None, shard=shard, context_group=batch.context_group):
+    if leaves_the_graph(batch.kept if ref_logits is None else ref_logits, None, shard=shard, context_group=batch.context_group):
         given: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "shard": shard}
-        return outside(grpo_loss, logits, batch, objective, options=options, **given)
+        return outside(grpo_loss, logits, batch, objective, ref_logits=ref_logits, options=options, **given)
     batch = _with_options(batch, options)
     shape, device = batch.targets.shape, batch.targets.device
     flat_logits = checked_logits(logits, shape, device, inplace, shard)
@@ -94,14 +108,19 @@ def grpo_loss(
     kept = kept_rows(batch, rows)
     if inplace and kept is not None and options.over_vocabulary is not None:
         raise ValueError(f"inplace=True, but {options} needs the logits for two gradients: pass inplace=False.")
+    teacher = None
+    if objective.exact is not None:
+        policy = Policy.of(batch, transform, vocab, flat_logits.shape[-1], shard)
+        teacher = logits_teacher(ref_logits, objective.exact, policy)
+        rows = scaled_by_temperature(rows, objective.exact, row_transform)
 
     def source_of(kept: KeptRows | None) -> Source:
-        return logits_source(device, inplace, shard, options, kept)
+        return logits_source(device, inplace, shard, options, kept, *second(teacher))
 
     # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
     # visited twice anyway, with the exchange in between.
     late = shard is not None or (flat_logits.dtype == torch.float16 and torch.is_grad_enabled())
-    call = Call(batch, objective, rows, kept, options, row_transform, one_visit=objective.one_pass and not late)
+    call = Call(batch, objective, rows, kept, options, row_transform, objective.one_pass and not late, teacher)
     return loss_of_source(call, source_of, (flat_logits,))
 
 
@@ -112,7 +131,7 @@ def linear_grpo_loss(
     objective: Objective,
     *,
     bias: Tensor | None = None,
-    reference: tuple[Tensor, ...] | None = None,
+    reference: tuple[Any, ...] | TokenSets | None = None,
     transform: LogitTransform | None = None,
     normalizer: float | Tensor | Denominators | None = None,
     skip_inactive: bool = False,
@@ -137,7 +156,11 @@ def linear_grpo_loss(
     bias         [V] or None, added to the logits before the transform.
     transform    softcap and scale that the model applies after its head, and the temperature: see `LogitTransform.of`.
     reference    (hidden, weight) or (hidden, weight, bias) of the frozen reference, in place of batch.ref_logps: its
-                 log-probs come from a forward product of its own, and no gradient flows to it.
+                 log-probs come from a forward product of its own, and no gradient flows to it. (hidden, Head(...)) has a transform
+                 of its own, else the policy's holds for both. Its hidden size and dtype may be others. With kl=Exact(...) it is the
+                 second stream of the divergence, a fourth product (weight the policy's own tensor: hidden states of both in one
+                 product), of which no more than a chunk of logits exists; or `TokenSets` whose values are the log-probs of a teacher
+                 that is known at these ids only: no product for the teacher, but the policy's logits are computed again.
     shard        weight, bias and those of `reference` are this rank's part of a vocabulary cut over a group: see
                  `distributed.VocabShard`. One all-gather per chunk of rows, and one all-reduce of the gradient of hidden.
     weight_grad  [V, H], fp32 or the weight's dtype: the backward, whatever it is asked for, adds the gradient of weight into it, and autograd gives weight
@@ -161,11 +184,13 @@ def linear_grpo_loss(
     As in `grpo_loss` the gradients are handed over once. Raises ValueError naming the argument that is wrong.
     """
     _check_specs(batch, objective)
+    check_given("reference", reference, objective, batch)
     if isinstance(weight, Head):
         beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
         weight, bias, transform, shard, weight_grad = weight.parts(**beside)
     options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
-    if leaves_the_graph(batch.kept, weight_grad, shard=shard, context_group=batch.context_group):
+    exact = objective.exact
+    if leaves_the_graph(exact or batch.kept, weight_grad, shard=shard, context_group=batch.context_group):
         given: dict[str, Any] = {"bias": bias, "reference": reference, "transform": transform, "normalizer": normalizer}
         given |= {"shard": shard, "weight_grad": weight_grad}
         return outside(linear_grpo_loss, hidden, weight, batch, objective, options=options, **given)
@@ -179,19 +204,24 @@ def linear_grpo_loss(
 
     def source_of(a_head: FlatHead, rows: TokenRows, kept: KeptRows | None, into: WeightMemory | None = memory) -> Source:
         index = None if is_traced() else split_rows(batch, rows, objective, kept)
-        return hidden_source(a_head, rows.read, options, index, kept, into)
+        return hidden_source(a_head, rows.read, options, index, kept, into, *second(teacher if a_head is head else None))
 
-    if reference is not None:
-        ref_head = _reference_head(reference, batch, objective, shard)
+    teacher, policy = None, Policy.of(batch, transform, head.vocab, head.weight.shape[0], shard)
+    if exact is not None:
+        teacher = linear_teacher(reference, exact, policy)
+    elif reference is not None:
+        ref_head, ref_transform = reference_head(reference, policy)
         # Which rows are read does not depend on the reference's log-probs.
         rows = objective.token_rows(batch.with_ref_logps(torch.zeros(shape, device=device)), normalizer, options.skip_inactive)
         kept = kept_rows(batch, rows) if options.reference_over == "kept" else None
         with torch.no_grad():
             source = source_of(ref_head, rows, kept, None)
-            ref_logps, _ = vocabulary_stage(source, (), (), rows.targets, rows.read, row_transform, *ref_head.tensors)
+            ref_logps, _ = vocabulary_stage(source, (), (), rows.targets, rows.read, ref_transform, *ref_head.tensors)
         batch = batch.with_ref_logps(ref_logps.view(shape))
     rows = objective.token_rows(batch, normalizer, options.skip_inactive)
-    call = Call(batch, objective, rows, kept_rows(batch, rows), options, row_transform, objective.one_pass)
+    if exact is not None:
+        rows = scaled_by_temperature(rows, exact, row_transform)
+    call = Call(batch, objective, rows, kept_rows(batch, rows), options, row_transform, objective.one_pass, teacher)
     return loss_of_source(call, functools.partial(source_of, head, rows), head.tensors)
 
 
@@ -201,6 +231,7 @@ def objective_loss(
     objective: Objective,
     *,
     entropy: Tensor | None = None,
+    divergence: Tensor | None = None,
     token_weights: Tensor | None = None,
     normalizer: float | Tensor | Denominators | None = None,
 ) -> LossOutput:
@@ -211,18 +242,23 @@ def objective_loss(
 
     logps          float, the shape of batch.targets, whose ids are not read; gradients flow to it and to entropy.
     entropy        likewise, in nats; needed for an entropy bonus and by filters of entropy. None: out.entropy is NaN.
+    divergence     likewise, of `token_divergence` or `linear_divergence`, needed with kl=Exact(...), whose weight it gets.
     token_weights  float [B] or the shape of targets: multiplies all terms of a token, the KL's too. For denominators that
                    no `aggregate` has; unlike a mask it takes nothing out of them.
 
     Value and gradient are those of `grpo_loss`. Raises ValueError naming the argument that is wrong."""
     _check_specs(batch, objective)
-    for name, x in (("logps", logps), ("entropy", entropy)):
+    for name, x in (("logps", logps), ("entropy", entropy), ("divergence", divergence)):
         if x is not None and (x.shape != batch.targets.shape or not x.is_floating_point()):
             raise ValueError(
                 f"{name} is {x.dtype} {list(x.shape)}: pass floats of targets' shape, {list(batch.targets.shape)}."
             )
     if entropy is None and (objective.needs_entropy or any(f.filters_entropy for f in objective.filters)):
         raise ValueError("entropy is None, but the objective has an entropy bonus or a filter of entropy: pass it.")
+    exact = objective.exact is not None
+    if exact != (divergence is not None):
+        remedy = "pass the divergence of each token." if exact else "leave it out, or pass kl=Exact(...) with a beta."
+        raise ValueError(f"divergence is {'None' if exact else 'given'}, but kl={objective.kl!r}, beta={objective.beta}: {remedy}")
     rows = objective.token_rows(batch, normalizer)
     if token_weights is not None:
         rows = rows.weighted(per_token("token_weights", token_weights, batch.targets.shape, batch.cu_seqlens))
@@ -231,7 +267,8 @@ def objective_loss(
         x = x.reshape(-1).to(torch.float32)
         return x if rows.trained is None else torch.where(rows.trained, x, 0.0)
 
-    return loss_of_logps(flat_rows(logps), None if entropy is None else flat_rows(entropy), batch, objective, rows)
+    out = loss_of_logps(flat_rows(logps), None if entropy is None else flat_rows(entropy), batch, objective, rows)
+    return with_divergence(out, None if divergence is None else flat_rows(divergence))
 
 
 def split_rows(
@@ -277,20 +314,6 @@ def kept_rows(batch: TokenBatch, rows: TokenRows) -> KeptRows | None:
         return None
     has = ~batch.without_set if batch.missing == "full" else None
     return KeptRows.of(batch.kept, rows.targets, rows.read, has)
-
-
-def _reference_head(
-    reference: tuple[Tensor, ...], batch: TokenBatch, objective: Objective, shard: VocabShard | None
-) -> FlatHead:  # fmt: skip
-    require(objective.beta != 0, "reference", type(reference).__name__, "with beta=0 nothing looks at it: leave it out.")
-    if batch.ref_logps is not None:
-        raise ValueError("reference and batch.ref_logps are both given: pass one of them.")
-    if not isinstance(reference, tuple) or len(reference) not in (2, 3):
-        raise ValueError(f"reference is {type(reference).__name__}: pass (hidden, weight) or (hidden, weight, bias).")
-    bias = reference[2] if len(reference) == 3 else None
-    head = check_head(reference[0], reference[1], bias, batch.targets.shape, batch.targets.device, shard)
-    check_targets(batch.targets, batch.mask, head.vocab)
-    return head
 
 
 def _check_specs(batch: TokenBatch, objective: Objective) -> None:

@@ -15,6 +15,7 @@ from .head import CALL_HOOKS, plain_head
 from .losses import LossOutput, linear_grpo_loss
 from .objective import Denominators, Objective
 from .options import Options
+from .projection import Head
 from .transform import LogitTransform
 
 Tensor = torch.Tensor
@@ -34,6 +35,7 @@ def loss_from_model(
     skip_inactive: bool = False,
     backend: str = "auto",
     strict: bool = False,
+    reference: Any = None,
     weight_grad: Tensor | None = None,
     options: Options | None = None,
     **inputs: Any,
@@ -55,6 +57,9 @@ def loss_from_model(
                  which stops the program without a host sync. old_logps and the others have the shape of the targets.
     temperature  divides the logits: a number or a tensor, see `LogitTransform`.
     transform    in place of `LogitTransform.of(model, temperature=temperature)`, for a model that it does not know.
+    reference    the reference or teacher, a causal language model of the same vocabulary: it runs on the same inputs, without gradient,
+                 under its own softcap and scale and the same temperature. Or what `linear_grpo_loss` takes. Needed with
+                 kl=Exact(...); else in place of batch.ref_logps.
     inputs       what else the base model takes: attention_mask, position_ids (packed sequences need their own), pixel_values.
     backend      as in `grpo_loss`, like all that is not here: normalizer, skip_inactive, strict. weight_grad, options: `linear_grpo_loss`.
 
@@ -67,26 +72,38 @@ def loss_from_model(
         transform = LogitTransform.of(inner, temperature=temperature)
     elif isinstance(temperature, Tensor) or temperature != 1.0:
         raise ValueError("temperature and transform are both given: put the temperature into the transform.")
-    head, base = _head(inner), _base_model(inner)
     _check_alignment(input_ids, batch)
     for name in ("labels", "logits_to_keep", "inputs_embeds", "return_dict"):
         if name in inputs:
             raise ValueError(
                 f"{name} is given, but it is not used here: leave it out. Targets and mask are those of the batch."
             )
-    if "use_cache" in inspect.signature(base.forward).parameters:
-        inputs.setdefault("use_cache", False)
-    hidden = base(input_ids=input_ids if input_ids.dim() > 1 else input_ids[None], **inputs)[0]
-    weight, bias = head.weight, getattr(head, "bias", None)
-    if not torch.is_autocast_enabled(hidden.device.type):
-        hidden = hidden.to(torch.promote_types(hidden.dtype, weight.dtype))  # a head that is kept in fp32 is used in fp32
+    hidden, weight, bias = _projected(inner, input_ids, batch, inputs)
+    if isinstance(reference, nn.Module):
+        _check_wrappers(reference)
+        inner = language_model(reference)
+        with torch.no_grad():
+            ref_hidden, ref_weight, ref_bias = _projected(inner, input_ids, batch, inputs)
+        own = LogitTransform.of(inner, temperature=transform.temperature)
+        reference = (ref_hidden, Head(ref_weight.detach(), ref_bias, own))
     return linear_grpo_loss(
-        _rows(hidden, input_ids, batch), weight, batch, objective, bias=bias, transform=transform, normalizer=normalizer,
+        hidden, weight, batch, objective, bias=bias, transform=transform, normalizer=normalizer, reference=reference,
         skip_inactive=skip_inactive, backend=backend, strict=strict, weight_grad=weight_grad, options=options,
     )  # fmt: skip
 
 
 # ---- the model
+
+
+def _projected(model: Any, input_ids: Tensor, batch: TokenBatch, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(the hidden states that predict the targets, weight and bias of the head that they go through)."""
+    head, base = _head(model), _base_model(model)
+    if "use_cache" in inspect.signature(base.forward).parameters:
+        inputs = {"use_cache": False, **inputs}
+    hidden = base(input_ids=input_ids if input_ids.dim() > 1 else input_ids[None], **inputs)[0]
+    if not torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.promote_types(hidden.dtype, head.weight.dtype))  # a head kept in fp32 is used in fp32
+    return _rows(hidden, input_ids, batch), head.weight, getattr(head, "bias", None)
 
 
 def _check_wrappers(model: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from .batch import TokenBatch
 from .checks import LARGEST, SMALLEST, as_number, require, require_number, require_whole, values_are_checked
 from .formulas import token_stage
+from .formulas.divergence import Exact
 from .formulas.filters import EntropyFloor, EntropyQuantile, Filter, OffPolicySequences, TrustRegion
 from .formulas.kl import Kl, as_kl
 from .formulas.surrogates import LEVELS, Clip, Custom, Dro, Surrogate
@@ -63,7 +64,8 @@ class Objective:
                   "constant"              sum of all tokens / D, D = B * max_tokens (Dr. GRPO, arXiv 2503.20783)
                   A fully masked sequence adds 0 and counts in B, unless count_empty=False (verl, OpenRLHF).
     beta, kl      weight and estimator of the KL to the reference: "k1", "k2", "k3", "abs", with "+" for the straight-through
-                  form, a `Kl`, or a function (logp, old, ref) -> (value, slope). It is not multiplied by the batch's weights.
+                  form, a `Kl`, or a function (logp, old, ref) -> (value, slope). An `Exact` is the divergence of the whole
+                  distributions instead. It is not multiplied by the batch's weights.
     entropy_coef  weight of the entropy bonus, which is subtracted from the loss.
     max_tokens    the completion budget of "constant", the paper's constant, not the padded length.
     filters       see filters.py: which tokens are left out of the policy term. At most one filter of each kind.
@@ -80,7 +82,7 @@ class Objective:
     level: str = "token"
     aggregate: str = "token-mean"
     beta: float = 0.0
-    kl: str | Kl | Callable[..., Any] = "k3"
+    kl: str | Kl | Exact | Callable[..., Any] = "k3"
     entropy_coef: float = 0.0
     max_tokens: int | None = None
     filters: tuple[Filter, ...] = ()
@@ -101,7 +103,8 @@ class Objective:
             known = value in AGGREGATES or (value is None and name != "aggregate")
             require(known, name, value, f"it must be one of {', '.join(AGGREGATES)}.")
         require_number("beta", self.beta, "the KL weight is a finite number >= 0.", 0, LARGEST)
-        object.__setattr__(self, "_kl", as_kl(self.kl))  # not a field, because `kl` already has the information
+        kl = Kl() if isinstance(self.kl, Exact) else as_kl(self.kl)
+        object.__setattr__(self, "_kl", kl)  # not a field, because `kl` already has the information
         require_number("entropy_coef", self.entropy_coef, "it must be a finite number.", -LARGEST, LARGEST)
         if self.max_tokens is not None:
             require_whole("max_tokens", self.max_tokens, "the completion budget is a whole number of at least 1 token.")
@@ -149,8 +152,13 @@ class Objective:
         return next((f for f in self.filters if isinstance(f, kind)), None)
 
     @property
+    def exact(self) -> Exact | None:
+        """`kl`, where it is an exact divergence and has a weight."""
+        return self.kl if isinstance(self.kl, Exact) and self.beta != 0 else None
+
+    @property
     def kl_spec(self) -> Kl:
-        """`kl` as a Kl."""
+        """`kl` as a Kl; of an exact divergence a Kl that nothing uses."""
         return self.__dict__["_kl"]
 
     @property
@@ -275,7 +283,8 @@ class Objective:
 
         skip_inactive leaves rows out of `read` that cannot contribute to value or gradient: zero advantage or weight,
         with no KL and no entropy term, in one-pass objectives."""
-        if self.beta != 0 and batch.ref_logps is None:
+        estimated = self.beta != 0 and self.exact is None
+        if estimated and batch.ref_logps is None:
             raise ValueError(f"ref_logps is None, but beta={self.beta}: pass the reference's log-probs, or set beta=0.")
         trust = self.filter(TrustRegion)
         sampler = trust is not None and trust.anchor == "sampler"
@@ -311,14 +320,16 @@ class Objective:
                     "weights holds negative numbers, but the surrogate takes their logarithm: pass importance weights >= 0."
                 )
             policy_weight = torch.where(weights != 0, weight, 0.0) if self.surrogate.absorbs_weights else weight * weights
+        kl_weight = scaled(self.beta, self.kl_aggregate, kl_D)
         return TokenRows(
             targets=flat(batch.targets).to(torch.int64),
             read=mask if active is None else active,
             advantages=advantages,
             policy_weight=policy_weight,
             old_logps=batch.flat("old_logps"),
-            ref_logps=batch.flat("ref_logps") if self.beta != 0 else None,
-            kl_weight=scaled(self.beta, self.kl_aggregate, kl_D),
+            ref_logps=batch.flat("ref_logps") if estimated else None,
+            kl_weight=kl_weight if estimated else None,
+            divergence_weight=None if estimated else kl_weight,
             entropy_weight=scaled(self.entropy_coef, self.entropy_aggregate, entropy_D),
             nll_weight=batch.flat("nll_weights"),
             sampler_logps=batch.flat("sampler_logps") if sampler else None,

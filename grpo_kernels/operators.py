@@ -20,9 +20,9 @@ from .checks import require
 from .layout import check_targets, logit_rows
 from .options import Options
 from .vocabulary import backends
-from .vocabulary.hidden import FlatHead
+from .vocabulary.hidden import FlatHead, TeacherHead
 from .vocabulary.kept import KeptRows
-from .vocabulary.rows import RowStats, RowTransform, Slopes
+from .vocabulary.rows import RowStats, RowTransform, Slopes, Teacher
 from .vocabulary.shard import VocabShard, check_shard, on_shard
 from .vocabulary.sources import Hidden, Logits, Source
 from .vocabulary.sparse import Slots
@@ -127,24 +127,24 @@ def checked_logits(logits: Tensor, shape: torch.Size, device: torch.device, inpl
 
 def logits_source(
     device: torch.device, inplace: bool, shard: VocabShard | None, options: Options, kept: KeptRows | None = None,
-    at: Slots | None = None,
+    at: Slots | None = None, teacher: Teacher | None = None,
 ) -> Source:  # fmt: skip
     """The source that reads checked logits."""
     if torch.compiler.is_compiling():
         return TracedLogits(options.backend, options.strict)
-    return Logits(on_shard(backends.pick(options.backend, device, options.strict), shard), inplace, shard, kept, at)
+    return Logits(on_shard(backends.pick(options.backend, device, options.strict), shard), inplace, shard, kept, at, teacher=teacher)
 
 
 def hidden_source(
     head: FlatHead, read: Tensor | None, options: Options, rows: tuple[Tensor, int] | None = None, kept: KeptRows | None = None,
-    into: WeightMemory | None = None, at: Slots | None = None,
+    into: WeightMemory | None = None, at: Slots | None = None, teacher: TeacherHead | None = None,
 ) -> Source:  # fmt: skip
     """The source for a checked head. `rows`: (index, active) of `Hidden`; None where the caller does not know them."""
     if torch.compiler.is_compiling():
         return TracedHidden(options.backend, options.strict, head.dtype)
     backend = on_shard(backends.pick(options.backend, head.hidden.device, options.strict), head.shard)
     index, active = (None, None) if rows is None else rows
-    source = Hidden(backend, head.dtype, head.shard, index, active, kept, into, at)
+    source = Hidden(backend, head.dtype, head.shard, index, active, kept, into, at, teacher=teacher)
     if index is not None or torch._C._are_functorch_transforms_active():
         return source
     return replace(source, index=source.rows_of(head.hidden.shape[0], read, head.hidden.device))

@@ -10,6 +10,7 @@ import math
 from dataclasses import fields, replace
 from typing import Any
 
+from .formulas.divergence import Exact
 from .formulas.filters import TrustRegion
 from .formulas.kl import Kl
 from .formulas.surrogates import (
@@ -21,6 +22,7 @@ from .formulas.surrogates import (
     Gmpo,
     ImportanceSampling,
     KlCov,
+    NoPolicyTerm,
     PolicyGradient,
     Sapo,
     Vespo,
@@ -56,7 +58,8 @@ PUBLISHED: dict[str, Changes] = {
     "kl_cov": {"surrogate": KlCov()},
     "dro": {"surrogate": Dro()},
     "a2po": {**_GRPO, "surrogate": A2po(), "level": "sequence-sum"},
-    "distillation": {"surrogate": PolicyGradient(), "beta": 1.0, "kl": "distillation"},
+    "distillation": {"surrogate": NoPolicyTerm(), "beta": 1.0, "kl": Exact("reverse")},
+    "sampled_distillation": {"surrogate": PolicyGradient(), "beta": 1.0, "kl": "distillation"},
 }
 
 #: What a trainer's KL is, where it has one in the loss; its weight is part of a trainer's numbers where the KL is on by default.
@@ -178,7 +181,7 @@ NUMERICS: dict[str, dict[str, Changes]] = {
         # kappa (log r)^2 to the sampler, which is also the anchor of the ratio: pass its log-probs as old_logps and ref_logps.
         "dppo_tv": {"beta": 2e-3, "kl": "k2"},
         "ipo": {"beta": 2e-3, "kl": "k2"},
-        "distillation": {},
+        "sampled_distillation": {},
     },
     "torchtitan": {
         "grpo": {"aggregate": "token-mean", "log_ratio_bounds": (-10.0, 10.0)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -38,13 +39,15 @@ def statistics_of(
     if kept is None or over_vocabulary is None:
         source = source_of(kept)
         return Statistics(*vocabulary_stage(source, names, with_gradient, targets, read, transform, *tensors))
-    sets, over_sets = vocabulary_stage(source_of(kept.alone()), names, with_gradient, targets, kept.read, transform, *tensors)
-    whole, over_all = vocabulary_stage(source_of(None), names, with_gradient, targets, read, transform, *tensors)
-    named = {
-        name: over_all[name] if name in over_vocabulary else torch.where(kept.has, over_sets[name], over_all[name])
-        for name in names
-    }
-    slots = source_of(None).at
-    if slots is not None:
-        named["at"] = torch.where(kept.has[slots.rows], over_sets["at"], over_all["at"])
+    own = tuple(name for name in names if name not in over_vocabulary)
+    slopes = tuple(name for name in with_gradient if name in own)
+    alone = source_of(kept.alone())
+    alone = alone if "divergence" in own or alone.teacher is None else replace(alone, teacher=None)
+    sets, over_sets = vocabulary_stage(alone, own, slopes, targets, kept.read, transform, *tensors)
+    source = source_of(None)
+    whole, named = vocabulary_stage(source, names, with_gradient, targets, read, transform, *tensors)
+    for name in own:
+        named[name] = torch.where(kept.has, over_sets[name], named[name])
+    if source.at is not None and "at" not in over_vocabulary:
+        named["at"] = torch.where(kept.has[source.at.rows], over_sets["at"], named["at"])
     return Statistics(torch.where(kept.has, sets, whole), named, whole)

@@ -31,6 +31,7 @@ __all__ = [
     "Gmpo",
     "ImportanceSampling",
     "KlCov",
+    "NoPolicyTerm",
     "PolicyGradient",
     "Sapo",
     "Surrogate",
@@ -70,6 +71,12 @@ def cispo(logp, old_logp, advantage, params):
 def policy_gradient(logp, old_logp, advantage, params):
     """-A logp. See `PolicyGradient`."""
     return ops.where(advantage == 0.0, 0.0, -advantage * logp), -advantage
+
+
+def no_policy_term(logp, old_logp, advantage, params):
+    """0. See `NoPolicyTerm`."""
+    zero = advantage * 0.0
+    return zero, zero
 
 
 def importance_sampling(logp, old_logp, advantage, params):
@@ -164,6 +171,13 @@ class PolicyGradient(Surrogate):
 
     function = staticmethod(policy_gradient)
     detached_ratio = True
+
+
+@dataclass(frozen=True)
+class NoPolicyTerm(Surrogate):
+    """loss = 0: for an objective of a KL, an entropy bonus or `nll_weights` alone, as distillation is. The advantages are not used."""
+
+    function = staticmethod(no_policy_term)
 
 
 @dataclass(frozen=True)

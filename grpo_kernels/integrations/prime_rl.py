@@ -128,7 +128,7 @@ def loss(inputs: Any, objective: str = "dppo_tv", changes: dict[str, Any] | None
     theirs = "prime-rl" if objective in NUMERICS["prime-rl"] else None
     wanted = Objective.preset(objective, numerics=theirs, **{**(changes or {}), "aggregate": "token-sum"})
     sampler = inputs.inference_logprobs
-    reference = sampler if theirs and objective != "distillation" else inputs.ref_logprobs
+    reference = sampler if theirs and objective != "sampled_distillation" else inputs.ref_logprobs
 
     def row(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[None]

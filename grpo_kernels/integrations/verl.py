@@ -77,7 +77,7 @@ LOSSES = {
     "dro": "dro",
 }
 #: Presets whose old_logps are not those of verl's policy loss, which is given no reference.
-WITHOUT = ("a2po", "distillation")
+WITHOUT = ("a2po", "distillation", "sampled_distillation")
 
 #: verl's `loss_agg_mode` -> ours.
 AGGREGATES = {

@@ -24,7 +24,7 @@ from .parallel import LAYOUTS
 #: What the trainer knows beside the rewards, for estimators of advantages; it has no critic.
 KNOWN = ("rewards", "columns", "reward_weights", "mask", "greedy_rewards", "old_logps", "sum_squares")
 #: a2po regresses on the reference's log-probs and values of its own, and distillation on a teacher: other inputs than here.
-TRAINABLE = tuple(name for name in PRESETS if name not in ("a2po", "distillation"))
+TRAINABLE = tuple(name for name in PRESETS if name not in ("a2po", "distillation", "sampled_distillation"))
 #: prime-rl's KL is to the sampler, which here is the policy itself.
 TRAINERS = tuple(name for name in NUMERICS if name != "prime-rl")
 LOSSES = ("linear", "logits", "eager")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_kernels import LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss, loss_from_model
+from grpo_kernels import Exact, LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss, loss_from_model
 from grpo_kernels.batch import shift_targets
 from grpo_kernels.head import FusedLMHead
 from support.gradients import take_gradients
@@ -65,6 +65,20 @@ def test_equals_the_loss_of_the_models_own_logits(name: str) -> None:
     mine = loss_from_model(model, batch=batch, objective=OBJECTIVE, temperature=0.7, normalizer=20.0, **inputs)
     theirs = grpo_loss(model(**inputs).logits, batch, OBJECTIVE, transform=LogitTransform(0.7), normalizer=20.0)
     assert_same(mine, theirs, model)
+
+
+@pytest.mark.parametrize("names", [("Gemma2ForCausalLM", "LlamaForCausalLM"), ("LlamaForCausalLM", "GraniteForCausalLM")], ids=str)
+def test_a_model_as_the_reference_has_its_own_head(names: tuple[str, str]) -> None:
+    """Its own softcap or scale, and the policy's temperature."""
+    model, reference, (inputs, completion) = build(names[0]), build(names[1]), make_inputs()
+    targets, mask = shift_targets(inputs["input_ids"], mask=completion)
+    objective, temperature = Objective.preset("dapo", beta=0.3, kl=Exact("jsd")), LogitTransform(0.7)
+    batch = TokenBatch(targets, torch.ones(B), mask=mask)
+    mine = loss_from_model(model, batch=batch, objective=objective, temperature=0.7, reference=reference, **inputs)
+    logits = reference(**inputs).logits.detach()
+    theirs = grpo_loss(model(**inputs).logits, batch, objective, transform=temperature, ref_logits=logits)
+    assert_same(mine, theirs, model)
+    assert all(p.grad is None for p in reference.parameters())
 
 
 def test_targets_may_be_the_last_tokens() -> None:

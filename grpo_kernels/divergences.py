@@ -1,0 +1,162 @@
+"""Layer 1: the exact divergence of each token's distribution to that of a reference or teacher, differentiable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .checks import require
+from .formulas.divergence import Exact, as_exact
+from .layout import as_mask, flat
+from .operators import checked_logits, hidden_source, leaves_the_graph, logits_source, outside
+from .options import Options, merged
+from .projection import Head
+from .reference import Policy, TopK, linear_teacher, logits_teacher, second, squared
+from .token_sets import TokenSets, check_sets
+from .transform import LogitTransform, as_transform
+from .vocabulary.hidden import check_head
+from .vocabulary.kept import KeptRows
+from .vocabulary.rows import RowTransform
+from .vocabulary.shard import VocabShard
+from .vocabulary.sources import Source
+from .vocabulary.stage import vocabulary_stage
+from .vocabulary.weight_gradient import check_weight_grad
+
+Tensor = torch.Tensor
+
+__all__ = ["linear_divergence", "token_divergence"]
+
+
+def token_divergence(
+    logits: Tensor,
+    ref_logits: Tensor | tuple[Tensor, LogitTransform] | TokenSets,
+    divergence: str | Exact = "reverse",
+    *,
+    mask: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    inplace: bool = False,
+    kept: TokenSets | None = None,
+    shard: VocabShard | None = None,
+    backend: str = "auto",
+    strict: bool = False,
+    options: Options | None = None,
+) -> Tensor:
+    """The exact divergence of each row of logits to the reference's or teacher's, for trainers that keep a loss of their own.
+
+        kl = token_divergence(logits[:, :-1], teacher_logits[:, :-1], Exact("jsd"), mask=mask)
+        loss = kl.sum() / mask.sum()
+
+    logits      [B, T, V] or [N, V], fp32, bf16 or fp16, any strides: the policy or student, which gets the gradient.
+    ref_logits  the same shape, any of these dtypes: the reference or teacher, under the same transform; (logits, LogitTransform) under
+                one of their own; or `TokenSets` whose values are the log-probs of a teacher that is known at these ids only.
+    divergence  "reverse" (KL(policy || reference)), "forward", "jsd", or an `Exact` with its options.
+    mask        bool [B, T] or [N]: rows where it is False are not read and give exactly 0, in value and gradient.
+    kept        `TokenSets`, a set for each row: both sides are renormalised over it, and only the logits of its ids are read. A row
+                without ids runs over the whole vocabulary.
+    The rest is as in `token_logprobs`.
+
+    Returns fp32, the leading shape of logits, in nats: at least 0, also for two nearly equal rows, whose KL of 1e-10 keeps its digits;
+    infinite where the other side has no probability. Both rows are read twice in the forward and in the backward each (the jsd: three times in the
+    forward). Raises ValueError naming the argument that is wrong."""
+    exact, options = as_exact(divergence), merged(options, backend=backend, strict=strict)
+    if leaves_the_graph(exact, None, shard=shard):
+        given: dict[str, Any] = {"mask": mask, "transform": transform, "inplace": inplace, "kept": kept, "shard": shard}
+        return outside(token_divergence, logits, ref_logits, exact, options=options, **given)  # type: ignore[no-any-return]
+    shape, device = _leading("logits", logits)
+    rows = checked_logits(logits, shape, device, inplace, shard)
+    vocab, mask = rows.shape[-1] if shard is None else shard.vocab, _mask(mask, shape, device)
+    policy = Policy(shape, device, vocab, rows.shape[-1], as_transform(transform), mask, None, shard)
+    teacher = logits_teacher(ref_logits, exact, policy)
+    sets, targets = _kept(kept, policy, teacher)
+    source = logits_source(device, inplace, shard, options, sets, *second(teacher))
+    return _values(source, (rows,), targets, policy, teacher, exact)
+
+
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor | Head,
+    reference: tuple[Any, ...] | TokenSets,
+    divergence: str | Exact = "reverse",
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    kept: TokenSets | None = None,
+    shard: VocabShard | None = None,
+    weight_grad: Tensor | None = None,
+    backend: str = "auto",
+    strict: bool = False,
+    options: Options | None = None,
+) -> Tensor:
+    """`token_divergence` from hidden states: the logits of neither side ever exist beyond a chunk of rows.
+
+        kl = linear_divergence(hidden, lm_head.weight, (teacher_hidden, teacher.lm_head.weight), "forward", mask=mask)
+
+    hidden     [B, T, H] or [N, H], and weight [V, H] or a `Head`, as in `linear_logprobs`.
+    reference  (hidden, weight), (hidden, weight, bias) or (hidden, Head(...)) of the reference or teacher, as in `linear_grpo_loss`, with a
+               hidden size and dtype of its own; or `TokenSets` whose values are the log-probs of a teacher known at these ids only.
+    The rest is as in `token_divergence` and `linear_logprobs`.
+
+    Masked rows take part in no product. The forward is a product for each side; the backward, which cannot know the upstream gradient
+    before it arrives, computes the logits of both again: six products in all. `linear_grpo_loss` with Objective.preset("distillation")
+    takes four. Raises ValueError naming the argument that is wrong."""
+    exact = as_exact(divergence)
+    if isinstance(weight, Head):
+        beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
+        weight, bias, transform, shard, weight_grad = weight.parts(**beside)
+    options = merged(options, backend=backend, strict=strict)
+    if leaves_the_graph(exact, weight_grad, shard=shard):
+        given: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "kept": kept, "shard": shard}
+        given["weight_grad"] = weight_grad
+        return outside(linear_divergence, hidden, weight, reference, exact, options=options, **given)  # type: ignore[no-any-return]
+    shape, device = _leading("hidden", hidden)
+    head, mask = check_head(hidden, weight, bias, shape, device, shard), _mask(mask, shape, device)
+    policy = Policy(shape, device, head.vocab, head.weight.shape[0], as_transform(transform), mask, None, shard)
+    teacher = linear_teacher(reference, exact, policy)
+    sets, targets = _kept(kept, policy, teacher)
+    memory = check_weight_grad(weight_grad, head.weight)
+    source = hidden_source(head, None if mask is None else flat(mask), options, None, sets, memory, *second(teacher))
+    return _values(source, head.tensors, targets, policy, teacher, exact)
+
+
+def _leading(name: str, x: Any) -> tuple[torch.Size, torch.device]:
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        got = f"of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise ValueError(f"{name} is {got}: pass a tensor [B, T, ..] or [N, ..], one row for each token.")
+    return x.shape[:-1], x.device
+
+
+def _mask(mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
+    if mask is None:
+        return None
+    mask = as_mask("mask", mask, shape)
+    if mask.device != device:
+        raise ValueError(f"mask is on {mask.device}, but the rows are on {device}: move it there.")
+    return mask
+
+
+def _kept(kept: TokenSets | None, policy: Policy, teacher: Any) -> tuple[KeptRows | None, Tensor]:
+    """(rows with sets, a target for each row: the first id of its set, so that no set gets a further one)."""
+    targets = torch.zeros(policy.shape, dtype=torch.int64, device=policy.device)
+    if kept is None:
+        return None, targets.reshape(-1)
+    check_sets("kept", kept, targets, policy.vocab)
+    only = isinstance(teacher, TopK)
+    require(not only, "kept", kept, "a teacher known at some ids has no distribution over a kept set: leave one of them out.")
+    first = torch.cat([kept.ids, kept.ids.new_zeros(1)]).to(torch.int64)[kept.offsets[:-1].to(torch.int64)]
+    targets = torch.where(kept.counts > 0, first, 0)
+    return KeptRows.of(kept, targets, None if policy.mask is None else flat(policy.mask)), targets
+
+
+def _values(
+    source: Source, tensors: tuple[Tensor | None, ...], targets: Tensor, policy: Policy, teacher: Any, exact: Exact
+) -> Tensor:  # fmt: skip
+    read = None if policy.mask is None else flat(policy.mask)
+    transform: RowTransform = policy.transform.for_rows(policy.shape, policy.mask, None, policy.device)
+    names = () if isinstance(teacher, TopK) else ("divergence",)
+    _, found = vocabulary_stage(source, names, names, targets, read, transform, *tensors)
+    value = teacher.divergence(exact, found["at"], read) if isinstance(teacher, TopK) else found["divergence"]
+    if exact.temperature_squared:
+        value = value / squared(transform)
+    return value.view(policy.shape)

@@ -1,0 +1,119 @@
+"""Exact divergences to a reference or teacher: `Exact`, which says which one, and the divergence to a teacher that is known at a
+few ids of each row.
+
+p is the softmax of the policy's row, q that of the reference or teacher. Where all of q is known, the vocabulary stage computes the
+divergence beside the log-probs (`vocabulary/rows.py`). Where only its largest probabilities are, as from a served teacher, the log-probs
+of the policy at those ids decide: `divergence_at`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..checks import require, require_number
+
+Tensor = torch.Tensor
+
+DIRECTIONS = ("reverse", "forward", "jsd")
+TAILS = ("bin", "renormalise", "ignore", "generalised")
+
+#: The least mass outside of a teacher's ids, on both sides, as TRL has it: below, fp32 knows no difference.
+LEAST_TAIL = 1e-7
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The exact divergence of a token's whole distribution p to that of the reference or teacher q, in place of an estimate from the
+    sampled token: as `Objective(kl=Exact(...))`, and in `token_divergence` and `linear_divergence`.
+
+        Objective.preset("dapo", beta=0.04, kl=Exact("reverse"))
+
+    direction  "reverse": KL(p || q) = sum p (log p - log q), what the estimators of `Kl` estimate; mode-seeking.
+               "forward": KL(q || p); mass-covering. Its gradient is p - q.
+               "jsd": mixture * KL(q || m) + (1 - mixture) * KL(p || m), m = mixture * q + (1 - mixture) * p (arXiv 2306.13649,
+               eq. 1, in TRL's convention: its beta 0 and 1, which are the two KLs, are "forward" and "reverse" here).
+    mixture    in (0, 1), of the jsd only; None: 0.5.
+    tail       for a teacher known at the ids of `TokenSets` only, p and q over those ids, P and Q their masses outside:
+               "bin"          all other ids are one outcome, of probability P and Q, each at least 1e-7
+               "renormalise"  both are renormalised over the ids
+               "ignore"       the sum over the ids alone: with direction "forward" the cross-entropy to soft targets, whose values may
+                              be logarithms of any weights. The sum of "reverse" has no minimum at q: the policy may move away
+               "generalised"  each term with the slope at equality taken out, p (log p - log q) - p + q (MOPD, arXiv 2606.30406, eq. 5)
+    temperature_squared  True: times the square of the transform's temperature, which keeps the size of the gradient (Hinton et al.,
+               arXiv 1503.02531). The temperature itself divides the logits of both sides.
+
+    The value is in nats, at least 0 and infinite where the other side is 0 (in the jsd nowhere). Raises ValueError naming the field that is wrong.
+    """
+
+    direction: str = "reverse"
+    mixture: float | None = None
+    tail: str = "bin"
+    temperature_squared: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.direction in DIRECTIONS, "direction", self.direction, f"it must be one of {', '.join(DIRECTIONS)}.")
+        require(self.tail in TAILS, "tail", self.tail, f"it must be one of {', '.join(TAILS)}.")
+        if self.mixture is not None:
+            require(self.direction == "jsd", "mixture", self.mixture, f'"{self.direction}" has none: leave it out, or pass "jsd".')
+            require_number("mixture", self.mixture, "the teacher's share is above 0 and below 1 (at them it is a KL).", 1e-6, 1 - 1e-6)
+        squared = self.temperature_squared
+        require(isinstance(squared, bool), "temperature_squared", squared, "pass True or False.")
+
+    @property
+    def share(self) -> float:
+        """The teacher's share of the mixture; 0 of a KL."""
+        return (0.5 if self.mixture is None else float(self.mixture)) if self.direction == "jsd" else 0.0
+
+
+def as_exact(divergence: str | Exact) -> Exact:
+    """A direction by name, or an Exact."""
+    if isinstance(divergence, Exact):
+        return divergence
+    require(divergence in DIRECTIONS, "divergence", divergence, f"it must be one of {', '.join(DIRECTIONS)}, or an Exact.")
+    return Exact(divergence)
+
+
+def divergence_at(exact: Exact, logps: Tensor, teacher: Tensor, offsets: Tensor) -> Tensor:
+    """fp32 [rows]: the divergence of each row from log-probs `logps` [nnz] of the policy and `teacher` [nnz] at the same ids, those of
+    row r at offsets[r] : offsets[r + 1]; 0 of a row without ids. Differentiable in logps. In fp64, since a few numbers cost nothing."""
+    log_p, log_q = logps.to(torch.float64), teacher.detach().to(torch.float64)
+    used = offsets.diff() > 0
+    row_of = torch.repeat_interleave(offsets.diff(), output_size=logps.numel())
+
+    def total(x: Tensor) -> Tensor:  # in a fixed order, no atomics
+        return torch.segment_reduce(x, "sum", offsets=offsets, initial=0.0, unsafe=True)
+
+    p, q = log_p.exp(), log_q.exp()
+    if exact.tail == "renormalise":
+        log_p = log_p - total(p).log()[row_of]
+        log_q = log_q - total(q).log()[row_of]
+        p, q = log_p.exp(), log_q.exp()
+    generalised = _terms(exact, log_p, log_q)
+    value = total(generalised)
+    if exact.tail == "bin":
+        rest = [(1.0 - total(x)).clamp(min=LEAST_TAIL).log() for x in (p, q)]
+        value = value + _terms(exact, *rest)
+    elif exact.tail == "ignore":
+        value = value + total({"reverse": p - q, "forward": q - p, "jsd": torch.zeros_like(p)}[exact.direction])
+    return torch.where(used, value, 0.0).to(torch.float32)
+
+
+def _terms(exact: Exact, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """a (log a - log b) - a + b of each id: at least 0, and over outcomes whose probabilities add up to 1 the sum is the divergence."""
+    if exact.direction == "forward":
+        return _term(log_q, log_p)
+    if exact.direction == "reverse":
+        return _term(log_p, log_q)
+    share = exact.share
+    log_m = torch.logaddexp(log_q + math.log(share), log_p + math.log1p(-share))
+    return share * _term(log_q, log_m) + (1.0 - share) * _term(log_p, log_m)
+
+
+def _term(log_a: Tensor, log_b: Tensor) -> Tensor:
+    a, b = log_a.exp(), log_b.exp()
+    nothing = log_a == -torch.inf
+    apart = torch.where(nothing, 0.0, log_a) - torch.where(nothing, 0.0, log_b)
+    return torch.where(nothing, 0.0, a) * apart - a + b

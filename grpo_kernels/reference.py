@@ -1,0 +1,186 @@
+"""The second stream of a loss: what `reference=` and `ref_logits=` may be, checked against the policy's policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from .batch import TokenBatch
+from .checks import describe, require, values_are_checked
+from .formulas.divergence import Exact, divergence_at
+from .formulas.token_stage import TokenRows
+from .layout import logit_rows
+from .objective import Objective
+from .projection import Head
+from .token_sets import TokenSets, check_sets
+from .transform import LogitTransform, as_transform
+from .vocabulary.hidden import FlatHead, TeacherHead, check_head
+from .vocabulary.rows import RowTransform, Teacher
+from .vocabulary.shard import VocabShard
+from .vocabulary.sparse import Slots
+
+Tensor = torch.Tensor
+T = TypeVar("T", Teacher, TeacherHead)
+
+
+class Policy(NamedTuple):
+    """The policy's rows that a second stream has to fit."""
+
+    shape: torch.Size
+    device: torch.device
+    vocab: int
+    width: int  # columns of this process
+    transform: LogitTransform
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    shard: VocabShard | None
+
+    @classmethod
+    def of(
+        cls, batch: TokenBatch, transform: LogitTransform | None, vocab: int, width: int, shard: VocabShard | None
+    ) -> Policy:  # fmt: skip
+        shape, device = batch.targets.shape, batch.targets.device
+        return cls(shape, device, vocab, width, as_transform(transform), batch.mask, batch.cu_seqlens, shard)
+
+
+class TopK(NamedTuple):
+    """A teacher that is known at some ids of each row: sets with its log-probs as values."""
+
+    sets: TokenSets
+    __repr__ = describe
+
+    @property
+    def slots(self) -> Slots:
+        return Slots(self.sets.ids.to(torch.int64), self.sets.offsets, self.sets.row_of).plain()
+
+    def divergence(self, exact: Exact, logps: Tensor, read: Tensor | None) -> Tensor:
+        """fp32 [n], from the policy's log-probs at the ids; 0 of a row that is not read."""
+        assert self.sets.values is not None
+        value = divergence_at(exact, logps, self.sets.values, self.sets.offsets)
+        return value if read is None else torch.where(read, value, 0.0)
+
+
+def second(teacher: T | TopK | None) -> tuple[Slots | None, T | None]:
+    """(`at`, `teacher`) of a source."""
+    return (teacher.slots, None) if isinstance(teacher, TopK) else (None, teacher)
+
+
+HOW = "(hidden, weight), (hidden, weight, bias), (hidden, Head(...)), or TokenSets whose values are a teacher's log-probs"
+
+
+def reference_head(reference: Any, policy: Policy) -> tuple[FlatHead, RowTransform]:
+    """Hidden states and head of the reference, and the transform of its logits: that of its Head, else the policy's."""
+    if not isinstance(reference, tuple) or len(reference) not in (2, 3):
+        raise ValueError(f"reference is {type(reference).__name__}: pass {HOW}.")
+    hidden, weight, *rest = reference
+    bias, transform, shard = rest[0] if rest else None, policy.transform, policy.shard
+    if isinstance(weight, Head):
+        weight, bias, own, own_shard, grad = weight.parts(bias=bias)
+        transform, shard = transform if own is None else own, shard if own_shard is None else own_shard
+        if grad is not None:
+            raise ValueError("grad is given in the Head of a reference, to which no gradient flows: leave it out.")
+        cut = (shard is None) == (policy.shard is None)
+        require(cut, "shard", shard, "of a reference's Head: both heads are cut over the group, or none is.")
+    try:
+        head = check_head(hidden, weight, bias, policy.shape, policy.device, shard)
+    except ValueError as error:
+        raise ValueError(f"reference: {error}") from error
+    _check_vocab("reference", head.vocab, head.weight.shape[0], policy)
+    return head, _for_rows(transform, policy)
+
+
+def linear_teacher(reference: Any, exact: Exact, policy: Policy, name: str = "reference") -> TeacherHead | TopK:
+    """The second stream of a divergence from hidden states."""
+    if isinstance(reference, TokenSets):
+        return top_k(name, reference, exact, policy)
+    require(reference is not None, name, None, f"{exact} needs the whole distribution of a reference or teacher: pass {HOW}.")
+    head, transform = reference_head(reference, policy)
+    return TeacherHead(head, transform, exact.direction, exact.share)
+
+
+def logits_teacher(ref_logits: Any, exact: Exact, policy: Policy) -> Teacher | TopK:
+    """The second stream of a divergence from logits."""
+    if isinstance(ref_logits, TokenSets):
+        return top_k("ref_logits", ref_logits, exact, policy)
+    transform = policy.transform
+    if isinstance(ref_logits, tuple) and len(ref_logits) == 2:
+        ref_logits, transform = ref_logits[0], as_transform(ref_logits[1])
+    if not isinstance(ref_logits, Tensor):
+        got = "None" if ref_logits is None else f"a {type(ref_logits).__name__}"
+        raise ValueError(
+            f"ref_logits is {got}, but {exact} needs the whole distribution of a reference or teacher: pass its logits, "
+            "(logits, LogitTransform(...)), or TokenSets whose values are its log-probs."
+        )
+    own = ref_logits if policy.shard is None else policy.shard.local("ref_logits", ref_logits, -1)
+    try:
+        logits = logit_rows(own.detach(), policy.shape, policy.device, False, policy.shard is None)
+    except ValueError as error:
+        raise ValueError(f"ref_logits: {error}") from error
+    _check_vocab("ref_logits", logits.shape[-1] if policy.shard is None else policy.vocab, logits.shape[-1], policy)
+    return Teacher(logits, _for_rows(transform, policy), exact.direction, exact.share)
+
+
+def top_k(name: str, sets: TokenSets, exact: Exact, policy: Policy) -> TopK:
+    if sets.values is None:
+        raise ValueError(f"{name} is TokenSets without values: pass the teacher's log-probs of its ids, sets.with_values(logps).")
+    require(sets.rows == policy.shape.numel(), name, sets, f"it has {sets.rows} rows, but there are {policy.shape.numel()} targets.")
+    check_sets(name, sets, torch.empty(policy.shape, dtype=torch.int64, device=policy.device), policy.vocab)
+    if exact.tail == "bin" and values_are_checked(sets.values):
+        mass = torch.zeros(sets.rows, dtype=torch.float64, device=policy.device)
+        mass = mass.index_add(0, sets.row_of, sets.values.detach().exp().to(torch.float64))
+        if (mass > 1.001).any():
+            at = int((mass > 1.001).nonzero()[0])
+            raise ValueError(
+                f"{name}: the values of row {at} are log-probs of {float(mass[at]):.4g} in all, more than 1. Log-probs at a temperature add "
+                'up to at most 1; for weights that are no probabilities pass Exact("forward", tail="ignore") or tail="renormalise".'
+            )
+    return TopK(sets)
+
+
+def check_given(given: str, value: Any, objective: Objective, batch: TokenBatch) -> None:
+    """Raise ValueError where an objective and its second stream do not fit: `given` is the name of the argument, `value` what it is."""
+    if objective.exact is not None:
+        if batch.ref_logps is not None:
+            raise ValueError(
+                f"ref_logps are log-probs of the sampled tokens, but kl={objective.kl} compares whole distributions: leave them out, and "
+                f"pass {given}=."
+            )
+        return
+    if value is None:
+        return
+    require(objective.beta != 0, given, type(value).__name__, "with beta=0 nothing looks at it: leave it out.")
+    if given == "ref_logits" or isinstance(value, TokenSets):
+        raise ValueError(
+            f"{given} is a whole distribution, but kl={objective.kl!r} is an estimate from the sampled token: pass kl=Exact(...), or the "
+            "reference's log-probs as ref_logps of the batch."
+        )
+    if batch.ref_logps is not None:
+        raise ValueError("reference and batch.ref_logps are both given: pass one of them.")
+
+
+def squared(transform: RowTransform) -> float | Tensor:
+    """The square of the inverse temperature."""
+    return transform.inv_temperature * transform.inv_temperature
+
+
+def _for_rows(transform: LogitTransform, policy: Policy) -> RowTransform:
+    return transform.for_rows(policy.shape, policy.mask, policy.cu_seqlens, policy.device)
+
+
+def _check_vocab(name: str, vocab: int, width: int, policy: Policy) -> None:
+    if (vocab, width) == (policy.vocab, policy.width):
+        return
+    here = "" if policy.shard is None else f" ({width} and {policy.width} of them on this rank)"
+    raise ValueError(
+        f"{name} has a vocabulary of {vocab}, but the policy has {policy.vocab}{here}: they must be the same ids. Cut off what is padding "
+        "of the longer one, weight[:vocab] or logits[..., :vocab]."
+    )
+
+
+def scaled_by_temperature(rows: TokenRows, exact: Exact, transform: RowTransform) -> TokenRows:
+    """The rows with the square of the temperature in the weight of their divergence, where that is asked for."""
+    if not exact.temperature_squared or rows.divergence_weight is None:
+        return rows
+    return replace(rows, divergence_weight=rows.divergence_weight / squared(transform))

@@ -1,0 +1,469 @@
+"""Exact divergences through the public functions: losses, per-token values, teachers known at some ids. The oracle is float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_kernels import (
+    Exact,
+    Head,
+    Kl,
+    LogitTransform,
+    NoPolicyTerm,
+    Objective,
+    Options,
+    TokenBatch,
+    TokenSets,
+    grpo_loss,
+    linear_divergence,
+    linear_grpo_loss,
+    token_divergence,
+    token_logprobs,
+)
+
+from grpo_kernels.losses import objective_loss
+
+Tensor = torch.Tensor
+
+B, T, V, H = 3, 4, 53, 12
+KINDS = [Exact("reverse"), Exact("forward"), Exact("jsd"), Exact("jsd", mixture=0.2)]
+KIND_IDS = ["reverse", "forward", "jsd", "jsd 0.2"]
+TAILED = [Exact(d, tail=t) for d in ("reverse", "forward", "jsd") for t in ("bin", "renormalise", "ignore", "generalised")]
+
+
+def divergence(exact: Exact, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """By definition, of log-probs [.., V] in float64; terms of probability 0 count 0."""
+
+    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+        return torch.where(log_a == -torch.inf, 0.0, log_a.exp() * (log_a - log_b)).sum(-1)
+
+    if exact.direction == "reverse":
+        return kl(log_p, log_q)
+    if exact.direction == "forward":
+        return kl(log_q, log_p)
+    b = 0.5 if exact.mixture is None else exact.mixture
+    log_m = torch.logaddexp(log_q + math.log(b), log_p + math.log1p(-b))
+    return b * kl(log_q, log_m) + (1 - b) * kl(log_p, log_m)
+
+
+def transformed(x: Tensor, transform: LogitTransform | None) -> Tensor:
+    if transform is None:
+        return x
+    x = x * transform.scale
+    x = x if transform.softcap is None else transform.softcap * torch.tanh(x / transform.softcap)
+    t = transform.temperature
+    return x / (t.double()[:, None, None] if isinstance(t, Tensor) else t)
+
+
+class Data:
+    """A policy and a reference near it, as hidden states, weights and logits (float32 leaves)."""
+
+    def __init__(self, seed: int = 0, ref_width: int = 7) -> None:
+        g = torch.Generator().manual_seed(seed)
+        self.hidden = torch.randn(B, T, H, generator=g)
+        self.weight = torch.randn(V, H, generator=g)
+        self.bias = torch.randn(V, generator=g)
+        self.ref_hidden = torch.randn(B, T, ref_width, generator=g)
+        self.ref_weight = torch.randn(V, ref_width, generator=g)
+        self.logits = self.hidden @ self.weight.T + self.bias
+        self.ref_logits = self.ref_hidden @ self.ref_weight.T
+        self.mask = torch.rand(B, T, generator=g) < 0.8
+        self.mask[0, 0] = True
+        self.targets = torch.randint(V, (B, T), generator=g)
+        self.advantages = torch.randn(B, generator=g)
+        self.old = torch.log_softmax(self.logits, -1).gather(-1, self.targets[..., None])[..., 0] + 0.1
+
+    def batch(self, **fields: Any) -> TokenBatch:
+        return TokenBatch(self.targets, self.advantages, mask=self.mask, old_logps=self.old, **fields)
+
+
+def log_probs(x: Tensor, transform: LogitTransform | None = None) -> Tensor:
+    return torch.log_softmax(transformed(x.double(), transform), -1)
+
+
+def assert_near(ours: Tensor, exact: Tensor, what: str, bound: float = 2e-6) -> None:
+    error = (ours.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-3)
+    assert error < bound, f"{what}: {float(error):.2e}"
+
+
+# ---- losses: the divergence is a term of its own, so that the loss is the loss without it plus its weighted sum
+
+SCHEMES: dict[str, tuple[Objective, dict[str, Any]]] = {
+    "dapo": (Objective.preset("dapo", beta=0.3), {}),
+    "grpo": (Objective.preset("grpo", beta=0.3, entropy_coef=0.1), {}),
+    "gspo, own mean": (Objective.preset("gspo", beta=0.3, kl_aggregate="token-mean"), {}),
+    "distillation": (Objective.preset("distillation"), {}),
+}
+
+
+def weights_of(objective: Objective, mask: Tensor) -> Tensor:
+    """Of each token's KL, from the definition of the aggregates used here."""
+    if objective.aggregates[1] == "token-mean":
+        return objective.beta * mask.double() / mask.sum()
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)
+    return objective.beta * mask.double() / lengths / B
+
+
+@pytest.mark.parametrize("exact", KINDS, ids=KIND_IDS)
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("level", ["logits", "hidden"])
+def test_the_loss_is_the_loss_without_it_plus_its_weighted_sum(level: str, name: str, exact: Exact, backend: str) -> None:
+    data, objective = Data(), replace(SCHEMES[name][0], kl=exact)
+    transform = LogitTransform(temperature=torch.tensor([0.7, 1.0, 1.9]), softcap=9.0)
+
+    def run(objective: Objective, leaves: list[Tensor]) -> Any:
+        if level == "logits":
+            ref = None if objective.beta == 0 else data.ref_logits
+            return grpo_loss(leaves[0], data.batch(), objective, transform=transform, ref_logits=ref, backend=backend)
+        ref = None if objective.beta == 0 else (data.ref_hidden, data.ref_weight)
+        given = {"bias": leaves[2], "transform": transform, "reference": ref, "backend": backend}
+        return linear_grpo_loss(leaves[0], leaves[1], data.batch(), objective, **given)
+
+    def leaves(dtype: torch.dtype) -> list[Tensor]:
+        given = [data.logits] if level == "logits" else [data.hidden, data.weight, data.bias]
+        return [x.to(dtype, copy=True).requires_grad_() for x in given]
+
+    wide = leaves(torch.float64)
+    logits = wide[0] if level == "logits" else wide[0] @ wide[1].T + wide[2]
+    per_token = divergence(exact, log_probs(logits, transform), log_probs(data.ref_logits, transform))
+    term = (weights_of(objective, data.mask) * per_token).sum()
+    expected = torch.autograd.grad(term, wide)
+
+    ours, without = leaves(torch.float32), leaves(torch.float32)
+    out, plain = run(objective, ours), run(replace(objective, beta=0.0), without)
+    out.loss.backward()
+    plain.loss.backward()
+    assert_near(out.loss - plain.loss, term, "loss", 1e-5)
+    assert_near(out.divergence, torch.where(data.mask, per_token, 0.0), "values")
+    assert_near(out.metrics["kl"], per_token[data.mask].mean(), "metric")
+    assert_near(out.logps, plain.logps.double(), "log-probs", 1e-6)
+    for mine, theirs, exactly in zip(ours, without, expected, strict=True):
+        rest = 0.0 if theirs.grad is None else theirs.grad
+        assert_near(mine.grad - rest, exactly, "gradient", 1e-5)
+
+
+def test_the_head_of_a_reference_has_its_own_transform_and_a_shared_weight_is_one() -> None:
+    data, objective = Data(), Objective.preset("distillation")
+    transform, own = LogitTransform(temperature=0.8), LogitTransform(temperature=1.3, softcap=5.0)
+    reference = (data.ref_hidden, Head(data.ref_weight, transform=own))
+    out = linear_grpo_loss(data.hidden, data.weight, data.batch(), objective, transform=transform, reference=reference)
+    expected = divergence(Exact(), log_probs(data.hidden @ data.weight.T, transform), log_probs(data.ref_logits, own))
+    assert_near(out.divergence, torch.where(data.mask, expected, 0.0), "own transform")
+    ref_hidden = data.hidden + 0.1
+    shared = linear_grpo_loss(data.hidden, data.weight, data.batch(), objective, reference=(ref_hidden, data.weight))
+    copied = linear_grpo_loss(data.hidden, data.weight, data.batch(), objective, reference=(ref_hidden, data.weight.clone()))
+    assert_near(shared.loss, copied.loss.double(), "shared head", 1e-6)
+    logits = (data.logits, own)
+    pair = grpo_loss(data.logits.clone(), data.batch(), objective, transform=transform, ref_logits=logits)
+    expected = divergence(Exact(), log_probs(data.logits, transform), log_probs(data.logits, own))
+    assert_near(pair.divergence, torch.where(data.mask, expected, 0.0), "logits with a transform")
+
+
+def test_an_estimator_takes_the_transform_of_the_references_head() -> None:
+    data, own = Data(), LogitTransform(temperature=1.3, softcap=5.0)
+    objective = Objective.preset("dapo", beta=0.1)
+    reference = (data.ref_hidden, Head(data.ref_weight, transform=own))
+    out = linear_grpo_loss(data.hidden, data.weight, data.batch(), objective, reference=reference)
+    ref, _ = token_logprobs(data.ref_logits, data.targets, transform=own)
+    given = linear_grpo_loss(data.hidden, data.weight, data.batch(ref_logps=ref), objective)
+    assert_near(out.loss, given.loss.double(), "loss", 1e-6)
+
+
+def test_the_square_of_the_temperature() -> None:
+    data = Data()
+    t = torch.tensor([0.5, 2.0, 3.0])
+    transform, exact = LogitTransform(temperature=t), Exact("forward", temperature_squared=True)
+    plain = token_divergence(data.logits, data.ref_logits, "forward", transform=transform)
+    squared = token_divergence(data.logits, data.ref_logits, exact, transform=transform)
+    assert_near(squared, (plain * t.square()[:, None]).double(), "values")
+    objective = Objective.preset("distillation", kl=exact)
+    out = grpo_loss(data.logits.clone(), data.batch(), objective, transform=transform, ref_logits=data.ref_logits)
+    assert_near(out.loss, (squared.double() * data.mask).sum() / data.mask.sum(), "loss")
+
+
+@pytest.mark.parametrize("exact", KINDS, ids=KIND_IDS)
+def test_values_of_each_token_and_their_gradient(exact: Exact, backend: str) -> None:
+    data, upstream = Data(), torch.randn(B, T, generator=torch.Generator().manual_seed(9))
+    wide = [x.double().requires_grad_() for x in (data.hidden, data.weight)]
+    per_token = divergence(exact, log_probs(wide[0] @ wide[1].T), log_probs(data.ref_logits))
+    per_token = torch.where(data.mask, per_token, 0.0)
+    expected = torch.autograd.grad((per_token * upstream).sum(), wide)
+    ours = [x.clone().requires_grad_() for x in (data.hidden, data.weight)]
+    reference = (data.ref_hidden, data.ref_weight)
+    values = linear_divergence(*ours, reference, exact, mask=data.mask, backend=backend)
+    assert_near(values, per_token, "values")
+    for mine, exactly in zip(torch.autograd.grad((values * upstream).sum(), ours), expected, strict=True):
+        assert_near(mine, exactly, "gradient", 1e-5)
+    logits = (data.hidden @ data.weight.T).requires_grad_()
+    of_logits = token_divergence(logits, data.ref_logits, exact, mask=data.mask, backend=backend)
+    assert_near(of_logits, per_token, "values of logits")
+    wide_logits = (wide[0] @ wide[1].T).detach().requires_grad_()
+    again = torch.where(data.mask, divergence(exact, log_probs(wide_logits), log_probs(data.ref_logits)), 0.0)
+    (exactly,) = torch.autograd.grad((again * upstream).sum(), wide_logits)
+    (mine,) = torch.autograd.grad((of_logits * upstream).sum(), logits)
+    assert_near(mine, exactly, "gradient of logits", 1e-5)
+    assert (mine[~data.mask] == 0).all()
+
+
+def test_the_token_stage_takes_values_that_were_computed_elsewhere() -> None:
+    data, objective = Data(), Objective.preset("dapo", beta=0.3, kl=Exact("jsd"))
+    logits, again = data.logits.clone().requires_grad_(), data.logits.clone().requires_grad_()
+    out = grpo_loss(logits, data.batch(), objective, ref_logits=data.ref_logits)
+    out.loss.backward()
+    logps, _ = token_logprobs(again, data.targets, mask=data.mask)
+    values = token_divergence(again, data.ref_logits, Exact("jsd"), mask=data.mask)
+    apart = objective_loss(logps, data.batch(), objective, divergence=values)
+    apart.loss.backward()
+    assert_near(apart.loss, out.loss.double(), "loss")
+    assert_near(again.grad, logits.grad.double(), "gradient", 1e-5)
+
+
+# ---- kept sets
+
+
+def sets_of(data: Data) -> TokenSets:
+    """Sets with the target in them; row 1 has none, row 2 a single id."""
+    ids = [sorted({int(y), *range(3, 3 + 2 * (i % 5))}) for i, y in enumerate(data.targets.reshape(-1))]
+    ids[1], ids[2] = [], [int(data.targets.reshape(-1)[2])]
+    counts = torch.tensor([len(x) for x in ids])
+    return TokenSets.from_counts(torch.tensor([i for x in ids for i in x]), counts)
+
+
+def restricted(x: Tensor, sets: TokenSets) -> Tensor:
+    keep = sets.mask(V).view(B, T, V)
+    keep = keep | ~keep.any(-1, keepdim=True)
+    return torch.where(keep, x, -1e3)  # finite, so that autograd gives no NaN, and of probability 0 in float64
+
+
+@pytest.mark.parametrize("over", ["kept", "vocabulary"])
+@pytest.mark.parametrize("exact", KINDS, ids=KIND_IDS)
+def test_over_kept_sets_both_sides_are_renormalised(exact: Exact, over: str, backend: str) -> None:
+    data = Data()
+    sets, objective = sets_of(data), Objective.preset("distillation", kl=exact)
+    wide = data.logits.double().requires_grad_()
+    ref = data.ref_logits
+    if over == "kept":
+        per_token = divergence(exact, log_probs(restricted(wide, sets)), log_probs(restricted(ref, sets)))
+    else:
+        per_token = divergence(exact, log_probs(wide), log_probs(ref))
+    (expected,) = torch.autograd.grad((per_token * data.mask).sum() / data.mask.sum(), wide)
+    options = Options(reference_over=over)
+    logits = data.logits.clone().requires_grad_()
+    out = grpo_loss(logits, data.batch(kept=sets), objective, ref_logits=ref, options=options, backend=backend)
+    out.loss.backward()
+    assert_near(out.divergence, torch.where(data.mask, per_token, 0.0), "values", 5e-6)
+    assert_near(logits.grad, expected, "gradient", 1e-5)
+    hidden = data.hidden.clone().requires_grad_()
+    reference = (data.ref_hidden, data.ref_weight)
+    given = {"bias": data.bias, "reference": reference, "options": options, "backend": backend}
+    linear_grpo_loss(hidden, data.weight, data.batch(kept=sets), objective, **given).loss.backward()
+    assert_near(hidden.grad, expected @ data.weight.double(), "gradient of hidden states", 1e-5)
+    if over == "kept":
+        values = token_divergence(data.logits, ref, exact, mask=data.mask, kept=sets, backend=backend)
+        assert_near(values, torch.where(data.mask, per_token, 0.0), "values of each token", 5e-6)
+
+
+# ---- teachers that are known at some ids
+
+
+def top_k(data: Data, k: int = 5) -> TokenSets:
+    """The k largest log-probs of the reference; no id in row 3."""
+    values, ids = log_probs(data.ref_logits).float().reshape(-1, V).topk(k)
+    ids[3] = -1
+    return TokenSets.from_padded(ids, values=values)
+
+
+def tail_oracle(exact: Exact, log_p: Tensor, sets: TokenSets) -> Tensor:
+    """Row by row, from the formulas of the four tails."""
+    found = []
+    for row, lp in enumerate(log_p.reshape(-1, V)):
+        at = slice(int(sets.offsets[row]), int(sets.offsets[row + 1]))
+        lp, lq = lp[sets.ids[at]], sets.values[at].double()
+        if lq.numel() == 0:
+            found.append(lp.sum() * 0.0)
+            continue
+        p, q = lp.exp(), lq.exp()
+        b = {"reverse": 0.0, "forward": 1.0}.get(exact.direction, 0.5)
+        if exact.tail == "bin":
+            lp, lq = (torch.cat([x, torch.log1p(-x.exp().sum())[None]]) for x in (lp, lq))
+        elif exact.tail == "renormalise":
+            lp, lq = lp - lp.logsumexp(0), lq - lq.logsumexp(0)
+        value = divergence(exact, lp, lq)
+        if exact.tail == "generalised" and exact.direction != "jsd":  # the masses of a mixture cancel
+            value = value + (1 - 2 * b) * (q.sum() - p.sum())
+        found.append(value)
+    return torch.stack(found).view(B, T)
+
+
+@pytest.mark.parametrize("exact", TAILED, ids=lambda e: f"{e.direction}-{e.tail}")
+def test_a_teacher_known_at_some_ids(exact: Exact, backend: str) -> None:
+    data = Data()
+    sets = top_k(data)
+    wide = data.logits.double().requires_grad_()
+    per_token = torch.where(data.mask, tail_oracle(exact, log_probs(wide), sets), 0.0)
+    (expected,) = torch.autograd.grad(per_token.sum() / data.mask.sum(), wide)
+    objective = Objective.preset("distillation", kl=exact)
+    logits = data.logits.clone().requires_grad_()
+    out = grpo_loss(logits, data.batch(), objective, ref_logits=sets, backend=backend)
+    out.loss.backward()
+    assert_near(out.divergence, per_token, "values", 5e-6)
+    assert_near(logits.grad, expected, "gradient", 1e-5)
+    hidden = data.hidden.clone().requires_grad_()
+    values = linear_divergence(hidden, data.weight, sets, exact, bias=data.bias, mask=data.mask, backend=backend)
+    assert_near(values, per_token, "values of each token", 5e-6)
+    (values.sum() / data.mask.sum()).backward()
+    assert_near(hidden.grad, expected @ data.weight.double(), "gradient of hidden states", 1e-5)
+
+
+def test_soft_targets_are_a_forward_divergence_that_ignores_the_tail() -> None:
+    data, generator = Data(), torch.Generator().manual_seed(3)
+    ids = torch.stack([torch.randperm(V, generator=generator)[:4] for _ in range(B * T)])
+    weights = 3.0 * torch.rand(B * T, 4, generator=generator)  # they add up to more than 1
+    sets = TokenSets.from_padded(ids, values=weights.log())
+    wide = data.logits.double().requires_grad_()
+    cross = -(weights.double() * log_probs(wide).reshape(-1, V).gather(1, ids)).sum()
+    (expected,) = torch.autograd.grad(cross, wide)
+    logits = data.logits.clone().requires_grad_()
+    token_divergence(logits, sets, Exact("forward", tail="ignore")).sum().backward()
+    assert_near(logits.grad, expected, "gradient", 1e-5)
+
+
+def test_a_teacher_that_covers_everything_has_no_tail() -> None:
+    data = Data()
+    log_q = log_probs(data.ref_logits).float().reshape(-1, V)
+    sets = TokenSets.from_padded(torch.arange(V).expand(B * T, V).contiguous(), values=log_q)
+    for direction in ("reverse", "forward", "jsd"):
+        whole = token_divergence(data.logits, data.ref_logits, direction)
+        listed = token_divergence(data.logits, sets, Exact(direction))
+        assert_near(listed, whole.double(), direction, 1e-5)
+
+
+# ---- the objective
+
+
+def test_without_a_policy_term_advantages_do_not_matter() -> None:
+    data, objective = Data(), Objective.preset("distillation")
+    assert objective.surrogate == NoPolicyTerm() and objective.exact == Exact("reverse")
+    assert objective.one_pass
+    loss = grpo_loss(data.logits.clone(), data.batch(), objective, ref_logits=data.ref_logits).loss
+    other = TokenBatch(data.targets, 7 * data.advantages, mask=data.mask)
+    assert torch.equal(loss, grpo_loss(data.logits.clone(), other, objective, ref_logits=data.ref_logits).loss)
+    sampled = Objective.preset("sampled_distillation")
+    assert sampled.kl_spec == Kl("distillation") and sampled.exact is None
+
+
+def test_an_exact_kl_of_weight_zero_is_none() -> None:
+    data, objective = Data(), Objective.preset("dapo", kl=Exact())
+    assert objective.exact is None
+    out = grpo_loss(data.logits.clone(), data.batch(), objective)
+    assert out.divergence is None and "kl" not in out.metrics
+
+
+def test_under_torch_compile_the_loss_leaves_the_graph() -> None:
+    data, objective = Data(), Objective.preset("dapo", beta=0.3, kl=Exact())
+
+    def loss(logits: Tensor) -> Tensor:
+        return grpo_loss(logits, data.batch(), objective, ref_logits=data.ref_logits).loss * 2.0
+
+    logits, again = data.logits.clone().requires_grad_(), data.logits.clone().requires_grad_()
+    loss(logits).backward()
+    torch.compile(loss, backend="eager")(again).backward()
+    assert torch.equal(logits.grad, again.grad)
+
+
+# ---- bad input
+
+DATA = Data()
+OBJECTIVE = Objective.preset("dapo", beta=0.3, kl=Exact())
+
+
+def linear(objective: Objective = OBJECTIVE, **given: Any) -> Any:
+    fields = {name: given.pop(name) for name in ("kept", "ref_logps") if name in given}
+    return linear_grpo_loss(DATA.hidden, DATA.weight, DATA.batch(**fields), objective, **given)
+
+
+def from_logits(objective: Objective = OBJECTIVE, **given: Any) -> Any:
+    fields = {name: given.pop(name) for name in ("kept", "ref_logps") if name in given}
+    return grpo_loss(DATA.logits.clone(), DATA.batch(**fields), objective, **given)
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "no stream": (lambda: linear(), r"reference=None.*needs the whole distribution"),
+    "no logits": (lambda: from_logits(), r"ref_logits is None.*needs the whole distribution"),
+    "an estimator": (
+        lambda: from_logits(Objective.preset("dapo", beta=0.1), ref_logits=DATA.ref_logits),
+        r"ref_logits is a whole distribution.*kl='k3' is an estimate",
+    ),
+    "an estimator with a top-k teacher": (
+        lambda: linear(Objective.preset("dapo", beta=0.1), reference=top_k(DATA)),
+        r"reference is a whole distribution",
+    ),
+    "sampled log-probs": (
+        lambda: linear(reference=(DATA.ref_hidden, DATA.ref_weight), ref_logps=DATA.old),
+        r"ref_logps are log-probs of the sampled tokens",
+    ),
+    "no weight": (lambda: from_logits(Objective(), ref_logits=DATA.ref_logits), r"ref_logits='Tensor': with beta=0"),
+    "another vocabulary": (
+        lambda: linear(reference=(DATA.ref_hidden, DATA.ref_weight[:-2])),
+        r"reference has a vocabulary of 51, but the policy has 53",
+    ),
+    "another vocabulary, logits": (
+        lambda: from_logits(ref_logits=DATA.ref_logits[..., :-1]),
+        r"ref_logits has a vocabulary of 52, but the policy has 53",
+    ),
+    "a weight that does not fit": (
+        lambda: linear(reference=(DATA.ref_hidden, DATA.weight)),
+        r"reference: hidden has shape \[3, 4, 7\] and weight \[53, 12\]",
+    ),
+    "rows that do not fit": (lambda: from_logits(ref_logits=DATA.ref_logits[:, 1:]), r"ref_logits: logits has shape"),
+    "a gradient": (
+        lambda: linear(reference=(DATA.ref_hidden, Head(DATA.ref_weight, grad=torch.zeros(V, 7)))),
+        r"grad is given in the Head of a reference",
+    ),
+    "ids outside": (
+        lambda: linear(reference=TokenSets.from_padded(torch.full((B * T, 1), V), values=torch.zeros(B * T, 1))),
+        r"reference holds id 53 in row 0",
+    ),
+    "no values": (lambda: linear(reference=top_k(DATA).with_values(None)), r"reference is TokenSets without values"),
+    "too much mass": (
+        lambda: linear(reference=TokenSets.from_padded(torch.tensor([[0, 1]] * B * T), values=torch.zeros(B * T, 2))),
+        r"the values of row 0 are log-probs of 2 in all",
+    ),
+    "top-k over kept sets": (
+        lambda: from_logits(ref_logits=top_k(DATA), kept=sets_of(DATA)),
+        r"reference_over='kept'.*reference_over=\"vocabulary\"",
+    ),
+    "a mixture of a KL": (lambda: Exact("reverse", mixture=0.5), r"mixture=0.5: \"reverse\" has none"),
+    "a mixture of one": (lambda: Exact("jsd", mixture=1.0), r"mixture=1.0"),
+    "a direction": (lambda: Exact("backward"), r"direction='backward'"),
+    "a tail": (lambda: Exact(tail="drop"), r"tail='drop'"),
+    "a square": (lambda: Exact(temperature_squared=2), r"temperature_squared=2"),
+    "a divergence that is missing": (
+        lambda: objective_loss(DATA.old, DATA.batch(), OBJECTIVE),
+        r"divergence is None, but kl=Exact",
+    ),
+    "a divergence too many": (
+        lambda: objective_loss(DATA.old, DATA.batch(), Objective(), divergence=DATA.old),
+        r"divergence is given, but kl='k3'",
+    ),
+    "an unknown name": (lambda: token_divergence(DATA.logits, DATA.ref_logits, "k3"), r"divergence='k3'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_names_the_argument_and_the_remedy(name: str) -> None:
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_nothing_is_modified_by_a_refusal() -> None:
+    logits = DATA.logits.clone()
+    with pytest.raises(ValueError, match="ref_logits"):
+        grpo_loss(logits, DATA.batch(), OBJECTIVE, ref_logits=DATA.ref_logits[..., :-1], inplace=True)
+    assert torch.equal(logits, DATA.logits) and math.isfinite(float(logits.sum()))
