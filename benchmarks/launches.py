@@ -174,7 +174,11 @@ def token_rows(n: int, objective: Objective, without: str | None = None, offset:
 
 def _objectives() -> dict[str, Objective]:
     """The formulas of all presets that take one pass, and of the other terms that a preset may have."""
-    presets = {name: replace(preset, aggregate="token-mean") for name, preset in PRESETS.items() if preset.one_pass}
+    presets = {
+        name: replace(preset, aggregate="token-mean")
+        for name, preset in PRESETS.items()
+        if preset.one_pass and preset.exact is None
+    }
     grpo = presets["grpo"]
     kls = [*ESTIMATORS, "k3+", *(Kl("k3", weighting) for weighting in WEIGHTINGS), Kl("k3", clamp_log=20.0, clamp=10.0)]
     every = presets | {f"grpo + {kl if isinstance(kl, str) else _kl_name(kl)}": replace(grpo, beta=0.04, kl=kl) for kl in kls}

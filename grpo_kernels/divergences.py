@@ -38,8 +38,6 @@ def token_divergence(
     inplace: bool = False,
     kept: TokenSets | None = None,
     shard: VocabShard | None = None,
-    backend: str = "auto",
-    strict: bool = False,
     options: Options | None = None,
 ) -> Tensor:
     """The exact divergence of each row of logits to the reference's or teacher's, for trainers that keep a loss of their own.
@@ -54,15 +52,15 @@ def token_divergence(
     mask        bool [B, T] or [N]: rows where it is False are not read and give exactly 0, in value and gradient.
     kept        `TokenSets`, a set for each row: both sides are renormalised over it, and only the logits of its ids are read. A row
                 without ids runs over the whole vocabulary.
-    The rest is as in `token_logprobs`.
+    inplace, shard, options   as in `token_logprobs`; the logits of both sides are cut over the group of a shard.
 
     Returns fp32, the leading shape of logits, in nats: at least 0, also for two nearly equal rows, whose KL of 1e-10 keeps its digits;
     infinite where the other side has no probability. Both rows are read twice in the forward and in the backward each (the jsd: three times in the
     forward). Raises ValueError naming the argument that is wrong."""
-    exact, options = as_exact(divergence), merged(options, backend=backend, strict=strict)
+    exact, options = as_exact(divergence), merged(options)
     if leaves_the_graph(exact, None, shard=shard):
         given: dict[str, Any] = {"mask": mask, "transform": transform, "inplace": inplace, "kept": kept, "shard": shard}
-        return outside(token_divergence, logits, ref_logits, exact, options=options, **given)  # type: ignore[no-any-return]
+        return outside(token_divergence, logits, ref_logits, exact, options=options, **given)
     shape, device = _leading("logits", logits)
     rows = checked_logits(logits, shape, device, inplace, shard)
     vocab, mask = rows.shape[-1] if shard is None else shard.vocab, _mask(mask, shape, device)
@@ -85,8 +83,6 @@ def linear_divergence(
     kept: TokenSets | None = None,
     shard: VocabShard | None = None,
     weight_grad: Tensor | None = None,
-    backend: str = "auto",
-    strict: bool = False,
     options: Options | None = None,
 ) -> Tensor:
     """`token_divergence` from hidden states: the logits of neither side ever exist beyond a chunk of rows.
@@ -96,7 +92,7 @@ def linear_divergence(
     hidden     [B, T, H] or [N, H], and weight [V, H] or a `Head`, as in `linear_logprobs`.
     reference  (hidden, weight), (hidden, weight, bias) or (hidden, Head(...)) of the reference or teacher, as in `linear_grpo_loss`, with a
                hidden size and dtype of its own; or `TokenSets` whose values are the log-probs of a teacher known at these ids only.
-    The rest is as in `token_divergence` and `linear_logprobs`.
+    mask, kept, divergence  as in `token_divergence`; bias, transform, shard, weight_grad, options as in `linear_logprobs`.
 
     Masked rows take part in no product. The forward is a product for each side; the backward, which cannot know the upstream gradient
     before it arrives, computes the logits of both again: six products in all. `linear_grpo_loss` with Objective.preset("distillation")
@@ -105,11 +101,11 @@ def linear_divergence(
     if isinstance(weight, Head):
         beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
         weight, bias, transform, shard, weight_grad = weight.parts(**beside)
-    options = merged(options, backend=backend, strict=strict)
+    options = merged(options)
     if leaves_the_graph(exact, weight_grad, shard=shard):
         given: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "kept": kept, "shard": shard}
         given["weight_grad"] = weight_grad
-        return outside(linear_divergence, hidden, weight, reference, exact, options=options, **given)  # type: ignore[no-any-return]
+        return outside(linear_divergence, hidden, weight, reference, exact, options=options, **given)
     shape, device = _leading("hidden", hidden)
     head, mask = check_head(hidden, weight, bias, shape, device, shard), _mask(mask, shape, device)
     policy = Policy(shape, device, head.vocab, head.weight.shape[0], as_transform(transform), mask, None, shard)

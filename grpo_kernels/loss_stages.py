@@ -19,9 +19,9 @@ from .operators import is_traced
 from .options import Options
 from .reference import TopK
 from .supports import statistics_of
+from .vocabulary.hidden import TeacherHead
 from .vocabulary.kept import KeptRows
 from .vocabulary.memory import converted
-from .vocabulary.hidden import TeacherHead
 from .vocabulary.rows import RowTransform, Teacher
 from .vocabulary.sources import Hidden, Logits, Source
 from .vocabulary.stage import gradient_once, with_signature

@@ -258,7 +258,9 @@ def objective_loss(
     exact = objective.exact is not None
     if exact != (divergence is not None):
         remedy = "pass the divergence of each token." if exact else "leave it out, or pass kl=Exact(...) with a beta."
-        raise ValueError(f"divergence is {'None' if exact else 'given'}, but kl={objective.kl!r}, beta={objective.beta}: {remedy}")
+        raise ValueError(
+            f"divergence is {'None' if exact else 'given'}, but kl={objective.kl!r}, beta={objective.beta}: {remedy}"
+        )
     rows = objective.token_rows(batch, normalizer)
     if token_weights is not None:
         rows = rows.weighted(per_token("token_weights", token_weights, batch.targets.shape, batch.cu_seqlens))

@@ -95,7 +95,9 @@ def loss_from_model(
 # ---- the model
 
 
-def _projected(model: Any, input_ids: Tensor, batch: TokenBatch, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+def _projected(
+    model: Any, input_ids: Tensor, batch: TokenBatch, inputs: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """(the hidden states that predict the targets, weight and bias of the head that they go through)."""
     head, base = _head(model), _base_model(model)
     if "use_cache" in inspect.signature(base.forward).parameters:

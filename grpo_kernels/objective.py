@@ -103,8 +103,8 @@ class Objective:
             known = value in AGGREGATES or (value is None and name != "aggregate")
             require(known, name, value, f"it must be one of {', '.join(AGGREGATES)}.")
         require_number("beta", self.beta, "the KL weight is a finite number >= 0.", 0, LARGEST)
-        kl = Kl() if isinstance(self.kl, Exact) else as_kl(self.kl)
-        object.__setattr__(self, "_kl", kl)  # not a field, because `kl` already has the information
+        # Not a field, because `kl` already has the information.
+        object.__setattr__(self, "_kl", Kl() if isinstance(self.kl, Exact) else as_kl(self.kl))
         require_number("entropy_coef", self.entropy_coef, "it must be a finite number.", -LARGEST, LARGEST)
         if self.max_tokens is not None:
             require_whole("max_tokens", self.max_tokens, "the completion budget is a whole number of at least 1 token.")
@@ -112,20 +112,13 @@ class Objective:
             object.__setattr__(self, name, as_number(getattr(self, name)))
         self._check_filters()
         if self.log_ratio_bounds is not None:
-            pair = isinstance(self.log_ratio_bounds, tuple) and len(self.log_ratio_bounds) == 2
-            pair = pair and all(isinstance(b, numbers.Real) for b in self.log_ratio_bounds)
+            bounds = self.log_ratio_bounds
+            pair = isinstance(bounds, tuple) and len(bounds) == 2 and all(isinstance(b, numbers.Real) for b in bounds)
             remedy = "pass (low, high) with low < 0 < high, for example (-20.0, 20.0), or None."
-            require(
-                pair and self.log_ratio_bounds[0] < 0 < self.log_ratio_bounds[1],
-                "log_ratio_bounds",
-                self.log_ratio_bounds,
-                remedy,
-            )
+            require(pair and bounds[0] < 0 < bounds[1], "log_ratio_bounds", bounds, remedy)
             pulls = isinstance(self.surrogate, (Dro, Custom)) and not self.surrogate.detached_ratio
-            remedy = (
-                f"{type(self.surrogate).__name__} may use logp beside the ratio, whose slope a clamp would cut: leave it None."
-            )
-            require(not pulls, "log_ratio_bounds", self.log_ratio_bounds, remedy)
+            remedy = "may use logp beside the ratio, whose slope a clamp would cut: leave it None."
+            require(not pulls, "log_ratio_bounds", bounds, f"{type(self.surrogate).__name__} {remedy}")
 
     def _check_filters(self) -> None:
         remedy = "pass a tuple of filters, for example (TrustRegion('tv'),), see grpo_kernels.formulas.filters."
@@ -136,9 +129,8 @@ class Objective:
         both = EntropyFloor in kinds and EntropyQuantile in kinds
         require(not both, "filters", self.filters, "EntropyFloor and EntropyQuantile do the same thing: pass one of them.")
         trust = TrustRegion in kinds and self.level != "token"
-        require(
-            not trust, "level", self.level, 'a TrustRegion compares probabilities of single tokens: it needs level="token".'
-        )
+        remedy = 'a TrustRegion compares probabilities of single tokens: it needs level="token".'
+        require(not trust, "level", self.level, remedy)
 
     @classmethod
     def preset(cls, name: str, *, numerics: str | None = None, **changes: Any) -> Objective:
@@ -249,9 +241,8 @@ class Objective:
             # An all-masked batch is 0 / 1.
             normalizer = normalizer.clamp(min=1.0) if isinstance(normalizer, Tensor) else max(normalizer, 1.0)
         mask = batch.marked("trained")
-        weight = (
-            torch.ones(batch.rows, dtype=torch.float32, device=batch.targets.device) if mask is None else mask.to(torch.float32)
-        )
+        ones = torch.ones(batch.rows, dtype=torch.float32, device=batch.targets.device)
+        weight = ones if mask is None else mask.to(torch.float32)
         inner: Tensor | None = None  # tokens that share a mean with this one
         if aggregate == "seq-mean-token-mean":
             inner = self._lengths(batch)
@@ -314,8 +305,7 @@ class Objective:
         assert advantages is not None
         policy_weight = weight
         if weights is not None:
-            negative = self.surrogate.absorbs_weights and values_are_checked(weights) and bool((weights < 0).any())
-            if negative:
+            if self.surrogate.absorbs_weights and values_are_checked(weights) and (weights < 0).any():
                 raise ValueError(
                     "weights holds negative numbers, but the surrogate takes their logarithm: pass importance weights >= 0."
                 )

@@ -132,7 +132,9 @@ def logits_source(
     """The source that reads checked logits."""
     if torch.compiler.is_compiling():
         return TracedLogits(options.backend, options.strict)
-    return Logits(on_shard(backends.pick(options.backend, device, options.strict), shard), inplace, shard, kept, at, teacher=teacher)
+    return Logits(
+        on_shard(backends.pick(options.backend, device, options.strict), shard), inplace, shard, kept, at, teacher=teacher
+    )
 
 
 def hidden_source(

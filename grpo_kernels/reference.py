@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -45,7 +45,8 @@ class Policy(NamedTuple):
         return cls(shape, device, vocab, width, as_transform(transform), batch.mask, batch.cu_seqlens, shard)
 
 
-class TopK(NamedTuple):
+@dataclass(frozen=True, eq=False, repr=False)
+class TopK:
     """A teacher that is known at some ids of each row: sets with its log-probs as values."""
 
     sets: TokenSets
@@ -124,8 +125,12 @@ def logits_teacher(ref_logits: Any, exact: Exact, policy: Policy) -> Teacher | T
 
 def top_k(name: str, sets: TokenSets, exact: Exact, policy: Policy) -> TopK:
     if sets.values is None:
-        raise ValueError(f"{name} is TokenSets without values: pass the teacher's log-probs of its ids, sets.with_values(logps).")
-    require(sets.rows == policy.shape.numel(), name, sets, f"it has {sets.rows} rows, but there are {policy.shape.numel()} targets.")
+        raise ValueError(
+            f"{name} is TokenSets without values: pass the teacher's log-probs of its ids, sets.with_values(logps)."
+        )
+    require(
+        sets.rows == policy.shape.numel(), name, sets, f"it has {sets.rows} rows, but there are {policy.shape.numel()} targets."
+    )
     check_sets(name, sets, torch.empty(policy.shape, dtype=torch.int64, device=policy.device), policy.vocab)
     if exact.tail == "bin" and values_are_checked(sets.values):
         mass = torch.zeros(sets.rows, dtype=torch.float64, device=policy.device)

@@ -42,7 +42,7 @@ def statistics_of(
     own = tuple(name for name in names if name not in over_vocabulary)
     slopes = tuple(name for name in with_gradient if name in own)
     alone = source_of(kept.alone())
-    alone = alone if "divergence" in own or alone.teacher is None else replace(alone, teacher=None)
+    alone = alone if "divergence" in own or alone.teacher is None else replace(alone, teacher=None)  # type: ignore[type-var]
     sets, over_sets = vocabulary_stage(alone, own, slopes, targets, kept.read, transform, *tensors)
     source = source_of(None)
     whole, named = vocabulary_stage(source, names, with_gradient, targets, read, transform, *tensors)

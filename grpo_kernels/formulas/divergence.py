@@ -57,8 +57,12 @@ class Exact:
         require(self.direction in DIRECTIONS, "direction", self.direction, f"it must be one of {', '.join(DIRECTIONS)}.")
         require(self.tail in TAILS, "tail", self.tail, f"it must be one of {', '.join(TAILS)}.")
         if self.mixture is not None:
-            require(self.direction == "jsd", "mixture", self.mixture, f'"{self.direction}" has none: leave it out, or pass "jsd".')
-            require_number("mixture", self.mixture, "the teacher's share is above 0 and below 1 (at them it is a KL).", 1e-6, 1 - 1e-6)
+            require(
+                self.direction == "jsd", "mixture", self.mixture, f'"{self.direction}" has none: leave it out, or pass "jsd".'
+            )
+            require_number(
+                "mixture", self.mixture, "the teacher's share is above 0 and below 1 (at them it is a KL).", 1e-6, 1 - 1e-6
+            )
         squared = self.temperature_squared
         require(isinstance(squared, bool), "temperature_squared", squared, "pass True or False.")
 

@@ -25,7 +25,6 @@ from grpo_kernels import (
     token_divergence,
     token_logprobs,
 )
-
 from grpo_kernels.losses import objective_loss
 
 Tensor = torch.Tensor
@@ -195,12 +194,12 @@ def test_values_of_each_token_and_their_gradient(exact: Exact, backend: str) -> 
     expected = torch.autograd.grad((per_token * upstream).sum(), wide)
     ours = [x.clone().requires_grad_() for x in (data.hidden, data.weight)]
     reference = (data.ref_hidden, data.ref_weight)
-    values = linear_divergence(*ours, reference, exact, mask=data.mask, backend=backend)
+    values = linear_divergence(*ours, reference, exact, mask=data.mask, options=Options(backend=backend))
     assert_near(values, per_token, "values")
     for mine, exactly in zip(torch.autograd.grad((values * upstream).sum(), ours), expected, strict=True):
         assert_near(mine, exactly, "gradient", 1e-5)
     logits = (data.hidden @ data.weight.T).requires_grad_()
-    of_logits = token_divergence(logits, data.ref_logits, exact, mask=data.mask, backend=backend)
+    of_logits = token_divergence(logits, data.ref_logits, exact, mask=data.mask, options=Options(backend=backend))
     assert_near(of_logits, per_token, "values of logits")
     wide_logits = (wide[0] @ wide[1].T).detach().requires_grad_()
     again = torch.where(data.mask, divergence(exact, log_probs(wide_logits), log_probs(data.ref_logits)), 0.0)
@@ -264,7 +263,7 @@ def test_over_kept_sets_both_sides_are_renormalised(exact: Exact, over: str, bac
     linear_grpo_loss(hidden, data.weight, data.batch(kept=sets), objective, **given).loss.backward()
     assert_near(hidden.grad, expected @ data.weight.double(), "gradient of hidden states", 1e-5)
     if over == "kept":
-        values = token_divergence(data.logits, ref, exact, mask=data.mask, kept=sets, backend=backend)
+        values = token_divergence(data.logits, ref, exact, mask=data.mask, kept=sets, options=Options(backend=backend))
         assert_near(values, torch.where(data.mask, per_token, 0.0), "values of each token", 5e-6)
 
 
@@ -314,7 +313,9 @@ def test_a_teacher_known_at_some_ids(exact: Exact, backend: str) -> None:
     assert_near(out.divergence, per_token, "values", 5e-6)
     assert_near(logits.grad, expected, "gradient", 1e-5)
     hidden = data.hidden.clone().requires_grad_()
-    values = linear_divergence(hidden, data.weight, sets, exact, bias=data.bias, mask=data.mask, backend=backend)
+    values = linear_divergence(
+        hidden, data.weight, sets, exact, bias=data.bias, mask=data.mask, options=Options(backend=backend)
+    )
     assert_near(values, per_token, "values of each token", 5e-6)
     (values.sum() / data.mask.sum()).backward()
     assert_near(hidden.grad, expected @ data.weight.double(), "gradient of hidden states", 1e-5)

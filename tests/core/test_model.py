@@ -67,7 +67,9 @@ def test_equals_the_loss_of_the_models_own_logits(name: str) -> None:
     assert_same(mine, theirs, model)
 
 
-@pytest.mark.parametrize("names", [("Gemma2ForCausalLM", "LlamaForCausalLM"), ("LlamaForCausalLM", "GraniteForCausalLM")], ids=str)
+@pytest.mark.parametrize(
+    "names", [("Gemma2ForCausalLM", "LlamaForCausalLM"), ("LlamaForCausalLM", "GraniteForCausalLM")], ids=str
+)
 def test_a_model_as_the_reference_has_its_own_head(names: tuple[str, str]) -> None:
     """Its own softcap or scale, and the policy's temperature."""
     model, reference, (inputs, completion) = build(names[0]), build(names[1]), make_inputs()

@@ -134,7 +134,7 @@ TRAINERS: dict[str, dict[str, Theirs]] = {
     "prime-rl": {
         "dppo_tv": replace(PRIME, region=("tv", 0.2, 0.2)),
         "ipo": replace(PRIME, region=("symmetric-tv", 0.1, 0.1)),
-        "distillation": replace(PRIME, loss="none", kl=("distillation", INF, INF, ""), beta=1.0),
+        "sampled_distillation": replace(PRIME, loss="none", kl=("distillation", INF, INF, ""), beta=1.0),
     },
     "torchtitan": {"grpo": TITAN, "dapo": TITAN},
 }
@@ -366,7 +366,7 @@ def test_numbers(trainer: str, name: str, which: str, request: pytest.FixtureReq
         data = replace(data, old=torch.maximum(data.old, data.logps - 9.5))  # e^21 would hide everything else
     if trainer == "prime-rl":
         # Its pull (log r)^2 goes to the sampler. Distillation has no rewards.
-        data = replace(data, advantages=0 * data.advantages) if name == "distillation" else replace(data, ref=data.old)
+        data = replace(data, advantages=0 * data.advantages) if name == "sampled_distillation" else replace(data, ref=data.old)
     for beta in dict.fromkeys(betas):
         for coef in (0.0, 0.02):
             changes = budget | ({"entropy_coef": coef} if coef else {}) | ({"beta": beta} if beta != t.beta else {})

@@ -48,6 +48,7 @@ LONG_SIGNATURES = {
     "rewards/advantages.py: group_advantages",
     # The doors: what was a keyword before there were specs goes on to be one.
     "losses.py: linear_grpo_loss",
+    "model.py: loss_from_model",
     "logprobs.py: token_logprobs",
     "logprobs.py: linear_logprobs",
 }

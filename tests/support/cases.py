@@ -165,7 +165,7 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
         Spec(eps_high=0.28, beta=0.3, kl="abs", kl_weighting="detached-ratio"),
     ),
     "distillation": (
-        lambda: Objective.preset("distillation"),
+        lambda: Objective.preset("sampled_distillation"),
         Spec("policy-gradient", beta=1.0, kl="distillation"),
     ),
 }
