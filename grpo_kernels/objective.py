@@ -17,7 +17,7 @@ from .batch import TokenBatch
 from .checks import LARGEST, SMALLEST, as_number, require, require_number, require_whole, values_are_checked
 from .formulas import token_stage
 from .formulas.divergence import Exact
-from .formulas.filters import EntropyFloor, EntropyQuantile, Filter, OffPolicySequences, TrustRegion
+from .formulas.filters import Filter, OffPolicySequences, TrustRegion, check_filters
 from .formulas.kl import Kl, as_kl
 from .formulas.surrogates import LEVELS, Clip, Custom, Dro, Surrogate
 from .formulas.token_stage import TokenRows
@@ -95,9 +95,8 @@ class Objective:
         if not isinstance(self.surrogate, Surrogate):
             raise ValueError(f"surrogate={self.surrogate!r}: pass Clip(), Cispo(), PolicyGradient() or Custom(your_function).")
         require(self.level in LEVELS, "level", self.level, f"it must be one of {', '.join(LEVELS)}.")
-        levels = self.surrogate.levels
-        remedy = f"{type(self.surrogate).__name__} is defined at level {' or '.join(map(repr, levels))} only."
-        require(self.level in levels, "level", self.level, remedy)
+        remedy = f"{type(self.surrogate).__name__} is defined at level {' or '.join(map(repr, self.surrogate.levels))} only."
+        require(self.level in self.surrogate.levels, "level", self.level, remedy)
         for name in ("aggregate", "kl_aggregate", "entropy_aggregate"):
             value = getattr(self, name)
             known = value in AGGREGATES or (value is None and name != "aggregate")
@@ -110,27 +109,17 @@ class Objective:
             require_whole("max_tokens", self.max_tokens, "the completion budget is a whole number of at least 1 token.")
         for name in ("beta", "entropy_coef", "max_tokens"):
             object.__setattr__(self, name, as_number(getattr(self, name)))
-        self._check_filters()
+        check_filters(self.filters, self.level)
         if self.log_ratio_bounds is not None:
             bounds = self.log_ratio_bounds
             pair = isinstance(bounds, tuple) and len(bounds) == 2 and all(isinstance(b, numbers.Real) for b in bounds)
             remedy = "pass (low, high) with low < 0 < high, for example (-20.0, 20.0), or None."
             require(pair and bounds[0] < 0 < bounds[1], "log_ratio_bounds", bounds, remedy)
             pulls = isinstance(self.surrogate, (Dro, Custom)) and not self.surrogate.detached_ratio
-            remedy = "may use logp beside the ratio, whose slope a clamp would cut: leave it None."
-            require(not pulls, "log_ratio_bounds", bounds, f"{type(self.surrogate).__name__} {remedy}")
-
-    def _check_filters(self) -> None:
-        remedy = "pass a tuple of filters, for example (TrustRegion('tv'),), see grpo_kernels.formulas.filters."
-        fine = isinstance(self.filters, tuple) and all(isinstance(f, Filter) for f in self.filters)
-        require(fine, "filters", self.filters, remedy)
-        kinds = [type(f) for f in self.filters]
-        require(len(set(kinds)) == len(kinds), "filters", self.filters, "give each kind of filter once.")
-        both = EntropyFloor in kinds and EntropyQuantile in kinds
-        require(not both, "filters", self.filters, "EntropyFloor and EntropyQuantile do the same thing: pass one of them.")
-        trust = TrustRegion in kinds and self.level != "token"
-        remedy = 'a TrustRegion compares probabilities of single tokens: it needs level="token".'
-        require(not trust, "level", self.level, remedy)
+            remedy = (
+                f"{type(self.surrogate).__name__} may use logp beside the ratio, whose slope a clamp would cut: leave it None."
+            )
+            require(not pulls, "log_ratio_bounds", bounds, remedy)
 
     @classmethod
     def preset(cls, name: str, *, numerics: str | None = None, **changes: Any) -> Objective:

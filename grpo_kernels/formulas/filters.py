@@ -162,3 +162,17 @@ class OffPolicySequences(Filter):
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
         assert batch is not None
         return off_policy_sequence_mask(batch, logps.view(batch.targets.shape), delta=self.delta).reshape(-1) != 0
+
+
+def check_filters(filters: Any, level: str) -> None:
+    """Raise ValueError unless these are filters, each kind once at most, and fit the level of the ratio."""
+    remedy = "pass a tuple of filters, for example (TrustRegion('tv'),), see grpo_kernels.formulas.filters."
+    fine = isinstance(filters, tuple) and all(isinstance(f, Filter) for f in filters)
+    require(fine, "filters", filters, remedy)
+    kinds = [type(f) for f in filters]
+    require(len(set(kinds)) == len(kinds), "filters", filters, "give each kind of filter once.")
+    both = EntropyFloor in kinds and EntropyQuantile in kinds
+    require(not both, "filters", filters, "EntropyFloor and EntropyQuantile do the same thing: pass one of them.")
+    trust = TrustRegion in kinds and level != "token"
+    remedy = 'a TrustRegion compares probabilities of single tokens: it needs level="token".'
+    require(not trust, "level", level, remedy)
