@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from ..batch import TokenBatch
+from ..formulas.divergence import Exact
 from ..formulas.filters import EntropyQuantile
 from ..objective import Objective
 from ..options import OVER
@@ -23,8 +24,10 @@ from .parallel import LAYOUTS
 
 #: What the trainer knows beside the rewards, for estimators of advantages; it has no critic.
 KNOWN = ("rewards", "columns", "reward_weights", "mask", "greedy_rewards", "old_logps", "sum_squares")
-#: a2po regresses on the reference's log-probs and values of its own, and distillation on a teacher: other inputs than here.
-TRAINABLE = tuple(name for name in PRESETS if name not in ("a2po", "distillation", "sampled_distillation"))
+#: a2po regresses on the reference's log-probs and values of its own: other inputs than here.
+TRAINABLE = tuple(name for name in PRESETS if name != "a2po")
+#: Values of `kl` that are no estimators.
+EXACT = {"exact": Exact("reverse"), "exact-forward": Exact("forward"), "exact-jsd": Exact("jsd")}
 #: prime-rl's KL is to the sampler, which here is the policy itself.
 TRAINERS = tuple(name for name in NUMERICS if name != "prime-rl")
 LOSSES = ("linear", "logits", "eager")
@@ -71,7 +74,14 @@ class TrainConfig:
     beta: float | None = _field(
         None, "weight of the KL to the reference model, which 0 does not load; default: the preset's, 0 in the papers'"
     )
-    kl: str | None = _field(None, "KL estimator: k1, k2, k3, abs, or with + its straight-through form; default: the preset's")
+    kl: str | None = _field(
+        None,
+        f"KL estimator: k1, k2, k3, abs, or with + its straight-through form; or {', '.join(EXACT)}: of all probabilities of policy and "
+        "reference, at the cost of a product with the reference's head; default: the preset's",
+    )
+    teacher: str | None = _field(
+        None, "path or Hub name of a model of the same tokenizer that takes the place of the reference, to distil from"
+    )
     entropy_coef: float = _field(0.0, "weight of the entropy bonus")
     entropy_target: float = _field(
         0.0, "hold the entropy (nats per token) above this by moving the bonus's weight, which starts at entropy_coef; 0 = off"
@@ -206,11 +216,8 @@ class TrainConfig:
         check("lr", 0 <= self.lr < math.inf, "it must be a finite number >= 0.")
         check("betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "give two numbers in [0, 1).")
         check("max_grad_norm", self.max_grad_norm > 0, "it must be above 0; inf switches clipping off.")
-        check(
-            "eval_prompts",
-            self.eval_prompts is None or self.eval_prompts >= 1,
-            "it must be at least 1; eval_steps=0 switches evaluation off.",
-        )
+        remedy = "it must be at least 1; eval_steps=0 switches evaluation off."
+        check("eval_prompts", self.eval_prompts is None or self.eval_prompts >= 1, remedy)
         check("keep_checkpoints", self.keep_checkpoints >= 2, "keep at least 2, so that a damaged one has a predecessor.")
         self.check_sampling()
         objective = self.objective  # what does not go together is refused now
@@ -315,7 +322,8 @@ class TrainConfig:
     @property
     def objective(self) -> Objective:
         changes: dict[str, typing.Any] = {"entropy_coef": self.entropy_coef}
-        changes |= {name: value for name, value in (("beta", self.beta), ("kl", self.kl)) if value is not None}
+        kl = EXACT.get(self.kl or "", self.kl)
+        changes |= {name: value for name, value in (("beta", self.beta), ("kl", kl)) if value is not None}
         if PRESETS[self.preset].aggregate == "constant":
             changes["max_tokens"] = self.max_new_tokens
         objective = Objective.preset(self.preset, numerics=self.numerics, **changes)

@@ -40,10 +40,10 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def check_names(config: TrainConfig) -> None:
+def check_names(config: TrainConfig, names: tuple[str, ...]) -> None:
     """Raise ValueError for a path that is not there. What looks like a path is never asked of the Hub, which without a network
     would take minutes to say no."""
-    for field in ("model", "dataset", "reward_model"):
+    for field in names:
         name = getattr(config, field)
         if not name or os.path.exists(name):
             continue
@@ -91,11 +91,14 @@ def check_liger(device: torch.device) -> None:
 
 def load_policy(config: TrainConfig, device: torch.device) -> tuple[Any, Any]:
     """(model, tokenizer) of `config.model`, with float32 parameters."""
+    tokenizer = require("transformers").AutoTokenizer.from_pretrained(config.model)
+    return load_model(config.model, config, device), tokenizer
+
+
+def load_model(name: str, config: TrainConfig, device: torch.device) -> Any:
     transformers = require("transformers")
     attention = pick_attention(config, device)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
-    model = transformers.AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32, attn_implementation=attention)
-    return model, tokenizer
+    return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
 
 
 def prepare_policy(model: Any, config: TrainConfig) -> Any:

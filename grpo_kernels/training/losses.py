@@ -11,6 +11,7 @@ from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Denominators, Objective
 from ..options import Options
+from ..projection import Head
 from ..transform import LogitTransform
 from .config import TrainConfig
 from .head import check_projection, completion_hidden, head_parameters, logit_transform
@@ -31,7 +32,10 @@ class LossParts(NamedTuple):
 class Losses:
     """`config.loss` for the model of a run; its methods run inside a forward of that model or of its reference."""
 
-    def __init__(self, config: TrainConfig, policy: ParallelModel, device: torch.device) -> None:
+    def __init__(
+        self, config: TrainConfig, policy: ParallelModel, reference: ParallelModel | None, device: torch.device
+    ) -> None:
+        self.reference = reference
         self.device, self.dtype, self.sharded = device, getattr(torch, config.dtype), policy.sharded
         self.linear = config.loss == "linear"
         backend = "eager" if config.loss == "eager" else config.backend
@@ -40,6 +44,9 @@ class Losses:
         if self.linear:
             policy.without_gradients(check_projection)
             self.transform = logit_transform(policy.model, config.temperature)
+            if reference is not None:
+                reference.without_gradients(check_projection)
+                self.ref_transform = logit_transform(reference.model, config.temperature)
         # A model that softcaps its logits needs their values in its own backward; two gradients, over sets and over all, need them too.
         softcap = getattr(policy.model.config, "final_logit_softcapping", None)
         both = config.replays and config.entropy_over == "vocabulary"
@@ -51,6 +58,8 @@ class Losses:
         """The objective of one micro-batch: from hidden states, so that logits never exist, or from the model's logits."""
         options: dict[str, Any] = {"transform": self.transform, "normalizer": normalizer, "options": self.options}
         with self.autocast():
+            if objective.exact is not None:
+                options |= self.second_stream(completions)
             if self.linear:
                 hidden, (weight, bias) = completion_hidden(model, completions), head_parameters(model)
                 out = linear_grpo_loss(hidden, weight, batch, objective, bias=bias, **options)
@@ -58,6 +67,16 @@ class Losses:
             logits = completion_logits(model, completions)
         out = grpo_loss(logits, batch, objective, inplace=self.inplace, **options)
         return LossParts(out.loss, out.logps, out.metrics)
+
+    def second_stream(self, completions: Completions) -> dict[str, Any]:
+        """What an exact divergence is to: the reference's hidden states and head, or its logits."""
+        assert self.reference is not None
+        if not self.linear:
+            logits = self.reference.without_gradients(completion_logits, completions)
+            return {"ref_logits": logits}
+        hidden = self.reference.without_gradients(completion_hidden, completions)
+        weight, bias = head_parameters(self.reference.model)
+        return {"reference": (hidden, Head(weight, bias, self.ref_transform))}
 
     def logps(self, model: Any, completions: Completions) -> Tensor:
         """[B, T]: log-probs of the sampled tokens, over the sets that they were sampled from where these are replayed."""

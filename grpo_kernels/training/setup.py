@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from ..objective import Objective
 from . import require
 from .config import TrainConfig
 from .data import EVAL_PROMPTS, Row, encode, load_rows
-from .loading import check_backend, check_liger, check_names, load_policy, pick_device, prepare_policy
+from .loading import check_backend, check_liger, check_names, load_model, load_policy, pick_device, prepare_policy
 from .parallel import same_on_all_ranks
 from .ranks import Ranks
 from .rewards import RewardFunction, RewardModel, resolve
@@ -26,9 +27,10 @@ class Loaded(NamedTuple):
     rewards: list[RewardFunction]
     train_rows: list[Row]
     eval_rows: list[Row]
+    reference: Any  # a frozen model, or None
 
 
-def check(config: TrainConfig, model: Any, tokenizer: Any, rows: RowLists | None) -> torch.device:
+def check(config: TrainConfig, model: Any, tokenizer: Any, rows: RowLists | None, teacher: Any) -> torch.device:
     """Refuse what is known to be wrong before anything is made or loaded. Returns the device of this process."""
     device = pick_device(config.device)
     check_backend("eager" if config.loss == "eager" else config.backend, device)
@@ -39,11 +41,31 @@ def check(config: TrainConfig, model: Any, tokenizer: Any, rows: RowLists | None
     for name, value in (("model", model or config.model), ("dataset", rows or config.dataset)):
         if not value:
             raise ValueError(f"{name}='': name one in the config, or pass it to Trainer.")
+    check_names(config, ("dataset", "reward_model", "teacher") if rows is None else ("reward_model", "teacher"))
     if model is None:
-        check_names(config)
+        check_names(config, ("model",))
+    check_teacher(config, teacher)
     for package in ("matplotlib", "tqdm"):
         require(package)
     return device
+
+
+def check_teacher(config: TrainConfig, teacher: Any) -> None:
+    named = config.teacher is not None
+    if named and teacher is not None:
+        raise ValueError(f"teacher={config.teacher!r}, but a model is passed as well: leave one of them out.")
+    if (named or teacher is not None) and (config.objective.beta == 0 or config.ref_refresh_steps):
+        raise ValueError(
+            "teacher is given, but at beta=0 nothing looks at it, and with ref_refresh_steps the policy would be copied over it: set beta "
+            "above 0 and ref_refresh_steps to 0."
+        )
+    if "distillation" in config.preset and not named and teacher is None:
+        raise ValueError(f"preset={config.preset!r}: it has no policy term; name a teacher, or pass it to Trainer.")
+    if config.objective.exact is not None and config.parallel == "fsdp2":
+        raise ValueError(
+            f"kl={config.kl!r}: the head of a reference in shards is gathered in its own forward only: use parallel='ddp', or an "
+            "estimator such as k3."
+        )
 
 
 def check_prompts(config: TrainConfig, ranks: Ranks) -> None:
@@ -55,7 +77,13 @@ def check_prompts(config: TrainConfig, ranks: Ranks) -> None:
 
 
 def load(
-    config: TrainConfig, ranks: Ranks, model: Any, tokenizer: Any, rows: RowLists | None, rewards: list[RewardFunction] | None
+    config: TrainConfig,
+    ranks: Ranks,
+    model: Any,
+    tokenizer: Any,
+    rows: RowLists | None,
+    rewards: list[RewardFunction] | None,
+    teacher: Any,
 ) -> Loaded:
     """What was not given comes from where the config says."""
     rewards = list(rewards or map(resolve, config.rewards))
@@ -74,11 +102,21 @@ def load(
 
     train_rows = encoded(train_rows, "training")
     eval_rows = encoded(eval_rows[: config.eval_prompts or EVAL_PROMPTS], "held-out") if config.eval_steps else []
+    if teacher is None and config.teacher is not None:
+        teacher = load_model(config.teacher, config, ranks.device)
     model = prepare_policy(model, config)
-    if ranks.world == 1 or config.parallel != "fsdp2":  # which moves a layer at a time, and keeps a shard of it
-        model.to(ranks.device)
+    for each in (model, teacher):
+        # fsdp2 moves a layer at a time, and keeps a shard of it.
+        if each is not None and (ranks.world == 1 or config.parallel != "fsdp2"):
+            each.to(ranks.device)
     same_on_all_ranks(model, ranks)
-    return Loaded(model, tokenizer, rewards, train_rows, eval_rows)
+    reference = None
+    if config.objective.beta:
+        reference = copy.deepcopy(model) if teacher is None else teacher
+    if teacher is not None and teacher.config.vocab_size != model.config.vocab_size:
+        sizes = f"the teacher has a vocabulary of {teacher.config.vocab_size}, the model of {model.config.vocab_size}"
+        raise ValueError(f"teacher: {sizes}: they must have the same tokenizer.")
+    return Loaded(model, tokenizer, rewards, train_rows, eval_rows, reference)
 
 
 def of_all_ranks(objective: Objective) -> Objective:

@@ -15,7 +15,6 @@ M2PO, and reward functions, which are called with the completions of one process
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import os
@@ -52,7 +51,7 @@ Tensor = torch.Tensor
 
 
 class Trainer:
-    """A run. `model`, `tokenizer`, `rows` (training rows, held-out rows) and `rewards` replace what the config names;
+    """A run. `model`, `tokenizer`, `rows` (training rows, held-out rows), `rewards` and `teacher` replace what the config names;
     a row is a dict with "prompt" and the columns that the reward functions take.
 
     Of several processes (see `training.ranks`) each makes a Trainer with the same arguments, and calls the same methods; rank
@@ -66,15 +65,16 @@ class Trainer:
         tokenizer: Any = None,
         rows: tuple[list[Row], list[Row]] | None = None,
         rewards: list[RewardFunction] | None = None,
+        teacher: Any = None,
     ) -> None:
         self.config, self.objective, self.out = config, config.objective, Path(config.out)
-        self.device = setup.check(config, model, tokenizer, rows)
+        self.device = setup.check(config, model, tokenizer, rows, teacher)
         self.ranks = Ranks(self.device)
         setup.check_prompts(config, self.ranks)
         self.folder = OutputFolder(self.out)
         self.ranks.on_main(lambda: self.folder.take(config.resume))
         try:
-            self.start(setup.load(config, self.ranks, model, tokenizer, rows, rewards))
+            self.start(setup.load(config, self.ranks, model, tokenizer, rows, rewards, teacher))
         except BaseException:
             self.folder.release()
             raise
@@ -83,10 +83,8 @@ class Trainer:
 
     def start(self, loaded: setup.Loaded) -> None:
         config, ranks = self.config, self.ranks
-        self.model, self.tokenizer, self.rewards, self.train_rows, self.eval_rows = loaded
-        self.reference: ParallelModel | None = None
-        if self.objective.beta:
-            self.reference = ParallelModel(copy.deepcopy(self.model), ranks, config.parallel, frozen=True)
+        self.model, self.tokenizer, self.rewards, self.train_rows, self.eval_rows, reference = loaded
+        self.reference = None if reference is None else ParallelModel(reference, ranks, config.parallel, frozen=True)
         self.policy = ParallelModel(self.model, ranks, config.parallel)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay
@@ -96,7 +94,7 @@ class Trainer:
         self.entropy_coef: AdaptiveEntropyCoef | None = None
         if config.entropy_target:
             self.entropy_coef = AdaptiveEntropyCoef(target=config.entropy_target, initial=config.entropy_coef)
-        self.losses = Losses(config, self.policy, self.device)
+        self.losses = Losses(config, self.policy, self.reference, self.device)
         if config.gradient_checkpointing:
             self.policy.without_gradients(check_recomputing)
         self.rollouts = Rollouts(config, self.policy, self.tokenizer, self.rewards, ranks)
@@ -177,7 +175,7 @@ class Trainer:
         whole = self.credit.batch(completions, advantages)
         parts, dropped = micro_batches(completions, whole, config, self.ranks)
         references: list[Tensor | None] = [None] * len(parts)
-        if self.reference is not None:
+        if self.reference is not None and self.objective.exact is None:
             references = [self.reference.without_gradients(self.losses.logps, part.completions) for part in parts]
         to_policy = config.ratio_to == "policy"
         old_logps = [None if to_policy else part.completions.logps for part in parts]

@@ -1,0 +1,89 @@
+"""The trainer with an exact divergence to its reference, and with a teacher in the place of the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+from grpo_kernels import Exact
+from grpo_kernels.training.losses import Losses
+from grpo_kernels.training.sampling import completion_logits
+from grpo_kernels.training.trainer import Trainer
+from support.runs import PROMPTS, config, evens, lines, parameters, tiny, trainer
+
+
+def distilled(tok: Any, out: Path, given: Any, **changes: Any) -> Trainer:
+    settings = config(out, preset="distillation", **changes)
+    rows = (PROMPTS[:16], PROMPTS[16:])
+    return Trainer(settings, model=tiny(tok), tokenizer=tok, rows=rows, rewards=[evens], teacher=given)
+
+
+@pytest.mark.parametrize("kl", ["exact", "exact-jsd"])
+def test_an_update_is_the_same_from_hidden_states_and_from_logits(tok: Any, tmp_path: Path, kl: str) -> None:
+    updated, reported = [], []
+    for loss in ("linear", "logits", "eager"):
+        t = trainer(tok, tmp_path / loss, preset="dapo", beta=0.5, kl=kl, loss=loss, num_updates=2)
+        assert t.objective.exact == {"exact": Exact(), "exact-jsd": Exact("jsd")}[kl]
+        reported.append([t.train_step() for _ in range(2)])
+        updated.append(parameters(t))
+    for metrics in zip(*reported, strict=True):
+        for name in ("kl", "grad_norm", "entropy"):
+            values = [m[name] for m in metrics]
+            assert values == pytest.approx([values[0]] * 3, rel=2e-3, abs=1e-7), name
+    assert all(m["kl"] > 0 for m in reported[0])  # of the second update on a batch, which has left the reference
+    for other in updated[1:]:
+        for name, p in updated[0].items():
+            torch.testing.assert_close(other[name], p, rtol=0, atol=3e-3)  # AdamW moves by lr where a gradient is of rounding size
+
+
+def test_the_divergence_is_that_of_the_two_models(tok: Any, tmp_path: Path) -> None:
+    teacher = tiny(tok, seed=5, hidden_size=48)
+    t = distilled(tok, tmp_path, teacher, temperature=0.7)
+    seen: list[Any] = []
+    loss = Losses.loss
+
+    def watched(self: Losses, model: Any, completions: Any, *rest: Any) -> Any:
+        with torch.no_grad():
+            p, q = (torch.log_softmax(completion_logits(m, completions) / 0.7, -1).double() for m in (model, teacher))
+        out = loss(self, model, completions, *rest)
+        seen.append((float(out.loss.detach()), (p.exp() * (p - q)).sum(-1)[completions.mask].mean()))
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Losses, "loss", watched)
+        t.train_step()
+    ((found, expected),) = seen
+    assert found == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_student_becomes_its_teacher(tok: Any, tmp_path: Path) -> None:
+    distilled(tok, tmp_path, tiny(tok, seed=5), steps=40, lr=1e-2).train()
+    kl = [line["kl"] for line in lines(tmp_path)]
+    assert kl[-1] < 0.3 * kl[0]
+
+
+def test_a_teacher_by_its_path(tok: Any, tmp_path: Path) -> None:
+    tiny(tok, seed=5).save_pretrained(tmp_path / "teacher")
+    t = distilled(tok, tmp_path / "run", None, teacher=str(tmp_path / "teacher"), steps=1)
+    given = distilled(tok, tmp_path / "given", tiny(tok, seed=5), steps=1)
+    assert t.train_step()["kl"] == given.train_step()["kl"]
+
+
+def test_what_does_not_go_together_is_refused(tok: Any, tmp_path: Path) -> None:
+    for changes, teacher, message in (
+        ({}, None, "preset='distillation': it has no policy term; name a teacher"),
+        ({"teacher": "a/b"}, tiny(tok), "teacher='a/b', but a model is passed as well"),
+        ({"beta": 0.0}, tiny(tok), "at beta=0 nothing looks at it"),
+        ({"ref_refresh_steps": 3}, tiny(tok), "set beta above 0 and ref_refresh_steps to 0"),
+        ({"parallel": "fsdp2"}, tiny(tok), "use parallel='ddp'"),
+        ({}, tiny(tok, vocab_size=len(tok) + 1), "the teacher has a vocabulary of"),
+        ({"teacher": str(tmp_path / "nowhere")}, None, "there is no such file or folder"),
+    ):
+        with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+            distilled(tok, tmp_path / "refused", teacher, **changes)
