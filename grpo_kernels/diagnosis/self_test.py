@@ -131,8 +131,8 @@ def capped_weight(logps: Tensor, entropy: Tensor, x: Inputs) -> Tensor:
 
 
 def log_probs(logps: Tensor, entropy: Tensor, x: Inputs) -> Tensor:
-    """Layer 1, with gradients that a trainer's own loss might send back."""
-    return (x.upstream.double() * torch.stack([logps, entropy])).sum()
+    """Layer 1, with gradients that a trainer's own loss might send back; a mean, so that its error is that of a log-prob."""
+    return (x.upstream.double() * torch.stack([logps, entropy])).mean()
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def results(case: Case, level: str, x: Inputs, backend: str, device: torch.devic
         *leaves.values(), x.targets, mask=x.mask, entropy=True, kept=x.kept, options=Options(missing="include"), **options
     )
     assert entropy is not None
-    return _collect((x.upstream * torch.stack([logps, entropy])).sum(), logps, entropy, leaves)
+    return _collect((x.upstream * torch.stack([logps, entropy])).mean(), logps, entropy, leaves)
 
 
 def _collect(loss: Tensor, logps: Tensor, entropy: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:

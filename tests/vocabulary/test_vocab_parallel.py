@@ -66,17 +66,21 @@ def test_no_part_has_the_target() -> None:
     assert merge(partials, LOGPS, None).logps.isnan().all()
 
 
-def test_without_a_group_one_rank_has_it_all(backend: str) -> None:
-    case, objective = build(), Objective(beta=0.1)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_without_a_group_one_rank_has_it_all(level: str, backend: str) -> None:
+    """Bit by bit where rows are visited twice with and without a shard: always those of sequence levels. At token level
+    the fused kernels of "cpu" and "triton" take their sums in another order than their two visits."""
+    case, objective = build(), Objective(level=level, beta=0.1)
     results = []
     for shard in (None, VocabShard(0, case.logits.shape[-1])):
         leaf = case.logits.clone().requires_grad_()
         out = grpo_loss(leaf, case.batch(), objective, shard=shard, backend=backend)
         out.loss.backward()
         results.append((out.loss.detach(), out.logps, leaf.grad))
-    if backend == "eager":  # the fused kernels of the others are other ones
+    if level == "sequence" or backend == "eager":
         assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
+    else:
+        torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
 
 
 def test_a_shards_backend_takes_a_range_of_rows(backend: str) -> None:
