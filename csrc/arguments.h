@@ -11,6 +11,8 @@ namespace grpo {
 // More elements than an address space holds. Sizes, and offsets made of them, stay far within 64 bits below it.
 constexpr int64_t LARGEST = int64_t(1) << 47;
 
+template <class T> T* at(uintptr_t address) { return reinterpret_cast<T*>(address); }
+
 inline void require(bool ok, const char* name, int64_t value, const char* remedy) {
     if (!ok) throw std::invalid_argument(std::string(name) + "=" + std::to_string(value) + ": " + remedy);
 }

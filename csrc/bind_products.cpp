@@ -33,14 +33,6 @@ const Products* supported_products() {
 
 const Products* const products = supported_products();
 
-template <class T> T* at(uintptr_t address) { return reinterpret_cast<T*>(address); }
-
-template <class Body> void each_range(int64_t n, int64_t grain, int threads, const Body& body) {
-    parallel_for(
-        n, grain, threads,
-        [](const void* context, int64_t begin, int64_t end) { (*static_cast<const Body*>(context))(begin, end); }, &body);
-}
-
 // Work that returns false where it gets no memory. No exception may leave a thread, so the call raises when all are done.
 template <class Body> void each_range_with_memory(int64_t n, int64_t grain, int threads, const Body& body) {
     std::atomic<bool> enough{true};
@@ -49,8 +41,6 @@ template <class Body> void each_range_with_memory(int64_t n, int64_t grain, int 
     });
     if (!enough) throw std::bad_alloc();  // MemoryError in Python
 }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Of n things in `parts` nearly equal parts, in multiples of `unit`: where part i begins.
 int64_t part(int64_t n, int64_t unit, int64_t parts, int64_t i) {

@@ -142,16 +142,12 @@ void fused(const Formula& formula, const std::vector<float>& numbers, const std:
         check_address("losses", losses, 4);
     }
     nb::gil_scoped_release release;
-    parallel_for(
-        count, rows_at_once(job), threads,
-        [](const void* context, int64_t begin, int64_t end) {
-            const FusedJob& job = *static_cast<const FusedJob*>(context);
-            const bool keeps = job.out.base && !job.with_entropy;
-            const size_t row = keeps && job.out.dtype != FP32 ? size_t(job.vocab) : 0;
-            const Scratch scratch = keeps ? scratch_of_thread(row, size_t(most_segments(job.vocab))) : Scratch{nullptr, nullptr};
-            for (int64_t i = begin; i < end; i++) kernels->fused(job, i, scratch);
-        },
-        &job);
+    each_range(count, rows_at_once(job), threads, [&](int64_t begin, int64_t end) {
+        const bool keeps = job.out.base && !job.with_entropy;
+        const size_t row = keeps && job.out.dtype != FP32 ? size_t(job.vocab) : 0;
+        const Scratch scratch = keeps ? scratch_of_thread(row, size_t(most_segments(job.vocab))) : Scratch{nullptr, nullptr};
+        for (int64_t i = begin; i < end; i++) kernels->fused(job, i, scratch);
+    });
 }
 
 }  // namespace

@@ -30,16 +30,6 @@ int64_t slots_at_once(int64_t count, int threads) {
     return even < 32 ? 32 : even > 512 ? 512 : even;
 }
 
-template <class T> T* at(uintptr_t address) { return reinterpret_cast<T*>(address); }
-
-template <class Body> void each_range(int64_t n, int64_t grain, int threads, const Body& body) {
-    parallel_for(
-        n, grain, threads,
-        [](const void* context, int64_t begin, int64_t end) { (*static_cast<const Body*>(context))(begin, end); }, &body);
-}
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 Table table(const char* name, uintptr_t base, int dtype, int64_t stride, int64_t rows) {
     check_size("rows", rows, 0);
     check_address(name, base, element_size("dtype", dtype), rows == 0);

@@ -14,8 +14,6 @@ template <class Job> int64_t rows_at_once(const Job& job) {
     return 65536 / (job.vocab * (job.logits.dtype == FP32 ? 4 : 2)) + 1;
 }
 
-template <class T> T* at(uintptr_t address) { return reinterpret_cast<T*>(address); }
-
 inline void check_rows(const char* name, const Rows& rows, int64_t vocab, int64_t first, int64_t count) {
     const int element = element_size("dtype", rows.dtype);
     check_size("vocab", vocab, 1);

@@ -81,12 +81,9 @@ void stats(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_strid
         check_address("top", top, 4, true);
     }
     nb::gil_scoped_release release;
-    parallel_for(
-        count, rows_at_once(job), threads,
-        [](const void* context, int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; i++) kernels->stats(*static_cast<const StatsJob*>(context), i);
-        },
-        &job);
+    each_range(count, rows_at_once(job), threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) kernels->stats(job, i);
+    });
 }
 
 void pull(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_stride, int64_t inner_stride, uintptr_t out,
@@ -121,12 +118,9 @@ void pull(uintptr_t logits, int dtype, int64_t inner_count, int64_t outer_stride
         check_address("prob", prob, 4, true);
     }
     nb::gil_scoped_release release;
-    parallel_for(
-        count, rows_at_once(job), threads,
-        [](const void* context, int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; i++) kernels->pull(*static_cast<const PullJob*>(context), i);
-        },
-        &job);
+    each_range(count, rows_at_once(job), threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) kernels->pull(job, i);
+    });
 }
 
 void scale(uintptr_t data, int dtype, int64_t count, float factor, int threads) {
@@ -135,12 +129,7 @@ void scale(uintptr_t data, int dtype, int64_t count, float factor, int threads) 
     check_size("count", count, 0);
     check_address("data", data, element_size("dtype", dtype), count == 0);
     nb::gil_scoped_release release;
-    parallel_for(
-        count, 65536, threads,
-        [](const void* context, int64_t begin, int64_t end) {
-            kernels->scale(*static_cast<const ScaleJob*>(context), begin, end);
-        },
-        &job);
+    each_range(count, 65536, threads, [&](int64_t begin, int64_t end) { kernels->scale(job, begin, end); });
 }
 
 std::vector<std::string> isas() {

@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "products.h"
+#include "sizes.h"
 
 namespace grpo {
 namespace {
@@ -17,7 +18,6 @@ constexpr int VECTORS = 4, LANES = 16;
 static_assert(VECTORS * LANES == PANEL_COLUMNS, "");
 
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline __mmask16 first16(int64_t n) { return n >= 16 ? __mmask16(-1) : n <= 0 ? __mmask16(0) : __mmask16((1u << n) - 1); }
 inline __mmask32 first32(int64_t n) { return n >= 32 ? __mmask32(-1) : n <= 0 ? __mmask32(0) : __mmask32((1u << n) - 1); }
 

@@ -8,6 +8,8 @@
 #include <thread>
 #include <vector>
 
+#include "sizes.h"
+
 namespace grpo {
 
 struct ParallelFor {
@@ -51,7 +53,7 @@ struct OpenMP {
 // Calls body(context, begin, end) for ranges of at most `grain` that cover [0, n).
 inline void parallel_for(int64_t n, int64_t grain, int threads, void (*body)(const void*, int64_t, int64_t), const void* context) {
     if (grain < 1) grain = 1;
-    const int64_t ranges = (n + grain - 1) / grain;
+    const int64_t ranges = ceil_div(n, grain);
     if (threads > ranges) threads = int(ranges);
     ParallelFor loop{body, context, n, grain, {0}};
     if (threads <= 1) {
@@ -74,6 +76,13 @@ inline void parallel_for(int64_t n, int64_t grain, int threads, void (*body)(con
         for (int k = int(helpers.size()) + 1; k < threads; k++) loop.range(k);
         for (auto& helper : helpers) helper.join();
     }
+}
+
+// The same for a body(begin, end) with state of its own.
+template <class Body> void each_range(int64_t n, int64_t grain, int threads, const Body& body) {
+    parallel_for(
+        n, grain, threads,
+        [](const void* context, int64_t begin, int64_t end) { (*static_cast<const Body*>(context))(begin, end); }, &body);
 }
 
 }  // namespace grpo
