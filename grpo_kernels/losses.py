@@ -206,22 +206,23 @@ def linear_grpo_loss(
         index = None if is_traced() else split_rows(batch, rows, objective, kept)
         return hidden_source(a_head, rows.read, options, index, kept, into, *second(teacher if a_head is head else None))
 
-    teacher, policy = None, Policy.of(batch, transform, head.vocab, head.weight.shape[0], shard)
+    teacher, ref_head, policy = None, None, Policy.of(batch, transform, head.vocab, head.weight.shape[0], shard)
     if exact is not None:
         teacher = linear_teacher(reference, exact, policy)
     elif reference is not None:
         ref_head, ref_transform = reference_head(reference, policy)
-        # Which rows are read does not depend on the reference's log-probs.
-        rows = objective.token_rows(batch.with_ref_logps(torch.zeros(shape, device=device)), normalizer, options.skip_inactive)
-        kept = kept_rows(batch, rows) if options.reference_over == "kept" else None
+        batch = batch.with_ref_logps(torch.zeros(shape, device=device))  # which rows are read does not depend on them
+    rows = objective.token_rows(batch, normalizer, options.skip_inactive)
+    kept = kept_rows(batch, rows)
+    if ref_head is not None:
         with torch.no_grad():
-            source = source_of(ref_head, rows, kept, None)
+            source = source_of(ref_head, rows, kept if options.reference_over == "kept" else None, None)
             ref_logps, _ = vocabulary_stage(source, (), (), rows.targets, rows.read, ref_transform, *ref_head.tensors)
         batch = batch.with_ref_logps(ref_logps.view(shape))
-    rows = objective.token_rows(batch, normalizer, options.skip_inactive)
+        rows = objective.token_rows(batch, normalizer, options.skip_inactive)
     if exact is not None:
         rows = scaled_by_temperature(rows, exact, row_transform)
-    call = Call(batch, objective, rows, kept_rows(batch, rows), options, row_transform, objective.one_pass, teacher)
+    call = Call(batch, objective, rows, kept, options, row_transform, objective.one_pass, teacher)
     return loss_of_source(call, functools.partial(source_of, head, rows), head.tensors)
 
 

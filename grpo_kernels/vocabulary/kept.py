@@ -72,13 +72,14 @@ class KeptRows:
         without = sets.empty_rows if has is None else None
         has = counts > 0 if has is None else has
         looked_at = has if read is None else has & read
-        in_row = torch.arange(row_of.numel(), device=device) - sets.offsets[row_of]
+        at = torch.arange(row_of.numel(), device=device)
+        in_row = at - sets.offsets[row_of]
         # Every id but the target's goes to the last entry, which is cut off.
         target = torch.full((n + 1,), -1, dtype=torch.int64, device=device)
         target = target.scatter_(0, torch.where(sets.ids == targets[row_of], row_of, n), in_row)[:-1]
         outside = target < 0
         # The number of slots does not depend on which targets their sets lack: it would have to be asked of the device.
-        of_id, of_target = sets.offsets[row_of] + in_row + row_of, sets.offsets[1:] + rows
+        of_id, of_target = at + row_of, sets.offsets[1:] + rows  # each row before has one slot more than ids
         ids, owner = (torch.empty(row_of.numel() + n, dtype=torch.int64, device=device) for _ in range(2))
         ids[of_id], ids[of_target] = sets.ids.to(torch.int64), torch.where(outside, targets, -1)
         owner[of_id], owner[of_target] = row_of, rows
@@ -120,12 +121,6 @@ class KeptRows:
             return gradient
         assert at is not None
         return torch.cat([gradient, gradient.new_zeros(1)]).index_copy_(0, self.places(at), several)[:-1]
-
-    @property
-    def outside(self) -> Tensor:
-        """bool [n]: read rows whose set lacks the target."""
-        counts = self.slots.offsets.diff() - 1
-        return self.read & (self.target == counts)
 
 
 def _groups(sets: TokenSets) -> tuple[tuple[Tensor | None, int], ...]:

@@ -250,12 +250,12 @@ class Hidden:
             engine.d_weight = self.into.sum_of_chunks
         with torch.autocast(targets.device.type, enabled=False):
             engine.backward(index, targets, stats, slopes, transform, own, several)
-            of_sets = None
+            slots, of_sets = None, None
             if self.kept is not None:
                 stage = self._stage(head)
-                of_sets = stage.pull(self._at(head, stage.slots), stats, slopes, transform)
+                slots, of_sets = stage.slots, stage.pull(self._at(head, stage.slots), stats, slopes, transform)
                 of_sets = self.kept.replaced(of_sets, self.at, several)
-        d_hidden, late, d_bias = self._gradients(engine, of_sets)
+        d_hidden, late, d_bias = self._gradients(engine, slots, of_sets)
         gradients = (d_hidden, None if late is None else late.made(), d_bias)
         return tuple(None if g is None else converted(g, x.dtype) for g, x in zip(gradients, tensors, strict=True))
 
@@ -268,16 +268,16 @@ class Hidden:
         result = FusedRows.zeros(n, device, self.teacher)
         head = self._head(tensors)
         engine = self._engine(head, wanted)
-        of_sets = None
+        slots, of_sets = None, None
         with torch.autocast(device.type, enabled=False):
             engine.fused(index[:active], rows, objective, transform, result, any(wanted))
             engine.fused(index[active:], rows, objective, transform, result, False)
             if self.kept is not None:
                 stage = self._stage(head)
-                logits = self._at(head, stage.slots)
+                slots, logits = stage.slots, self._at(head, stage.slots)
                 of_rows, of_sets = stage.fused(logits, rows, objective, transform, any(wanted))
                 result = self.kept.joined(of_rows, result)
-        return result, self._gradients(engine, of_sets) if any(wanted) else (None,) * 3
+        return result, self._gradients(engine, slots, of_sets) if any(wanted) else (None,) * 3
 
     def _head(self, tensors: tuple[Any, ...]) -> FlatHead:
         return FlatHead(tensors[0], tensors[1], tensors[2], self.dtype, self.shard)
@@ -305,12 +305,9 @@ class Hidden:
 
     # ---- rows with sets
 
-    def _sets(self, head: FlatHead) -> KeptStage:
-        assert self.kept is not None
-        return KeptStage(self.kept, of_own_part(self.backend), head.weight.shape[0], self.shard)
-
     def _stage(self, head: FlatHead) -> KeptStage:
-        stage = self._sets(head)
+        assert self.kept is not None
+        stage = KeptStage(self.kept, of_own_part(self.backend), head.weight.shape[0], self.shard)
         stage.teacher = self._teacher_at(stage.slots)
         return stage
 
@@ -328,12 +325,14 @@ class Hidden:
             return logits
         return logits + head.bias.detach().to(torch.float32)[slots.ids.clamp(min=0)]
 
-    def _gradients(self, engine: Engine, of_sets: Tensor | None) -> tuple[Tensor | None, WeightGradient | None, Tensor | None]:
-        """(d_hidden, d_weight, d_bias) of all rows. `of_sets`: the gradient of the logits at slots."""
-        head, slots = engine.head, None
-        of_sets = of_sets if head.weight.shape[0] else None
-        if of_sets is not None:
-            slots = self._sets(head).slots
+    def _gradients(
+        self, engine: Engine, slots: Slots | None, of_sets: Tensor | None
+    ) -> tuple[Tensor | None, WeightGradient | None, Tensor | None]:
+        """(d_hidden, d_weight, d_bias) of all rows. `of_sets`: the gradient of the logits at `slots`."""
+        head = engine.head
+        if head.weight.shape[0] == 0:  # of a rank without a part of the vocabulary
+            slots, of_sets = None, None
+        if slots is not None and of_sets is not None:
             if engine.d_hidden is not None:
                 self.backend.add_weight_rows(of_sets, slots, head.weight.detach(), engine.d_hidden)
             if engine.d_bias is not None:
