@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..sparse import Slots
@@ -23,21 +25,19 @@ def slot_logits(hidden: Tensor, weight: Tensor, slots: Slots) -> Tensor:
 
 
 def add_weight_rows(values: Tensor, slots: Slots, weight: Tensor, out: Tensor) -> None:
-    width = _width(weight, out)
-    _check_slots(slots, values)
-    _cpu.add_weight_rows(
-        values.data_ptr(), slots.ids.data_ptr(), slots.rows.data_ptr(), slots.ids.numel(),
-        weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0), weight.shape[0],
-        out.data_ptr(), DTYPES[out.dtype], out.stride(0), out.shape[0], width, torch.get_num_threads(),
-    )  # fmt: skip
+    _add_rows(_cpu.add_weight_rows, values, slots, weight, out)
 
 
 def add_hidden_rows(values: Tensor, slots: Slots, hidden: Tensor, out: Tensor) -> None:
-    width = _width(hidden, out)
+    _add_rows(_cpu.add_hidden_rows, values, slots, hidden, out)
+
+
+def _add_rows(kernel: Callable[..., None], values: Tensor, slots: Slots, source: Tensor, out: Tensor) -> None:
+    width = _width(source, out)
     _check_slots(slots, values)
-    _cpu.add_hidden_rows(
+    kernel(
         values.data_ptr(), slots.ids.data_ptr(), slots.rows.data_ptr(), slots.ids.numel(),
-        hidden.data_ptr(), DTYPES[hidden.dtype], hidden.stride(0), hidden.shape[0],
+        source.data_ptr(), DTYPES[source.dtype], source.stride(0), source.shape[0],
         out.data_ptr(), DTYPES[out.dtype], out.stride(0), out.shape[0], width, torch.get_num_threads(),
     )  # fmt: skip
 
