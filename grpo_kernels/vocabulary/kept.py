@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from .backends import Backend, FusedRows, two_visits
+from .backends import FusedRows, SparseBackend
 from .rows import MIXED, RowStats, RowTransform, Slopes, Teacher
-from .shard import VocabShard, exchange
+from .shard import VocabShard, exchange, on_shard
 from .sparse import Slots, plain
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class KeptStage:
     teacher   a second stream of the rows, over the same sets; its logits are fp32 [m], too."""
 
     kept: KeptRows
-    backend: Backend
+    backend: SparseBackend
     columns: int
     shard: VocabShard | None = None
     teacher: Teacher | None = None
@@ -200,13 +200,10 @@ class KeptStage:
         for part, shape, at in self._blocks():
             block, teacher = _side_by_side(z, shape, at), self._beside(shape, at)
             block_rows = replace(rows[part], targets=target[part], read=read[part])
-            out = None if gradient is None else block
-            if self.shard is None:
-                found = self.backend.fused(block, block_rows, objective, TRANSFORMED, out, teacher=teacher)
-            else:
-                both = _Exchanged(self.backend, self.shard)
-                found = two_visits(both, block, block_rows, objective, TRANSFORMED, out, max(1, read.numel()), teacher)
-            result.put(part, found)
+            # Every rank's block has the same slots, each with the ids of the rank alone.
+            shard = None if self.shard is None else replace(self.shard, start=0, vocab=shape[1])
+            backend, out = on_shard(self.backend, shard), None if gradient is None else block
+            result.put(part, backend.fused(block, block_rows, objective, TRANSFORMED, out, teacher=teacher))
             if gradient is not None:
                 gradient += _back(block, at)
         return result, None if gradient is None else self._before_transform(gradient, logits, transform)
@@ -277,24 +274,6 @@ def _side_by_side(z: Tensor, shape: tuple[int, int], at: Tensor) -> Tensor:
     rows, width = shape
     block = torch.full((rows * width + 1,), -torch.inf, dtype=torch.float32, device=z.device)
     return block.scatter_(0, at, z)[:-1].view(1, rows, width)
-
-
-class _Exchanged:
-    """The row kernels on blocks of which every rank has its own ids: statistics are those of all ranks."""
-
-    def __init__(self, backend: Backend, shard: VocabShard) -> None:
-        self.backend, self.shard, self.pull = backend, shard, backend.pull
-        self.WRITES_BEHIND_READS, self.fused, self.scale_ = backend.WRITES_BEHIND_READS, backend.fused, backend.scale_
-
-    def stats(
-        self, logits: Tensor, targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...],
-        *, rows: tuple[int, int] | None = None, teacher: Teacher | None = None,
-    ) -> RowStats:  # fmt: skip
-        own = self.backend.stats(logits, targets, read, transform, names, rows=rows, teacher=teacher)
-        return exchange(self.shard, own, read, 0)
-
-    def mixed(self, *arguments: Any, rows: tuple[int, int] | None = None) -> Tensor:
-        return self.shard.sum_over_ranks(self.backend.mixed(*arguments, rows=rows))
 
 
 def _back(block: Tensor, at: Tensor) -> Tensor:
