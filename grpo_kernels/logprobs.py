@@ -9,7 +9,7 @@ import torch
 
 from .checks import require
 from .layout import as_mask, check_targets, flat
-from .missing import check_strict, narrowed, without_set
+from .missing import check_kept, narrowed, rows_with_sets
 from .operators import checked_logits, hidden_source, leaves_the_graph, logits_source, outside
 from .options import Options, merged
 from .projection import Head
@@ -251,12 +251,9 @@ def _kept(
     """(the mask, the rows with sets)."""
     if kept is None:
         return mask, None
-    check_sets("kept", kept, targets, vocab)
-    missing = options.missing
-    check_strict(kept, targets, mask, missing, options.strict)
-    mask = narrowed(kept, targets, mask, missing)
-    has = ~without_set(kept, targets, missing) if missing == "full" else None
-    return mask, KeptRows.of(kept, flat(targets).to(torch.int64), None if mask is None else flat(mask), has)
+    check_kept(kept, targets, mask, vocab, options.missing, options.strict)
+    mask = narrowed(kept, targets, mask, options.missing)
+    return mask, rows_with_sets(kept, targets, None if mask is None else flat(mask), options.missing)
 
 
 def _slots(at: TokenSets | None, targets: Tensor, vocab: int) -> Slots | None:

@@ -14,7 +14,7 @@ from .formulas.token_stage import TokenRows
 from .layout import check_targets, per_token
 from .loss_output import LossOutput
 from .loss_stages import Call, loss_of_logps, loss_of_source, with_divergence
-from .missing import check_strict
+from .missing import check_kept, rows_with_sets
 from .objective import Denominators, Objective
 from .operators import checked_logits, hidden_source, is_traced, leaves_the_graph, logits_source, outside
 from .options import Options, merged
@@ -29,7 +29,7 @@ from .reference import (
     second,
 )
 from .row_counts import whole
-from .token_sets import TokenSets, check_sets
+from .token_sets import TokenSets
 from .transform import LogitTransform, as_transform
 from .vocabulary.hidden import FlatHead, check_head
 from .vocabulary.kept import KeptRows
@@ -102,10 +102,9 @@ def grpo_loss(
     flat_logits = checked_logits(logits, shape, device, inplace, shard)
     vocab = flat_logits.shape[-1] if shard is None else shard.vocab
     check_targets(batch.targets, batch.mask, vocab, logits=True)
-    _check_kept(batch, vocab, options.strict)
     row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
     rows = objective.token_rows(batch, normalizer, options.skip_inactive)
-    kept = kept_rows(batch, rows)
+    kept = _kept_rows(batch, rows, vocab, options)
     if inplace and kept is not None and options.over_vocabulary is not None:
         raise ValueError(f"inplace=True, but {options} needs the logits for two gradients: pass inplace=False.")
     teacher = None
@@ -198,7 +197,6 @@ def linear_grpo_loss(
     shape, device = batch.targets.shape, batch.targets.device
     head = check_head(hidden, weight, bias, shape, device, shard)
     check_targets(batch.targets, batch.mask, head.vocab)
-    _check_kept(batch, head.vocab, options.strict)
     row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
     memory = check_weight_grad(weight_grad, head.weight)
 
@@ -213,7 +211,7 @@ def linear_grpo_loss(
         ref_head, ref_transform = reference_head(reference, policy)
         batch = batch.with_ref_logps(torch.zeros(shape, device=device))  # which rows are read does not depend on them
     rows = objective.token_rows(batch, normalizer, options.skip_inactive)
-    kept = kept_rows(batch, rows)
+    kept = _kept_rows(batch, rows, head.vocab, options)
     if ref_head is not None:
         with torch.no_grad():
             source = source_of(ref_head, rows, kept if options.reference_over == "kept" else None, None)
@@ -305,18 +303,12 @@ def _with_options(batch: TokenBatch, options: Options) -> TokenBatch:
     return replace(batch, missing=options.missing)
 
 
-def _check_kept(batch: TokenBatch, vocab: int, strict: bool) -> None:
-    if batch.kept is not None:
-        check_sets("kept", batch.kept, batch.targets, vocab)
-        check_strict(batch.kept, batch.targets, batch.mask, batch.missing, strict)
-
-
-def kept_rows(batch: TokenBatch, rows: TokenRows) -> KeptRows | None:
-    """The rows with sets; None without kept sets."""
+def _kept_rows(batch: TokenBatch, rows: TokenRows, vocab: int, options: Options) -> KeptRows | None:
+    """The rows with sets, checked; None without kept sets."""
     if batch.kept is None:
         return None
-    has = ~batch.without_set if batch.missing == "full" else None
-    return KeptRows.of(batch.kept, rows.targets, rows.read, has)
+    check_kept(batch.kept, batch.targets, batch.mask, vocab, batch.missing, options.strict)
+    return rows_with_sets(batch.kept, rows.targets, rows.read, batch.missing)
 
 
 def _check_specs(batch: TokenBatch, objective: Objective) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from .checks import require
-from .token_sets import TokenSets
+from .layout import flat
+from .token_sets import TokenSets, check_sets
 from .vocabulary.backends import is_strict
+from .vocabulary.kept import KeptRows
 
 Tensor = torch.Tensor
 
@@ -46,7 +48,15 @@ def narrowed(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str
     return mask
 
 
-def check_strict(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str | None, strict: bool) -> None:
-    """In strict mode, raise ValueError for a target that joins its set without anybody having said so."""
+def check_kept(sets: TokenSets, targets: Tensor, mask: Tensor | None, vocab: int, missing: str | None, strict: bool) -> None:
+    """Raise ValueError unless `sets` can be the kept sets of targets; in strict mode also for a target that joins its set without
+    anybody having said so."""
+    check_sets("kept", sets, targets, vocab)
     if missing is None and is_strict(strict):
         narrowed(sets, targets, mask, "raise")
+
+
+def rows_with_sets(sets: TokenSets, targets: Tensor, read: Tensor | None, missing: str | None) -> KeptRows:
+    """The rows of a vocabulary stage that have a set. `targets` of any shape, `read` bool [rows]: those that are looked at."""
+    has = ~without_set(sets, targets, missing) if missing == "full" else None
+    return KeptRows.of(sets, flat(targets).to(torch.int64), read, has)
