@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.harness import RESULTS, require_kernels
 from benchmarks.suites import SUITES, run
+from benchmarks.tune import apply
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -27,6 +28,8 @@ def main(argv: list[str] | None = None) -> None:
         "--without-native", action="store_true", help="measure what runs where our kernels are missing or stale"
     )
     parser.add_argument("--fresh", action="store_true", help="measure again what is there already")
+    parser.add_argument("--first", action="store_true", help="the first cell of each suite, without those who compile for long")
+    parser.add_argument("--choices", type=Path, help="settings of our launches: a file that benchmarks.tune has written")
     parser.add_argument("--busy", action="store_true", help="beside a process that keeps one core busy")
     parser.add_argument(
         "--out", type=Path, help="folder (default: benchmarks/results; with --quick runs/benchmarks, with --busy runs/busy)"
@@ -47,7 +50,8 @@ def main(argv: list[str] | None = None) -> None:
     if not args.without_native:
         require_kernels(args.device)
     out = args.out or (Path("runs/busy") if args.busy else Path("runs/benchmarks") if args.quick else RESULTS)
-    paths = run(args.suite, args.device, out, quick=args.quick, fresh=args.fresh, busy=args.busy)
+    how = {"quick": args.quick, "first": args.first, "fresh": args.fresh, "busy": args.busy}
+    paths = run(args.suite, args.device, out, **how, choices=apply(args.choices) if args.choices else None)
     print("\nwritten:", *paths)
 
 

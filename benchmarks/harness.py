@@ -33,6 +33,7 @@ from grpo_kernels.vocabulary.memory import release
 
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 256 << 20  # beyond every L2
+AHEAD_MS = 0.6  # what a call of Python code may take on the host before its kernels reach the GPU
 ENVIRONMENT = ("OMP_", "KMP_", "GOMP_", "MKL_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "PYTORCH_", "GRPO_KERNELS_")  # prefixes
 NATIVE = {"cpu": "cpu", "cuda": "triton"}  # the backend of the kernels on each device
 PACKAGES = ("triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels")
@@ -51,7 +52,8 @@ def interleaved(
     warm_up: bool = True,
     attempt: Callable[[str, Callable[[], float]], float | None] = lambda name, run: run(),
 ) -> dict[str, dict]:
-    """{name: {ms, p20, p80, runs, and modes if there are two}}. Each round runs every contender once; the order rotates from round to round.
+    """{name: {ms, p20, p80, runs, modes if there are two, on CUDA host_ms}}. Each round runs every contender once; the order
+    rotates from round to round. host_ms: the median time of the host in the call, which the GPU need not wait for.
 
     `before(name)` runs untimed before each run, for example to restore inputs that were overwritten. A contender stops
     taking part once it has `least` runs and `seconds` of time, or three runs and three times `seconds`: slow contenders
@@ -59,42 +61,63 @@ def interleaved(
     run)` executes a run. It may catch an exception and return None: that contender is dropped."""
     names = list(runs)
     times: dict[str, list[float]] = {name: [] for name in names}
+    hosts: dict[str, list[float]] = {name: [] for name in names}
     for i in range(0 if warm_up else 1, most + 1):
         first = i % max(1, len(names))
         for name in names[first:] + names[:first]:
             if name not in times or _enough(times[name], 1e3 * seconds, least):
                 continue
 
-            def run(name: str = name) -> float:
+            def run(name: str = name, warm: bool = i > 0) -> float:
                 if before is not None:
                     before(name)
-                return timed(runs[name], device)[1]
+                _, ms, host = timed(runs[name], device)
+                hosts[name] += [host] if warm else []
+                return ms
 
             ms = attempt(name, run)
             if ms is None:
                 del times[name]
             elif i > 0:
                 times[name].append(ms)
-    return {name: _summary(t) for name, t in times.items()}
+    host = {name: {"host_ms": statistics.median(hosts[name])} if device != "cpu" and hosts[name] else {} for name in times}
+    return {name: _summary(t) | host[name] for name, t in times.items()}
 
 
 def _enough(times: list[float], spent: float, least: int) -> bool:
     return (len(times) >= least and sum(times) >= spent) or (len(times) >= 3 and sum(times) >= 3 * spent)
 
 
-def timed(run: Callable[[], Any], device: str) -> tuple[Any, float]:
-    """(result, milliseconds). On CUDA the time between two events, after the L2 cache was flushed."""
+def timed(run: Callable[[], Any], device: str) -> tuple[Any, float, float]:
+    """(result, milliseconds, milliseconds of the host in the call). On CUDA the time between two events, after the L2 cache was
+    flushed; the GPU then sleeps for AHEAD_MS, so that it does not wait for the host to send the first kernels."""
     if device == "cpu":
         begin = time.perf_counter()
         result = run()
-        return result, 1e3 * (time.perf_counter() - begin)
-    _flush_buffer().zero_()  # also keeps the GPU busy until the host has sent the first kernel
+        ms = 1e3 * (time.perf_counter() - begin)
+        return result, ms, ms
+    _flush_buffer().zero_()
+    torch.cuda._sleep(round(AHEAD_MS * _clocks_per_ms()))
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
+    begin = time.perf_counter()
     result = run()
+    host = 1e3 * (time.perf_counter() - begin)
     stop.record()
     stop.synchronize()
-    return result, start.elapsed_time(stop)
+    return result, start.elapsed_time(stop), host
+
+
+@functools.cache
+def _clocks_per_ms() -> float:
+    """Of the clock that torch.cuda._sleep counts."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1000)  # loads the kernel
+    start.record()
+    torch.cuda._sleep(1_000_000)
+    stop.record()
+    stop.synchronize()
+    return 1_000_000 / start.elapsed_time(stop)
 
 
 @functools.cache

@@ -54,23 +54,31 @@ def measure(
     memory: bool = True,
     known: dict[str, str] | None = None,
     candidates: list[Provider] | None = None,
+    save: Callable[[dict], None] | None = None,
 ) -> dict:
     """The cell in the form of the result files. `only` names the providers that take part beside the limits (None: all that
-    support the contract). `known`, {provider: reason}, are failures of an earlier process, which are not tried again."""
+    support the contract). `known`, {provider: reason}, are failures of an earlier process, which are not tried again. `save` gets
+    what there is, marked "unfinished", after each provider: those checked so far, with times of a few runs of their own."""
     begin = time.perf_counter()
     chosen = providers(cell.contract) if candidates is None else candidates
     chosen = [p for p in chosen if only is None or p.limit or p.name in only]
     known = known or {}
-    tried = [p for p in chosen if p.name not in known] if counters and cell.contract != "step" else []
-    counts = {p: _compiles(p, cell, device) for p in tried}
-    torch._dynamo.reset()  # otherwise torch.compile would generalise from the shapes that it has seen
+    counted = {p for p in chosen if p.name not in known} if counters and cell.contract != "step" else set()
     case = make_case(cell, device)
     expected = reference(case)
-    rows, runs = [], {}
-    for provider in chosen:
-        row: dict[str, Any] = {"name": provider.name} | ({"limit": True} if provider.limit else {})
-        row |= {"part": provider.part} if provider.part else {}
-        rows.append(row)
+    byname = {provider.name: provider for provider in chosen}
+    rows: list[dict[str, Any]] = [
+        {"name": p.name} | ({"limit": True} if p.limit else {}) | ({"part": p.part} if p.part else {}) for p in chosen
+    ]
+    runs: dict[str, Run] = {}
+    counts: dict[str, int | None] = {}
+    early: dict[str, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: byname[row["name"]].late):  # what compiles for long comes last
+        provider = byname[row["name"]]
+        if provider in counted and provider.name not in counts:
+            together = [p for p in chosen if p in counted and p.late == provider.late]
+            counts |= {p.name: _compiles(p, cell, device) for p in together}
+            torch._dynamo.reset()  # otherwise torch.compile would generalise from the shapes that it has seen
         try:
             reason = provider.reason_against(cell, device, 0.9 * memory_free(device))
             if reason is not None:
@@ -79,7 +87,7 @@ def measure(
                 raise _Failed(known[provider.name])
             run = _attempt(provider, device, lambda p=provider: p.make(case))
             if not provider.limit and not provider.beside:
-                row |= {"compiles": counts.get(provider), "syncs": None}
+                row |= {"compiles": counts.get(provider.name), "syncs": None}
                 row |= _checked(provider, run, case, device, expected, memory, counters)
         except Unavailable as missing:
             row |= {"status": "skipped", "reason": str(missing)}
@@ -87,9 +95,12 @@ def measure(
             row |= {"status": "failed", "reason": str(failure)}
         if row.setdefault("status", "ok") == "ok":
             runs[provider.name] = run
+        if save is not None:
+            early[provider.name] = _early(provider, row, runs, device)
+            some = [r | early[r["name"]] for r in rows if r["name"] in early]
+            save(describe(cell) | {"limit": None, "providers": some, "unfinished": True})
     del expected
     _free(device)
-    byname = {provider.name: provider for provider in chosen}
     failures: dict[str, str] = {}
 
     def attempt(name: str, run: Callable[[], float]) -> float | None:
@@ -119,6 +130,24 @@ def measure(
                 row["x_copy"] = row["ms"] / times["copy"]["ms"]
     found = describe(cell) | {"limit": limit, "providers": rows, "seconds": round(time.perf_counter() - begin, 1)}
     return found | ({"gpu": state, "alloc_retries": _alloc_retries(device) - retries} if device == "cuda" else {})
+
+
+def _early(provider: Provider, row: dict[str, Any], runs: dict[str, Run], device: str) -> dict[str, Any]:
+    """Times of a few runs by itself, for a cell that may not be finished. Who fails here takes no part further on."""
+    if row["status"] != "ok":
+        return {}
+    name, run = provider.name, runs[provider.name]
+
+    def alone() -> dict[str, Any]:
+        found = interleaved({name: run.call}, device, lambda _: _restore(run), seconds=0.1, least=3, most=5)[name]
+        return {key: found[key] for key in ("ms", "p20", "p80", "runs")} | {"x_limit": None}
+
+    try:
+        return dict(_attempt(provider, device, alone))
+    except _Failed as failure:
+        del runs[name]
+        row |= {"status": "failed", "reason": f"while it was timed, {failure}"}
+        return {}
 
 
 def with_sum_of_parts(rows: list[dict], times: dict[str, dict], failures: dict[str, str]) -> list[dict]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,8 +26,8 @@ class Instruction(NamedTuple):
 
 
 #: What limits an instruction beside the four that a multiprocessor issues in a clock: exponentials and reciprocals, the
-#: fp32 adders and multipliers, device memory, all else (integers, maxima, conversions, shared memory).
-PIPES = ("special", "fp32", "memory", "other")
+#: fp32 adders and multipliers, device memory, AMD's scalar unit, all else (integers, maxima, conversions, shared memory).
+PIPES = ("special", "fp32", "memory", "scalar", "other")
 _SPECIAL = r"MUFU|v_(?:exp|log|rcp|rsq|sqrt)_"
 _FP32 = r"F(?:FMA|ADD|MUL)|v_(?:pk_)?(?:fma|fmac|add|sub|subrev|mul|mac)_f32"
 
@@ -37,6 +37,8 @@ def _pipe(name: str) -> str:
         return "special"
     if re.match(_FP32, name):
         return "fp32"
+    if name.startswith("s_"):  # one for a wave, beside what its threads do
+        return "scalar"
     return "memory" if re.match(r"LDG|STG|(?:global|buffer)_(?:load|store)", name) else "other"
 
 
@@ -86,7 +88,7 @@ def _amd(lines: list[str]) -> Iterator[Instruction]:
 
 @dataclass(frozen=True)
 class Loop:
-    """An innermost loop that loads from device memory."""
+    """What is issued in one round of an innermost loop that loads from device memory."""
 
     body: tuple[Instruction, ...]
 
@@ -125,12 +127,24 @@ class Loop:
 def row_loops(kernel: Any, needs: str = "special") -> list[Loop]:
     """The loops over a row: of those that read it and of those that also write, the one that loads most in an iteration.
     (The assembler may unroll a loop and keep a smaller copy for the rest.) Only loops that issue to the pipe `needs`."""
-    nvidia = "cubin" in kernel.asm
-    text = disassembled(kernel) if nvidia else code(kernel)
+    text, read = _text(kernel)
     found: dict[bool, Loop] = {}
     for lines in loops(text):
-        loop = Loop(tuple(_nvidia(lines) if nvidia else _amd(lines)))
+        loop = Loop(tuple(read(lines)))
         writes = bool(loop.stores)
         if loop.loads and loop.issued[needs] and (writes not in found or sum(loop.loads) > sum(found[writes].loads)):
             found[writes] = loop
     return [found[writes] for writes in sorted(found)]
+
+
+def whole(kernel: Any) -> Loop:
+    """All instructions of a kernel up to the last return: what a kernel without loops issues, but for rows that it leaves out."""
+    text, read = _text(kernel)
+    lines = text.splitlines()
+    end = max(i for i, line in enumerate(lines) if re.search(r"\bEXIT\b|s_endpgm", line))
+    return Loop(tuple(read([line.strip() for line in lines[: end + 1]])))
+
+
+def _text(kernel: Any) -> tuple[str, Callable[[list[str]], Iterator[Instruction]]]:
+    """The machine code, and what reads its lines."""
+    return (disassembled(kernel), _nvidia) if "cubin" in kernel.asm else (code(kernel), _amd)

@@ -17,7 +17,7 @@ from benchmarks.cases import CONTRACTS, Cell
 from benchmarks.harness import busy_neighbour, machine, slug
 from benchmarks.measure import DeviceLost, measure
 from benchmarks.printing import LEGEND, table
-from benchmarks.providers import first_line
+from benchmarks.providers import first_line, providers
 
 QWEN, LLAMA, GEMMA = 151936, 128256, 262144  # vocabularies
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -130,7 +130,7 @@ def _vocab(device: str, quick: bool) -> list[Planned]:
 
 
 def _active(device: str, quick: bool) -> list[Planned]:
-    shares = (1.0, 0.25) if quick else (1.0, 0.75, 0.5, 0.25, 0.125)
+    shares = (1.0, 0.25) if quick else (1.0, 0.5, 0.25, 0.75, 0.125)  # those of the targets first
     if device == "cuda":
         return [Planned(_head("hidden", 2048 if quick else 8192, 4096, QWEN, BF16, a), PEERS) for a in shares]
     shape = (64, 512, 32768) if quick else (128, 1024, QWEN)
@@ -178,12 +178,43 @@ SUITES = {
 }
 
 
-def run(suites: list[str], device: str, out: Path, quick: bool = False, fresh: bool = False, busy: bool = False) -> list[Path]:
+@dataclass
+class _Record:
+    """The result file of a suite, as it grows."""
+
+    suite: Suite
+    path: Path
+    here: dict[str, Any]
+    marks: list[str]  # of the cells that are wanted, in order
+    done: dict[str, dict[str, Any]]  # by mark
+    lost: list[dict[str, str]]  # providers that broke CUDA
+
+    @staticmethod
+    def continued(suite: Suite, path: Path, here: dict[str, Any], marks: list[str], fresh: bool) -> _Record:
+        """With what the file holds already, unless it is to be measured again."""
+        former = results.load(path)
+        done = {cell["fingerprint"]: cell for cell in former.get("cells", []) if cell.get("fingerprint") in marks and not fresh}
+        lost = [entry for entry in former.get("lost", []) if entry["setting"] == results.setting(here)]
+        return _Record(suite, path, here, marks, done, lost)
+
+    def save(self, *unfinished: dict[str, Any]) -> None:
+        cells = [*(self.done[mark] for mark in self.marks if mark in self.done), *unfinished]
+        about = {"suite": self.suite.name, "title": self.suite.title, "contract": CONTRACTS[self.suite.contract]}
+        lost = {"lost": self.lost} if self.lost else {}
+        results.save(self.path, about | _origin(self.here) | {"cells": cells} | lost)
+
+
+def run(
+    suites: list[str], device: str, out: Path, *,
+    quick: bool = False, first: bool = False, fresh: bool = False, busy: bool = False, choices: dict[str, Any] | None = None,
+) -> list[Path]:  # fmt: skip
     """Measures the cells that the result files under `out` do not hold yet, prints each, and returns the paths. With
-    `fresh` it measures all of them; with `busy` beside a process that keeps one core busy. A cell that cannot be measured is
-    left out; SystemExit at the end names it. If a provider breaks CUDA for this process, that is recorded and the process
-    exits with LOST_DEVICE. The same command then continues without that provider, until the code or the machine changes."""
-    here = machine(device) | ({"neighbour": "one core busy"} if busy else {})
+    `fresh` it measures all of them, with `first` the first of each suite, without those who compile for long; with `busy` beside
+    a process that keeps one core busy. `choices` are the settings of our launches, where they are not the package's (see
+    tune.apply). A cell that cannot be measured is left out; SystemExit at the end names it. If a provider breaks CUDA for this
+    process, that is recorded and the process exits with LOST_DEVICE. The same command then continues without that provider, until
+    the code or the machine changes. On a GPU a file is written after each provider."""
+    here = machine(device) | ({"neighbour": "one core busy"} if busy else {}) | ({"choices": choices} if choices else {})
     folder = out / slug(device)
     print(heading(here), flush=True)
     paths, unmeasured = [], []
@@ -191,35 +222,41 @@ def run(suites: list[str], device: str, out: Path, quick: bool = False, fresh: b
         suite = SUITES[name]
         path = folder / f"{name}.json"
         paths.append(path)
-        plan = [(planned, results.fingerprint(*planned, quick, here)) for planned in suite.plan(device, quick)]
-        wanted = {mark for _, mark in plan}
-        former = results.load(path)
-        done = {cell["fingerprint"]: cell for cell in former.get("cells", []) if cell["fingerprint"] in wanted and not fresh}
-        lost = [entry for entry in former.get("lost", []) if entry["setting"] == results.setting(here)]
+        plan = [_promptly(suite, suite.plan(device, quick)[0])] if first else suite.plan(device, quick)
+        marks = [results.fingerprint(*planned, quick, here) for planned in plan]
+        record = _Record.continued(suite, path, here, marks, fresh)
         print(f"\n# {suite.title}: {CONTRACTS[suite.contract]}", flush=True)
-        for planned, mark in plan:
-            if mark in done:
-                print(f"\n{table(done[mark])}\n(measured before)", flush=True)
+        for planned, mark in zip(plan, marks, strict=True):
+            if mark in record.done:
+                print(f"\n{table(record.done[mark])}\n(measured before)", flush=True)
                 continue
             known = _known(folder, planned.cell, here)
+            effort = _effort(device, quick) | ({"save": record.save} if device == "cuda" else {})
             try:
                 with busy_neighbour() if busy else contextlib.nullcontext():
-                    cell = measure(planned.cell, device, only=planned.only, known=known, **_effort(device, quick))
+                    cell = measure(planned.cell, device, only=planned.only, known=known, **effort)
             except DeviceLost as failure:
-                lost.append(_lost(planned.cell, failure, here))
-                results.save(path, _record(suite, here, [done[m] for _, m in plan if m in done], lost))
+                record.lost.append(_lost(planned.cell, failure, here))
+                record.save()
                 print(f"\n{failure}: CUDA is unusable in this process. Run the same command again.", file=sys.stderr)
                 raise SystemExit(LOST_DEVICE) from failure
             except Exception as failure:  # the other cells are still measured
                 unmeasured.append(f"{name}, {planned.cell}: {first_line(failure)}")
                 print(f"\n{unmeasured[-1]}", file=sys.stderr, flush=True)
                 continue
-            done[mark] = cell | {"fingerprint": mark} | _origin(here)
-            results.save(path, _record(suite, here, [done[m] for _, m in plan if m in done], lost))
+            record.done[mark] = cell | {"fingerprint": mark} | _origin(here)
+            record.save()
             print(f"\n{table(cell)}", flush=True)
     if unmeasured:
         raise SystemExit("\n".join(["Cells without figures:", *unmeasured]))
     return paths
+
+
+def _promptly(suite: Suite, planned: Planned) -> Planned:
+    """The same without those who compile for long."""
+    names = planned.only or tuple(p.name for p in providers(suite.contract))
+    late = {p.name for p in providers(suite.contract) if p.late}
+    return Planned(planned.cell, tuple(name for name in names if name not in late))
 
 
 def heading(here: dict[str, Any]) -> str:
@@ -260,8 +297,3 @@ def _origin(here: dict[str, Any]) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "machine": here,
     }
-
-
-def _record(suite: Suite, here: dict[str, Any], cells: list[dict], lost: list[dict[str, str]]) -> dict[str, Any]:
-    about = {"suite": suite.name, "title": suite.title, "contract": CONTRACTS[suite.contract]}
-    return about | _origin(here) | {"cells": cells} | ({"lost": lost} if lost else {})

@@ -1,12 +1,12 @@
 """Finds the fastest launch settings: threads, accesses in flight, programs per multiprocessor, grids, cache hints and tiles in
 registers of the row kernels, and the chunk size from hidden states.
 
-    python -m benchmarks.tune [--kind visit fused fused32 chunk] [--seconds 0.05] [--json FILE] [--small]
+    python -m benchmarks.tune [--kind visit fused fused32 chunk] [--seconds 0.05] [--json FILE] [--choices FILE] [--small]
 
 A candidate is a call of the package with another entry in its table of launches, so a trial changes no code. Each is
 checked against float64 before it is timed; those of one workload are interleaved. Prints a ranking for each kind
-(the geometric mean, over its workloads, of the time relative to the best) and the table to paste. `--small` takes small
-shapes on the CPU: with TRITON_INTERPRET=1 the same lines run without a GPU, and no figure means anything."""
+(the geometric mean, over its workloads, of the time relative to the best) and the table to paste; `--choices` writes the best of
+each kind for `python -m benchmarks --choices`. `--small` takes small shapes on the CPU: with TRITON_INTERPRET=1 the same lines run without a GPU, and no figure means anything."""
 
 from __future__ import annotations
 
@@ -212,6 +212,33 @@ def tune(
             save(found)
             show_cell(cells[-1])
     return found
+
+
+# ---- what was found, for the benchmarks
+
+#: A setting replaces that of the package only where it is faster than it by more than this share: the rest is noise.
+GAIN = 0.02
+
+
+def winners(found: dict[str, dict]) -> dict[str, Any]:
+    """{kind: the best setting} of those kinds where it is faster than that of the package."""
+    chosen = {}
+    for kind, result in found.items():
+        places = dict(result["ranking"])
+        if places and places.get(result["now"], math.inf) > (1 + GAIN) * min(places.values()):
+            chosen[kind] = result["best"]
+    return chosen
+
+
+def apply(path: Path) -> dict[str, Any]:
+    """Sets the launches of this process to the settings that a file holds (none: as they are), and returns them."""
+    chosen: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for kind, best in chosen.items():
+        if kind == "chunk":
+            linear.CHUNK_BYTES["cuda"] = best["mib"] * MIB
+        else:
+            backend.LAUNCH[kind] = Choice(**best["choice"])
+    return chosen
 
 
 # ---- printing

@@ -38,6 +38,11 @@ class Provider:
     beside: bool = False  # it computes another contract, which its name says: timed beside, and not checked here
     memory: Callable[[Cell], float] | None = None  # bytes beyond the inputs, for providers that may need more than is free
 
+    @property
+    def late(self) -> bool:
+        """It compiles for seconds at each new shape: others are checked first."""
+        return "torch.compile" in self.name
+
     def reason_against(self, cell: Cell, device: str, free: float) -> str | None:
         """The reason why it cannot take part in `cell`, where that is known without a run; else None."""
         if device not in self.devices:

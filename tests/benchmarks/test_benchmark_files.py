@@ -149,6 +149,55 @@ def test_who_is_known_to_break_cuda_is_not_even_counted(monkeypatch: pytest.Monk
     assert counted == ["right"] and rows["reckless"]["status"] == "failed"
 
 
+def test_what_compiles_for_long_comes_last_and_each_is_saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is cut off loses the rest of its cell only; the table has the usual order all the same."""
+    order: list[str] = []
+    monkeypatch.setattr(measuring, "_compiles", lambda p, cell, device: order.append(p.name) or 3)
+
+    def fails_later(found: dict) -> dict:
+        order.append("again")
+        if order.count("again") > 1:
+            raise RuntimeError("out of something")
+        return found
+
+    names = {"torch.compile": lambda found: found, "fails later": fails_later, "right": lambda found: found}
+    candidates = [provider(name, change) for name, change in names.items()]
+    saved: list[dict] = []
+    cell = measure(tiny("logits"), "cpu", candidates=candidates, save=saved.append, **QUICKLY | {"counters": True})
+    assert [name for name in order if name in names] == ["fails later", "right", "torch.compile"]
+    assert [[row["name"] for row in part["providers"]] for part in saved] == [
+        ["fails later"], ["fails later", "right"], ["torch.compile", "fails later", "right"]
+    ]  # fmt: skip
+    assert all(part["unfinished"] and part["vocab"] == 512 for part in saved) and "unfinished" not in cell
+    assert [row["name"] for row in cell["providers"]] == list(names)
+    rows = by_name(saved[-1])
+    assert 1 < rows["right"]["runs"] <= 5 and rows["right"]["ms"] > 0 and rows["right"]["errors"] and rows["right"]["compiles"] == 3
+    assert rows["fails later"]["status"] == by_name(cell)["fails later"]["status"] == "failed" and "ms" not in rows["fails later"]
+    assert by_name(cell)["right"]["runs"] == 1
+
+
+def test_an_unfinished_cell_is_measured_again(planned: Planned) -> None:
+    planned.run()
+    path = planned.out / "cpu" / "test.json"
+    record = json.loads(path.read_text())
+    del record["cells"][1]["fingerprint"]
+    path.write_text(json.dumps(record))
+    assert len(planned.run()["cells"]) == 2 and len(planned.log) == 3
+
+
+def test_the_first_cells_alone_without_those_who_compile_for_long(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def measured(cell: Cell, device: str, only: Any = None, **how: Any) -> dict:
+        asked.append(only)
+        return measuring.describe(cell) | {"limit": None, "providers": []}
+
+    monkeypatch.setattr(suites, "measure", measured)
+    assert [cell["dtype"] for cell in planned.run(first=True)["cells"]] == ["float32"]
+    ((*names,),) = asked
+    assert "grpo_kernels, in place" in names and "torch.compile" not in names and "TRL kernel + loss" in names
+
+
 def test_a_cell_that_cannot_be_measured_does_not_cost_the_others(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
     planned.cells.append(tiny("logits", torch.float16))
     planned.failure = MemoryError("no room")

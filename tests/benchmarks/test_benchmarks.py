@@ -330,7 +330,7 @@ def test_two_kinds_of_runs_are_told_from_one_that_is_noisy(monkeypatch: pytest.M
     assert harness.modes([*fast, *slow[:1]]) == []  # one slow run of many is an outlier
     assert harness.modes([10.0, 11.0, 12.5, 14.0, 16.0, 18.0, 20.0, 23.0]) == []
     measured = itertools.cycle([15.0, 39.0])
-    monkeypatch.setattr(harness, "timed", lambda run, device: (None, next(measured)))
+    monkeypatch.setattr(harness, "timed", lambda run, device: (None, next(measured), 1.0))
     found = harness.interleaved({"two": lambda: None}, "cpu", seconds=0.1, least=6)["two"]
     assert found["modes"] == [[15.0, 0.5], [39.0, 0.5]] and found["ms"] == 27.0
 
@@ -382,7 +382,7 @@ def test_the_ratio_to_the_limit_and_the_statistics(monkeypatch: pytest.MonkeyPat
 
 def test_every_round_starts_with_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    monkeypatch.setattr(harness, "timed", lambda run, device: (run(), 1000.0))
+    monkeypatch.setattr(harness, "timed", lambda run, device: (run(), 1000.0, 1.0))
     runs = {name: lambda name=name: order.append(name) for name in "abc"}
     found = harness.interleaved(runs, "cpu", lambda name: order.append(name.upper()), seconds=0.0, least=3)
     assert "".join(order) == "AaBbCc" + "BbCcAa" + "CcAaBb" + "AaBbCc"  # a warm-up, then three rounds
@@ -391,7 +391,7 @@ def test_every_round_starts_with_another_one(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_slow_ones_do_not_cost_the_others_their_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = {"slow": 500.0, "fast": 100.0}
-    monkeypatch.setattr(harness, "timed", lambda run, device: (None, cost[run()]))
+    monkeypatch.setattr(harness, "timed", lambda run, device: (None, cost[run()], 1.0))
     runs = {name: lambda name=name: name for name in cost}
     found = harness.interleaved(runs, "cpu", seconds=1.0, least=2, most=7)
     assert found["slow"]["runs"] == 2 and found["fast"]["runs"] == 7
@@ -471,9 +471,23 @@ def test_on_cuda_the_cache_is_flushed_first_and_only_the_run_is_timed(monkeypatc
             return 1.5
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: log.append(f"sleep {clocks}"))
+    monkeypatch.setattr(harness, "_clocks_per_ms", lambda: 2e6)
     monkeypatch.setattr(harness, "_flush_buffer", lambda: types.SimpleNamespace(zero_=lambda: log.append("flush")))
-    assert harness.timed(lambda: log.append("run"), "cuda")[1] == 1.5
-    assert log == ["flush", "record", "run", "record", "wait"]
+    _, ms, host = harness.timed(lambda: time.sleep(0.002) or log.append("run"), "cuda")
+    assert ms == 1.5 and 2 <= host < 1000
+    assert log == ["flush", f"sleep {round(2e6 * harness.AHEAD_MS)}", "record", "run", "record", "wait"]
+    found = harness.interleaved({"one": lambda: None}, "cuda", seconds=0.0, least=2)["one"]
+    assert found["ms"] == 1.5 and 0 <= found["host_ms"] < 100 and found["runs"] == 2
+
+
+def test_the_clock_of_the_sleep_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def event(enable_timing: bool) -> types.SimpleNamespace:
+        return types.SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda stop: 0.5)
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: None)
+    assert harness._clocks_per_ms.__wrapped__() == 2e6
 
 
 def test_host_syncs_are_the_warnings_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

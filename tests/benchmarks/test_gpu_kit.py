@@ -411,6 +411,27 @@ def test_what_to_paste() -> None:
     assert scope["LAUNCH"] == {**backend.LAUNCH, "fused": best}
 
 
+def test_the_comparison_runs_with_what_was_clearly_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tuned(best: Any, by: float) -> dict[str, Any]:
+        return {"ranking": [("x", 1.0), ("now", 1 + by)], "best": best, "now": "now"}
+
+    choice = Choice(256, 8, programs=2, grid=1.0)
+    found = {
+        "fused": tuned({"choice": choice._asdict()}, 0.1), "visit": tuned({"choice": Choice(32, 1)._asdict()}, 0.01),
+        "chunk": tuned({"mib": 7, "kind": "chunk"}, 0.5), "fused32": {"ranking": [], "best": None, "now": "now"},
+    }  # fmt: skip
+    chosen = tune.winners(found)
+    assert chosen.keys() == {"fused", "chunk"}
+    path = tmp_path / "choices.json"
+    monkeypatch.setattr(backend, "LAUNCH", dict(backend.LAUNCH))
+    monkeypatch.setattr(linear, "CHUNK_BYTES", dict(linear.CHUNK_BYTES))
+    before, host = dict(backend.LAUNCH), linear.CHUNK_BYTES["cpu"]
+    assert tune.apply(path) == {} and before == backend.LAUNCH
+    path.write_text(json.dumps(chosen))
+    assert tune.apply(path) == json.loads(json.dumps(chosen))
+    assert before | {"fused": choice} == backend.LAUNCH and linear.CHUNK_BYTES == {"cuda": 7 << 20, "cpu": host}
+
+
 # ---- what only CUDA runs
 
 
