@@ -1,26 +1,19 @@
-"""Checks, tunes and measures everything on a GPU, in one call of ten minutes:
+"""Checks, tunes and measures everything on a GPU, in calls of ten minutes, what is worth most first:
 
-    python -m benchmarks.gpu_kit --out DIR [--wheels DIR] [--minutes 10] [--stages env correctness ...] [--rehearse]
+    python -m benchmarks.gpu_kit --out DIR [--call 1] [--wheels DIR] [--resume results.tar.gz] [--work DIR] [--minutes 10]
+                                 [--stages NAME ...] [--rehearse]
 
-Runs from the source tree on a machine without network that has torch and Triton; the peers' wheels come in a folder and are
-installed into a temporary one. The stages are those of gpu_stages.py. Each is a process with a time limit, a log and a JSON
-file, so that a crash or a hang does not affect the others; most of the time that later stages need is reserved for them.
-After each stage, and every 20 seconds, DIR holds everything found so far: summary.md, results.tar.gz (the JSON files and
-pictures), logs.tar.gz and a few of the pictures. `--rehearse` runs the same script on a CPU, small.
+docs/gpu.md says what to run and what each call brings home. It runs from the source tree on a machine without network that has
+torch and Triton; the peers' wheels come in a folder and are installed into a temporary one. The stages of a call are those of
+gpu_plan.py. Each is a process with a time limit, a log and a JSON file, so that a crash or a hang does not affect the others;
+most of the time that later stages need is reserved for them. After each stage, and every 20 seconds, DIR holds everything found
+so far: summary.md, results.tar.gz (the JSON files and pictures), logs.tar.gz and a few of the pictures. `--resume` begins with
+what an earlier call brought home, `--work` with what is in that folder: stages that ended well are not run again unless --stages
+names them, and measured cells are not measured again. `--rehearse` runs the same script on a CPU, small.
 
 How to copy the results into the repository, for the tables and the pictures of the README:
 
     tar xzf DIR/results.tar.gz -C benchmarks results && python -m benchmarks.plots && python -m benchmarks.tables --write
-
-The peers' wheels, for a machine with torch, Triton and transformers (`--no-deps` keeps both as they are), 6 MB:
-
-    pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \\
-        -d WHEELS trl==1.16.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 liger-kernel==0.8.5 \\
-        cut-cross-entropy==25.1.1 verl==0.9.1 tensordict==0.15.3 pyvers==0.2.3
-
-TRL's fused head imports datasets, which needs dill and multiprocess; verl's log-probs import tensordict, which needs pyvers.
-QuACK is another 102 MB: quack-kernels==0.6.5, apache-tvm-ffi==0.1.15.post2, torch-c-dlpack-ext==0.1.5 and, all ==4.8.1,
-nvidia-cutlass-dsl, nvidia-cutlass-dsl-libs-base, -libs-core and -libs-cu13. The stage env says which peers can be imported.
 
 This file uses the standard library only, so that no failure of a stage can end it."""
 
@@ -41,27 +34,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.gpu_plan import BRINGS, CALLS, Stage
+
 ROOT = Path(__file__).parent.parent
 PICTURES = ("logits", "hidden", "active", "length")  # beside the three other files
 PACK_EVERY = 20.0  # seconds
-
-
-class Stage(NamedTuple):
-    name: str
-    most: float  # seconds in a ten-minute call of all stages; scaled for other calls
-    kept: float  # of these, reserved: earlier stages may not use them
-
-
-STAGES = (
-    Stage("env", 60, 20),
-    Stage("correctness", 150, 90),
-    Stage("counters", 40, 30),
-    Stage("resources", 50, 20),
-    Stage("tune", 120, 60),
-    Stage("comparison", 420, 240),
-    Stage("memcheck", 90, 0),
-    Stage("plots", 40, 25),
-)
 
 
 class Kit:
@@ -69,9 +46,9 @@ class Kit:
 
     def __init__(self, out: Path, work: Path, wheels: Path | None = None, rehearse: bool = False) -> None:
         self.out, self.work, self.wheels, self.rehearse = out, work, wheels, rehearse
-        self.stages: dict[str, dict] = {}  # name -> {"status", "seconds"}
         for folder in (out, *(work / name for name in ("json", "logs", "site", "results"))):
             folder.mkdir(parents=True, exist_ok=True)
+        self.stages: dict[str, dict] = self.found("kit")  # name -> {"status", "seconds"}, of earlier calls too
 
     @property
     def environment(self) -> dict[str, str]:
@@ -135,7 +112,7 @@ def end_group(process: subprocess.Popen) -> None:
 def run(kit: Kit, stages: Sequence[Stage], minutes: float) -> None:
     """Runs one stage after the other. The reserved seconds of all stages are scaled to 80 % of the time."""
     scale = 0.8 * 60 * minutes / max(1.0, sum(stage.kept for stage in stages))
-    deadline = time.monotonic() + 58 * minutes  # the rest is for packing
+    deadline = time.monotonic() + 57 * minutes  # the rest is for packing and for what starts the call
     for i, stage in enumerate(stages):
         kept = scale * sum(later.kept for later in stages[i + 1 :])
         seconds = min(scale * stage.most, deadline - time.monotonic() - kept)
@@ -210,6 +187,7 @@ def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[
     memory = extra(suites, "hidden", layer2, rows=8192, hidden=4096, vocab=151936, dtype="bfloat16")
     waits, documented = counters.get("waits"), counters.get("documented", {})
     waiting = None if waits is None else [name for name, wait in waits.items() if wait]
+    graphs = counters.get("graphs")
     error = [
         value for group in correctness.get("groups", {}).values() for what, value in group["largest"].items() if "logps" in what
     ]
@@ -225,6 +203,11 @@ def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[
         at_most("recompilations, 30 lengths x 10 schedules", 0, counters.get("recompilations")),
         at_most("calls that make the host wait", 0, None if waiting is None else len(set(waiting) - documented.keys())),
         at_most("same, of those documented to", len(documented), None if waiting is None else len(documented.keys() & waiting)),
+        at_most(
+            "losses that a CUDA graph does not replay",
+            0,
+            None if graphs is None else sum(x is not None for x in graphs.values()),
+        ),
         at_most("log-probs from hidden states, error", 1e-5, max(error, default=None)),
     ]
 
@@ -277,24 +260,50 @@ def summary(kit: Kit) -> str:
     return "\n".join(lines) + "\n"
 
 
+#: Stages of every call: the machine is a new one, and the pictures show what was added.
+AGAIN = ("install", "plots")
+
+
+def chosen(kit: Kit, call: int, names: Sequence[str] | None) -> list[Stage]:
+    """The stages of a call that have not ended well before, or those of these names from all calls."""
+    if names is None:
+        stages = CALLS[call]
+        return [stage for stage in stages if stage.name in AGAIN or kit.stages.get(stage.name, {}).get("status") != "ok"]
+    every = {stage.name: stage for stages in CALLS.values() for stage in stages}
+    return [stage for name, stage in every.items() if name in names]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if all stages ended well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [stage.name for stage in STAGES]
+    names = list(dict.fromkeys(stage.name for stages in CALLS.values() for stage in stages))
+    brings = "; ".join(f"{call}: {text}" for call, text in BRINGS.items())
     parser.add_argument("--out", type=Path, required=True, help="folder for what comes back: at most 8 files")
+    parser.add_argument("--call", type=int, choices=CALLS, default=1, help=f"what is run (default 1). {brings}")
     parser.add_argument("--wheels", type=Path, help="folder with the peers' wheels")
+    parser.add_argument("--resume", type=Path, metavar="ARCHIVE", help="results.tar.gz of an earlier call")
+    parser.add_argument("--work", type=Path, help="folder to work in, and to go on from (default: a temporary one)")
     parser.add_argument("--minutes", type=float, default=10.0, help="for everything")
-    parser.add_argument("--stages", nargs="+", choices=names, default=names, metavar="STAGE", help=", ".join(names))
+    parser.add_argument(
+        "--stages", nargs="+", choices=names, metavar="STAGE", help=f"these in place of a call's: {', '.join(names)}"
+    )
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, small, with Triton's interpreter")
     args = parser.parse_args(argv)
     if args.wheels is not None and not args.wheels.is_dir():
         parser.error(f"--wheels {args.wheels} is no folder: pass the one that holds the .whl files, or leave it out.")
-    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as work:
+    if args.resume is not None and not args.resume.is_file():
+        parser.error(f"--resume {args.resume} is no file: pass the results.tar.gz of an earlier call, or leave it out.")
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as temporary:
+        work = Path(temporary) if args.work is None else args.work.resolve()
+        if args.resume is not None:
+            with tarfile.open(args.resume) as tar:
+                tar.extractall(work, filter="data")
         wheels = None if args.wheels is None else args.wheels.resolve()
-        kit = Kit(args.out.resolve(), Path(work), wheels, args.rehearse)
-        run(kit, [stage for stage in STAGES if stage.name in args.stages], args.minutes)
+        kit = Kit(args.out.resolve(), work, wheels, args.rehearse)
+        stages = chosen(kit, args.call, args.stages)
+        run(kit, stages, args.minutes)
         print("\n" + summary(kit))  # last: a caller may see the end of the output only
-    return 0 if all(stage["status"] == "ok" for stage in kit.stages.values()) else 1
+    return 0 if all(kit.stages[stage.name]["status"] == "ok" for stage in stages) else 1
 
 
 if __name__ == "__main__":

@@ -171,8 +171,15 @@ def test_what_compiles_for_long_comes_last_and_each_is_saved_at_once(monkeypatch
     assert all(part["unfinished"] and part["vocab"] == 512 for part in saved) and "unfinished" not in cell
     assert [row["name"] for row in cell["providers"]] == list(names)
     rows = by_name(saved[-1])
-    assert 1 < rows["right"]["runs"] <= 5 and rows["right"]["ms"] > 0 and rows["right"]["errors"] and rows["right"]["compiles"] == 3
-    assert rows["fails later"]["status"] == by_name(cell)["fails later"]["status"] == "failed" and "ms" not in rows["fails later"]
+    assert (
+        1 < rows["right"]["runs"] <= 5
+        and rows["right"]["ms"] > 0
+        and rows["right"]["errors"]
+        and rows["right"]["compiles"] == 3
+    )
+    assert (
+        rows["fails later"]["status"] == by_name(cell)["fails later"]["status"] == "failed" and "ms" not in rows["fails later"]
+    )
     assert by_name(cell)["right"]["runs"] == 1
 
 

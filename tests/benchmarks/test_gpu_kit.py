@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -25,8 +26,9 @@ from support.processes import for_its_own_pytest
 
 pytest.importorskip("triton")
 
-from benchmarks import gpu_kit, gpu_stages, suites, tune
-from benchmarks.gpu_kit import Kit, Stage
+from benchmarks import gpu_counters, gpu_kit, gpu_plan, gpu_stages, suites, tune
+from benchmarks.gpu_kit import Kit
+from benchmarks.gpu_plan import CALLS, CASES, Stage
 from benchmarks.launches import compiling, token_rows
 from benchmarks.providers import Provider, Unavailable, providers
 from grpo_kernels import Objective
@@ -126,16 +128,53 @@ def test_time_is_kept_for_what_comes_later(kit: Kit, monkeypatch: pytest.MonkeyP
     assert kit.stages["kept"]["status"] == "ok" and 7 < seconds["kept"] <= 8 and 1 < seconds["greedy"] < 2
 
 
-def test_stages_of_the_real_call_fit_into_it() -> None:
-    assert {stage.name for stage in gpu_kit.STAGES} == gpu_stages.STAGES.keys() - {"small", "peers"}
-    assert 450 < sum(stage.kept for stage in gpu_kit.STAGES) < 500  # seconds of ten minutes, so that they are what they say
-    assert all(stage.kept <= stage.most for stage in gpu_kit.STAGES)
+@pytest.mark.parametrize("call", CALLS)
+def test_stages_of_a_call_fit_into_it(call: int) -> None:
+    stages = CALLS[call]
+    assert {stage.name for stage in stages} <= gpu_stages.STAGES.keys() - {"small", "peers"}
+    assert 450 < sum(stage.kept for stage in stages) < 500  # seconds of ten minutes, so that they are what they say
+    assert all(stage.kept <= stage.most for stage in stages) and gpu_plan.BRINGS[call]
+
+
+def test_every_stage_is_in_a_call() -> None:
+    once = [stage.name for stages in CALLS.values() for stage in stages if stage.name not in gpu_kit.AGAIN]
+    assert len(once) == len(set(once)) and set(once) | set(gpu_kit.AGAIN) == gpu_stages.STAGES.keys() - {"small", "peers"}
+
+
+def test_a_call_goes_on_where_an_earlier_one_was(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its folder, or from what it brought home; a stage that failed is run again, and one that is named."""
+    ran: list[str] = []
+
+    def command(self: Kit, stage: str, seconds: float) -> list[str]:
+        ran.append(stage)
+        return python(write_json(self, stage, lines=[f"from {stage}"]) + ("raise ValueError" if stage == "counters" else ""))
+
+    monkeypatch.setattr(Kit, "command", command)
+    call = ["--out", str(kit.out), "--minutes", "1", "--call"]
+    assert gpu_kit.main([*call, "1"]) == 1 and ran == [stage.name for stage in CALLS[1]]
+    home = tmp_path / "home.tar.gz"
+    home.write_bytes((kit.out / "results.tar.gz").read_bytes())
+    ran.clear()
+    work = tmp_path / "again"
+    assert gpu_kit.main([*call, "1", "--resume", str(home), "--work", str(work)]) == 1 and ran == [
+        "install",
+        "counters",
+        "plots",
+    ]
+    assert "from env" in (kit.out / "summary.md").read_text() and (work / "json" / "env.json").exists()
+    ran.clear()
+    assert gpu_kit.main([*call, "1", "--work", str(work), "--stages", "env"]) == 0 and ran == ["env"]
+    ran.clear()
+    assert gpu_kit.main([*call, "2", "--work", str(work)]) == 0 and ran == ["tune"]
+    assert "from counters" in (kit.out / "summary.md").read_text()
+    with pytest.raises(SystemExit):
+        gpu_kit.main([*call, "1", "--resume", str(tmp_path / "none.tar.gz")])
 
 
 def test_what_comes_back_is_few_files_with_plain_names(kit: Kit) -> None:
     plots = kit.work / "results" / "a-gpu" / "plots"
     plots.mkdir(parents=True)
-    for name in gpu_stages.SUITES:
+    for name in suites.SUITES:
         for kind in ("png", "svg"):
             (plots / f"{name}.{kind}").write_text(name)
     (plots.parent / "hidden.json").write_text('{"cells": []}')
@@ -216,14 +255,16 @@ SUITES = {
 
 def test_targets_are_read_off_the_results() -> None:
     waits = dict.fromkeys(("linear_grpo_loss", "TokenBatch", "by a mask"), "batch.py:3 .item()") | {"grpo_loss": None}
-    counters = {"recompilations": 0, "waits": waits, "documented": {"by a mask": "it has to", "grpo_loss": "now and then"}}
+    documented = {"by a mask": "it has to", "grpo_loss": "now and then"}
+    graphs = {"grpo_loss": None, "linear_grpo_loss": "cannot be captured"}
+    counters = {"recompilations": 0, "waits": waits, "documented": documented, "graphs": graphs}
     correctness = {"groups": {"real sizes": {"largest": {"test_from_hidden_states, logps": 2e-6, "d_hidden": 1e-3}}}}
     found = {t.what: (t.measured, t.met) for t in gpu_kit.targets(SUITES, counters, correctness)}
     assert list(found.values()) == [
         ("1.1", True), ("3", True), ("not measured", None),
         ("1.2", False), ("3.81", True), ("1.25", False), ("not measured", None),
         ("0.7", True),
-        ("0", True), ("2", False), ("1", True), ("2e-06", True),
+        ("0", True), ("2", False), ("1", True), ("1", False), ("2e-06", True),
     ]  # fmt: skip
     assert all(t.met is None for t in gpu_kit.targets({}, {}, {}))
     half = SUITES | {"active": {"cells": SUITES["active"]["cells"][1:]}}
@@ -237,7 +278,7 @@ def test_targets_speak_of_providers_that_there_are() -> None:
         rows = [row(one.name, 1.0, extra_mb=1.0) for one in providers(contract)]
         shape = {"hidden": None if contract == "logits" else 4096}
         suites[suite] = {"cells": [cell(rows, 1.0, active=share, **shape) for share in (1.0, 0.5)]}
-    missing = [t.what for t in gpu_kit.targets(suites, {"recompilations": 0, "waits": {}}, {}) if t.met is None]
+    missing = [t.what for t in gpu_kit.targets(suites, {"recompilations": 0, "waits": {}, "graphs": {}}, {}) if t.met is None]
     assert missing == ["log-probs from hidden states, error"]
     for workload in tune.workloads(small=False):
         assert workload.candidate(tune.Chunk(1)).name == "1 MiB"
@@ -286,9 +327,11 @@ def test_no_time_for_all_combinations_is_no_failure(
 ) -> None:
     """Of five tests of each file, three of which have all values."""
     found = stage("correctness", tmp_path)
+    limits: list[float] = []
 
-    def python(*_: str, GRPO_KERNELS_TEST_REPORT: str, **more: Any) -> int | None:
-        files = [f"tests/{file}" for files in gpu_stages.CASES.values() for file in files]
+    def python(*command: str, GRPO_KERNELS_TEST_REPORT: str, seconds: float, **more: Any) -> int | None:
+        limits.append(seconds)
+        files = [part for part in command if part.startswith("tests/")]
         lines: list[dict] = [{"collected": dict.fromkeys(files, 5), "first": dict.fromkeys(files, 3)}]
         lines += [
             {"test": f"{file}::test_it[{i}]", "outcome": outcome, "message": "", "properties": {}}
@@ -301,9 +344,17 @@ def test_no_time_for_all_combinations_is_no_failure(
     monkeypatch.setattr(found, "python", python)
     gpu_stages.correctness(found)
     said = [line for line in found.found["lines"] if " ran, " in line]
-    for line, files in zip(said, map(len, gpu_stages.CASES.values()), strict=True):
-        assert f" {files * ran} of {files * 5} ran, {files * 3} have" in line
-    assert found.well is well
+    for line, (name, cases) in zip(said, CASES.items(), strict=True):
+        n = len(cases.files)
+        assert line.startswith(f"{name}: ") and f"{n * ran} of {n * 5} ran, {n * 3} have" in line
+    assert found.well is well and limits == sorted(limits) and 0.9 * 60 < limits[-1] < 60
+
+
+def test_groups_of_cases_that_there_are() -> None:
+    assert sum(cases.share for cases in CASES.values()) == pytest.approx(1)
+    for cases in CASES.values():
+        assert all((ROOT / "tests" / file).is_file() for file in cases.files) and cases.processes > 0
+    assert "-n" not in gpu_stages.pytest_command(3, rehearse=True)
 
 
 def collected(*arguments: str) -> list[str]:
@@ -471,35 +522,77 @@ def test_the_first_wait_is_found_and_the_mode_taken_back(cuda: list[str]) -> Non
     def waits() -> None:
         raise RuntimeError("called a synchronizing CUDA operation")
 
-    assert gpu_stages.first_wait(lambda: None) is None and cuda == ["error", "default"]
-    found = gpu_stages.first_wait(waits)
+    assert gpu_counters.first_wait(lambda: None) is None and cuda == ["error", "default"]
+    found = gpu_counters.first_wait(waits)
     assert found is not None and found.startswith("test_gpu_kit.py:") and "raise RuntimeError" in found
     with pytest.raises(RuntimeError, match="out of memory"):
-        gpu_stages.first_wait(lambda: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        gpu_counters.first_wait(lambda: (_ for _ in ()).throw(RuntimeError("out of memory")))
     assert cuda == ["error", "default"] * 3
     # An event that is over costs nothing, one that is not is a wait that torch's mode does not see.
-    assert gpu_stages.first_wait(lambda: torch.cuda.Event(True).synchronize()) is None  # type: ignore[call-arg]
-    found = gpu_stages.first_wait(lambda: torch.cuda.Event(False).synchronize())  # type: ignore[call-arg]
+    assert gpu_counters.first_wait(lambda: torch.cuda.Event(True).synchronize()) is None  # type: ignore[call-arg]
+    found = gpu_counters.first_wait(lambda: torch.cuda.Event(False).synchronize())  # type: ignore[call-arg]
     assert found is not None and "a synchronizing event" in found
     torch.cuda.Event(False).synchronize()  # type: ignore[call-arg]
 
 
 def test_a_replay_is_compared_with_a_plain_call(cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in replays nothing, so only equal logits give equal results."""
-    assert not gpu_stages.graph_replays("cpu", 8, 31)
-    monkeypatch.setattr(torch, "randn", lambda *shape, device: torch.ones(*shape))
-    assert gpu_stages.graph_replays("cpu", 8, 31)
+    """The stand-in's replay does what it is told; a right one repeats the step on the memory of the first."""
+    given = torch.ones(8)
+    makes: list[tuple[torch.Tensor, ...]] = []
+
+    def step(scale: float = 2.0) -> tuple[torch.Tensor, ...]:
+        makes.append((scale * given, given.sum()))
+        return makes[-1]
+
+    def replaying(scale: float) -> None:
+        def replay() -> None:
+            for into, value in zip(makes[1], step(scale), strict=True):  # the second is the one that was captured
+                into.copy_(value)
+
+        makes.clear()
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=replay))
+
+    def differs(exact: bool) -> str | None:
+        return gpu_counters.replay_differs(gpu_counters.Captured(given, step, exact))
+
+    replaying(2.0)
+    assert differs(True) is None
+    replaying(2.001)
+    assert "other bits" in str(differs(True))
+    replaying(2.001)
+    assert differs(False) is None
+    replaying(2.5)
+    assert "off by 2.5e-01" in str(differs(False))
+    replaying(math.nan)
+    assert "off by nan" in str(differs(False))
+    makes.clear()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    assert differs(True) is not None and differs(False) is not None
+
+    def refuses() -> tuple[torch.Tensor, ...]:
+        makes.append(())
+        if len(makes) > 1:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        return (given,)
+
+    makes.clear()
+    found = gpu_counters.replay_differs(gpu_counters.Captured(given, refuses, True))
+    assert found == "cannot be captured: operation not permitted when stream is capturing"
+
+
+def test_the_host_is_timed_without_the_device(cuda: list[str]) -> None:
+    assert 2 <= gpu_counters.host_ms(lambda: time.sleep(0.002), runs=3) < 100
 
 
 def test_loaded_kernels_are_read_from_tritons_cache() -> None:
     with compiling("sm_90") as launches:
         backend.scale_(torch.zeros(3, 1040), torch.ones(()))
-    assert gpu_stages.loaded_kernels() == []  # compiled, but not loaded
+    assert gpu_counters.loaded_kernels() == []  # compiled, but not loaded
     ((_, kernel),) = launches
     kernel.module, kernel.n_regs, kernel.n_spills = object(), 40, 0
     found = {"kernel": "_scale_kernel", "registers": 40, "spills": 0}
     found |= {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
-    assert gpu_stages.loaded_kernels() == [found]
+    assert gpu_counters.loaded_kernels() == [found]
     kernel.module = None
 
 
@@ -508,17 +601,20 @@ def stage(name: str, tmp_path: Path, **options: Any) -> gpu_stages.Kit:
     return gpu_stages.Kit(name, tmp_path, 60, **options)
 
 
-def test_counters_on_a_gpu(cuda: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("differs", [None, "a replay is off by 1.0e+00"])
+def test_counters_on_a_gpu(differs: str | None, cuda: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the stage but CUDA itself, on the CPU's backend."""
     found = stage("counters", tmp_path)
     found.device = "cpu"
     monkeypatch.setattr(gpu_stages, "recompilations", lambda *args: 0)
     monkeypatch.setattr(gpu_stages, "losses", lambda *args: {"grpo_loss": lambda: None})
-    monkeypatch.setattr(gpu_stages, "graph_replays", lambda *args: True)
+    monkeypatch.setattr(gpu_stages, "graphed", lambda *args: {"grpo_loss": None})
+    monkeypatch.setattr(gpu_stages, "replay_differs", lambda one: differs)
     gpu_stages.counters(found)
     written = json.loads((tmp_path / "json" / "counters.json").read_text())
-    assert written["recompilations"] == 0 and written["graph"] is True
-    assert written["waits"] == {"grpo_loss": None, "TokenBatch, masked": None, "TokenBatch": None} and found.well
+    assert written["recompilations"] == 0 and written["graphs"] == {"grpo_loss": differs} and found.well is (differs is None)
+    assert written["waits"] == {"grpo_loss": None, "TokenBatch, masked": None, "TokenBatch": None}
+    assert written["host_ms"].keys() == written["waits"].keys()
 
 
 @pytest.mark.parametrize("name, well", [("grpo_loss", False), ("linear_logprobs, masked", True)])
@@ -529,59 +625,67 @@ def test_a_documented_wait_is_reported_but_no_failure(
     found.device = "cpu"
     monkeypatch.setattr(gpu_stages, "recompilations", lambda *args: 0)
     monkeypatch.setattr(gpu_stages, "losses", lambda *args: {name: lambda: torch.cuda.Event(False).synchronize()})  # type: ignore[call-arg]
-    monkeypatch.setattr(gpu_stages, "graph_replays", lambda *args: True)
+    monkeypatch.setattr(gpu_stages, "graphed", lambda *args: {})
     gpu_stages.counters(found)
     assert found.found["waits"][name] is not None and found.well is well
     assert any(name in line and ("documented" in line) is well for line in found.found["lines"])
 
 
 def test_what_is_documented_to_wait_is_called() -> None:
-    assert gpu_stages.WAITS.keys() <= gpu_stages.losses("cpu", 8, 31, 8, torch.float32).keys()
+    assert gpu_counters.WAITS.keys() <= gpu_counters.losses("cpu", 8, 31, 8, torch.float32).keys()
+
+
+def test_what_is_captured_gives_gradients() -> None:
+    for name, one in gpu_counters.graphed("cpu", 8, 31, 8, torch.float32).items():
+        found = one.step()
+        assert len(found) > 1 and all(x.isfinite().all() and x.any() for x in found), name
+        assert one.given.is_leaf
 
 
 def test_resources_on_a_gpu(cuda: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the loaded kernels only: compiling all others takes minutes, and needs no GPU."""
     found = stage("resources", tmp_path)
-    commands: list[tuple[str, ...]] = []
-
-    def child(*command: str, **_: Any) -> int:
-        commands.append(command)
-        kernels = [{"kernel": "fused", "case": "a case", "beyond budget": ["fp64 1, at most 0"]}]
-        (tmp_path / "json" / "kernels.json").write_text(json.dumps({"kernels": kernels}))
-        return 1
-
-    monkeypatch.setattr(found, "python", child)
     monkeypatch.setattr(gpu_stages, "losses", lambda *args: {})
-    monkeypatch.setattr(
-        gpu_stages, "loaded_kernels", lambda: [{"kernel": "k", "registers": 40, "spills": 0, "shared": 64, "warps": 16}]
-    )
+    monkeypatch.setattr(found, "child", lambda *command, **_: pytest.fail("a process was started"))
+    kernel = {"kernel": "k", "registers": 40, "spills": 0, "shared": 64, "warps": 16}
+    monkeypatch.setattr(gpu_stages, "loaded_kernels", lambda: [kernel])
     gpu_stages.resources(found)
-    lines = json.loads((tmp_path / "json" / "resources.json").read_text())["lines"]
-    assert "sm_90" in commands[0] and not found.well
-    for line, part in zip(lines, ("1 beyond their budgets", "fp64 1", "40 registers"), strict=True):
-        assert part in line
+    written = json.loads((tmp_path / "json" / "resources.json").read_text())
+    assert written["loaded"] == [kernel] and "40 registers" in written["lines"][0] and found.well
 
 
 def test_a_suite_that_breaks_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each suite is a process; one that a provider broke is run again without it, one that hangs leaves time to the others."""
     found, ran, limits = stage("comparison", tmp_path), [], []
-    lost = {"logits": [gpu_stages.LOST_DEVICE, gpu_stages.LOST_DEVICE, 0], "hidden": [1], "step": [None]}
+    lost = {"logits": [gpu_stages.LOST_DEVICE, gpu_stages.LOST_DEVICE, 0], "hidden": [1], "active": [None]}
 
     def python(*command: str, seconds: float, **_: Any) -> int | None:
-        ran.append(command[command.index("--suite") + 1 :])
+        assert command[command.index("--choices") + 1] == str(tmp_path / "json" / "choices.json")
+        ran.append(command[command.index("--suite") + 1])
         limits.append(seconds)
-        return lost.get(ran[-1][0], [0]).pop(0)
+        return lost.get(ran[-1], [0]).pop(0)
 
     monkeypatch.setattr(found, "python", python)
     gpu_stages.comparison(found)
-    assert ran == [(name,) for name in ("logits", "logits", *gpu_stages.SUITES)]
+    assert ran == ["logits", "logits", *gpu_plan.COMPARED]
     assert all(limit < 0.41 * 60 for limit in limits[:-2]) and limits[-1] > 50
     outcomes = {line.split(":")[0]: line.rsplit(", ", 1)[1] for line in found.found["lines"]}
-    assert outcomes == dict.fromkeys(gpu_stages.SUITES, "ok") | {"hidden": "exit status 1", "step": "took too long"}
+    assert outcomes == dict.fromkeys(gpu_plan.COMPARED, "ok") | {"hidden": "exit status 1", "active": "took too long"}
     assert not found.well
 
 
+def test_the_headline_takes_first_cells_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = stage("headline", tmp_path)
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(found, "python", lambda *command, **_: commands.append(command) or 0)
+    gpu_stages.headline(found)
+    assert [command[command.index("--suite") + 1] for command in commands] == list(gpu_plan.HEADLINE)
+    assert all("--first" in command for command in commands) and found.well
+
+
 def test_suites_are_those_of_the_benchmarks_in_another_order() -> None:
-    assert sorted(gpu_stages.SUITES) == sorted(suites.SUITES)
+    assert sorted((*gpu_plan.COMPARED, *gpu_plan.FURTHER)) == sorted(suites.SUITES)
+    assert set(gpu_plan.HEADLINE) <= set(gpu_plan.COMPARED) and set(gpu_plan.REHEARSED_SUITES) <= set(suites.SUITES)
 
 
 def test_result_files_name_a_command_that_a_reader_can_run(tmp_path: Path) -> None:
@@ -615,17 +719,24 @@ def test_who_cannot_be_imported_is_said_with_the_reason(tmp_path: Path, monkeypa
 
 
 def test_a_bad_wheel_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, ...]] = []
-    kit, wheels = stage("env", tmp_path), [Path("good.whl"), Path("bad.whl")]
+    for names, calls, outcomes in (
+        (("bad.whl", "good.whl"), 3, {"good.whl": "ok", "bad.whl": "exit status 1"}),
+        (("good.whl",), 1, {"good.whl": "ok"}),
+        ((), 0, {}),
+    ):
+        folder = tmp_path / f"of {len(names)}"
+        folder.mkdir()
+        for name in names:
+            (folder / name).touch()
+        kit, commands = stage("install", tmp_path, wheels=folder), []
 
-    def python(*command: str) -> int:
-        calls.append(command)
-        return int("bad.whl" in command)
+        def python(*command: str, commands: list = commands) -> int:
+            commands.append(command)
+            return int(any("bad.whl" in part for part in command))
 
-    monkeypatch.setattr(kit, "python", python)
-    assert gpu_stages.install(kit, wheels) == {"good.whl": "ok", "bad.whl": "exit status 1"} and len(calls) == 3
-    assert gpu_stages.install(kit, wheels[:1]) == {"good.whl": "ok"} and len(calls) == 4
-    assert gpu_stages.install(kit, []) == {} and len(calls) == 4
+        monkeypatch.setattr(kit, "python", python)
+        gpu_stages.install(kit)
+        assert kit.found["wheels"] == outcomes and len(commands) == calls and kit.well is ("bad.whl" not in names)
 
 
 def test_the_sanitizer_runs_small_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -637,7 +748,7 @@ def test_the_sanitizer_runs_small_calls(tmp_path: Path, monkeypatch: pytest.Monk
     commands: list[tuple[str, ...]] = []
     monkeypatch.setattr(found, "child", lambda *command, **_: commands.append(command) or 9 * (len(commands) - 1))
     gpu_stages.memcheck(found)
-    assert found.found["lines"] == ["memcheck: ok", "racecheck: exit status 9"] and not found.well
+    assert found.found["lines"] == ["memcheck: ok", "racecheck: exit status 9", "synccheck: exit status 18"] and not found.well
     assert commands[0][:6] == (str(tool), "--tool", "memcheck", "--error-exitcode", "9", sys.executable)
 
 
@@ -655,8 +766,8 @@ def test_children_time_out_and_inherit(
 # ---- rehearsals
 
 
-def rehearse(out: Path, *stages: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "benchmarks.gpu_kit", "--out", str(out), "--rehearse", "--stages", *stages]
+def rehearse(out: Path, *options: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "benchmarks.gpu_kit", "--out", str(out), "--rehearse", *options]
     done = subprocess.run(command, cwd=ROOT, env=for_its_own_pytest(), capture_output=True, text=True, timeout=590)
     logs = "" if not (out / "logs.tar.gz").exists() else read_all(out / "logs.tar.gz")
     return done.returncode, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}\n{logs[-4000:]}"
@@ -667,19 +778,26 @@ def read_all(archive: Path) -> str:
         return "\n".join(tar.extractfile(m).read().decode() for m in tar.getmembers() if m.isfile())  # type: ignore[union-attr]
 
 
-def test_rehearsal_of_the_first_stages(tmp_path: Path) -> None:
-    status, text = rehearse(tmp_path, "env", "counters", "memcheck")
+def test_rehearsal_of_two_stages(tmp_path: Path) -> None:
+    status, text = rehearse(tmp_path, "--stages", "counters", "memcheck")
     assert status == 0, text
-    assert "recompilations over random lengths and schedules: 0" in text and "product" in text
+    assert "recompilations over random lengths and schedules: 0" in text
+    assert "left out: waits of the host" in text and "run without a graph; not finite: none" in text
 
 
 @pytest.mark.slow
 def test_rehearsal_of_everything(tmp_path: Path) -> None:
-    status, text = rehearse(tmp_path, *(s.name for s in gpu_kit.STAGES))
-    assert status == 0, text
-    summary = (tmp_path / "summary.md").read_text()
-    assert summary.count("| ok |") == len(gpu_kit.STAGES) and "0 failed" in summary and "LAUNCH = {" in summary
-    assert len(list(tmp_path.iterdir())) <= 8
+    """The four calls, each going on from what the one before brought home."""
+    home: list[str] = []
+    for call, stages in CALLS.items():
+        out = tmp_path / str(call)
+        status, text = rehearse(out, "--call", str(call), *home)
+        assert status == 0, text
+        home = ["--resume", str(out / "results.tar.gz")]
+        summary = (out / "summary.md").read_text()
+        assert all(f"| {stage.name} | ok |" in summary for stage in stages) and "0 failed" in summary
+        assert len(list(out.iterdir())) <= 8
+    assert "LAUNCH = {" in summary and "left out: CUDA graphs" in summary
 
 
 @pytest.mark.slow

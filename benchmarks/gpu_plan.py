@@ -1,0 +1,71 @@
+"""What the GPU kit does, in which order and for how long: names only, for gpu_kit.py, which uses nothing but the standard library.
+
+A new part of the package registers here: files of tests in CASES, suites in HEADLINE, COMPARED or FURTHER. Calls of it whose
+waits, recompilations and CUDA graphs are looked at stand in gpu_counters.py (`losses`, `graphed`); workloads of its launches
+that are tuned in tune.py (`workloads`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Stage(NamedTuple):
+    name: str
+    most: float  # seconds in a call of ten minutes; scaled for other calls
+    kept: float  # of these, reserved: earlier stages may not use them
+
+
+#: One after the other, what is worth most first; each in ten minutes on a machine that keeps nothing between them.
+CALLS = {
+    1: (
+        Stage("install", 60, 10), Stage("env", 60, 25), Stage("correctness", 300, 200), Stage("counters", 90, 60),
+        Stage("headline", 240, 150), Stage("plots", 40, 25),
+    ),
+    2: (Stage("tune", 570, 480),),
+    3: (Stage("install", 60, 10), Stage("comparison", 520, 430), Stage("plots", 40, 25)),
+    4: (
+        Stage("install", 60, 10), Stage("memcheck", 150, 90), Stage("resources", 40, 20), Stage("further", 400, 310),
+        Stage("plots", 40, 25),
+    ),
+}  # fmt: skip
+BRINGS = {
+    1: "which peers run, copy and product rates; every kernel and objective against float64; recompilations, waits of the host, "
+    "CUDA graphs; first times of the loss from logits and from hidden states",
+    2: "the fastest launches, which call 3 runs with",
+    3: "the tables of the targets, with all peers",
+    4: "memory checks, registers as loaded, all other suites",
+}
+
+
+class Cases(NamedTuple):
+    files: tuple[str, ...]  # under tests/
+    processes: int  # at a time: oracles in float64 take gigabytes at real sizes
+    share: float  # of the time
+
+
+#: Kernels first: everything else depends on them.
+CASES = {
+    "Triton kernels": Cases(("vocabulary/triton_cases.py", "vocabulary/sparse_triton_cases.py"), 12, 0.25),
+    "real sizes": Cases(("core/gpu_cases.py",), 3, 0.4),
+    "objectives": Cases(
+        (
+            "core/test_grpo_loss.py", "core/test_linear_grpo_loss.py", "core/test_token_logprobs.py", "core/test_linear_logprobs.py",
+            "core/test_grpo_loss_autograd.py", "core/test_token_logprobs_autograd.py", "vocabulary/test_linear_engine.py",
+            "core/test_distributed.py",
+        ),
+        12, 0.35,
+    ),
+}  # fmt: skip
+#: The part of each group that a rehearsal runs.
+REHEARSED = (
+    "range_of_rows or no_rows or (products and bf16-no and plain) or (log_probs and 1031) or zero_advantage_rows or one_token "
+    "or (hidden_states_over_sets and gspo and float32) or nothing_to_do"
+)
+
+#: Suites of the benchmarks, the most important first: the first cell of each in call 1, those of the targets, all others.
+HEADLINE = ("logits", "hidden", "kept")
+COMPARED = ("logits", "hidden", "active", "kept")
+FURTHER = (
+    "step", "length", "cross-entropy", "hidden-frozen", "logits-forward", "hidden-forward", "rows", "vocab",
+)  # fmt: skip
+REHEARSED_SUITES = ("kept", "length")  # of them, on a CPU
