@@ -1,11 +1,12 @@
 # Two commands: `make demo` trains a small policy on arithmetic, `make test` runs the tests. Both set everything up.
 # `make bench` measures us beside the peers: what the committed result files lack or what has changed since.
-# `make docs` writes the API reference to build/docs; `make matrix` tests the wheel with the oldest and the newest torch.
+# `make docs` writes the API reference to build/docs; `make matrix` tests the wheel with the oldest and the newest torch, and the
+# budgets of the compiled kernels with each Triton; `make rehearsal` runs the GPU kit on a CPU with the versions of a GPU machine.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test bench docs matrix clean
+.PHONY: demo test bench docs matrix rehearsal clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m examples.arithmetic
@@ -27,6 +28,9 @@ docs: $(VENV)/ready
 
 matrix: $(VENV)/ready
 	$(BIN)/python tests/repository/matrix.py
+
+rehearsal: $(VENV)/ready
+	$(BIN)/python tests/repository/rehearsal.py
 
 # torch goes first: constraints.txt names the build that everything else is tested with.
 $(VENV)/ready: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)

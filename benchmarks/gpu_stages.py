@@ -8,6 +8,7 @@ with small shapes on a CPU, with Triton's interpreter in place of a GPU; what ne
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import math
@@ -17,11 +18,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -45,8 +44,6 @@ from benchmarks.printing import table
 from benchmarks.providers import Unavailable, providers
 from benchmarks.results import load, save
 from benchmarks.suites import LOST_DEVICE
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.backends import triton as backend
 
 ROOT = Path(__file__).parent.parent
 
@@ -291,14 +288,9 @@ def counters(kit: Kit) -> None:
         kit.say(f"CUDA graph, {name}: {graphs[name] or 'replayed as a plain call'}", well=graphs[name] is None)
 
 
-@contextmanager
-def on_triton(rehearse: bool) -> Iterator[None]:
+def on_triton(rehearse: bool) -> contextlib.AbstractContextManager[None]:
     """In a rehearsal "auto" is Triton for tensors on the CPU too."""
-    if not rehearse:
-        yield
-        return
-    with mock.patch.object(backends, "load", lambda name: backend):
-        yield
+    return tuning.on_triton() if rehearse else contextlib.nullcontext()
 
 
 # ---- tune, comparison, memcheck, plots

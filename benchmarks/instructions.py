@@ -22,14 +22,14 @@ from triton.runtime.jit import JITFunction
 from benchmarks import results
 from benchmarks.assembly import taken
 from benchmarks.cases import Cell
-from benchmarks.harness import RESULTS, versions
+from benchmarks.harness import versions
 from benchmarks.inputs import make_case
+from benchmarks.kernel_bounds import PATH
 from benchmarks.launches import TARGETS, Case, compiling
 from benchmarks.providers import providers
 from benchmarks.sass import PIPES, Loop, row_loops, whole
 from grpo_kernels.vocabulary.backends import triton as backend
 
-PATH = RESULTS / "instructions.json"
 QWEN = 151936
 
 

@@ -7,10 +7,16 @@ it, and `--write` puts it on docs/gpu.md."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.instructions import PATH
+from benchmarks.harness import RESULTS
+from benchmarks.printing import Table, render, replace_block
+from grpo_kernels.diagnosis import numbers
+
+PATH, BUDGETS = RESULTS / "instructions.json", RESULTS / "budgets.json"
+PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
 
 #: Of a data sheet's bandwidth, the share that copies and row kernels reach on such GPUs (published figures: 0.82 to 0.94).
 REACHED = 0.85
@@ -56,11 +62,22 @@ def bounds(way: dict[str, Any], chip: Chip, rows: int, vocab: int) -> dict[str, 
     return found | {"memory": logits * way["bytes"] / (REACHED * chip.bandwidth * 1e9)}
 
 
-def table(version: str, rows: int = 8192, vocab: int = 151936) -> list[list[str]]:
-    """Head and lines: instructions a logit on Hopper, then issue / exponentials / fp32 / memory on each GPU, what binds in bold."""
-    targets = results.load(PATH)[version]["targets"]
+def tables(rows: int = 8192, vocab: int = 151936) -> dict[str, Table]:
+    """The bounds, the counts that they rest on, and what other versions of Triton make of the same kernels."""
+    record = results.load(PATH)
+    version = max(record, key=numbers)
+    targets = record[version]["targets"]
+    return {
+        "bounds": _bounds(targets, rows, vocab),
+        "counts": _counts(targets["sm_90"]),
+        "loads": _loads(record),
+        "budgets": _budgets(results.load(BUDGETS)),
+    }
+
+
+def _bounds(targets: dict[str, dict], rows: int, vocab: int) -> Table:
     chips = [chip for chip in CHIPS if chip.target in targets]
-    lines = [["from logits to their gradient", *(f"{chip.name}: {' / '.join(BOUNDS)}" for chip in chips)]]
+    lines = [[f"ms: {' / '.join(BOUNDS)}", *(chip.name for chip in chips)]]
     for name in targets[chips[0].target]:
         found = [bounds(targets[chip.target][name], chip, rows, vocab) for chip in chips]
         lines.append([name, *map(_cell, found)])
@@ -72,24 +89,54 @@ def _cell(found: dict[str, float]) -> str:
     return " / ".join(f"**{x:.2f}**" if x == most else f"{x:.2f}" for x in found.values())
 
 
-def counts(version: str, target: str) -> list[list[str]]:
-    """Head and lines: what a thread issues for a logit in each visit of its row."""
-    head = [
-        "",
-        "kernel",
-        "instructions",
-        "exponentials",
-        "fp32",
-        "memory",
-        "loads before the first wait",
-        "registers x threads",
-    ]
-    lines = [head]
-    for name, way in results.load(PATH)[version]["targets"][target].items():
+def _counts(ways: dict[str, dict]) -> Table:
+    lines = [["of a thread for a logit", "visit", "instructions", "exponentials", "fp32", "memory", "registers x threads"]]
+    for name, way in ways.items():
         for visit in way["visits"]:
             issued = visit["issued"]
             what = f"{visit['kernel']}, {'read and write' if visit['writes'] else 'read'}"
             parts = [f"{issued[pipe]:.2f}" for pipe in ("special", "fp32", "memory")]
-            held = f"{visit['registers']} x {visit['threads']}" + f", {visit['spilled']} B spilled" * bool(visit["spilled"])
-            lines.append([name, what, f"{sum(issued.values()):.2f}", *parts, f"{visit['together']} of {visit['loads']}", held])
+            spilled = f", {visit['spilled']} B spilled" if visit["spilled"] else ""
+            held = f"{visit['registers']} x {visit['threads']}{spilled}"
+            lines.append([name, what, f"{sum(issued.values()):.2f}", *parts, held])
     return lines
+
+
+def _loads(record: dict[str, dict]) -> Table:
+    """Of our ways: the loads of a thread before the first wait, of all in a round of the loop, for each visit; and bytes spilled."""
+    versions = sorted(record, key=numbers)
+    columns = [(version, target) for version in versions for target in record[version]["targets"]]
+    lines = [["loads before the first wait", *(f"{target}, {version}" for version, target in columns)]]
+    names = [name for name in record[versions[-1]]["targets"]["sm_90"] if name.startswith("grpo_kernels")]
+    for name in names:
+        cells = []
+        for version, target in columns:
+            visits = record[version]["targets"][target][name]["visits"]
+            spilled = max(visit["spilled"] for visit in visits)
+            loads = ", ".join(f"{visit['together']} of {visit['loads']}" for visit in visits)
+            cells.append(loads + (f"; {spilled} B spilled" if spilled else ""))
+        lines.append([name, *cells])
+    return lines
+
+
+def _budgets(record: dict[str, dict]) -> Table:
+    lines = [["Triton", "target", "kernels", "beyond their budgets", "most bytes spilled", "least KiB in flight"]]
+    for version in sorted(record, key=numbers):
+        for target, found in record[version].items():
+            beyond = "; ".join(found["beyond"]) or "0"
+            lines.append([version, target, str(found["kernels"]), beyond, str(found["spilled"]), f"{found['in flight']:.0f}"])
+    return lines
+
+
+COMMAND = "python -m benchmarks.roofline --kernels --write"
+
+
+def insert(text: str) -> str:
+    """docs/gpu.md with its tables replaced."""
+    for name, table in tables().items():
+        text = replace_block(text, PAGE.name, name, render(table, markdown=True), COMMAND)
+    return text
+
+
+def write() -> None:
+    PAGE.write_text(insert(PAGE.read_text()))

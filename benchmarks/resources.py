@@ -1,12 +1,13 @@
 """The resources that the Triton kernels need on a GPU, without a GPU: registers, accesses, occupancy, work per logit; and
 their budgets.
 
-    python -m benchmarks.resources [--target sm_90 ...] [--quick] [--json FILE]
+    python -m benchmarks.resources [--target sm_90 ...] [--quick] [--json FILE] [--write]
 
 Compiles the kernels for each target as the library launches them, and reads the binary (AMD: the assembly). Exits with 1 when
 a budget (see `broken`) is exceeded. Nothing is timed. Figures per logit are counted in the machine code of the loops over a
 row, see `benchmarks/sass.py`. Those of `scale_` are derived,
-because its loop also handles the end of a row. Run it with each version of Triton that matters: they order loads differently."""
+because its loop also handles the end of a row. Run it with each version of Triton that matters: they order loads differently.
+`--write` keeps what became of the budgets in results/budgets.json, for docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from benchmarks.assembly import code, taken
+from benchmarks.kernel_bounds import BUDGETS
 from benchmarks.launches import QUICK, TARGETS, Case, cases, compiling
+from benchmarks.results import load, save
 from benchmarks.sass import Loop, row_loops
 from grpo_kernels.vocabulary.backends import triton as backend
 
@@ -40,6 +43,7 @@ class Report:
     registers: int  # per thread
     spilled: int  # bytes per thread
     stack: int  # bytes per thread
+    reloads: int  # of spilled registers, in a round of the loops over a row
     shared: int  # bytes per program
     warps: int  # per program
     programs: int  # resident per multiprocessor
@@ -74,7 +78,7 @@ def report(target: str, case: Case) -> Report:
     else:
         work |= per_logit(inner, size)
     return Report(
-        target, case.kernel, str(case), **used, shared=shared, warps=warps, programs=programs, limit=limit,
+        target, case.kernel, str(case), **used, reloads=sum(loop.local for loop in inner), shared=shared, warps=warps, programs=programs, limit=limit,
         loads=sorted({width for loop in inner for width in loop.loads}),
         stores=sorted({width for loop in inner for width in loop.stores}),
         together=[(loop.in_flight, len(loop.loads), max(loop.loads)) for loop in inner],
@@ -96,9 +100,10 @@ def per_logit(found: Sequence[Loop], size: int) -> dict[str, float]:
     return work
 
 
-#: Bytes per thread that a kernel may spill, outside its loops: a tile in single elements, and tanh of a tile that is kept,
-#: take ptxas more registers than there are.
+#: Bytes per thread that a kernel may spill, outside its loops: a tile in single elements, as is the last one of an odd vocabulary in
+#: padded rows, and tanh of a tile that is kept, take ptxas more registers than there are.
 UNALIGNED_SPILL = {"fused": 192, "scale_": 32}
+PADDED_SPILL = {"fused": 128, "pull": 8}
 SOFTCAP_SPILL = {"fused": 32}
 
 
@@ -110,12 +115,14 @@ def broken(case: Case, found: Report) -> list[str]:
     stores = case.kernel != "stats" and case.gradient is not None
     spill = max(
         0 if case.aligned else UNALIGNED_SPILL.get(case.kernel, 0),
+        PADDED_SPILL.get(case.kernel, 0) if case.vocab % 8 else 0,
         SOFTCAP_SPILL.get(case.kernel, 0) if case.transform == "softcap" else 0,
     )
     # A choice is made for so many full programs on a multiprocessor, or as many threads in programs of short rows.
     at_most = {
         "registers": (found.registers, TARGETS[found.target].registers // threads),
         "bytes spilled": (found.spilled + found.stack, spill),
+        "reloads in loops": (found.reloads, 0),
         "fp64": (int(found.fp64), 0),
         "kinds of store": (len(found.stores), 2 if case.kernel == "scale_" else int(stores)),
     }
@@ -130,11 +137,16 @@ def broken(case: Case, found: Report) -> list[str]:
                 128 * case.gradient.itemsize // max(case.logits.itemsize, case.gradient.itemsize),
             )
     if case.kernel != "scale_":
-        # Of a tile; the assembler may unroll a loop over tiles. Tanh takes so long that half of one keeps memory busy.
+        # Of a tile; the assembler may unroll a loop over tiles. Tanh takes so long that half of one keeps memory busy, and the
+        # gradient of an entropy in odd rows has registers for half of one.
         cols = 16 // case.logits.itemsize
+        accesses = max(1, min(choice.accesses, triton.next_power_of_2(triton.cdiv(case.vocab, cols)) // choice.threads))
+        halved = case.kernel == "fused" and (case.transform == "softcap" or (case.entropy and not case.aligned))
         for together, every, width in found.together:
-            tile = min(every, choice.accesses * (1 if width == 128 else cols))
-            needed = tile // 2 if case.kernel == "fused" and case.transform == "softcap" else tile
+            tile = min(every, accesses * (1 if width == 128 else cols))
+            needed = tile // 2 if halved else tile
+            if TARGETS[found.target].gpu.backend == "hip":  # Triton 3.5 waits for the first of four before the last
+                needed = max(1, needed - 1)
             if together < needed:
                 at_least["loads before the first wait"] = (together, needed)
     return [f"{name} {value}, at most {limit}" for name, (value, limit) in at_most.items() if value > limit] + [
@@ -151,6 +163,22 @@ def measure_all(targets: Sequence[str], cases: Sequence[Case]) -> Iterator[tuple
     """Each case for each target, compiled by as many processes as there are processors."""
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(measure, product(targets, cases), chunksize=4)
+
+
+def outcomes(found: Sequence[tuple[Report, list[str]]]) -> dict[str, dict[str, Any]]:
+    """{target: how many kernels, which are beyond their budgets, the most bytes that one spills, the least KiB that one has in flight
+    on a multiprocessor in a long row}."""
+    targets = dict.fromkeys(report.target for report, _ in found)
+    rows = {target: [(report, failures) for report, failures in found if report.target == target] for target in targets}
+    return {
+        target: {
+            "kernels": len(some),
+            "beyond": [f"{r.kernel} {r.case}: {'; '.join(failures)}" for r, failures in some if failures],
+            "spilled": max(r.spilled + r.stack for r, _ in some),
+            "in flight": min(r.in_flight for r, _ in some if "V 151936" in r.case),
+        }
+        for target, some in rows.items()
+    }
 
 
 def line(found: Report) -> str:
@@ -180,6 +208,7 @@ def main() -> int:
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--quick", action="store_true", help="a few kernels of each kind")
     parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--write", action="store_true", help=f"and this version's outcome into {BUDGETS.name}")
     args = parser.parse_args()
     if not isinstance(backend._stats_kernel, JITFunction):
         parser.error("TRITON_INTERPRET=1 is set: there is nothing to compile. Unset it.")
@@ -196,6 +225,10 @@ def main() -> int:
     if args.json:
         record = [asdict(found) | {"beyond budget": failures} for found, failures in results]
         args.json.write_text(json.dumps({"triton": triton.__version__, "kernels": record}, indent=1) + "\n")
+    if args.write:
+        kept = load(BUDGETS)
+        kept.setdefault(triton.__version__, {}).update(outcomes(results))
+        save(BUDGETS, kept)
     return 1 if failed else 0
 
 

@@ -3,6 +3,7 @@
     python -m benchmarks.roofline [--gpu h200] [--rows 8192 --hidden 4096 --vocab 151936 --dtype bfloat16] [--markdown]
     python -m benchmarks.roofline --bandwidth 3.0 --flops 700           TB/s and dense TFLOP/s of your own
     python -m benchmarks.roofline --results benchmarks/results/cpu      rates and times of a machine's result files
+    python -m benchmarks.roofline --kernels [--write]                   what binds each row kernel on each GPU, see kernel_bounds.py
 
 A limit is counted bytes over a bandwidth, or counted flops over a rate: an estimate, of which no kernel reaches all. The
 bandwidth and the rate are a data sheet's (--gpu), yours, or those at which plain copies and bare matrix products ran on
@@ -19,8 +20,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import results
+from benchmarks import kernel_bounds, results
 from benchmarks.harness import RESULTS
+from benchmarks.printing import Table, render
 from grpo_kernels.vocabulary.hidden import CHUNK_BYTES
 
 # ---- counted
@@ -188,8 +190,6 @@ def measured(records: Iterable[dict[str, Any]]) -> Rates:
 
 # ---- pages
 
-Table = list[list[str]]
-
 
 def limits(shape: Shape, sources: Sequence[Rates], shares: Sequence[float]) -> Table:
     """Head and rows: milliseconds of each scheme, by source and share of rows with a gradient."""
@@ -226,17 +226,6 @@ def against(cell: dict[str, Any], sources: Sequence[Rates], device: str) -> Tabl
 
 def _ms(x: float | None) -> str:
     return "" if x is None else f"{x:.3g}" if x < 100 else f"{x:.0f}"
-
-
-def render(table: Table, markdown: bool) -> str:
-    if markdown:
-        lines = [table[0], ["---", *("---:" for _ in table[0][1:])], *table[1:]]
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    return "\n".join(
-        "  ".join(x.rjust(w) if i else x.ljust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True))).rstrip()
-        for line in table
-    )
 
 
 def page(
@@ -285,7 +274,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--active", type=float, nargs="+", default=[1.0, 0.5, 0.2], metavar="SHARE")
     parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--kernels", action="store_true", help="bounds of the row kernels, by their instructions")
+    parser.add_argument("--write", action="store_true", help="with --kernels: the tables of docs/gpu.md")
     args = parser.parse_args(argv)
+    if args.kernels:
+        if args.write:
+            kernel_bounds.write()
+        else:
+            print("\n\n".join(render(table, args.markdown) for table in kernel_bounds.tables().values()))
+        return
     if (args.bandwidth is None) != (args.flops is None):
         parser.error("--bandwidth and --flops belong together: give both, or --gpu.")
     if args.results is not None and not any(args.results.glob("*.json")):

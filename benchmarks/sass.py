@@ -15,7 +15,7 @@ from benchmarks.assembly import LOAD, NO_INSTRUCTION, STORE, bits, code, cuobjdu
 
 
 class Instruction(NamedTuple):
-    """One of a loop. `loads` and `stores`: bits a thread accesses in device memory."""
+    """One of a loop. `loads` and `stores`: bits a thread accesses in device memory; `local`: it is a spilled register's."""
 
     pipe: str  # one of PIPES
     loads: int
@@ -23,6 +23,7 @@ class Instruction(NamedTuple):
     sets: int | None  # NVIDIA: the barrier that its result sets
     waits: int  # NVIDIA: a bit for each barrier that it waits for. AMD: see `at_most`
     at_most: int | None = None  # AMD: accesses that may be outstanding when it goes on
+    local: bool = False
 
 
 #: What limits an instruction beside the four that a multiprocessor issues in a clock: exponentials and reciprocals, the
@@ -74,7 +75,8 @@ def _nvidia(lines: list[str]) -> Iterator[Instruction]:
         name = re.sub(r"^@!?U?P\w+\s+", "", text).split(" ")[0]
         sets, waits = map(int, control.split())
         load = _width(name) if name.startswith("LDG") else 0
-        yield Instruction(_pipe(name), load, _width(name) if name.startswith("STG") else 0, None if sets == 7 else sets, waits)
+        store, local = _width(name) if name.startswith("STG") else 0, name.startswith(("LDL", "STL"))
+        yield Instruction(_pipe(name), load, store, None if sets == 7 else sets, waits, local=local)
 
 
 def _amd(lines: list[str]) -> Iterator[Instruction]:
@@ -83,7 +85,8 @@ def _amd(lines: list[str]) -> Iterator[Instruction]:
             continue
         load, store = (sum(map(bits, re.findall(pattern, line))) for pattern in (LOAD, STORE))
         wait = re.search(r"vmcnt\((\d+)\)", line)
-        yield Instruction(_pipe(line), load, store, None, 0, int(wait[1]) if wait else None)
+        local = line.startswith("scratch_")
+        yield Instruction(_pipe(line), load, store, None, 0, int(wait[1]) if wait else None, local)
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,11 @@ class Loop:
     @property
     def stores(self) -> list[int]:
         return [x.stores for x in self.body if x.stores]
+
+    @property
+    def local(self) -> int:
+        """Accesses to spilled registers."""
+        return sum(x.local for x in self.body)
 
     @property
     def issued(self) -> Counter[str]:

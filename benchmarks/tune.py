@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.cases import Cell, make_case
 from benchmarks.measure import measure
-from benchmarks.providers import Provider, Run, first_line, providers
+from benchmarks.providers import Provider, Run, Unavailable, first_line, providers
 from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary import hidden as linear
 from grpo_kernels.vocabulary.backends import triton as backend
@@ -82,6 +82,16 @@ class Chunk:
 Setting = Rows | Chunk
 
 
+@contextmanager
+def on_triton() -> Iterator[None]:
+    """Every backend is Triton, for tensors on a CPU too (in its interpreter), whether or not the C++ module is there."""
+    with (
+        mock.patch.object(backends, "load", lambda name: backend),
+        mock.patch.object(backends, "unavailable", lambda name: None),
+    ):
+        yield
+
+
 @dataclass(frozen=True)
 class Workload:
     """A provider of the benchmarks whose time depends on this kind of setting."""
@@ -99,11 +109,11 @@ class Workload:
         ours = next(p for p in providers(self.cell.contract) if p.name == self.provider)
 
         def make(case: Any) -> Run:
-            run = ours.make(case)
+            with on_triton():
+                run = ours.make(case)
 
             def call() -> dict[str, Any]:
-                # "auto" is Triton for tensors on a CPU too, in its interpreter
-                with setting.applied(), mock.patch.object(backends, "load", lambda name: backend):
+                with setting.applied(), on_triton():
                     return run.call()
 
             return Run(call, run.restore)
@@ -138,6 +148,7 @@ def settings(kind: str, small: bool) -> list[Setting]:
     around = [now, now._replace(hints=not now.hints)]
     if kind != "visit":
         around += [now._replace(grid=grid) for grid in (0.5, 1.0)] + [now._replace(kept=kept) for kept in range(now.ends)]
+        around.append(now._replace(ends=now.ends + 1, kept=now.ends + 1))
     found = [Rows(kind, choice) for choice in dict.fromkeys([*around, *shapes])]
     found = [found[0], *(s for s in found[1:] if s.fits)]
     return list(found[:2]) if small else list(found)
@@ -153,7 +164,7 @@ def compile_once(job: tuple[Workload, Setting, str]) -> str | None:
     try:
         run = workload.candidate(setting).make(make_case(replace(workload.cell, rows=16), device))
         run.call()
-    except (RuntimeError, ValueError, AssertionError, backend.triton.TritonError) as failure:
+    except (RuntimeError, ValueError, AssertionError, Unavailable, backend.triton.TritonError) as failure:
         return first_line(failure)
     return None
 

@@ -17,7 +17,7 @@ instead of the report:
     gpu            {available, reason (why not), other (an accelerator without kernels), driver,
                    devices: [{name, capability, multiprocessors, memory, free}]}
     distributed    {available, backends}
-    device         "cpu" or "cuda": where the tests below ran
+    device         "cpu", or the type of the accelerator that Triton's driver serves ("cuda", "xpu"): where the tests below ran
     auto           the backend that backend="auto" takes there
     backends       {eager, cpu, triton: {available, reason, passed, value_error, gradient_error: {dtype}, seconds, warnings,
                    checks: [{case, level, dtype, vocab, errors, failure}]}}; of one that is not available the first two;
@@ -48,8 +48,6 @@ from ..vocabulary import backends
 from . import Finding, environment, first_line, machine, native
 from .self_test import Report, self_test
 from .step import Step, measure
-
-NATIVE = {"cpu": "cpu", "cuda": "triton"}
 
 #: Part of an exception's message -> what to do about it.
 REMEDIES = (
@@ -91,10 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def examine(step: bool = True, say: Any = print, without_native: bool = False) -> dict[str, Any]:
     """The report as --json has it; `say` gets each section of the text as soon as it is known."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = machine.where()
     report, findings = facts(device)
     say(_text_of_facts(report))
-    report |= {"auto": "eager" if unavailable(NATIVE[device.type], device) else NATIVE[device.type]}
+    name, reason = backends.native(device)
+    report |= {"auto": name if reason is None else "eager"}
     report |= {"backends": {}, "step": None}
     if without_native or not any(f.blocks for f in findings):
         findings += tests(report, device, step, say)
@@ -124,7 +123,7 @@ def tests(report: dict[str, Any], device: torch.device, step: bool, say: Any) ->
         else:
             tested[name] = {"available": False, "reason": reason}
             # `facts` has already reported a missing module, with the reason.
-            if name == NATIVE[device.type] and (name != "cpu" or report["native"]["path"] is not None):
+            if name == backends.native(device)[0] and (name != "cpu" or report["native"]["path"] is not None):
                 problem = f"the kernels for {device.type} tensors do not run: {reason}"
                 findings.append(Finding(problem, remedy_for(reason), True))
         say(_text_of_backend(name, tested[name]))
@@ -164,7 +163,7 @@ def facts(device: torch.device) -> tuple[dict[str, Any], list[Finding]]:
         torch_requires = importlib.metadata.requires("torch") or []
     except importlib.metadata.PackageNotFoundError:
         torch_requires = []
-    archs = torch.cuda.get_arch_list() if gpu["available"] else []
+    archs = torch.cuda.get_arch_list() if gpu["available"] and device.type == "cuda" else []
     findings = [
         *environment.version_findings(versions, torch_requires),
         *machine.gpu_findings(gpu, machine.device_present(), archs),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..vocabulary import backends
 from . import Finding, numbers
 
 
@@ -116,29 +117,49 @@ def _read(path: str | Path) -> str:
 # ---- GPUs
 
 
+def where() -> torch.device:
+    """Where losses run here: on the accelerator, if Triton's driver serves it, else on the CPU. "cuda" (NVIDIA, AMD) counts even
+    where Triton cannot run: that is a problem, which must show."""
+    kind = _accelerator()
+    served = kind is not None and (kind == "cuda" or backends.native(torch.device(kind))[1] is None)
+    return torch.device(str(kind) if served else "cpu")
+
+
+def _accelerator() -> str | None:
+    """The type of the device that torch computes on beside the CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if accelerator is None else accelerator.type
+
+
 def gpus() -> dict[str, Any]:
     """{"available", "reason" (why not), "other", "driver", "devices"}, see grpo_kernels/diagnosis/doctor.py."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    other = None if accelerator is None or accelerator.type == "cuda" else accelerator.type
-    found: dict[str, Any] = {"available": torch.cuda.is_available(), "reason": None, "other": other}
+    kind, accelerator = where().type, _accelerator()
+    found: dict[str, Any] = {"available": kind != "cpu", "reason": None, "other": accelerator if kind == "cpu" else None}
     found |= {"driver": None, "devices": []}
     if not found["available"]:
         return found | {"reason": why_no_gpu(torch.version.cuda, torch.version.hip, os.environ, device_present())}
     found["driver"] = _driver()
-    for index in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        capability = f"{p.major}.{p.minor}" if torch.version.hip is None else p.gcnArchName
+    module = torch.get_device_module(kind)
+    for index in range(module.device_count()):
+        p = module.get_device_properties(index)
+        free, total = module.mem_get_info(index)
         found["devices"].append(
             {
                 "name": p.name,
-                "capability": capability,
-                "multiprocessors": p.multi_processor_count,
+                "capability": _capability(kind, p),
+                "multiprocessors": getattr(p, "multi_processor_count", getattr(p, "max_compute_units", None)),
                 "memory": total,
                 "free": free,
             }
         )
     return found
+
+
+def _capability(kind: str, properties: Any) -> str:
+    """ "9.0" (NVIDIA), "gfx942:..." (AMD), "xpu"."""
+    if kind != "cuda":
+        return kind
+    return f"{properties.major}.{properties.minor}" if torch.version.hip is None else str(properties.gcnArchName)
 
 
 def device_present() -> bool:
@@ -165,7 +186,7 @@ def gpu_findings(found: Mapping[str, Any], present: bool, archs: Sequence[str]) 
     """`archs`: what torch was compiled for, torch.cuda.get_arch_list()."""
     if found["other"] is not None:
         problem = f"there are no kernels for {found['other']} tensors: eager PyTorch computes their losses"
-        return [Finding(problem, "nothing is wrong; CPUs, CUDA and ROCm have kernels", False)]
+        return [Finding(problem, "nothing is wrong; CPUs and what Triton has a driver for have kernels", False)]
     if not found["available"]:
         if not present:
             return []
@@ -173,7 +194,8 @@ def gpu_findings(found: Mapping[str, Any], present: bool, archs: Sequence[str]) 
         return [Finding(f"there is a GPU, but torch cannot use it: {found['reason']}", remedy, True)]
     findings = []
     for device in found["devices"]:
-        if not re.fullmatch(r"\d+\.\d+", device["capability"]):  # AMD
+        if not re.fullmatch(r"\d+\.\d+", device["capability"]):  # AMD, Intel
+            findings.append(untested(device))
             continue
         name = f"{device['name']} (compute capability {device['capability']})"
         capability = numbers(device["capability"])
@@ -184,6 +206,21 @@ def gpu_findings(found: Mapping[str, Any], present: bool, archs: Sequence[str]) 
             remedy = 'if kernels fail, pass backend="eager"'
             findings.append(Finding(f"{name} is older than the kernels were compiled and tested for (8.0)", remedy, False))
     return findings
+
+
+#: What AMD's GPUs were compiled for ahead of time.
+COMPILED_FOR = "gfx942"
+
+
+def untested(device: Mapping[str, Any]) -> Finding:
+    """Of a GPU whose kind has run no kernel of ours."""
+    name = f"{device['name']} ({device['capability']})"
+    if device["capability"].startswith(COMPILED_FOR):
+        known = f"the kernels have budgets for {COMPILED_FOR} and have not run there"
+    else:
+        known = "the kernels have not even been compiled for it ahead of time"
+    remedy = 'go by the test below, which compares them with float64 here; backend="eager" runs without them'
+    return Finding(f"untested: {name}: {known}", remedy, False)
 
 
 def runs_on(capability: tuple[int, ...], archs: Sequence[str]) -> bool:

@@ -22,9 +22,9 @@ from .machine import memory_available
 Tensor = torch.Tensor
 
 #: (vocabulary, hidden size) of a model for each device. SMALL_VOCAB is taken where there is little memory.
-SIZES = {"cpu": (151_936, 896), "cuda": (151_936, 4096)}
+SIZES = {"cpu": (151_936, 896), "gpu": (151_936, 4096)}
 SMALL_VOCAB = 32_000
-MOST_ROWS = {"cpu": 256, "cuda": 8192}
+MOST_ROWS = {"cpu": 256, "gpu": 8192}
 PROBE_ROWS = 64
 EAGER_SECONDS = 0.6  # the number of rows is chosen so that eager PyTorch takes about this long
 #: Bytes per logit and per element of the head at the peak of eager PyTorch or of ours: copies in bf16 and fp32, gradients.
@@ -98,13 +98,14 @@ def measure(level: str, backend: str, device: torch.device) -> Step:
 def _shape(level: str, device: torch.device) -> Step:
     """What memory allows, without timings."""
     free = memory_free(device)
-    vocab, width = SIZES[device.type]
+    kind = "cpu" if device.type == "cpu" else "gpu"
+    vocab, width = SIZES[kind]
     if free < 3 * HEAD_BYTES * vocab * width:
         vocab, width = SMALL_VOCAB, min(width, 1024)
     # fp32 on a CPU: from hidden states where bf16 products are slow, from logits because trainers have fp32 logits there.
     fp32 = device.type == "cpu" and (level == "logits" or cpu_products.available() is not None)
     head = HEAD_BYTES * vocab * width if level == "hidden" else 0
-    rows = min(MOST_ROWS[device.type], int((free / 2 - head) / (LOGIT_BYTES * vocab)))
+    rows = min(MOST_ROWS[kind], int((free / 2 - head) / (LOGIT_BYTES * vocab)))
     step = Step(level, rows, width if level == "hidden" else None, vocab, "float32" if fp32 else "bfloat16")
     if rows < PROBE_ROWS:
         step.reason = f"only {free / 1e9:.1f} GB of memory are free"
@@ -200,13 +201,14 @@ def extra_memory(contender: Contender, device: torch.device) -> float | None:
     code would be counted on a CPU."""
     contender.restore()
     gc.collect()
-    if device.type == "cuda":
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
         _wait(device)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        module.reset_peak_memory_stats()
+        before = module.memory_allocated()
         contender.run()
         _wait(device)
-        return (torch.cuda.max_memory_allocated() - before) / 1e6
+        return float(module.max_memory_allocated() - before) / 1e6
     release()  # what earlier large results left, which a run would find again
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc: returns free memory, so that a run does not reuse what another has allocated
@@ -229,12 +231,12 @@ def _resident(key: str) -> int:
 
 def memory_free(device: torch.device) -> int:
     """Bytes."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
     known = memory_available()
     return UNKNOWN_MEMORY if known is None else known
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()

@@ -4,6 +4,7 @@ rehearsals on the CPU."""
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -783,6 +784,25 @@ def test_rehearsal_of_two_stages(tmp_path: Path) -> None:
     assert status == 0, text
     assert "recompilations over random lengths and schedules: 0" in text
     assert "left out: waits of the host" in text and "run without a graph; not finite: none" in text
+
+
+def test_the_rehearsal_knows_the_pages_wheels_and_what_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("rehearsal", ROOT / "tests" / "repository" / "rehearsal.py")
+    assert spec is not None and spec.loader is not None
+    rehearsal = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec.loader.exec_module(rehearsal)
+    words = rehearsal.wheels_of_the_page()
+    assert {"--no-deps", "trl==1.16.0", "liger-kernel==0.8.5"} <= set(words) and "WHEELS" not in words and "\\" not in words
+    source = (ROOT / "benchmarks" / "gpu_stages.py").read_text()
+    named = {name for call in re.findall(r"leave_out\(([^)]*)\)", source) for name in re.findall(r'"([^"{]+)"', call)}
+    assert named - {"suite "} <= rehearsal.LEFT_OUT and {f"suite {name}" for name in suites.SUITES} > rehearsal.LEFT_OUT - named
+    home = tmp_path / "home.tar.gz"
+    for stage, found in (("env", {}), ("counters", {"left_out": ["CUDA graphs"]})):
+        (tmp_path / "json").mkdir(exist_ok=True)
+        (tmp_path / "json" / f"{stage}.json").write_text(json.dumps(found))
+    gpu_kit.archive(home, tmp_path, ("json",))
+    assert rehearsal.left_out(home, ["env", "counters"]) == {"CUDA graphs"} and rehearsal.left_out(home, ["env"]) == set()
 
 
 @pytest.mark.slow

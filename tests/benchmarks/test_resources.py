@@ -12,9 +12,10 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
 from triton.runtime.jit import JITFunction
 
-from benchmarks import assembly, resources, sass
+from benchmarks import assembly, instructions, resources, sass
 from benchmarks.assembly import bits, code, loops
 from benchmarks.launches import OBJECTIVES, QUICK, SHORT, TARGETS, TRANSFORMS, Case, cases, compiling
 from benchmarks.resources import Report, broken, report
@@ -70,6 +71,7 @@ def fused() -> Report:
     [
         ({"spilled": 8}, "bytes spilled 8"),
         ({"stack": 16}, "bytes spilled 16"),
+        ({"reloads": 1}, "reloads in loops 1, at most 0"),
         ({"registers": 136}, "registers 136, at most 128"),
         ({"programs": 0}, "resident threads 0, at least 512"),
         ({"fp64": True}, "fp64"),
@@ -110,6 +112,13 @@ def test_the_command_fails_on_a_broken_budget(
         assert ("registers 999" in capsys.readouterr().out) == bool(failures)
         (kernel,) = json.loads(path.read_text())["kernels"]
         assert kernel["registers"] == fused.registers and kernel["beyond budget"] == failures
+    monkeypatch.setattr(resources, "BUDGETS", tmp_path / "budgets.json")
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--write"])
+    assert resources.main() == 1
+    ((version, targets),) = json.loads((tmp_path / "budgets.json").read_text()).items()
+    assert version == triton.__version__ and targets["sm_90"]["kernels"] == 1
+    assert targets["sm_90"]["beyond"] == [f"fused {fused.case}: registers 999, at most 128"]
+    assert targets["sm_90"]["in flight"] == fused.in_flight
 
 
 # ---- figures
@@ -157,6 +166,27 @@ def test_instructions_per_logit(case: Case, most: float) -> None:
     assert report("sm_90", case).instructions <= most
 
 
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_what_a_way_issues_is_what_its_kernels_issue(target: str) -> None:
+    """Ours, and one of another project's if it is installed: two visits, the second of which writes."""
+    (ours,) = (way for way in instructions.WAYS if way.name == "grpo_kernels, in place")
+    works, found = instructions.count(target, ours), report(target, Case("fused"))
+    assert [work.writes for work in works] == [False, True]
+    assert sum(sum(work.issued.values()) for work in works) == pytest.approx(found.instructions, abs=0.02)
+    assert sum(work.issued["special"] for work in works) == pytest.approx(found.special, abs=0.02)
+    assert [(work.together, work.loads) for work in works] == [(some, every) for some, every, _ in found.together]
+
+
+def test_a_kernel_without_loops_is_counted_whole() -> None:
+    """A program of 4 warps takes 1024 logits, 8 a thread: so many exponentials, and as much again as its instructions are."""
+    pytest.importorskip("trl")
+    (theirs,) = (way for way in instructions.WAYS if way.name == "TRL kernel + loss")
+    forward, backward = instructions.count("sm_90", theirs)
+    assert (forward.writes, backward.writes) == (False, True)
+    assert 1 <= backward.issued["special"] < 1.5 and 1 <= forward.issued["special"] < 1.5
+    assert 10 < sum(backward.issued.values()) < 60
+
+
 ISSUED = """
 L_BB10:
 LDG.E.128 R4, desc[UR8][R68.64] @@ 0 0
@@ -180,7 +210,18 @@ def test_loads_in_flight_are_read_from_the_barriers(apart: bool, in_flight: int)
     (lines,) = loops(text)
     loop = sass.Loop(tuple(sass._nvidia(lines)))
     assert loop.loads == [128, 128] and loop.stores == [64] and loop.in_flight == in_flight
-    assert loop.issued == {"memory": 3, "fp32": 2, "special": 1, "other": 1}
+    assert loop.issued == {"memory": 3, "fp32": 2, "special": 1, "other": 1} and loop.local == 0
+    spilling = [*lines[:2], "STL.64 [R1], R4 @@ 7 0", "LDL R4, [R1+0x8] @@ 3 0", *lines[2:]]
+    assert sass.Loop(tuple(sass._nvidia(spilling))).local == 2
+
+
+def test_rows_of_one_access_a_thread_are_not_asked_for_more() -> None:
+    """The assembler unrolls the loop over their tiles, which then has several loads."""
+    found = report("sm_90", Case("pull", torch.float32, torch.float32, vocab=1024, stride=1024))
+    assert not broken(
+        Case("pull", torch.float32, torch.float32, vocab=1024, stride=1024), replace(found, together=[(1, 4, 128)])
+    )
+    assert broken(Case("pull", torch.float32, torch.float32), replace(found, together=[(1, 4, 128)]))
 
 
 def test_amds_waits_are_of_all_but_so_many() -> None:

@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import roofline
+pytest.importorskip("triton")
+
+from benchmarks import kernel_bounds, roofline
 from benchmarks.cases import CONTRACTS
-from benchmarks.roofline import GPUS, SCHEMES, Rates, Shape, against, estimate, given, measured, render
+from benchmarks.kernel_bounds import Chip, bounds
+from benchmarks.launches import TARGETS
+from benchmarks.printing import marked, render
+from benchmarks.roofline import GPUS, SCHEMES, Rates, Shape, against, estimate, given, measured
+from benchmarks.sass import PIPES
 from grpo_kernels.vocabulary.hidden import CHUNK_BYTES
 
 QWEN = Shape(8192, 4096, 151936)
@@ -204,3 +210,57 @@ def test_a_gpu_finds_its_result_files(
 
 def test_markdown() -> None:
     assert render([["a", "b"], ["x", "1"]], markdown=True) == "| a | b |\n| --- | ---: |\n| x | 1 |"
+
+
+# ---- bounds of kernels
+
+
+def visit(**issued: float) -> dict[str, Any]:
+    counted = dict.fromkeys(PIPES, 0.0) | issued
+    return {
+        "kernel": "k",
+        "writes": False,
+        "issued": counted,
+        "together": 1,
+        "loads": 4,
+        "registers": 64,
+        "spilled": 0,
+        "threads": 32,
+    }
+
+
+def test_what_binds_by_hand() -> None:
+    """1000 rows of 1000 logits; a chip of 10 multiprocessors at 1 GHz, 1 TB/s."""
+    chip = Chip("a chip", "sm_90", 10, 1.0, 1.0, fp32=64)
+    way = {"bytes": 6, "visits": [visit(special=1, fp32=2, memory=0.5, other=2.5, scalar=9), visit(special=3, fp32=4, other=3)]}
+    found = bounds(way, chip, 1000, 1000)
+    assert found == pytest.approx(
+        {
+            "issue": 1e6 * 16 / 128 / 1e10 * 1e3,  # AMD's scalar unit works beside
+            "special": 1e6 * 4 / 16 / 1e10 * 1e3,
+            "fp32": 1e6 * 6 / 64 / 1e10 * 1e3,
+            "memory": 6e6 / 0.85e12 * 1e3,
+        }
+    )
+    assert kernel_bounds._cell(found) == "0.01 / **0.03** / 0.01 / 0.01"
+
+
+def test_the_page_has_the_tables_of_the_files() -> None:
+    """`python -m benchmarks.roofline --kernels --write` makes them."""
+    text = kernel_bounds.PAGE.read_text()
+    assert kernel_bounds.insert(text) == text
+    record = json.loads(kernel_bounds.PATH.read_text())
+    for version in record.values():
+        assert version["targets"].keys() == TARGETS.keys()
+    assert all(f"{way} |" in text for way in ("Liger GRPO loss", "TRL kernel + loss", "grpo_kernels, in place"))
+
+
+def test_both_pages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    roofline.main(["--kernels", "--markdown"])
+    assert "| grpo_kernels, in place |" in capsys.readouterr().out
+    page = tmp_path / "gpu.md"
+    blocks = (marked(name, kernel_bounds.COMMAND) for name in kernel_bounds.tables())
+    page.write_text("\n".join(f"{start}\nold\n{end}" for start, end in blocks))
+    monkeypatch.setattr(kernel_bounds, "PAGE", page)
+    roofline.main(["--kernels", "--write"])
+    assert "old" not in page.read_text() and "| Liger GRPO loss |" in page.read_text()

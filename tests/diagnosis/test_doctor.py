@@ -111,7 +111,7 @@ def test_a_wrong_backend_is_named_and_gets_no_time(
     sound: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor.backends, "unavailable", lambda name: None if name == "eager" else "taken out")
-    monkeypatch.setitem(doctor.NATIVE, "cpu", "eager")
+    monkeypatch.setattr(backends, "native", lambda device: ("eager", None))
     lost_row(monkeypatch, backends.load("eager"))
     assert doctor.main(["--json"]) == 1
     report = json.loads(capsys.readouterr().out)
@@ -564,7 +564,9 @@ def gpu(**changes: Any) -> dict[str, Any]:
             "grave: torch has no kernels for H200 \\(compute capability 12.0\\)",
         ),
         (gpu(capability="7.5"), True, ["sm_75"], "slight: .*older than the kernels"),
-        (gpu(capability="gfx942:sramecc+"), True, ["gfx942"], None),
+        (gpu(capability="gfx942:sramecc+"), True, ["gfx942"], "slight: untested: .*gfx942.* have budgets .* not run there"),
+        (gpu(capability="gfx1100"), True, ["gfx1100"], "slight: untested: .*gfx1100.* not even been compiled"),
+        (gpu(capability="xpu"), True, [], "slight: untested: .*xpu.* not even been compiled"),
         ({"available": False, "reason": "x", "other": None}, False, [], None),
         (
             {"available": False, "reason": "torch was built without", "other": None},
@@ -578,6 +580,31 @@ def gpu(**changes: Any) -> dict[str, Any]:
 def test_gpus(found: dict[str, Any], present: bool, archs: list[str], expected: str | None) -> None:
     text = problems(machine.gpu_findings(found, present, archs))
     assert (text == "") if expected is None else re.match(expected, text)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_an_accelerator_counts_where_tritons_driver_serves_it(served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the driver, not by the name."""
+    monkeypatch.setattr(machine, "_accelerator", lambda: "xpu")
+    monkeypatch.setattr(backends, "native", lambda device: ("triton", None if served and device.type == "xpu" else "no driver"))
+    properties = SimpleNamespace(name="Max 1550", max_compute_units=448)
+    module = {"device_count": lambda: 1, "get_device_properties": lambda i: properties, "mem_get_info": lambda i: (3, 4)}
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(**module))
+    found = machine.gpus()
+    assert machine.where() == torch.device("xpu" if served else "cpu")
+    assert (found["available"], found["other"]) == (served, None if served else "xpu")
+    if served:
+        device = {"name": "Max 1550", "capability": "xpu", "multiprocessors": 448, "memory": 4, "free": 3}
+        assert found["devices"] == [device] and "untested: Max 1550" in problems(machine.gpu_findings(found, True, []))
+    else:
+        assert "no kernels for xpu tensors" in problems(machine.gpu_findings(found, False, []))
+
+
+def test_a_gpu_that_triton_cannot_use_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "native", lambda device: ("triton", "no compiler"))
+    for kind, expected in (("cuda", "cuda"), ("mps", "cpu"), (None, "cpu")):
+        monkeypatch.setattr(machine, "_accelerator", lambda kind=kind: kind)
+        assert machine.where().type == expected
 
 
 def test_code_for_a_gpu() -> None:

@@ -21,8 +21,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RUNNER = ("pytest", "hypothesis")
-#: About the checkout, not about the package: the same whatever torch is.
-REPOSITORY = ("benchmarks", "repository", "vocabulary/test_sanitizers.py")
+#: About the checkout, not about the package: the same whatever torch is. The budgets of compiled kernels are not: versions of
+#: Triton order loads differently.
+REPOSITORY = (
+    *sorted(
+        f"benchmarks/{file.name}" for file in (ROOT / "tests" / "benchmarks").glob("test_*.py") if file.stem != "test_resources"
+    ),
+    "repository",
+    "vocabulary/test_sanitizers.py",
+)
 
 
 @dataclass(frozen=True)
@@ -35,9 +42,11 @@ class Environment:
     beside: tuple[str, ...] = ()
 
 
-#: NumPy is what Triton's interpreter needs, and the interpreter of Triton 3.6 and before one older than 2.4.
+#: NumPy is what Triton's interpreter needs, and the interpreter of Triton 3.6 and before one older than 2.4. "gpu" is what machines
+#: with a GPU have: tests/repository/rehearsal.py runs the GPU kit in it.
 ENVIRONMENTS = {
     "oldest": Environment("3.10", "2.9.0", "3.5.0", ("numpy<2.4",)),
+    "gpu": Environment("3.12", "2.11.0", "3.6.0", ("numpy<2.4",)),
     "newest": Environment("3.11", "2.13.0", "3.9.0", ("numpy",)),
     "bare": Environment("3.11", "2.13.0", None),
 }

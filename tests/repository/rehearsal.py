@@ -1,0 +1,106 @@
+"""The GPU kit on a CPU, with the versions of a machine that has a GPU: `python tests/repository/rehearsal.py [--python PYTHON]`.
+
+The four calls of docs/gpu.md, in turn, each from what the one before brought home and with an empty work folder, as on a machine
+that keeps nothing: the same command lines, `--rehearse` added. Without --python an environment is made first (matrix.py, "gpu"),
+and the peers' wheels are downloaded for it. Exit status 1 if a stage failed, or if something was left out that LEFT_OUT does not
+name. One line per call, as a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from matrix import ENVIRONMENTS, call, interpreter  # noqa: E402
+
+from benchmarks.gpu_plan import CALLS, COMPARED, FURTHER, REHEARSED_SUITES  # noqa: E402
+
+#: Beside what such a machine has, of what the stages and the peers import.
+BESIDE = ("numpy<2.4", "pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "matplotlib", "transformers", "pandas", "cloudpickle")
+#: What cannot run without a GPU.
+LEFT_OUT = {
+    "waits of the host", "host time of a call", "CUDA graphs", "registers of the kernels as loaded",
+    "compute-sanitizer, which is not installed", *(f"suite {name}" for name in (*COMPARED, *FURTHER) if name not in REHEARSED_SUITES),
+}  # fmt: skip
+
+
+def wheels_of_the_page() -> list[str]:
+    """The arguments of the `pip download` on docs/gpu.md, without the folder."""
+    (command,) = re.findall(r"^pip download (.*?)^```", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE | re.DOTALL)
+    words = command.replace("\\\n", " ").split()
+    return [word for word in words if word not in ("-d", "WHEELS")]
+
+
+def environment(work: Path) -> Path:
+    """A new one, and its Python."""
+    wanted = ENVIRONMENTS["gpu"]
+    shutil.rmtree(work / "venv", ignore_errors=True)
+    call(interpreter(wanted.python), "-m", "venv", work / "venv")
+    python = work / "venv" / "bin" / "python"
+    pins = (f"torch=={wanted.torch}", f"triton=={wanted.triton}")
+    call(python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *pins, *BESIDE)
+    return python
+
+
+def one_call(number: int, python: Path, wheels: Path, home: Path, minutes: float) -> str:
+    """A line of the table. `home` holds what the call before brought, and gets what this one brings."""
+    out = home.with_name(f"call-{number}")
+    shutil.rmtree(out, ignore_errors=True)
+    command = [python, "-m", "benchmarks.gpu_kit", "--out", out, "--call", number, "--minutes", minutes, "--rehearse"]
+    command += ["--wheels", wheels] if any(stage.name == "install" for stage in CALLS[number]) else []
+    command += ["--resume", home] if home.exists() else []
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST", "GRPO_KERNELS", "TRITON"))}
+    began = time.monotonic()
+    done = subprocess.run([str(word) for word in command], cwd=ROOT, env=kept, stdout=subprocess.PIPE, text=True)
+    seconds = time.monotonic() - began
+    if done.returncode != 0:
+        sys.exit(f"call {number} ended with {done.returncode}\n{done.stdout[-6000:]}")
+    shutil.copy(out / "results.tar.gz", home)
+    left = left_out(home, [stage.name for stage in CALLS[number]])
+    if left - LEFT_OUT:
+        sys.exit(f"call {number} left out what a CPU can run: {', '.join(sorted(left - LEFT_OUT))}")
+    return f"| {number} | {', '.join(stage.name for stage in CALLS[number])} | {len(list(out.iterdir()))} | {len(left)} | {seconds:.0f} |"
+
+
+def left_out(archive: Path, stages: Sequence[str]) -> set[str]:
+    found: set[str] = set()
+    with tarfile.open(archive) as tar:
+        for stage in stages:
+            file = tar.extractfile(f"json/{stage}.json")
+            assert file is not None
+            found |= set(json.load(file).get("left_out", []))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rehearse all calls and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", type=Path, help="of an environment that has all that the kit needs (default: a new one)")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "rehearsal", help="where things are made")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for each call")
+    options = parser.parse_args(arguments)
+    work = options.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    home, wheels = work / "home.tar.gz", work / "wheels"
+    home.unlink(missing_ok=True)
+    python = environment(work) if options.python is None else options.python.absolute()
+    call(python, "-m", "pip", "download", "--quiet", "--dest", wheels, *wheels_of_the_page())
+    rows = [one_call(number, python, wheels, home, options.minutes) for number in CALLS]
+    print("| call | stages | files | left out | seconds |\n| ---: | --- | ---: | ---: | ---: |")
+    print("\n".join(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
