@@ -27,7 +27,17 @@ from matrix import ENVIRONMENTS, call, interpreter  # noqa: E402
 from benchmarks.gpu_plan import CALLS, COMPARED, FURTHER, REHEARSED_SUITES  # noqa: E402
 
 #: Beside what such a machine has, of what the stages and the peers import.
-BESIDE = ("numpy<2.4", "pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "matplotlib", "transformers", "pandas", "cloudpickle")
+BESIDE = (
+    "numpy<2.4",
+    "pytest",
+    "pytest-xdist",
+    "pytest-timeout",
+    "hypothesis",
+    "matplotlib",
+    "transformers",
+    "pandas",
+    "cloudpickle",
+)
 #: What cannot run without a GPU.
 LEFT_OUT = {
     "waits of the host", "host time of a call", "CUDA graphs", "registers of the kernels as loaded",
