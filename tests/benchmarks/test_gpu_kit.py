@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from support import on_device
 from support.cases import OBJECTIVES
 from support.on_device import OnDevice
 from support.processes import for_its_own_pytest
@@ -403,6 +404,16 @@ def test_tensors_are_made_on_the_device() -> None:
         assert {x.device.type for x in ours["made"]} == {"cpu"}
     with OnDevice("cpu"):
         assert torch.equal(torch.randn(4, generator=torch.Generator().manual_seed(3)), plain)
+
+
+def test_memory_is_given_back_after_each_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append("back"))
+    on_device.pytest_runtest_teardown()
+    assert not given  # on a CPU there is nothing to give
+    monkeypatch.setattr(on_device.MODE, "device", "cuda")
+    on_device.pytest_runtest_teardown()
+    assert given == ["back"]
 
 
 # ---- tuning
