@@ -39,7 +39,9 @@ def test_an_update_is_the_same_from_hidden_states_and_from_logits(tok: Any, tmp_
     assert all(m["kl"] > 0 for m in reported[0])  # of the second update on a batch, which has left the reference
     for other in updated[1:]:
         for name, p in updated[0].items():
-            torch.testing.assert_close(other[name], p, rtol=0, atol=3e-3)  # AdamW moves by lr where a gradient is of rounding size
+            torch.testing.assert_close(
+                other[name], p, rtol=0, atol=3e-3
+            )  # AdamW moves by lr where a gradient is of rounding size
 
 
 def test_the_divergence_is_that_of_the_two_models(tok: Any, tmp_path: Path) -> None:
