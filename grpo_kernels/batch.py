@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .checks import describe, require
-from .layout import as_mask, check_offsets, flat, per_token, sequence_ids
+from .layout import as_mask, as_wide, check_offsets, flat, per_token, sequence_ids
 from .missing import check_missing, narrowed, outside, without_set
 from .rewards.estimators import ADVANTAGES, Evidence, lookup
 from .row_counts import KINDS, UNSEEN, Counts, versions_of, whole
@@ -193,8 +193,9 @@ class TokenBatch:
         value = getattr(self, name)
         if value is None:
             return None
-        value = per_token(name, value, self.targets.shape, self.cu_seqlens)
-        return value if self.mask is None else torch.where(self.mask.reshape(-1), value, 0.0)
+        if self.mask is None:
+            return per_token(name, value, self.targets.shape, self.cu_seqlens)
+        return torch.where(self.mask, as_wide(name, value, self.targets.shape, self.cu_seqlens), 0.0).reshape(-1)
 
     def marked(self, kind: str) -> Tensor | None:
         """bool [N] of a kind, None standing for all rows. "trained": the mask. "contributing": trained, with a nonzero advantage and
@@ -202,7 +203,7 @@ class TokenBatch:
         mask = None if self.mask is None else flat(self.mask)
         if kind == "trained":
             return mask
-        base = next((base for base in KINDS if kind == whole(base)), None)
+        base = None if self.kept is None else next((base for base in KINDS if kind == whole(base)), None)
         if base is not None:
             marked, without = self.marked(base), self.without_set
             return without if marked is None else marked & without

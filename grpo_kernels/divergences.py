@@ -8,9 +8,8 @@ import torch
 
 from .checks import require
 from .formulas.divergence import Exact, as_exact
-from .layout import as_mask, flat
-from .operators import checked_logits, hidden_source, leaves_the_graph, logits_source, outside
-from .options import Options, merged
+from .layout import as_mask, checked_logits, flat
+from .options import Options, hidden_source, is_traced, leaves_the_graph, logits_source, merged, outside
 from .projection import Head
 from .reference import Policy, TopK, linear_teacher, logits_teacher, second, squared
 from .token_sets import TokenSets, check_sets
@@ -58,7 +57,7 @@ def token_divergence(
     infinite where the other side has no probability. Both rows are read twice in the forward and in the backward each (the jsd: three times in the
     forward). Raises ValueError naming the argument that is wrong."""
     exact, options = as_exact(divergence), merged(options)
-    if leaves_the_graph(exact, None, shard=shard):
+    if is_traced() and leaves_the_graph(exact, None, shard=shard):
         given: dict[str, Any] = {"mask": mask, "transform": transform, "inplace": inplace, "kept": kept, "shard": shard}
         return outside(token_divergence, logits, ref_logits, exact, options=options, **given)
     shape, device = _leading("logits", logits)
@@ -102,7 +101,7 @@ def linear_divergence(
         beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
         weight, bias, transform, shard, weight_grad = weight.parts(**beside)
     options = merged(options)
-    if leaves_the_graph(exact, weight_grad, shard=shard):
+    if is_traced() and leaves_the_graph(exact, weight_grad, shard=shard):
         given: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "kept": kept, "shard": shard}
         given["weight_grad"] = weight_grad
         return outside(linear_divergence, hidden, weight, reference, exact, options=options, **given)
@@ -111,7 +110,7 @@ def linear_divergence(
     policy = Policy(shape, device, head.vocab, head.weight.shape[0], as_transform(transform), mask, None, shard)
     teacher = linear_teacher(reference, exact, policy)
     sets, targets = _kept(kept, policy, teacher)
-    memory = check_weight_grad(weight_grad, head.weight)
+    memory = None if weight_grad is None else check_weight_grad(weight_grad, head.weight)
     source = hidden_source(head, None if mask is None else flat(mask), options, None, sets, memory, *second(teacher))
     return _values(source, head.tensors, targets, policy, teacher, exact)
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 
 from .checks import values_are_checked
+from .vocabulary.shard import VocabShard, check_shard
 
 Tensor = torch.Tensor
 
@@ -68,14 +69,17 @@ def sequence_ids(cu_seqlens: Tensor, n: int) -> Tensor:
 
 def per_token(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None) -> Tensor:
     """Flat fp32 [N]: `value` given per token (the shape of targets), per sequence ([B] or [B, 1]) or as a 0-d tensor."""
+    return as_wide(name, value, shape, cu_seqlens).expand(shape).reshape(-1)
+
+
+def as_wide(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The values of `per_token`, fp32 and of a shape that broadcasts to `shape`."""
     value = value.detach().to(torch.float32)
-    if value.shape == shape:
-        return value.reshape(-1)
-    if value.dim() == 0:
-        return value.expand(shape.numel())
+    if value.shape == shape or value.dim() == 0:
+        return value
     if cu_seqlens is None:
         if len(shape) >= 2 and value.shape in (shape[:1], shape[:1] + (1,) * (len(shape) - 1)):
-            return value.reshape(-1, *(1,) * (len(shape) - 1)).expand(shape).reshape(-1)
+            return value.reshape(-1, *(1,) * (len(shape) - 1))
         options = f"{list(shape)}" + (f", [{shape[0]}] or [{shape[0]}, 1]" if len(shape) == 2 else "")
         hint = " (Packed sequences take one per sequence in a TokenBatch with cu_seqlens.)" if len(shape) == 1 else ""
     else:
@@ -91,6 +95,14 @@ def of_a_leaf(logits: Tensor) -> bool:
     memory; torch refuses in-place operations on a leaf, too."""
     owner = logits if logits._base is None else logits._base
     return torch.is_grad_enabled() and owner.is_leaf and owner.requires_grad
+
+
+def checked_logits(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, shard: VocabShard | None) -> Tensor:
+    """`logit_rows` of a caller's logits, or of this rank's part of them."""
+    if shard is not None:
+        check_shard(shard)
+        logits = shard.local("logits", logits, -1)
+    return logit_rows(logits, shape, device, inplace, shard is None)
 
 
 def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, whole: bool = True) -> Tensor:
@@ -114,7 +126,8 @@ def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace:
             "be overwritten. Pass the output of a computation (a model's logits), or inplace=False."
         )
     if inplace and (
-        logits.stride(-1) != 1 or any(s == 0 and n > 1 for s, n in zip(logits.stride(), logits.shape, strict=True))
+        logits.stride(-1) != 1
+        or (0 in logits.stride() and any(s == 0 and n > 1 for s, n in zip(logits.stride(), logits.shape, strict=True)))
     ):
         raise ValueError(
             f"inplace=True, but logits of shape {list(logits.shape)} has strides {list(logits.stride())}: "

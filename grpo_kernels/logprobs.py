@@ -8,14 +8,13 @@ from typing import Any, NamedTuple, overload
 import torch
 
 from .checks import require
-from .layout import as_mask, check_targets, flat
+from .layout import as_mask, check_targets, checked_logits, flat
 from .missing import check_kept, narrowed, rows_with_sets
-from .operators import checked_logits, hidden_source, leaves_the_graph, logits_source, outside
-from .options import Options, merged
+from .options import Options, hidden_source, is_traced, leaves_the_graph, logits_source, merged, outside
 from .projection import Head
 from .supports import statistics_of
 from .token_sets import TokenSets, check_sets
-from .transform import LogitTransform, as_transform
+from .transform import IDENTITY, LogitTransform, as_transform
 from .vocabulary.hidden import check_head
 from .vocabulary.kept import KeptRows
 from .vocabulary.shard import VocabShard
@@ -109,7 +108,7 @@ def token_logprobs(
     vocabulary gives NaN, see GRPO_KERNELS_CHECK in `python -m grpo_kernels doctor`.
     """
     options = merged(options, backend=backend, strict=strict)
-    if leaves_the_graph(at if kept is None else kept, None, shard=shard):
+    if is_traced() and leaves_the_graph(at if kept is None else kept, None, shard=shard):
         given: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "inplace": inplace, "shard": shard}
         return outside(token_logprobs, logits, targets, also=also, kept=kept, at=at, options=options, **given)
     mask = _check_targets(targets, mask, entropy, also)
@@ -209,7 +208,7 @@ def linear_logprobs(
         beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
         weight, bias, transform, shard, weight_grad = weight.parts(**beside)
     options = merged(options, backend=backend, strict=strict)
-    if leaves_the_graph(at if kept is None else kept, weight_grad, shard=shard):
+    if is_traced() and leaves_the_graph(at if kept is None else kept, weight_grad, shard=shard):
         given: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "entropy": entropy, "shard": shard}
         given["weight_grad"] = weight_grad
         return outside(linear_logprobs, hidden, weight, targets, also=also, kept=kept, at=at, options=options, **given)
@@ -218,7 +217,7 @@ def linear_logprobs(
     mask, sets = _kept(kept, targets, mask, head.vocab, options)
     slots = _slots(at, targets, head.vocab)
     check_targets(targets, mask, head.vocab)
-    memory = check_weight_grad(weight_grad, head.weight)
+    memory = None if weight_grad is None else check_weight_grad(weight_grad, head.weight)
 
     def source_of(sets: KeptRows | None) -> Source:
         return hidden_source(head, None if mask is None else flat(mask), options, None, sets, memory, slots)
@@ -278,7 +277,7 @@ def _stage(
 ) -> Any:  # fmt: skip
     transform, entropy, also, options = asked
     shape = targets.shape
-    rows = as_transform(transform).for_rows(shape, mask, None, targets.device)
+    rows = IDENTITY if transform is None else as_transform(transform).for_rows(shape, mask, None, targets.device)
     mass = "log_kept_mass" in also
     names = (*(("entropy",) if entropy else ()), *(name for name in also if name != "log_kept_mass"))
     with_gradient = tuple(name for name in names if name == "sum_squares" or (name == "entropy" and entropy is True))

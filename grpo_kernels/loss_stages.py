@@ -15,8 +15,7 @@ from .formulas.surrogates import NoPolicyTerm
 from .formulas.token_stage import TokenRows
 from .loss_output import LossOutput
 from .objective import Objective
-from .operators import is_traced
-from .options import Options
+from .options import Options, is_traced
 from .reference import TopK
 from .supports import statistics_of
 from .vocabulary.hidden import TeacherHead

@@ -11,13 +11,12 @@ import torch
 from .batch import TokenBatch
 from .checks import require
 from .formulas.token_stage import TokenRows
-from .layout import check_targets, per_token
+from .layout import check_targets, checked_logits, per_token
 from .loss_output import LossOutput
 from .loss_stages import Call, loss_of_logps, loss_of_source, with_divergence
 from .missing import check_kept, rows_with_sets
 from .objective import Denominators, Objective
-from .operators import checked_logits, hidden_source, is_traced, leaves_the_graph, logits_source, outside
-from .options import Options, merged
+from .options import Options, hidden_source, is_traced, leaves_the_graph, logits_source, merged, outside
 from .projection import Head
 from .reference import (
     Policy,
@@ -30,7 +29,7 @@ from .reference import (
 )
 from .row_counts import whole
 from .token_sets import TokenSets
-from .transform import LogitTransform, as_transform
+from .transform import IDENTITY, LogitTransform, as_transform
 from .vocabulary.hidden import FlatHead, check_head
 from .vocabulary.kept import KeptRows
 from .vocabulary.shard import VocabShard
@@ -94,15 +93,18 @@ def grpo_loss(
     _check_specs(batch, objective)
     check_given("ref_logits", ref_logits, objective, batch)
     options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
-    if leaves_the_graph(batch.kept if ref_logits is None else ref_logits, None, shard=shard, context_group=batch.context_group):
+    sets = batch.kept if ref_logits is None else ref_logits
+    if is_traced() and leaves_the_graph(sets, None, shard=shard, context_group=batch.context_group):
         given: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "shard": shard}
         return outside(grpo_loss, logits, batch, objective, ref_logits=ref_logits, options=options, **given)
-    batch = _with_options(batch, options)
+    batch = batch if batch.kept is None else _with_options(batch, options)
     shape, device = batch.targets.shape, batch.targets.device
     flat_logits = checked_logits(logits, shape, device, inplace, shard)
     vocab = flat_logits.shape[-1] if shard is None else shard.vocab
     check_targets(batch.targets, batch.mask, vocab, logits=True)
-    row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
+    row_transform = IDENTITY
+    if transform is not None:
+        row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
     rows = objective.token_rows(batch, normalizer, options.skip_inactive)
     kept = _kept_rows(batch, rows, vocab, options)
     if inplace and kept is not None and options.over_vocabulary is not None:
@@ -189,16 +191,18 @@ def linear_grpo_loss(
         weight, bias, transform, shard, weight_grad = weight.parts(**beside)
     options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
     exact = objective.exact
-    if leaves_the_graph(exact or batch.kept, weight_grad, shard=shard, context_group=batch.context_group):
+    if is_traced() and leaves_the_graph(exact or batch.kept, weight_grad, shard=shard, context_group=batch.context_group):
         given: dict[str, Any] = {"bias": bias, "reference": reference, "transform": transform, "normalizer": normalizer}
         given |= {"shard": shard, "weight_grad": weight_grad}
         return outside(linear_grpo_loss, hidden, weight, batch, objective, options=options, **given)
-    batch = _with_options(batch, options)
+    batch = batch if batch.kept is None else _with_options(batch, options)
     shape, device = batch.targets.shape, batch.targets.device
     head = check_head(hidden, weight, bias, shape, device, shard)
     check_targets(batch.targets, batch.mask, head.vocab)
-    row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
-    memory = check_weight_grad(weight_grad, head.weight)
+    row_transform = IDENTITY
+    if transform is not None:
+        row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
+    memory = None if weight_grad is None else check_weight_grad(weight_grad, head.weight)
 
     def source_of(a_head: FlatHead, rows: TokenRows, kept: KeptRows | None, into: WeightMemory | None = memory) -> Source:
         index = None if is_traced() else split_rows(batch, rows, objective, kept)
@@ -297,7 +301,7 @@ def split_rows(
 
 def _with_options(batch: TokenBatch, options: Options) -> TokenBatch:
     """The batch with what the options say of targets outside of their sets."""
-    if batch.kept is None or options.missing in (None, batch.missing):
+    if options.missing in (None, batch.missing):
         return batch
     require(batch.missing is None, "missing", options.missing, f"the batch says missing={batch.missing!r}: leave it out here.")
     return replace(batch, missing=options.missing)

@@ -6,7 +6,6 @@ Everything but the surrogate, the filters and the KL estimator is a weight per t
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +18,7 @@ from .formulas import token_stage
 from .formulas.divergence import Exact
 from .formulas.filters import Filter, OffPolicySequences, TrustRegion, check_filters
 from .formulas.kl import Kl, as_kl
-from .formulas.surrogates import LEVELS, Clip, Custom, Dro, Surrogate
+from .formulas.surrogates import LEVELS, Clip, Surrogate, check_log_ratio_bounds
 from .formulas.token_stage import TokenRows
 from .layout import flat
 from .published import preset_fields
@@ -28,6 +27,12 @@ Tensor = torch.Tensor
 F = TypeVar("F", bound=Filter)
 
 AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-mean", "token-sum", "constant")
+
+
+def _is_frozen(part: object) -> bool:
+    """Whether what it says cannot change after it was made."""
+    own = vars(type(part)).get("__dataclass_params__")
+    return own is not None and own.frozen
 
 
 class Denominators(NamedTuple):
@@ -111,15 +116,12 @@ class Objective:
             object.__setattr__(self, name, as_number(getattr(self, name)))
         check_filters(self.filters, self.level)
         if self.log_ratio_bounds is not None:
-            bounds = self.log_ratio_bounds
-            pair = isinstance(bounds, tuple) and len(bounds) == 2 and all(isinstance(b, numbers.Real) for b in bounds)
-            remedy = "pass (low, high) with low < 0 < high, for example (-20.0, 20.0), or None."
-            require(pair and bounds[0] < 0 < bounds[1], "log_ratio_bounds", bounds, remedy)
-            pulls = isinstance(self.surrogate, (Dro, Custom)) and not self.surrogate.detached_ratio
-            remedy = (
-                f"{type(self.surrogate).__name__} may use logp beside the ratio, whose slope a clamp would cut: leave it None."
-            )
-            require(not pulls, "log_ratio_bounds", bounds, remedy)
+            check_log_ratio_bounds(self.log_ratio_bounds, self.surrogate)
+        # Not fields, because they follow from them: read in every call.
+        alone = not (self.surrogate.selects or self.surrogate.in_torch)
+        one_pass = self.level == "token" and alone and all(f.one_pass for f in self.filters)
+        object.__setattr__(self, "_one_pass", one_pass)
+        object.__setattr__(self, "_fixed", all(_is_frozen(part) for part in (self.surrogate, *self.filters)))
 
     @classmethod
     def preset(cls, name: str, *, numerics: str | None = None, **changes: Any) -> Objective:
@@ -152,8 +154,7 @@ class Objective:
     @property
     def one_pass(self) -> bool:
         """True where a token's slope depends on that token alone, so that a kernel reads each row of logits once."""
-        alone = not (self.surrogate.selects or self.surrogate.in_torch)
-        return self.level == "token" and alone and all(f.one_pass for f in self.filters)
+        return self.__dict__["_one_pass"]
 
     @property
     def needs_entropy(self) -> bool:
@@ -220,8 +221,11 @@ class Objective:
         self._sequences(batch)
         return batch.lengths
 
-    def _weights(self, batch: TokenBatch, aggregate: str, normalizer: float | Tensor | None) -> Tensor:
-        """What each token's term counts, fp32 [n]: 0 where masked."""
+    def _weights(
+        self, batch: TokenBatch, mask: Tensor | None, aggregate: str, normalizer: float | Tensor | None
+    ) -> Tensor:  # fmt: skip
+        """What each token's term counts, fp32 [n]: 0 where masked. `mask` is that of the batch, flat."""
+        own = normalizer is None
         if normalizer is None:
             normalizer = self._denominator(batch, aggregate)
             if batch.context_group is not None and aggregate != "token-sum":
@@ -229,7 +233,6 @@ class Objective:
                 normalizer = batch.over_context(share).to(torch.float32)
             # An all-masked batch is 0 / 1.
             normalizer = normalizer.clamp(min=1.0) if isinstance(normalizer, Tensor) else max(normalizer, 1.0)
-        mask = batch.marked("trained")
         ones = torch.ones(batch.rows, dtype=torch.float32, device=batch.targets.device)
         weight = ones if mask is None else mask.to(torch.float32)
         inner: Tensor | None = None  # tokens that share a mean with this one
@@ -239,6 +242,8 @@ class Objective:
             inner = batch.same_group() @ self._lengths(batch)
         if inner is not None:
             weight = weight / batch.spread(inner.clamp(min=1.0)).to(torch.float32)
+        if own:
+            return weight / normalizer
         # Where nothing is trained a given normalizer may be 0, and 0 / 0 must not reach the loss.
         return torch.where(weight != 0, weight / normalizer, 0.0)
 
@@ -266,29 +271,30 @@ class Objective:
         estimated = self.beta != 0 and self.exact is None
         if estimated and batch.ref_logps is None:
             raise ValueError(f"ref_logps is None, but beta={self.beta}: pass the reference's log-probs, or set beta=0.")
-        trust = self.filter(TrustRegion)
+        trust = self.filter(TrustRegion) if self.filters else None
         sampler = trust is not None and trust.anchor == "sampler"
         if sampler and batch.sampler_logps is None:
             raise ValueError('sampler_logps is None, but TrustRegion(anchor="sampler") compares with them: pass them.')
-        if self.level != "token" or self.filter(OffPolicySequences) is not None:
+        if self.level != "token" or (self.filters and self.filter(OffPolicySequences) is not None):
             self._sequences(batch)
         if self.surrogate.absorbs_weights and batch.weights is not None and batch.weights.shape != batch.targets.shape:
             raise ValueError(
                 f"weights has shape {list(batch.weights.shape)}, but {type(self.surrogate).__name__} multiplies the weights of a "
                 f"sequence's tokens into its ratio: pass one per token, {list(batch.targets.shape)}."
             )
-        given = normalizer if isinstance(normalizer, Denominators) else (normalizer, None, None)
-        D, kl_D, entropy_D = (None if x is None else self._check_normalizer(x, batch) for x in given)
-        weight = self._weights(batch, self.aggregate, D)
+        D, kl_D, entropy_D = normalizer if isinstance(normalizer, Denominators) else (normalizer, None, None)
+        if normalizer is not None:
+            D, kl_D, entropy_D = (None if x is None else self._check_normalizer(x, batch) for x in (D, kl_D, entropy_D))
+        mask = batch.marked("trained")
+        weight = self._weights(batch, mask, self.aggregate, D)
 
         def scaled(coef: float, aggregate: str | None, own: float | Tensor | None) -> Tensor | None:
             if coef == 0:
                 return None
             if aggregate is None and own is None:
                 return coef * weight
-            return coef * self._weights(batch, aggregate or self.aggregate, own)
+            return coef * self._weights(batch, mask, aggregate or self.aggregate, own)
 
-        mask = batch.marked("trained")
         active = batch.marked(self.active_rows) if skip_inactive and self.one_pass else None
         advantages, weights = batch.flat("advantages"), batch.flat("weights")
         assert advantages is not None

@@ -11,22 +11,15 @@ gradient; the operators themselves have none.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .checks import require
-from .layout import check_targets, logit_rows
-from .options import Options
+from .layout import check_targets
 from .vocabulary import backends
-from .vocabulary.hidden import FlatHead, TeacherHead
-from .vocabulary.kept import KeptRows
-from .vocabulary.rows import RowStats, RowTransform, Slopes, Teacher
-from .vocabulary.shard import VocabShard, check_shard, on_shard
-from .vocabulary.sources import Hidden, Logits, Source
-from .vocabulary.sparse import Slots
-from .vocabulary.weight_gradient import WeightMemory
+from .vocabulary.rows import RowStats, RowTransform, Slopes
+from .vocabulary.sources import Hidden, Logits
 
 Tensor = torch.Tensor
 
@@ -34,11 +27,6 @@ ROWS = "Tensor targets, Tensor? read"
 SLOPES = "Tensor partials, str[] names, Tensor slope, Tensor? constant, Tensor? log, Tensor? prob"
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias, ScalarType dtype"
 TRANSFORM = "float scale, float softcap, float inv_temperature, Tensor? inv_temperatures, str backend, bool strict"
-
-
-def is_traced() -> bool:
-    """Whether torch.compile, torch.export or a transform of torch.func is tracing this call."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
@@ -116,62 +104,7 @@ def _linear_pull(
     return tuple(hidden.new_empty(0) if g is None else g for g in gradients)  # an operator cannot return None
 
 
-# ---- the source that a public function uses: one that computes now, or one that puts these operators into a graph
-
-
-def checked_logits(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, shard: VocabShard | None) -> Tensor:
-    """Logits as rows [A, T, V] in the order of targets of `shape`."""
-    check_shard(shard)
-    return logit_rows(logits if shard is None else shard.local("logits", logits, -1), shape, device, inplace, shard is None)
-
-
-def logits_source(
-    device: torch.device, inplace: bool, shard: VocabShard | None, options: Options, kept: KeptRows | None = None,
-    at: Slots | None = None, teacher: Teacher | None = None,
-) -> Source:  # fmt: skip
-    """The source that reads checked logits."""
-    if torch.compiler.is_compiling():
-        return TracedLogits(options.backend, options.strict)
-    return Logits(
-        on_shard(backends.pick(options.backend, device, options.strict), shard), inplace, shard, kept, at, teacher=teacher
-    )
-
-
-def hidden_source(
-    head: FlatHead, read: Tensor | None, options: Options, rows: tuple[Tensor, int] | None = None, kept: KeptRows | None = None,
-    into: WeightMemory | None = None, at: Slots | None = None, teacher: TeacherHead | None = None,
-) -> Source:  # fmt: skip
-    """The source for a checked head. `rows`: (index, active) of `Hidden`; None where the caller does not know them."""
-    if torch.compiler.is_compiling():
-        return TracedHidden(options.backend, options.strict, head.dtype)
-    backend = on_shard(backends.pick(options.backend, head.hidden.device, options.strict), head.shard)
-    index, active = (None, None) if rows is None else rows
-    source = Hidden(backend, head.dtype, head.shard, index, active, kept, into, at, teacher=teacher)
-    if index is not None or torch._C._are_functorch_transforms_active():
-        return source
-    return replace(source, index=source.rows_of(head.hidden.shape[0], read, head.hidden.device))
-
-
-def leaves_the_graph(sets: Any, weight_grad: Any, **groups: Any) -> bool:
-    """Whether a call has to break the graph, because the operators take no sets of ids, no memory to add to and no process groups.
-    ValueError under torch.func for the latter two."""
-    given = [name for name, value in groups.items() if value is not None]
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        if given:
-            raise ValueError(
-                f"{given[0]} is given under torch.func, which does not support process groups: use torch.autograd."
-            )
-        require(weight_grad is None, "weight_grad", weight_grad, "torch.func gives gradients as results: leave it out.")
-    return torch.compiler.is_compiling() and bool(given or sets is not None or weight_grad is not None)
-
-
-def outside(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run a public function eagerly, at a graph break; the error of fullgraph=True names this function."""
-    return torch.compiler.disable(function)(*arguments, **options)
-
-
-# The attribute that torch.compiler.disable sets. Used as a decorator, it would import the whole compiler with this package.
-outside._torchdynamo_disable = True  # type: ignore[attr-defined]
+# ---- sources that put these operators into a graph
 
 
 class _Traced:

@@ -1,13 +1,26 @@
-"""What only chooses how a loss or log-probs are computed."""
+"""What only chooses how a loss or log-probs are computed: the options of a call, and the source that follows from them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
 from .checks import require
 from .missing import check_missing
-from .vocabulary.backends import check_name
+from .operators import TracedHidden, TracedLogits
+from .vocabulary import backends
+from .vocabulary.hidden import FlatHead, TeacherHead
+from .vocabulary.kept import KeptRows
+from .vocabulary.rows import Teacher
+from .vocabulary.shard import VocabShard, on_shard
+from .vocabulary.sources import Hidden, Logits, Source
+from .vocabulary.sparse import Slots
+from .vocabulary.weight_gradient import WeightMemory
+
+Tensor = torch.Tensor
 
 OVER = ("kept", "vocabulary")
 
@@ -45,7 +58,7 @@ class Options:
             require(getattr(self, name) in OVER, name, getattr(self, name), 'it must be "kept" or "vocabulary".')
         for name in ("skip_inactive", "strict"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "pass True or False.")
-        check_name(self.backend)
+        backends.check_name(self.backend)
 
     @property
     def over_vocabulary(self) -> tuple[str, ...] | None:
@@ -55,13 +68,18 @@ class Options:
         return () if self.reference_over == "vocabulary" else None
 
 
+DEFAULTS = Options()
+
+
 def merged(options: Options | None, *, backend: str = "auto", strict: bool = False, skip_inactive: bool = False) -> Options:
     """The options of a call, of which the keywords are a part that may be written without them."""
-    given: dict[str, Any] = {"backend": backend, "strict": strict, "skip_inactive": skip_inactive}
     if options is None:
-        return Options(**given)
+        if backend == "auto" and strict is False and skip_inactive is False:
+            return DEFAULTS
+        return Options(backend=backend, strict=strict, skip_inactive=skip_inactive)
     if not isinstance(options, Options):
         raise ValueError(f"options is a {type(options).__name__}: pass Options, for example Options(backend='eager').")
+    given: dict[str, Any] = {"backend": backend, "strict": strict, "skip_inactive": skip_inactive}
     plain = {f.name: f.default for f in fields(Options)}
     given = {name: value for name, value in given.items() if value != plain[name]}
     for name, value in given.items():
@@ -69,3 +87,60 @@ def merged(options: Options | None, *, backend: str = "auto", strict: bool = Fal
         if said not in (plain[name], value):
             raise ValueError(f"{name}={value!r}, but options has {name}={said!r}: say it in one place.")
     return replace(options, **given) if given else options
+
+
+# ---- whether a call is traced, and the source that it reads: one that computes now, or one that puts operators into a graph
+
+
+def is_traced() -> bool:
+    """Whether torch.compile, torch.export or a transform of torch.func is tracing this call."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def leaves_the_graph(sets: Any, weight_grad: Any, **groups: Any) -> bool:
+    """Whether a traced call has to break the graph, because the operators take no sets of ids, no memory to add to and no process
+    groups. ValueError under torch.func for the latter two."""
+    given = [name for name, value in groups.items() if value is not None]
+    if torch.compiler.is_compiling():
+        return bool(given or sets is not None or weight_grad is not None)
+    if given:
+        raise ValueError(f"{given[0]} is given under torch.func, which does not support process groups: use torch.autograd.")
+    require(weight_grad is None, "weight_grad", weight_grad, "torch.func gives gradients as results: leave it out.")
+    return False
+
+
+def outside(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Run a public function eagerly, at a graph break; the error of fullgraph=True names this function."""
+    return torch.compiler.disable(function)(*arguments, **options)
+
+
+# The attribute that torch.compiler.disable sets. Used as a decorator, it would import the whole compiler with this package.
+outside._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def logits_source(
+    device: torch.device, inplace: bool, shard: VocabShard | None, options: Options, kept: KeptRows | None = None,
+    at: Slots | None = None, teacher: Teacher | None = None,
+) -> Source:  # fmt: skip
+    """The source that reads checked logits."""
+    if torch.compiler.is_compiling():
+        return TracedLogits(options.backend, options.strict)
+    backend = backends.pick(options.backend, device, options.strict)
+    backend = backend if shard is None else on_shard(backend, shard)
+    return Logits(backend, inplace, shard, kept, at, teacher=teacher)
+
+
+def hidden_source(
+    head: FlatHead, read: Tensor | None, options: Options, rows: tuple[Tensor, int] | None = None, kept: KeptRows | None = None,
+    into: WeightMemory | None = None, at: Slots | None = None, teacher: TeacherHead | None = None,
+) -> Source:  # fmt: skip
+    """The source for a checked head. `rows`: (index, active) of `Hidden`; None where the caller does not know them."""
+    if torch.compiler.is_compiling():
+        return TracedHidden(options.backend, options.strict, head.dtype)
+    backend = backends.pick(options.backend, head.hidden.device, options.strict)
+    backend = backend if head.shard is None else on_shard(backend, head.shard)
+    index, active = (None, None) if rows is None else rows
+    source = Hidden(backend, head.dtype, head.shard, index, active, kept, into, at, teacher=teacher)
+    if index is not None or torch._C._are_functorch_transforms_active():
+        return source
+    return replace(source, index=source.rows_of(head.hidden.shape[0], read, head.hidden.device))

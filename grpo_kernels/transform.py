@@ -85,6 +85,7 @@ class LogitTransform:
 
 
 AS_THEY_ARE = LogitTransform()
+IDENTITY = RowTransform(1.0, 0.0, 1.0)  # the same, of rows
 
 
 def as_transform(transform: LogitTransform | None) -> LogitTransform:

@@ -11,11 +11,13 @@ write your own, see `Custom`.
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ..checks import LARGEST, SMALLEST, require_clip_widths, require_number
+from ..checks import LARGEST, SMALLEST, require, require_clip_widths, require_number
 from .covariance import ClipCov, KlCov, covariance
 from .custom import LEVELS, Custom, Surrogate, check_surrogate
 from .ops import bounded_exp, ops
@@ -36,6 +38,7 @@ __all__ = [
     "Sapo",
     "Surrogate",
     "Vespo",
+    "check_log_ratio_bounds",
     "check_surrogate",
     "covariance",
 ]
@@ -284,3 +287,13 @@ class A2po(Surrogate):
 
     def __post_init__(self) -> None:
         require_number("beta", self.beta, "the temperature of the regression is a finite number above 0.", SMALLEST, LARGEST)
+
+
+def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
+    """Raise ValueError unless the log-ratio that this surrogate takes can be clamped to (low, high)."""
+    pair = isinstance(bounds, tuple) and len(bounds) == 2 and all(isinstance(b, numbers.Real) for b in bounds)
+    remedy = "pass (low, high) with low < 0 < high, for example (-20.0, 20.0), or None."
+    require(pair and bounds[0] < 0 < bounds[1], "log_ratio_bounds", bounds, remedy)
+    pulls = isinstance(surrogate, (Dro, Custom)) and not surrogate.detached_ratio
+    remedy = f"{type(surrogate).__name__} may use logp beside the ratio, whose slope a clamp would cut: leave it None."
+    require(not pulls, "log_ratio_bounds", bounds, remedy)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .program import FormulaRefused, Program, Tracer, is_fixed, refusal, same_numbers
-from .token_stage import TokenRows, formulas, scalars, token_terms
+from .token_stage import TokenRows, formulas, remembered, scalars, token_terms
 
 if TYPE_CHECKING:
     from ..objective import Objective
@@ -30,13 +30,20 @@ _compared: set[Any] = set()
 def token_program(objective: Objective, rows: TokenRows) -> tuple[Program, list[float]]:
     """(the program, its numbers) for an objective of one pass: (loss, d loss / d log-prob, d loss / d entropy) from the log-prob,
     the entropy and those of INPUTS that `rows` has. Raises FormulaRefused where a formula cannot be traced."""
+    known = remembered(objective, "_programs", lambda _: {})
+    present = tuple([name for name in INPUTS if getattr(rows, name) is not None])
+    found = known.get(present)
+    if found is not None:
+        return found
     chosen, given = formulas(objective), scalars(objective)
-    present = tuple(name for name in INPUTS if getattr(rows, name) is not None)
     shape = tuple((name, len(x) if isinstance(x, tuple) else x if x is None else -1) for name, x in given.items())
     # What a formula keeps beside its parameters may have changed since the last call.
-    make = _traced_once if all(is_fixed(x) for x in chosen.values() if callable(x)) else _traced
-    program = make(tuple(chosen.items()), present, shape)
-    return program, program.numbers(_flat(given))
+    fixed = all(is_fixed(x) for x in chosen.values() if callable(x))
+    program = (_traced_once if fixed else _traced)(tuple(chosen.items()), present, shape)
+    found = program, program.numbers(_flat(given))
+    if fixed:
+        known[present] = found
+    return found
 
 
 def _flat(given: dict[str, Any]) -> list[float]:

@@ -140,8 +140,22 @@ def ratio_of_kl(log_ratio, own, LEVEL):
 NO_KL = Kl()
 
 
+def remembered(objective: Objective, name: str, make: Callable[[Objective], Any]) -> Any:
+    """make(objective), once for an objective whose terms cannot change."""
+    known = objective.__dict__.get(name)
+    if known is None:
+        known = make(objective)
+        if objective.__dict__.get("_fixed") and not torch.compiler.is_compiling():
+            objective.__dict__[name] = known
+    return known
+
+
 def formulas(objective: Objective) -> dict[str, Callable[..., Any] | str | bool | None]:
     """The arguments of `token_terms` that are fixed at compile time: functions and choices."""
+    return remembered(objective, "_formulas", _formulas)
+
+
+def _formulas(objective: Objective) -> dict[str, Callable[..., Any] | str | bool | None]:
     trust = objective.filter(TrustRegion)
     kl = objective.kl_spec if objective.beta else NO_KL
     return {
@@ -156,6 +170,10 @@ def formulas(objective: Objective) -> dict[str, Callable[..., Any] | str | bool 
 
 def scalars(objective: Objective) -> dict[str, Any]:
     """The numbers that `token_terms` takes at run time besides the rows: changing them recompiles nothing."""
+    return remembered(objective, "_scalars", _scalars)
+
+
+def _scalars(objective: Objective) -> dict[str, Any]:
     trust, floor = objective.filter(TrustRegion), objective.filter(EntropyFloor)
     params = objective.surrogate.params
     if not torch.compiler.is_compiling() and any(math.isnan(x) for x in params):
@@ -184,7 +202,8 @@ def terms_of_rows(
         x = log_ratio(objective, logps, rows, batch) if x is None else x
         rows = _filtered(objective, logps, entropy, rows, batch)
     if objective.surrogate.selects:
-        numbers["surrogate_params"] += (objective.surrogate.select(logps, old, rows.advantages, rows.mask),)
+        selected = objective.surrogate.select(logps, old, rows.advantages, rows.mask)
+        numbers = {**numbers, "surrogate_params": (*numbers["surrogate_params"], selected)}
     losses, d_logps, d_ratio, d_entropy = token_terms(
         logps, entropy, x, old, rows.ref_logps, old if rows.sampler_logps is None else rows.sampler_logps, rows.advantages,
         rows.policy_weight, rows.kl_weight, rows.entropy_weight, rows.nll_weight, **numbers, **formulas(objective),

@@ -123,10 +123,8 @@ def _version(x: Tensor | None) -> int | None:
     return None if x is None or x.is_inference() else x._version
 
 
-def check_weight_grad(weight_grad: Tensor | None, weight: Tensor) -> WeightMemory | None:
+def check_weight_grad(weight_grad: Tensor, weight: Tensor) -> WeightMemory:
     """Raise ValueError unless the gradient of `weight` can be added into `weight_grad`."""
-    if weight_grad is None:
-        return None
     if not isinstance(weight_grad, Tensor) or weight_grad.shape != weight.shape or weight_grad.device != weight.device:
         got = (
             f"{list(weight_grad.shape)} on {weight_grad.device}"

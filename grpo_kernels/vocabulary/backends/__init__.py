@@ -241,8 +241,8 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> SparseBack
     warning per reason, also for a single call whose Triton kernel cannot run; strict=True, also of `use` or
     GRPO_KERNELS_STRICT, raises RuntimeError instead. A backend asked for by name never falls back: RuntimeError says why it
     cannot run. ValueError for an unknown name. (A Triton kernel that runs with a smaller tile gets one, with a warning, in every mode.)"""
-    backend, strict = _settings()[0] if backend == "auto" else backend, is_strict(strict)
-    check_name(backend)
+    in_use, strict_in_use = _settings()
+    backend, strict = in_use if backend == "auto" else backend, strict or strict_in_use
     if backend == "auto":
         name, reason = native(device)
         if reason is None:
@@ -254,6 +254,7 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> SparseBack
             raise RuntimeError(f"{message} (strict mode: no fallback)")
         warn_once(message)
         return load("eager")
+    check_name(backend)
     reason = unavailable(backend)
     if reason is None and backend == "cpu" and device.type != "cpu":
         reason = f"the data is on {device}"
