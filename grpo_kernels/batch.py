@@ -45,10 +45,10 @@ class TokenBatch:
                  has the same B sequences, in the same order, and of each some tokens or none, in any pattern. Sums over a
                  sequence are then over the group. See below.
 
-    kept         the set of ids that each token was sampled from, a row of `TokenSets` for each flat row of targets: top-k, top-p and
-                 min-p cut the others off, so that the policy that acted is the softmax over the set. Log-probs, ratio, entropy,
-                 KL and gradient are then over the set; old_logps, ref_logps and sampler_logps have to be over the same sets. A
-                 row without ids runs over the whole vocabulary.
+    kept         the set of ids that each token was sampled from, a row of `TokenSets` for each flat row of targets: top-k,
+                 top-p and min-p cut the others off, so that the policy that acted is the softmax over the set. Log-probs,
+                 ratio, entropy, KL and gradient are then over the set; old_logps, ref_logps and sampler_logps have to be over
+                 the same sets. A row without ids runs over the whole vocabulary.
     missing      of a target that its kept set lacks: "include", "full", "mask" or "raise"; None: see `Options`.
 
     With a context_group, the tokens' losses of all ranks add up to those of the whole sequences, and so do gradients. What
@@ -56,7 +56,8 @@ class TokenBatch:
     contributing token), and at a sequence level the ratio and its slope (once a loss); the default normalizer costs one of a
     number. Making the batch, a loss on it and `distributed.global_normalizer` are calls that all ranks of the group make, and
     who writes into the mask or the advantages of a batch does so on all of them. Metrics and log-probs are of the rank's own
-    rows, and reading them needs no communication. ClipCov, KlCov, and EntropyQuantile without a process_group select among the rank's own rows, too.
+    rows, and reading them needs no communication. ClipCov, KlCov, and EntropyQuantile without a process_group select among the
+    rank's own rows, too.
 
     Packed, [B] and [N] may be equal: a tensor of that length is then read per token, so write [B, 1].
     Gradients never flow into these tensors. Raises ValueError on shapes, dtypes or devices that disagree.
@@ -198,8 +199,8 @@ class TokenBatch:
         return torch.where(self.mask, as_wide(name, value, self.targets.shape, self.cu_seqlens), 0.0).reshape(-1)
 
     def marked(self, kind: str) -> Tensor | None:
-        """bool [N] of a kind, None standing for all rows. "trained": the mask. "contributing": trained, with a nonzero advantage and
-        weight. "sequences": trained, in a sequence that holds a contributing token."""
+        """bool [N] of a kind, None standing for all rows. "trained": the mask. "contributing": trained, with a nonzero
+        advantage and weight. "sequences": trained, in a sequence that holds a contributing token."""
         mask = None if self.mask is None else flat(self.mask)
         if kind == "trained":
             return mask

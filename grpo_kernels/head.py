@@ -76,8 +76,9 @@ class FusedLMHead(nn.Linear):
     Install before fully_shard, DDP or deepspeed.initialize, and before PEFT wraps the head.
 
     head       a plain nn.Linear [V, H]. Raises ValueError for anything else (LoRA, quantised, sharded, hooked, installed twice).
-    transform  softcap and scale of the model's logits, which `head(hidden)` leaves to the model as before: LogitTransform.of(model),
-               which `install` takes by itself; None: there are none. The temperature is an argument of the calls.
+    transform  softcap and scale of the model's logits, which `head(hidden)` leaves to the model as before:
+               LogitTransform.of(model), which `install` takes by itself; None: there are none. The temperature is an argument
+               of the calls.
     """
 
     def __init__(self, head: nn.Linear, *, transform: LogitTransform | None = None) -> None:

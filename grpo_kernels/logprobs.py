@@ -97,9 +97,9 @@ def token_logprobs(
               an error. For the output of a model: a leaf that requires grad is refused.
     shard     logits are [.., V / ranks], this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
     backend   "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
-    at        `TokenSets`, ids of each row whose log-probs are wanted too, with gradient: of a teacher's top-k, an engine's `logprobs`,
-              several branches. They come in the dict of `also` as "at", fp32 [nnz] in the order of at.ids. One log-sum-exp
-              serves all ids of a row. An id outside of a kept set has -inf, one of a masked row 0.
+    at        `TokenSets`, ids of each row whose log-probs are wanted too, with gradient: of a teacher's top-k, an engine's
+              `logprobs`, several branches. They come in the dict of `also` as "at", fp32 [nnz] in the order of at.ids. One
+              log-sum-exp serves all ids of a row. An id outside of a kept set has -inf, one of a masked row 0.
     options   `Options`: backend and strict, and what kept sets leave open.
 
     Returns (logps, entropy), with `also` or `at` (logps, entropy, dict), fp32, the shape of targets, in nats. The softmax runs in
@@ -190,7 +190,8 @@ def linear_logprobs(
             )
 
     hidden    [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts targets[i].
-    weight    [V, H], or a `Head` with all that belongs to it; bias [V] or None. Products run in the autocast dtype if autocast is on, else in that of hidden.
+    weight    [V, H], or a `Head` with all that belongs to it; bias [V] or None. Products run in the autocast dtype if autocast
+              is on, else in that of hidden.
     transform softcap and scale that the model applies after its head, and the temperature: see `LogitTransform.of`.
     shard     weight and bias are this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
     weight_grad  memory that the backward adds the gradient of weight into, as in `linear_grpo_loss`.

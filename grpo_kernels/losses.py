@@ -71,9 +71,10 @@ def grpo_loss(
                  without an error. For the output of a model: a leaf that requires grad is refused.
     skip_inactive  True: rows that cannot contribute (zero advantage or weight, and neither KL nor entropy bonus, at
                  token level) are not read either; out.logps and out.entropy hold 0 there. Loss and gradient are the same.
-    ref_logits   for kl=Exact(...): logits of the reference or teacher, the shape of logits and any of the three dtypes, under the same
-                 transform; (logits, LogitTransform) under one of their own; or `TokenSets` whose values are the log-probs of a
-                 teacher that is known at these ids only (the logits are then read twice). No gradient flows to them.
+    ref_logits   for kl=Exact(...): logits of the reference or teacher, the shape of logits and any of the three dtypes, under
+                 the same transform; (logits, LogitTransform) under one of their own; or `TokenSets` whose values are the
+                 log-probs of a teacher that is known at these ids only (the logits are then read twice). No gradient flows to
+                 them.
     shard        logits are [.., V / ranks], this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
                  The rows are then visited twice, with one all-gather in between.
     backend      "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
@@ -151,24 +152,26 @@ def linear_grpo_loss(
         out.loss.backward()
 
     hidden       [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts batch.targets[i].
-    weight       [V, H], or a `Head` with all that belongs to it. It may be frozen (then neither its gradient nor a buffer for it exists) or tied; fp32, bf16 or fp16.
-                 Products run in the autocast dtype if autocast is on, else in the dtype of hidden; in fp32, which is more
-                 than asked for, where the device has no 16-bit products with fp32 results.
+    weight       [V, H], or a `Head` with all that belongs to it. It may be frozen (then neither its gradient nor a buffer for
+                 it exists) or tied; fp32, bf16 or fp16. Products run in the autocast dtype if autocast is on, else in the dtype
+                 of hidden; in fp32, which is more than asked for, where the device has no 16-bit products with fp32 results.
     bias         [V] or None, added to the logits before the transform.
     transform    softcap and scale that the model applies after its head, and the temperature: see `LogitTransform.of`.
     reference    (hidden, weight) or (hidden, weight, bias) of the frozen reference, in place of batch.ref_logps: its
                  log-probs come from a forward product of its own, and no gradient flows to it. (hidden, Head(...)) has a transform
                  of its own, else the policy's holds for both. Its hidden size and dtype may be others. With kl=Exact(...) it is the
                  second stream of the divergence, a fourth product (weight the policy's own tensor: hidden states of both in one
-                 product), of which no more than a chunk of logits exists; or `TokenSets` whose values are the log-probs of a teacher
-                 that is known at these ids only: no product for the teacher, but the policy's logits are computed again.
+                 product), of which no more than a chunk of logits exists; or `TokenSets` whose values are the log-probs of a
+                 teacher that is known at these ids only: no product for the teacher, but the policy's logits are computed
+                 again.
     shard        weight, bias and those of `reference` are this rank's part of a vocabulary cut over a group: see
                  `distributed.VocabShard`. One all-gather per chunk of rows, and one all-reduce of the gradient of hidden.
-    weight_grad  [V, H], fp32 or the weight's dtype: the backward, whatever it is asked for, adds the gradient of weight into it, and autograd gives weight
-                 none. For gradients that are summed over micro-batches in memory of one's own. With kept sets only the rows of
-                 their ids are touched. `weight.main_grad` of a weight with Megatron's `grad_added_to_main_grad`: that is set to
-                 True, and autograd gets the placeholder that Megatron's hooks drop. Other hooks do not see weight_grad: FSDP2 and
-                 ZeRO-3, which gather the weight, are refused, and DDP reduces zeros for it. docs/kept_sets.md has the remedies.
+    weight_grad  [V, H], fp32 or the weight's dtype: the backward, whatever it is asked for, adds the gradient of weight into
+                 it, and autograd gives weight none. For gradients that are summed over micro-batches in memory of one's own.
+                 With kept sets only the rows of their ids are touched. `weight.main_grad` of a weight with Megatron's
+                 `grad_added_to_main_grad`: that is set to True, and autograd gets the placeholder that Megatron's hooks drop.
+                 Other hooks do not see weight_grad: FSDP2 and ZeRO-3, which gather the weight, are refused, and DDP reduces
+                 zeros for it. docs/kept_sets.md has the remedies.
     The rest is as in `grpo_loss`.
 
     Some rows at a time are projected, turned into their gradient and multiplied back: three matrix products for rows that

@@ -98,7 +98,8 @@ def check_rising(host: Tensor, counts: Tensor, nnz: int, given: str) -> None:
 
 
 def check_unique(ids: Tensor, offsets: Tensor, host: Tensor) -> None:
-    """Raise ValueError if an id stands twice in a row. A stable sort by id leaves rows ascending, so that the two are neighbours."""
+    """Raise ValueError if an id stands twice in a row. A stable sort by id leaves rows ascending, so that the two are
+    neighbours."""
     rows = torch.repeat_interleave(offsets.diff(), output_size=ids.numel())
     order = ids.argsort(stable=True)
     twice = (ids[order[1:]] == ids[order[:-1]]) & (rows[order[1:]] == rows[order[:-1]])

@@ -31,10 +31,11 @@ class TokenSets:
     Rows are in the order of the flat rows of targets: row-major over [B, T], or packed [N]. A row without ids stands for the whole
     vocabulary: prompts, tools, tokens without a record.
 
-    Raises ValueError, with the argument and the row, on dtypes, shapes and devices that disagree, offsets that do not rise from 0 to
-    the number of ids, ids below 0 or twice in a row, and values that are NaN. What the host has to know of the sets is read here:
-    on a GPU the constructor waits for the device once, and once more where ids do not ascend in their rows. Slices, `cat`, `to` and
-    the other methods do not, unless they say so. Sets that are made in inference mode can be trained on outside of it.
+    Raises ValueError, with the argument and the row, on dtypes, shapes and devices that disagree, offsets that do not rise from
+    0 to the number of ids, ids below 0 or twice in a row, and values that are NaN. What the host has to know of the sets is
+    read here: on a GPU the constructor waits for the device once, and once more where ids do not ascend in their rows. Slices,
+    `cat`, `to` and the other methods do not, unless they say so. Sets that are made in inference mode can be trained on outside
+    of it.
     """
 
     ids: Tensor
@@ -148,16 +149,17 @@ class TokenSets:
         order: str = "vllm",
         targets: Tensor | None = None,
     ) -> TokenSets:
-        """The ids that a sampler keeps of these logits, ascending, as int32: for a sampler of your own, and for trainers that filter
-        again (NeMo-RL). Recorded sets are better where there are any: logits that differ in the last bit move ids at the edge.
+        """The ids that a sampler keeps of these logits, ascending, as int32: for a sampler of your own, and for trainers that
+        filter again (NeMo-RL). Recorded sets are better where there are any: logits that differ in the last bit move ids at the
+        edge.
 
         logits       float [..., V], of any leading shape, after scale and softcap, before the temperature.
         top_k        keeps the k largest, and all that equal the last of them; None, 0, -1 or >= V = all.
         top_p        keeps the shortest run of largest probabilities that add up to it, of equal ones those with small ids first;
                      None or 1 = all.
         min_p        keeps probabilities of at least min_p times the largest; None or 0 = all.
-        temperature  divides the logits first: a number > 0, or a tensor > 0 of the leading shape or one for each sequence. The order
-                     "vllm" takes at least 0.01, as vLLM does. A greedy sampler is top_k=1.
+        temperature  divides the logits first: a number > 0, or a tensor > 0 of the leading shape or one for each sequence. The
+                     order "vllm" takes at least 0.01, as vLLM does. A greedy sampler is top_k=1.
         order        "vllm": min_p, then top_k, then top_p of what is left, renormalised. "sglang": top_k and top_p both of all
                      probabilities; with a min_p top_k, top_p and min_p one after another, each of what is left, renormalised.
         targets      integers of the leading shape that are put into their sets; ids outside of [0, V) are passed over.

@@ -178,7 +178,8 @@ class PolicyGradient(Surrogate):
 
 @dataclass(frozen=True)
 class NoPolicyTerm(Surrogate):
-    """loss = 0: for an objective of a KL, an entropy bonus or `nll_weights` alone, as distillation is. The advantages are not used."""
+    """loss = 0: for an objective of a KL, an entropy bonus or `nll_weights` alone, as distillation is. The advantages are not
+    used."""
 
     function = staticmethod(no_policy_term)
 

@@ -3,8 +3,9 @@
     from grpo_kernels.integrations import miles
     slots = miles.bind(args)        # --custom-megatron-init-path: fn(args), in every worker
 
-`bind` replaces `calculate_log_probs_and_entropy` (logits [R, V / tensor-parallel ranks]) and `build_local_sampling_mask`, which makes
-a [R, V] mask of a `RolloutSamplingMask`: the record goes to the rows as it is. Without replay the first is replaced alike.
+`bind` replaces `calculate_log_probs_and_entropy` (logits [R, V / tensor-parallel ranks]) and `build_local_sampling_mask`, which
+makes a [R, V] mask of a `RolloutSamplingMask`: the record goes to the rows as it is. Without replay the first is replaced
+alike.
 
 What miles refuses is refused here: a token without ids (unless the record is a `PartialSamplingMask`: then its row runs over the
 vocabulary), records that have not a set for each token, a target outside of its set, and replay with a KL or distillation from a
@@ -115,7 +116,8 @@ def kept_sets(masks: Sequence[Any], total_lengths: Sequence[int], response_lengt
     masks   a `RolloutSamplingMask` for each sample; a response is the end of its text. Rows that predict no response token, and in
             a `PartialSamplingMask` those without ids, stand for the whole vocabulary.
 
-    Raises ValueError, with the sample and the token, where a record has not a set for each token of its response, or an empty one."""
+    Raises ValueError, with the sample and the token, where a record has not a set for each token of its response, or an empty
+    one."""
     parts = [_sets(f"masks[{b}]", mask, n) for b, (mask, n) in enumerate(zip(masks, response_lengths, strict=True))]
     rows, cuts = predicting(total_lengths, response_lengths)
     return on_rows("masks", parts, rows, cuts)

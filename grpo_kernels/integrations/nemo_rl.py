@@ -18,8 +18,9 @@ then runs over what the filter keeps of the logits; the KL runs over the vocabul
 rows are visited whole. A token that its own filter drops has log-prob 0 and no gradient, as in NeMo-RL, and is counted in
 `outside_sampling_set`.
 
-Not covered: sequence packing (NeMo-RL packs log-probs only), context parallelism, filters of tensor-parallel logits. A token that the sampler did not score has weight 1 here, 0 there. `sampling_importance_ratio` of an
-objective at sequence level is the mean over the sequences, where NeMo-RL multiplies it by their number.
+Not covered: sequence packing (NeMo-RL packs log-probs only), context parallelism, filters of tensor-parallel logits. A token
+that the sampler did not score has weight 1 here, 0 there. `sampling_importance_ratio` of an objective at sequence level is the
+mean over the sequences, where NeMo-RL multiplies it by their number.
 
 Written from the code of August 2026 (7ea279a). Its package on PyPI is empty and it wants Python 3.13: its own tests of the
 loss were run on ours with stand-ins for what else it imports, and the tests here compare with a transcription of its loss.

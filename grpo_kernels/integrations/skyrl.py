@@ -244,7 +244,8 @@ def sample_support_logprobs(
 
 
 def sample_support_scores(*args: Any, **kwargs: Any) -> Any:
-    """`sample_support_logprobs`, of the same args and kwargs, in the type of newer versions, which score the entropy of the sets elsewhere."""
+    """`sample_support_logprobs`, of the same args and kwargs, in the type of newer versions, which score the entropy of the
+    sets elsewhere."""
     from skyrl.backends.skyrl_train.utils.sample_support_replay import SampleSupportScores
 
     logps, scored = sample_support_logprobs(*args, **kwargs)

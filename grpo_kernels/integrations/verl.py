@@ -317,8 +317,8 @@ def linear_cross_entropy(
 
 
 def kept_sets(data: Any, field: str = "sampling_mask") -> TokenSets | None:
-    """The sets of the response tokens [B, T] of a DataProto, for a TokenBatch of `data.batch["responses"]`; None where the batch has
-    no such field.
+    """The sets of the response tokens [B, T] of a DataProto, for a TokenBatch of `data.batch["responses"]`; None where the
+    batch has no such field.
 
         batch = TokenBatch(data.batch["responses"], advantages, mask=data.batch["response_mask"], kept=verl.kept_sets(data))
 

@@ -200,8 +200,8 @@ def pass_at_k_advantages(
 def greedy_baseline_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     """reward - reward of the same prompt's greedy completion: fp32 [B] (ReMax, arXiv 2310.10505).
 
-    rewards and greedy_rewards [B], finite; for G completions a prompt pass `greedy.repeat_interleave(G)`. With per-token rewards the same
-    baseline is taken from `discounted_returns`. Raises ValueError for other shapes and values."""
+    rewards and greedy_rewards [B], finite; for G completions a prompt pass `greedy.repeat_interleave(G)`. With per-token
+    rewards the same baseline is taken from `discounted_returns`. Raises ValueError for other shapes and values."""
     r, _ = read_rewards(rewards)
     greedy, _ = read_rewards(greedy_rewards, name="greedy_rewards")
     if r.shape != greedy.shape:
@@ -213,7 +213,8 @@ def gpg_scale(rewards: Tensor, *, group_size: int | None = None, groups: Tensor 
     """GPG's factor, a 0-d fp32 tensor: B / max(number of samples that count, 1) (arXiv 2504.02546).
 
     Without group_size and groups (as `zero_variance` takes them) those with a reward other than 0 count (verl). With one,
-    those of groups whose rewards differ: the samples that have a gradient. verl's GPG is gpg_scale(r) * group_advantages(r, ..., scale="none", singleton="raw")."""
+    those of groups whose rewards differ: the samples that have a gradient. verl's GPG is gpg_scale(r) * group_advantages(r,
+    ..., scale="none", singleton="raw")."""
     if group_size is None and groups is None:
         r, _ = read_rewards(rewards)
         counts = r != 0

@@ -238,8 +238,9 @@ def of_own_part(backend: SparseBackend) -> SparseBackend:
 
 
 def is_managed(x: Any) -> bool:
-    """Whether this tensor is a parameter that FSDP2 or replicate() manages, in shards or gathered. Placements do not show it: a shard of FSDP looks
-    like one of tensor parallelism, but FSDP's ranks have different rows, and only its hooks reduce the gradient."""
+    """Whether this tensor is a parameter that FSDP2 or replicate() manages, in shards or gathered. Placements do not show it: a
+    shard of FSDP looks like one of tensor parallelism, but FSDP's ranks have different rows, and only its hooks reduce the
+    gradient."""
     try:
         from torch.distributed._composable_state import _module_state_mapping
 

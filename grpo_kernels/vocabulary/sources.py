@@ -185,7 +185,8 @@ class Hidden:
     """Rows of logits that are computed from hidden states [n, H], weight [V, H] and bias [V] or None, some rows at a time.
 
     dtype    what the products run in.
-    index    the rows that are read over the whole vocabulary, [m] int64; None: found from `read`, for which the host waits on a GPU.
+    index    the rows that are read over the whole vocabulary, [m] int64; None: found from `read`, for which the host waits on a
+             GPU.
     active   how many of `index`, from its first on, can have a slope; None: all. On a CPU, where it costs no wait, rows whose
              slopes are zero are left out of the products as well.
     kept     the rows that have a set of ids, which take part in no product with the whole weight.

@@ -240,7 +240,8 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> SparseBack
     "auto" takes the native one (cpu on a CPU, triton on a device that Triton has a driver for) and falls back to eager with one
     warning per reason, also for a single call whose Triton kernel cannot run; strict=True, also of `use` or
     GRPO_KERNELS_STRICT, raises RuntimeError instead. A backend asked for by name never falls back: RuntimeError says why it
-    cannot run. ValueError for an unknown name. (A Triton kernel that runs with a smaller tile gets one, with a warning, in every mode.)"""
+    cannot run. ValueError for an unknown name. (A Triton kernel that runs with a smaller tile gets one, with a warning, in
+    every mode.)"""
     in_use, strict_in_use = _settings()
     backend, strict = in_use if backend == "auto" else backend, strict or strict_in_use
     if backend == "auto":
