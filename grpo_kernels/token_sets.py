@@ -326,6 +326,9 @@ class TokenSets:
             read_facts(self.ids, self.offsets, values, "offsets")
         return self._of(self.ids, self.offsets, values, self._starts, self._largest, self._lengths)
 
+    def __copy__(self) -> TokenSets:
+        return self._apply(lambda x: x)
+
     def __reduce__(self) -> Any:
         """For pickle and deepcopy: of a slice only the ids that are in it, and values without their history."""
         values = None if self.values is None else alone(self.values.detach())

@@ -187,9 +187,12 @@ def test_pickling(values: bool) -> None:
             assert sets.values is not None and torch.equal(other.values, sets.values)
 
 
-def test_a_copy_has_no_gradient() -> None:
-    """One that is computed could not be copied with its history."""
+def test_a_deep_copy_has_no_gradient() -> None:
+    """One that is computed could not be copied with its history. A shallow copy has the tensors themselves."""
     sets = build(SOME).with_values(torch.arange(6.0, requires_grad=True) * 2)
+    shallow = copy.copy(sets)
+    assert_facts(shallow, SOME)
+    assert shallow is not sets and shallow.values is sets.values and shallow.ids is sets.ids
     for other in (pickle.loads(pickle.dumps(sets)), copy.deepcopy(sets)):
         assert other.values.tolist() == [0, 2, 4, 6, 8, 10] and not other.values.requires_grad
 
