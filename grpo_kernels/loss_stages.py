@@ -60,9 +60,11 @@ def loss_of_source(
     top_k = teacher if isinstance(teacher, TopK) else None
     over = options.over_vocabulary if kept is not None else None
     kl = objective.kl_spec
-    if over is not None and objective.beta != 0 and (kl.weighting != "none" or kl.estimator == "distillation"):
-        remedy = "that weighs the KL by a ratio over the sets: pass Kl() without a weighting, or reference_over='kept'."
-        require(options.reference_over == "kept", "reference_over", options.reference_over, f"{kl} {remedy}")
+    if over is not None and objective.beta != 0 and options.reference_over == "vocabulary":
+        refused = kl.weighting != "none" or kl.reads_old_logps
+        remedy = "pass a Kl without a weighting, of an estimator of logp and ref_logp alone, or reference_over='kept'."
+        remedy = f"{kl} weighs the KL by a ratio or reads old_logp, and both are over the sets: {remedy}"
+        require(not refused, "reference_over", options.reference_over, remedy)
     if top_k is not None and kept is not None and options.reference_over == "kept":
         remedy = 'a teacher known at some ids has no distribution over a kept set: pass Options(reference_over="vocabulary").'
         require(False, "reference_over", options.reference_over, remedy)

@@ -20,6 +20,8 @@ from grpo_kernels import (
     token_logprobs,
     use,
 )
+from grpo_kernels.formulas.kl import ESTIMATORS, Kl
+from grpo_kernels.formulas.ops import ops
 from support import oracle
 from support.cases import DTYPES, OBJECTIVES, Case, assert_no_worse, build, near_a_kink, run, same_bits
 from support.linear_cases import ROUNDING, assert_gradients_no_worse, build_linear, gradients_of, in_chunks, run_linear
@@ -350,6 +352,20 @@ def refused(match: str, **fields: Any) -> None:
     assert same_bits(before, logits)
 
 
+def k1_where_old(logp: Tensor, old_logp: Tensor, ref_logp: Tensor) -> tuple[Tensor, Any]:
+    """k1, nearly everywhere."""
+    return ops.where(logp - old_logp > -2.5, logp - ref_logp, 0.0), ops.where(logp - old_logp > -2.5, 1.0, 0.0)
+
+
+def k1_of_mine(logp: Tensor, old_logp: Tensor, ref_logp: Tensor) -> tuple[Tensor, Any]:
+    return logp - ref_logp, 1.0
+
+
+def test_which_estimators_read_old_logps() -> None:
+    reading = {name for name in ESTIMATORS if Kl(name).reads_old_logps}
+    assert reading == {"distillation"} and Kl(k1_where_old).reads_old_logps and not Kl(k1_of_mine).reads_old_logps
+
+
 def test_wrong_sets_are_refused() -> None:
     refused("kept is a list: pass", kept=[[1], [2]])
     refused("has 2 tokens, but kept have 3 rows", kept=TokenSets.from_lists([[1], [2], [3]]))
@@ -365,7 +381,7 @@ def test_wrong_sets_are_refused() -> None:
         )  # fmt: skip
     by_ratio = Objective.preset("grpo", numerics="trl", beta=0.1, aggregate="token-mean")
     batch = replace(fine, ref_logps=torch.zeros(2))
-    for weighed in (by_ratio, Objective.preset("dapo", beta=0.1, kl="distillation")):
+    for weighed in (by_ratio, *(Objective.preset("dapo", beta=0.1, kl=kl) for kl in ("distillation", k1_where_old))):
         with pytest.raises(ValueError, match="weighs the KL by a ratio"):
             grpo_loss(torch.randn(2, 6), batch, weighed, options=Options(reference_over="vocabulary"))
 
