@@ -23,7 +23,7 @@ import torch
 from benchmarks import kernel_bounds, results
 from benchmarks.harness import RESULTS
 from benchmarks.printing import Table, render
-from grpo_kernels.vocabulary.hidden import CHUNK_BYTES
+from grpo_kernels.vocabulary.blocks import Plan, Work
 
 # ---- counted
 
@@ -47,37 +47,50 @@ class Shape:
         return 2 * self.rows * self.hidden * self.vocab
 
     @property
-    def chunk(self) -> int:
-        """Rows whose logits the engine holds at a time."""
-        return max(64, CHUNK_BYTES[self.device] // (4 * self.vocab) // 64 * 64)
-
-    @property
     def gradient_size(self) -> int:
         """Bytes of an element of a chunk's gradient."""
         return 2 if self.dtype == "bfloat16" else 4
 
-    def chunks(self, active: float) -> int:
-        return -(-int(self.rows * active) // self.chunk)
+    def work(self, ranks: int = 1) -> Work:
+        """What the engine does for these rows, with `ranks` that share the vocabulary."""
+        size = getattr(torch, self.dtype).itemsize
+        apart = self.device != "cpu" and self.gradient_size == 2
+        return Work(self.vocab, self.hidden, apart, d_hidden=size, d_weight=size, ranks=ranks)
+
+    def plan(self, active: float = 1.0, ranks: int = 1) -> Plan:
+        """Rows of its chunks, and of the blocks of those that get a gradient."""
+        return self.work(ranks).plan(self.device, int(self.rows * active), gathered=active < 1)
+
+    def blocks(self, active: float, ranks: int = 1) -> int:
+        return -(-int(self.rows * active) // self.plan(active, ranks).block)
+
+    def held(self, ranks: int = 1) -> int:
+        """Bytes of logits and their gradients beside an fp32 sum of d_weight, which one block of all rows does without."""
+        work = self.work(ranks)
+        many = work.plan(self.device, 1 << 60)
+        block = min(self.rows, many.block) * 2 if work.apart else 0
+        return (min(self.rows, many.chunk) * 4 + block) * self.vocab
 
     def tiles(self, active: float) -> float:
         """Bytes that chunks of logits move: fp32 written and read, the gradient written, then read by two products."""
         return self.rows * self.vocab * (4 + 4 + active * 3 * self.gradient_size)
 
-    def sums(self, active: float) -> float:
-        """Bytes that summing d_weight over chunks moves: fp32 written once, then read and written, rounded at the end."""
+    def sums(self, active: float, ranks: int = 1) -> float:
+        """Bytes that summing d_weight over blocks moves: fp32 written once, then read and written, rounded at the end."""
         size = getattr(torch, self.dtype).itemsize
-        further = self.chunks(active) - 1
+        further = self.blocks(active, ranks) - 1
         return self.vocab * self.hidden * (size if further <= 0 else 4 + 8 * further + (4 + size if size < 4 else 0))
 
     def memory(self, active: float) -> dict[str, float]:
         """Bytes, of our engine and of what it does without."""
-        in_place = self.device == "cpu" or self.gradient_size == 4
+        plan, rows = self.plan(active), int(self.rows * active)
         size = getattr(torch, self.dtype).itemsize
-        chunk = min(self.rows, self.chunk) * self.vocab
         return {
             f"all logits, {self.dtype}": self.unit,
-            "one chunk of logits and its gradient": chunk * (4 if in_place else 4 + self.gradient_size),
-            "sum of d_weight": self.vocab * self.hidden * (4 if self.chunks(active) > 1 else size),
+            "a chunk of logits": 4 * min(self.rows, plan.chunk) * self.vocab,
+            "a block of their gradients": 2 * min(rows, plan.block) * self.vocab if self.work().apart else 0,
+            "sum of d_weight": self.vocab * self.hidden * (4 if self.blocks(active) > 1 else size),
+            "at most at a time, with all gradients": self.work().peak(plan, rows, gathered=active < 1),
         }
 
 

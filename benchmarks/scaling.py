@@ -119,17 +119,16 @@ def element(whole: Shape) -> int:
 
 
 def vocabulary_parallel(whole: Shape, tp: int, active: float) -> Cost:
-    """Ours: all rows on every rank, V / tp rows of the head. With tp = 1 it is the fused head of one device, whose chunks have
-    as many rows as those of any tp: what a chunk holds, moves and computes falls with tp, its exchange does not."""
+    """Ours: all rows on every rank, V / tp rows of the head. With tp = 1 it is the fused head of one device."""
     d_hidden = whole.rows * whole.hidden * element(whole)
     # Chunks without a gradient follow those with one. The sum of d_hidden is an all-reduce here; with sequence parallelism
     # it is an all-gather of the hidden states and a reduce-scatter, of as many bytes.
-    others = whole.rows - int(whole.rows * active)
-    exchanges = whole.chunks(active) + math.ceil(others / whole.chunk)
+    chunk, rows = whole.plan(active, tp).chunk, int(whole.rows * active)
+    exchanges = math.ceil(rows / chunk) + math.ceil((whole.rows - rows) / chunk)
     second_visit = 4 * active * whole.rows * whole.vocab if tp > 1 else 0
     return Cost(
-        held=(weights(whole) + chunk(whole, active)) / tp + d_hidden,
-        moved=(whole.tiles(active) + whole.sums(active) + second_visit) / tp,
+        held=(weights(whole) + whole.held(tp)) / tp + d_hidden,
+        moved=(whole.tiles(active) + whole.sums(active, tp) + second_visit) / tp,
         flops=(1 + 2 * active) * whole.product / tp,
         wire=PARTIALS * whole.rows * (tp - 1) + 2 * reduce_scatter(d_hidden, tp),
         collectives=exchanges + 1 if tp > 1 else 0,
@@ -180,10 +179,6 @@ def _kept(whole: Shape, tp: int, held: float, moved: float) -> Cost:
 def weights(whole: Shape) -> int:
     """Bytes of the head and of its fp32 gradient."""
     return whole.vocab * whole.hidden * (element(whole) + 4)
-
-
-def chunk(whole: Shape, active: float) -> float:
-    return whole.memory(active)["one chunk of logits and its gradient"]
 
 
 SCHEMES: dict[str, Callable[[Shape, int, float], Cost]] = {
@@ -323,7 +318,8 @@ def crossings(s: Setup) -> Table:
                 f"3: time, Megatron-LM / ours, a = {s.active:g}": kept.seconds(at, tp) / ours.seconds(at, tp),
                 "3: time, Megatron-LM / ours, a = 1": every[0] / every[1],
                 "3: bytes held, Megatron-LM / ours": kept.held / ours.held,
-                "3: rows of a chunk, at any TP": shape.chunk,
+                "3: rows of a chunk": shape.plan(s.active, tp).chunk,
+                "3: rows of a block": shape.plan(s.active, tp).block,
                 "4: weight and gradient of the whole head, GB": weights(shape) / 1e9,
             }
         )
@@ -350,8 +346,8 @@ def contexts(s: Setup) -> Table:
     rows[0] += [f"Megatron-LM, TP {tp}", f"ours, TP {tp}", "avoided", f"d_hidden, H = {model.hidden:,}"]
     for n in CONTEXTS:
         whole, logits = s.shape(model, n), n * model.vocab
-        eager, kept, ours = EAGER_HELD * logits, megatron_held(whole) * logits / tp, chunk(whole, s.active)
-        sizes = [whole.unit, eager, ours, eager - ours, kept, ours / tp, kept - ours / tp, n * model.hidden * element(whole)]
+        eager, kept, ours, part = EAGER_HELD * logits, megatron_held(whole) * logits / tp, whole.held(), whole.held(tp) / tp
+        sizes = [whole.unit, eager, ours, eager - ours, kept, part, kept - part, n * model.hidden * element(whole)]
         rows.append([f"{n:,}", f"{n // 8:,}", *(figure(x / 1e9) for x in sizes)])
     return rows
 

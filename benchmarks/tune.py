@@ -1,5 +1,5 @@
 """Finds the fastest launch settings: threads, accesses in flight, programs per multiprocessor, grids, cache hints and tiles in
-registers of the row kernels, and the chunk size from hidden states.
+registers of the row kernels, and from hidden states the bytes of a chunk of logits and of a block of gradients.
 
     python -m benchmarks.tune [--kind visit fused fused32 chunk] [--seconds 0.05] [--json FILE] [--choices FILE] [--small]
 
@@ -30,8 +30,7 @@ import torch
 from benchmarks.cases import Cell, make_case
 from benchmarks.measure import measure
 from benchmarks.providers import Provider, Run, Unavailable, first_line, providers
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary import hidden as linear
+from grpo_kernels.vocabulary import backends, blocks
 from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.vocabulary.backends.triton_choices import Choice
 
@@ -65,17 +64,21 @@ class Rows:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes of one chunk of fp32 logits, from hidden states."""
+    """From hidden states: bytes of a chunk of fp32 logits, and of a block of gradients beside a sum of d_weight."""
 
     mib: int
+    block: int
     kind: str = "chunk"
 
     def __str__(self) -> str:
-        return f"{self.mib} MiB"
+        return f"{self.mib} MiB of logits, {self.block} MiB of gradients"
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        with mock.patch.dict(linear.CHUNK_BYTES, dict.fromkeys(linear.CHUNK_BYTES, self.mib * MIB)):
+        with (
+            mock.patch.dict(blocks.CHUNK_BYTES, dict.fromkeys(blocks.CHUNK_BYTES, self.mib * MIB)),
+            mock.patch.dict(blocks.BLOCK_BYTES, dict.fromkeys(blocks.BLOCK_BYTES, self.block * MIB)),
+        ):
             yield
 
 
@@ -124,20 +127,24 @@ class Workload:
 def workloads(small: bool) -> list[Workload]:
     # The interpreter truncates where a GPU rounds to bf16.
     rows, few, vocab, width, dtype = (16, 16, 272, 8, torch.float32) if small else (8192, 2048, 151936, 4096, torch.bfloat16)
+    narrow = 8 if small else 1024  # for which 8192 rows are several blocks, and d_weight is a sum
     return [
         Workload("fused", "grpo_kernels, in place", Cell("logits", rows, vocab, dtype)),
         Workload("fused32", "grpo_kernels, in place", Cell("logits", few, vocab, torch.float32)),
         Workload("visit", "grpo_kernels", Cell("logits-forward", rows, vocab, dtype)),
         Workload("visit", "grpo_kernels, layer 1 + loss", Cell("logits", rows, vocab, dtype)),
         Workload("chunk", "grpo_kernels", Cell("hidden", rows, vocab, dtype, width)),
+        Workload("chunk", "grpo_kernels", Cell("hidden", rows, vocab, dtype, narrow)),
     ]
 
 
 def settings(kind: str, small: bool) -> list[Setting]:
     """The current setting of the package first, then the others."""
     if kind == "chunk":
-        now = linear.CHUNK_BYTES["cuda"] // MIB
-        return [Chunk(mib) for mib in dict.fromkeys((now, *((1,) if small else (200, 400, 800, 1600, 2400, 3200))))]
+        now = Chunk(blocks.CHUNK_BYTES["cuda"] // MIB, blocks.BLOCK_BYTES["cuda"] // MIB)
+        # Rows of a large vocabulary: (512, 3072) now. Of one sum of bytes: (768, 2304), (1024, 2048); of more: the others.
+        large = [Chunk(*x) for x in ((450, 700), (600, 600), (300, 1800), (600, 1200), (1200, 1200), (1200, 2400))]
+        return list(dict.fromkeys((now, *([Chunk(1, 1)] if small else large))))
     now = backend.LAUNCH[kind]
     shapes = [
         now._replace(threads=threads, accesses=accesses, programs=programs)
@@ -284,7 +291,7 @@ def summary(found: dict) -> list[str]:
         if best is None:
             continue
         if kind == "chunk":
-            lines.append(f'CHUNK_BYTES["cuda"] = {best["mib"]} << 20')
+            lines.append(f'CHUNK_BYTES["cuda"] = {best["mib"]} << 20, BLOCK_BYTES["cuda"] = {best["block"]} << 20')
             continue
         launch[kind] = Choice(**best["choice"])
     if found.keys() & launch.keys():

@@ -1,8 +1,9 @@
 """The engine from hidden states: product -> row kernel -> products, some rows at a time; `[N, V]` logits never exist.
 
-A chunk of rows is projected to fp32 logits, the row kernel computes the gradient of the logits, and two products turn that into
-d_hidden and d_weight. This is three products where the loss is known in the forward (`fused`). Where the slopes arrive later,
-it is one product in `forward`, and three in `backward` for rows with a gradient. Rows outside `index` are not projected.
+A chunk of rows is projected to fp32 logits, the row kernel computes the gradient of the logits, and two products turn that of a
+block of chunks into d_hidden and d_weight. This is three products where the loss is known in the forward (`fused`). Where the
+slopes arrive later, it is one product in `forward`, and three in `backward` for rows with a gradient. Rows outside `index` are
+not projected.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .backends import Backend, FusedRows, visit
-from .products import Products, products_for
+from .blocks import Work
+from .products import Products, keeps_rows, products_for
 from .rows import RowStats, RowTransform, Slopes, Teacher
 from .shard import VocabShard, check_shard, refuse_managed
 from .sparse import Slots, plain
@@ -25,10 +27,6 @@ if TYPE_CHECKING:
     from ..objective import Objective
 
 Tensor = torch.Tensor
-
-#: Bytes of one chunk of fp32 logits. On a GPU the sum of d_weight is read and written once per chunk, which is cheap with 2048
-#: rows of a large vocabulary. On a CPU a chunk has to be large enough for the products to be efficient.
-CHUNK_BYTES = {"cpu": 160 << 20, "cuda": 1600 << 20}
 
 
 @dataclass(eq=False)
@@ -175,24 +173,27 @@ class Engine:
     ) -> None:  # fmt: skip
         self.head, self.backend, self.wanted, self.rounded, self.teacher = head, backend, wanted, rounded, teacher
         self.hidden = head.hidden.detach()
-        # The most rows of one chunk. It depends on the whole vocabulary and the device, not on the number of rows, so that
-        # memory is the same for any, or on this rank's part of the vocabulary: ranks that share it must cut alike. The relative
-        # cost of adding to d_weight depends on a chunk's rows only.
-        columns = head.vocab + (0 if teacher is None else teacher.head.vocab)
-        rows = CHUNK_BYTES.get(self.hidden.device.type, CHUNK_BYTES["cuda"]) // (4 * columns)
-        self.chunk_rows = max(64, rows // 64 * 64)
         # The gradient of the logits stays fp32 if the bias needs its sum, or if the row kernel cannot narrow it in place.
         self.exact = wanted[2] or not backend.WRITES_BEHIND_READS
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
-        self.summed = 0  # rows in d_weight
+        self.summed = 0  # rows that the products have taken
         if wanted[0]:
             # fp32 for fp16: the loss scale is applied later, and fp16 would underflow before.
             dtype = torch.float32 if self.hidden.dtype == torch.float16 else self.hidden.dtype
             self.d_hidden = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
         if wanted[2]:
             self.d_bias = torch.zeros(head.weight.shape[0], device=self.hidden.device, dtype=torch.float32)
+        self.work = Work(
+            head.vocab, head.weight.shape[1], keeps_rows(head.dtype, self.hidden.device),
+            0 if self.d_hidden is None else self.d_hidden.element_size(), head.weight.element_size() if wanted[1] else 0,
+            rounded, 1 if head.shard is None else head.shard.ranks, 0 if teacher is None else teacher.head.vocab,
+        )  # fmt: skip
+        self.chunk_rows = self.work.plan(self.hidden.device.type, 0).chunk
+        self.block_rows = 0  # at most, of a block of this pass
+        self._block: Tensor | None = None  # the gradients of the block at hand, where they have memory of their own,
+        self._filled = 0  # and of how many of its rows they are there
 
     @functools.cached_property
     def products(self) -> Products:
@@ -239,13 +240,14 @@ class Engine:
         """Token-level loss of the rows of `index`, written into `result` [N], with `gradients` collected or not."""
         for at, hidden in self._chunks(index):
             logits, teacher = self._logits(at, hidden)
-            d_logits = self.products.gradient_buffer(logits, self.exact) if gradients else None
+            d_logits = self._gradient(logits, index) if gradients else None
             out = None if d_logits is None else d_logits[None]
             part = self.backend.fused(logits[None], rows[at], objective, transform.at(at), out, teacher=teacher)
             result.put(at, part)
+            del logits, teacher, out  # before the products of a block make theirs
             if d_logits is not None:
                 self._accumulate(at, hidden, d_logits, index)
-            del logits, teacher, d_logits, out
+            del d_logits
 
     def backward(
         self, index: Tensor, targets: Tensor, stats: RowStats, slopes: Slopes, transform: RowTransform,
@@ -255,32 +257,68 @@ class Engine:
         `at_slots`: the gradient of the logits at `slots`, in place of what the slopes say there."""
         for at, hidden in self._chunks(index):
             logits, teacher = self._logits(at, hidden)
-            d_logits = self.products.gradient_buffer(logits, self.exact)
+            d_logits = self._gradient(logits, index)
             of_rows = (targets[at], stats.at(at), slopes.at(at), transform.at(at))
             self.backend.pull(logits[None], *of_rows, d_logits[None], teacher=teacher)
             if slots is not None and at_slots is not None:
                 row = torch.full_like(targets, -1).index_copy_(0, at, torch.arange(at.numel(), device=at.device))[slots.rows]
                 here = ((row >= 0) & (slots.ids >= 0)).nonzero()[:, 0]
                 d_logits[row[here], slots.ids[here]] = at_slots[here].to(d_logits.dtype)
+            del logits, teacher
             self._accumulate(at, hidden, d_logits, index)
-            del logits, teacher, d_logits
+            del d_logits
 
     def _chunks(self, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(where its rows are in the batch, their hidden states) of each chunk."""
         if index.numel() == 0:
             return
-        if index.device.type == "cpu":
+        if index.device.type == "cpu" and not self.work.apart:
             # As few as the memory allows, of nearly one size: a product of a few last rows waits for the weight all the same.
             parts = index.tensor_split(-(-index.numel() // self.chunk_rows))
         else:  # all of one size but the last: a library chooses its kernel by the size
             parts = index.split(self.chunk_rows)
+        lo = 0
         for part in parts:
-            yield part, self.hidden[part].to(self.products.dtype)
+            yield self._rows(index, lo, lo + part.numel())
+            lo += part.numel()
+
+    def _rows(self, index: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        """Where rows lo to hi of `index` are in the batch, and their hidden states as the products take them. If `index` has all
+        rows there are, they are taken in the order of the batch, and nothing is copied."""
+        if self._gathers(index):
+            at = index[lo:hi]
+            hidden = self.hidden[at]
+        else:
+            at, hidden = torch.arange(lo, hi, device=index.device), self.hidden[lo:hi]
+        return at, hidden.to(self.products.dtype).contiguous()
+
+    def _gathers(self, index: Tensor) -> bool:
+        return index.numel() < self.hidden.shape[0]
+
+    def _gradient(self, logits: Tensor, index: Tensor) -> Tensor:
+        """Where the row kernel writes the gradient of the logits of the chunk at hand."""
+        if self.summed == self._filled == 0:
+            work = self.work if self.d_weight is None else self.work._replace(d_weight=0)
+            copied = self._gathers(index) or self.hidden.dtype != self.products.dtype
+            self.block_rows = work.plan(self.hidden.device.type, index.numel(), copied).block
+        if self._block is None:
+            self._block = self.products.gradient_rows(min(self.block_rows, index.numel() - self.summed))
+        if self._block is None:
+            return self.products.gradient_buffer(logits, self.exact)
+        return self._block[self._filled : self._filled + logits.shape[0]]
 
     def _accumulate(self, at: Tensor, hidden: Tensor, d_logits: Tensor, index: Tensor) -> None:
+        """The gradients of a chunk are there. Those of a whole block go into d_hidden and d_weight."""
+        if self._block is not None:
+            self._filled += at.numel()
+            if self._filled < self._block.shape[0]:
+                return
+            d_logits, self._block, self._filled = self._block, None, 0
+            at, hidden = self._rows(index, self.summed, self.summed + d_logits.shape[0])
+        self.summed += at.numel()
         if self.d_hidden is not None:
             self.d_hidden[at] = self.products.d_hidden(d_logits).to(self.d_hidden.dtype)
         if self.wanted[1]:
-            self.summed += at.numel()
             last = self.rounded and self.summed == index.numel()
             self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden, last)
         if self.d_bias is not None:

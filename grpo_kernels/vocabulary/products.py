@@ -7,6 +7,7 @@ d_weight += d_logits.T @ hidden          [c, V] x [c, H] -> [V, H], summed in fp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -18,18 +19,50 @@ Tensor = torch.Tensor
 
 #: On a CPU without bf16 products, 16-bit weights are converted to fp32 (exactly) in blocks of this many bytes.
 WEIGHT_BLOCK_BYTES = 64 << 20
+#: Rows of gradients of 16 bits begin at multiples of this many bytes: matrix libraries have slow kernels for others.
+ROW_ALIGNMENT = 128
 
 
 def products_for(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Products:
     """The products for `weight` [V, H] on its device; `dtype` is what products may compute in."""
     if weight.shape[0] == 0:  # a rank without a part of the vocabulary
         return Products(weight, bias)
-    if weight.is_cuda and dtype in (torch.bfloat16, torch.float16):
-        return (TensorCoreProducts if dtype == torch.bfloat16 else HalfProducts)(weight.to(dtype), bias)
+    if dtype in (torch.bfloat16, torch.float16) and widens(weight.device):
+        own = weight.to(dtype)
+        return TensorCoreProducts(own, bias, weight.dtype) if dtype == torch.bfloat16 else HalfProducts(own, bias)
     if weight.device.type == "cpu" and cpu_products.available() is None:
         if dtype == torch.bfloat16 or weight.dtype == torch.float32:
             return NativeProducts(weight, bias, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     return Products(weight, bias)  # nothing is faster than fp32 here, so nothing is rounded, whatever `dtype` allows
+
+
+def keeps_rows(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the products in `dtype` take the gradients of many chunks of logits at once, as rows of 16 bits."""
+    return dtype == torch.bfloat16 and widens(device)
+
+
+@functools.cache
+def widens(device: torch.device) -> bool:
+    """Whether torch.mm gives fp32 results of 16-bit operands there, straight from the accumulators. Tried, on a small product."""
+    if device.type in ("cpu", "meta"):
+        return False
+    try:
+        a = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+        torch.mm(a, a, out_dtype=torch.float32)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+@functools.cache
+def adds_widened(device: torch.device) -> bool:
+    """Whether torch.addmm adds such a product to an fp32 sum. torch 2.9 refuses a sum that has not the dtype of the operands."""
+    a, total = (torch.zeros(16, 16, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32))
+    try:
+        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
 
 
 class Products:
@@ -54,6 +87,10 @@ class Products:
         """Where the row kernel writes d_logits; `exact` asks for fp32 where that takes no memory of its own."""
         return logits
 
+    def gradient_rows(self, rows: int) -> Tensor | None:
+        """Memory for d_logits of the chunks of a block of `rows` rows. None: that of the logits, one chunk after the other."""
+        return None
+
     def d_hidden(self, d_logits: Tensor) -> Tensor:
         if self.weight.dtype == torch.float32:
             return _times_transposed(d_logits, self.weight.t())
@@ -70,11 +107,14 @@ class Products:
         return torch.mm(d_logits.t(), hidden, out=out)
 
     def _weight_blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        for block in self._blocks_of_ids():
+            yield block, self.weight[block].float()
+
+    def _blocks_of_ids(self) -> Iterator[slice]:
         vocab, width = self.weight.shape
         step = max(1, WEIGHT_BLOCK_BYTES // (4 * width))
         for lo in range(0, vocab, step):
-            block = slice(lo, min(lo + step, vocab))
-            yield block, self.weight[block].float()
+            yield slice(lo, min(lo + step, vocab))
 
 
 class NativeProducts(Products):
@@ -115,34 +155,53 @@ class NativeProducts(Products):
 
 
 class TensorCoreProducts(Products):
-    """CUDA, bf16: operands bf16, results fp32 straight from the tensor cores' accumulators. d_logits is kept in bf16."""
+    """GPUs, bf16: operands bf16, results fp32 straight from the tensor cores' accumulators. d_logits is kept in bf16.
+
+    d_hidden is asked for in fp32: its sum runs over the whole vocabulary, and of a bf16 result a library may round partial sums.
+    d_weight is rounded at once where one product makes all of it."""
 
     dtype = torch.bfloat16
 
+    def __init__(self, weight: Tensor, bias: Tensor | None, gradient_dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(weight, bias)
+        self._gradient_dtype = gradient_dtype
+
     def logits(self, hidden: Tensor) -> Tensor:
-        out = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
+        out = _aligned_rows(hidden.shape[0], self.weight.shape[0], torch.float32, hidden.device)
+        torch.mm(hidden, self.weight.t(), out_dtype=torch.float32, out=out)
         return out if self.bias is None else out.add_(self.bias)
 
-    def gradient_buffer(self, logits: Tensor, exact: bool) -> Tensor:
-        return torch.empty_like(logits, dtype=self.weight.dtype)
+    def gradient_rows(self, rows: int) -> Tensor | None:
+        return _aligned_rows(rows, self.weight.shape[0], self.dtype, self.weight.device)
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
-        return torch.mm(d_logits, self.weight)
+        return torch.mm(d_logits, self.weight, out_dtype=torch.float32)
 
     def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor, last: bool) -> Tensor:
         if total is None:
-            return torch.mm(d_logits.t(), hidden, out_dtype=self.dtype if last else torch.float32)
-        return torch.addmm(total, d_logits.t(), hidden, out_dtype=torch.float32, out=total)
+            rounded = last and self._gradient_dtype == self.dtype
+            return torch.mm(d_logits.t(), hidden, out_dtype=self.dtype if rounded else torch.float32)
+        if adds_widened(hidden.device):
+            return torch.addmm(total, d_logits.t(), hidden, out_dtype=torch.float32, out=total)
+        for block in self._blocks_of_ids():
+            total[block] += torch.mm(d_logits[:, block].t(), hidden, out_dtype=torch.float32)
+        return total
 
 
 class HalfProducts(Products):
-    """CUDA, fp16: logits from the tensor cores; a gradient would underflow in fp16, so its products are fp32."""
+    """GPUs, fp16: logits from the tensor cores; a gradient would underflow in fp16, so its products are fp32."""
 
     dtype = torch.float16
     logits = TensorCoreProducts.logits
 
     def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor, last: bool) -> Tensor:
         return super().add_d_weight(total, d_logits, hidden.float(), last)
+
+
+def _aligned_rows(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[rows, length] whose rows begin at multiples of ROW_ALIGNMENT, whatever the length."""
+    step = ROW_ALIGNMENT // dtype.itemsize
+    return torch.empty(rows, -(-length // step) * step, dtype=dtype, device=device)[:, :length]
 
 
 def _times_transposed(a: Tensor, b: Tensor) -> Tensor:

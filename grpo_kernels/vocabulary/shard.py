@@ -102,6 +102,11 @@ class VocabShard:
             require(isinstance(vocab, int) and 1 <= vocab <= whole, "vocab", vocab, f"the ranks hold {whole} rows in all.")
         return cls(start, whole if vocab is None else vocab, group, reduce_hidden)
 
+    @property
+    def ranks(self) -> int:
+        """How many share the vocabulary."""
+        return _ranks(self.group)
+
     def local(self, name: str, x: Tensor, dim: int) -> Tensor:
         """The local tensor of x, a DTensor that is cut along `dim`; a plain tensor as it is. `name`: what an error calls it."""
         placements = getattr(x, "placements", None)

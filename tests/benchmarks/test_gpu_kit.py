@@ -34,7 +34,7 @@ from benchmarks.gpu_plan import CALLS, CASES, Stage
 from benchmarks.launches import compiling, token_rows
 from benchmarks.providers import Provider, Unavailable, providers
 from grpo_kernels import Objective
-from grpo_kernels.vocabulary import hidden as linear
+from grpo_kernels.vocabulary import blocks
 from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.vocabulary.backends.triton_choices import Choice
 from grpo_kernels.vocabulary.rows import RowTransform
@@ -443,7 +443,7 @@ def test_candidates_have_registers_and_what_is_now_comes_first(kind: str) -> Non
 
 
 def test_a_setting_reaches_the_compiler_and_is_taken_back() -> None:
-    launch, chunk = dict(backend.LAUNCH), dict(linear.CHUNK_BYTES)
+    launch, chunk = dict(backend.LAUNCH), [dict(x) for x in (blocks.CHUNK_BYTES, blocks.BLOCK_BYTES)]
     objective = Objective.preset("dapo")
     rows = token_rows(2, objective)
     logits = torch.zeros(1, 2, 151936, dtype=torch.bfloat16)
@@ -455,20 +455,21 @@ def test_a_setting_reaches_the_compiler_and_is_taken_back() -> None:
 
     wide, narrow = (metadata(tune.Rows("fused", Choice(*x))) for x in ((512, 4), (256, 2, 2)))
     assert (wide.num_warps, wide.maxnreg) == (16, 128) and (narrow.num_warps, narrow.maxnreg) == (8, 128)
-    with tune.Chunk(7).applied():
-        assert linear.CHUNK_BYTES["cuda"] == 7 << 20
-    assert launch == backend.LAUNCH and chunk == linear.CHUNK_BYTES
+    with tune.Chunk(7, 9).applied():
+        assert (blocks.CHUNK_BYTES["cuda"], blocks.BLOCK_BYTES["cuda"]) == (7 << 20, 9 << 20)
+    assert launch == backend.LAUNCH and chunk == [blocks.CHUNK_BYTES, blocks.BLOCK_BYTES]
 
 
 def test_what_to_paste() -> None:
     now, best = str(tune.Rows("fused", backend.LAUNCH["fused"])), Choice(256, 8, programs=2, grid=1.0)
     found = {
         "fused": {"ranking": [("x", 1.0), (now, 1.1)], "best": {"choice": best._asdict()}, "now": now},
-        "chunk": {"ranking": [("800 MiB", 1.0)], "best": {"mib": 800}, "now": "800 MiB"},
+        "chunk": {"ranking": [("800 MiB", 1.0)], "best": {"mib": 800, "block": 900}, "now": "800 MiB"},
         "visit": {"ranking": [], "best": None, "now": ""},
     }
     lines = tune.summary(found)
-    assert "10.0 % slower" in lines[0] and 'CHUNK_BYTES["cuda"] = 800 << 20' in lines and "no setting was right" in lines[2]
+    assert "10.0 % slower" in lines[0] and 'CHUNK_BYTES["cuda"] = 800 << 20, BLOCK_BYTES["cuda"] = 900 << 20' in lines
+    assert "no setting was right" in lines[2]
     scope: dict[str, Any] = {"Choice": Choice}
     exec(lines[-1], scope)
     assert scope["LAUNCH"] == {**backend.LAUNCH, "fused": best}

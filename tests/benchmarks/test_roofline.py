@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from benchmarks.launches import TARGETS
 from benchmarks.printing import marked, render
 from benchmarks.roofline import GPUS, SCHEMES, Rates, Shape, against, estimate, given, measured
 from benchmarks.sass import PIPES
-from grpo_kernels.vocabulary.hidden import CHUNK_BYTES
+from grpo_kernels.vocabulary.blocks import BLOCK_BYTES, CHUNK_BYTES
 
 QWEN = Shape(8192, 4096, 151936)
 
@@ -78,15 +79,20 @@ def test_no_rate_no_limit() -> None:
 
 def test_traffic_and_memory_beside_the_products() -> None:
     chunk = CHUNK_BYTES["cuda"] // (4 * 151936) // 64 * 64
-    assert QWEN.chunk == chunk and QWEN.chunks(1.0) == -(-8192 // chunk) > 1 and QWEN.chunks(0.2) == 1
+    block = round(BLOCK_BYTES["cuda"] / (2 * 151936 * chunk)) * chunk
+    longer = replace(QWEN, rows=20000)
+    assert QWEN.plan(1.0) == (chunk, 8192) and QWEN.blocks(1.0) == QWEN.blocks(0.2) == 1
+    assert longer.plan(1.0) == (chunk, block) and longer.blocks(1.0) == -(-20000 // block)
     logits, head = 8192 * 151936, 151936 * 4096
     assert QWEN.tiles(1.0) == 14 * logits and QWEN.tiles(0.5) == 11 * logits  # 4 + 4 + 2 a (one write, two reads)
-    assert QWEN.sums(0.2) == 2 * head  # one chunk: straight into bf16
-    assert QWEN.sums(1.0) == (4 + 8 * (QWEN.chunks(1.0) - 1) + 6) * head
+    assert QWEN.sums(0.2) == QWEN.sums(1.0) == 2 * head  # one block: straight into bf16
+    assert longer.sums(1.0) == (4 + 8 * (longer.blocks(1.0) - 1) + 6) * head
     memory = QWEN.memory(1.0)
     assert memory["all logits, bfloat16"] == pytest.approx(2.49e9, rel=1e-3)
-    assert memory["sum of d_weight"] == pytest.approx(2.49e9, rel=1e-3)
-    assert memory["one chunk of logits and its gradient"] == chunk * 151936 * 6
+    assert memory["sum of d_weight"] == longer.memory(1.0)["sum of d_weight"] / 2 == 2 * head
+    assert memory["a chunk of logits"] == chunk * 151936 * 4 and memory["a block of their gradients"] == 2 * logits
+    assert memory["at most at a time, with all gradients"] == 2 * logits + 2 * head + 2 * 8192 * 4096
+    assert longer.held() == (4 * chunk + 2 * block) * 151936
 
 
 def test_the_estimate_is_the_sum_of_its_parts() -> None:

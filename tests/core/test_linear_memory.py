@@ -20,10 +20,10 @@ import json
 import torch
 from benchmarks.harness import peak_memory
 from grpo_kernels import Objective, TokenBatch, linear_grpo_loss, linear_logprobs
-from grpo_kernels.vocabulary import hidden as linear, products
+from grpo_kernels.vocabulary import blocks, products
 
 torch.manual_seed(0)
-linear.CHUNK_BYTES["cpu"] = {LOGITS}
+blocks.CHUNK_BYTES["cpu"] = {LOGITS}
 products.WEIGHT_BLOCK_BYTES = {LOGITS}
 dtypes = {{"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}}
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from grpo_kernels import LossOutput, Objective, linear_grpo_loss, linear_logprobs
 from grpo_kernels.vocabulary import hidden as linear
+from grpo_kernels.vocabulary.blocks import Plan, Work
 from support import oracle
 from support.cases import LENGTHS, Case, around, assert_no_worse, inside_lengths, pack
 from support.oracle import Spec
@@ -156,14 +157,8 @@ def assert_gradients_near(a: Gradients, b: Gradients, relative: float) -> None:
 
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Make the engine take `rows` rows at a time, less than its floor allows, so that small cases have several chunks."""
-    start = linear.Engine.__init__
-
-    def __init__(self: linear.Engine, *args: Any, **kwargs: Any) -> None:
-        start(self, *args, **kwargs)
-        self.chunk_rows = rows
-
-    monkeypatch.setattr(linear.Engine, "__init__", __init__)
+    """Make the engine take `rows` rows at a time, less than its floor allows, so that small cases have several chunks, each a block."""
+    monkeypatch.setattr(Work, "plan", lambda *_, **__: Plan(rows, rows))
 
 
 def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:

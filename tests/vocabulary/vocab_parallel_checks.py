@@ -19,6 +19,7 @@ from grpo_kernels import (
     token_logprobs,
 )
 from grpo_kernels.distributed import VocabShard
+from grpo_kernels.vocabulary import blocks
 from grpo_kernels.vocabulary import hidden as linear
 from support import oracle
 from support.cases import OBJECTIVES, Case, assert_no_worse, build, same_bits
@@ -295,7 +296,7 @@ def check_equal_chunks(rank: int, ranks: int) -> None:
     hidden, weight = torch.randn(rows, 8, generator=g), torch.randn(V, 8, generator=g)
     targets = torch.randint(V, (rows,), generator=g)
     expected = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    with mock.patch.dict(linear.CHUNK_BYTES, cpu=128 * 4 * V):
+    with mock.patch.dict(blocks.CHUNK_BYTES, cpu=128 * 4 * V):
         for _, widths, shard in shards(rank, ranks):
             logps, _ = linear_logprobs(hidden, cut(weight, widths, rank, 0), targets, shard=shard)
             assert_near(logps, expected, 1e-6, "logps")

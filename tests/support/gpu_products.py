@@ -1,0 +1,146 @@
+"""The engine's way on a GPU, run without one: stand-ins for the products, which check what they are given, and a count of bytes.
+
+`of_a_gpu` lets tensors on a CPU, or on "meta", which has no values, go the way of bf16 on CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from grpo_kernels.vocabulary import products
+from grpo_kernels.vocabulary.backends import FusedRows
+from grpo_kernels.vocabulary.rows import RowStats
+
+Tensor = torch.Tensor
+
+
+class Product(NamedTuple):
+    """One that was made: [m, k] x [k, n], in which dtype the result is, and whether it was added to what was there."""
+
+    m: int
+    k: int
+    n: int
+    dtype: torch.dtype
+    added: bool = False
+
+
+class GpuProducts:
+    """torch.mm and torch.addmm with operands of 16 bits, as CUDA has them; `made` are the calls in order.
+
+    adds    whether addmm takes an fp32 sum, as from torch 2.10 on."""
+
+    def __init__(self, adds: bool = True) -> None:
+        self.adds, self.made = adds, list[Product]()
+
+    def mm(
+        self, a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        dtype = self._checked(a, b, out_dtype, out)
+        self.made.append(Product(*a.shape, b.shape[1], dtype))
+        if a.is_meta:
+            return a.new_empty(a.shape[0], b.shape[1], dtype=dtype) if out is None else out
+        result = a.float() @ b.float()
+        return result.to(dtype) if out is None else out.copy_(result)
+
+    def addmm(self, total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        if not self.adds and total.dtype != a.dtype:
+            raise RuntimeError("self and mat2 must have the same dtype")
+        assert total is out, "another sum would be copied into the result"
+        self._checked(a, b, out_dtype, out)
+        self.made.append(Product(*a.shape, b.shape[1], out_dtype, added=True))
+        return out if a.is_meta else out.add_(a.float() @ b.float())
+
+    def _checked(self, a: Tensor, b: Tensor, out_dtype: torch.dtype | None, out: Tensor | None) -> torch.dtype:
+        dtype = a.dtype if out_dtype is None else out_dtype
+        assert a.dtype == b.dtype in (torch.bfloat16, torch.float16) and dtype in (a.dtype, torch.float32)
+        assert a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0] and min(*a.shape, *b.shape) > 0
+        for x in (a, b):  # one dimension in a row, the other in steps: anything else is copied first
+            assert any(x.stride(i) == 1 and x.stride(1 - i) >= x.shape[i] for i in (0, 1)), (x.shape, x.stride())
+        if out is not None:
+            assert out.dtype == dtype and out.shape == (a.shape[0], b.shape[1])
+            assert out.stride(1) == 1 and out.stride(0) >= out.shape[1]
+            assert not any(overlaps(out, x) for x in (a, b)), "a product writes where it reads"
+        return dtype
+
+
+def overlaps(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have a byte between the first and the last of the other."""
+    if StorageWeakRef(a.untyped_storage()).cdata != StorageWeakRef(b.untyped_storage()).cdata:
+        return False
+    (a_lo, a_hi), (b_lo, b_hi) = map(_span, (a, b))
+    return a_lo < b_hi and b_lo < a_hi
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    lo = x.storage_offset() * x.element_size()
+    return lo, lo + (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
+
+
+@contextlib.contextmanager
+def of_a_gpu(adds: bool = True) -> Iterator[list[Product]]:
+    """The products that are made inside."""
+    stand_ins = GpuProducts(adds)
+    tried = products.adds_widened.__wrapped__
+
+    def adds_widened(device: torch.device) -> bool:
+        before = len(stand_ins.made)
+        found = tried(device)
+        del stand_ins.made[before:]  # what it tries is none of the engine's
+        return found
+
+    with (
+        mock.patch.object(products, "widens", lambda device: True),
+        mock.patch.object(products, "adds_widened", adds_widened),
+        mock.patch.object(torch, "mm", stand_ins.mm),
+        mock.patch.object(torch, "addmm", stand_ins.addmm),
+        mock.patch.object(torch, "is_autocast_enabled", lambda *_: False),  # which does not know "meta"
+        mock.patch.object(torch, "autocast", lambda *_, **__: contextlib.nullcontext()),
+    ):
+        yield stand_ins.made
+
+
+class NoRows:
+    """Row kernels that leave everything as it is, and take no memory: for tensors without values."""
+
+    WRITES_BEHIND_READS = False
+
+    def stats(self, logits: Tensor, targets: Tensor, read: Any, transform: Any, names: tuple[str, ...], **_: Any) -> RowStats:
+        return RowStats.not_read(names, targets.numel(), logits.device)
+
+    def pull(self, logits: Tensor, targets: Tensor, stats: Any, slopes: Any, transform: Any, out: Tensor, **_: Any) -> None:
+        assert out.shape == logits.shape and not overlaps(logits, out)
+
+    def fused(self, logits: Tensor, rows: Any, objective: Any, transform: Any, out: Tensor | None) -> FusedRows:
+        assert out is None or (out.shape == logits.shape and not overlaps(logits, out))
+        return FusedRows(*logits.new_empty(3, logits.shape[1]).unbind(0))
+
+    def scale_(self, gradient: Tensor, factor: Tensor) -> None:
+        pass
+
+
+class LiveBytes(TorchDispatchMode):
+    """`peak`: the most bytes of tensors made inside that were alive at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self._alive = 0, dict[int, tuple[StorageWeakRef, int]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {StorageWeakRef(x.untyped_storage()).cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                reference = StorageWeakRef(storage)
+                if reference.cdata not in given:
+                    self._alive[reference.cdata] = (reference, storage.nbytes())
+        self._alive = {key: found for key, found in self._alive.items() if not found[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return out
