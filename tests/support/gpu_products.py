@@ -19,6 +19,7 @@ from grpo_kernels.vocabulary.backends import FusedRows
 from grpo_kernels.vocabulary.rows import RowStats
 
 Tensor = torch.Tensor
+MM = torch.mm
 
 
 class Product(NamedTuple):
@@ -32,7 +33,7 @@ class Product(NamedTuple):
 
 
 class GpuProducts:
-    """torch.mm and torch.addmm with operands of 16 bits, as CUDA has them; `made` are the calls in order.
+    """torch.mm and torch.addmm with operands of 16 bits, as CUDA has them; `made` are the calls in order. Others stay as they are.
 
     adds    whether addmm takes an fp32 sum, as from torch 2.10 on."""
 
@@ -42,6 +43,8 @@ class GpuProducts:
     def mm(
         self, a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
     ) -> Tensor:  # fmt: skip
+        if a.dtype == b.dtype == torch.float32:
+            return MM(a, b) if out is None else MM(a, b, out=out)
         dtype = self._checked(a, b, out_dtype, out)
         self.made.append(Product(*a.shape, b.shape[1], dtype))
         if a.is_meta:

@@ -156,9 +156,10 @@ def assert_gradients_near(a: Gradients, b: Gradients, relative: float) -> None:
         assert_near(a[name], b[name], relative, f"gradient of {name}")
 
 
-def in_chunks(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Make the engine take `rows` rows at a time, less than its floor allows, so that small cases have several chunks, each a block."""
-    monkeypatch.setattr(Work, "plan", lambda *_, **__: Plan(rows, rows))
+def in_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, block: int | None = None) -> None:
+    """Make the engine take `rows` rows at a time, less than its floor allows, so that small cases have several chunks. On a GPU
+    `block` rows are a block; None: each chunk is one."""
+    monkeypatch.setattr(Work, "plan", lambda *_, **__: Plan(rows, block or rows))
 
 
 def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
