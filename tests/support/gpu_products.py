@@ -120,7 +120,7 @@ class NoRows:
     def pull(self, logits: Tensor, targets: Tensor, stats: Any, slopes: Any, transform: Any, out: Tensor, **_: Any) -> None:
         assert out.shape == logits.shape and not overlaps(logits, out)
 
-    def fused(self, logits: Tensor, rows: Any, objective: Any, transform: Any, out: Tensor | None) -> FusedRows:
+    def fused(self, logits: Tensor, rows: Any, objective: Any, transform: Any, out: Tensor | None, **_: Any) -> FusedRows:
         assert out is None or (out.shape == logits.shape and not overlaps(logits, out))
         return FusedRows(*logits.new_empty(3, logits.shape[1]).unbind(0))
 

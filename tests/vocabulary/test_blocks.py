@@ -130,12 +130,12 @@ class Poisoned:
     def __getattr__(self, name: str) -> Any:
         return getattr(eager, name)
 
-    def pull(self, logits: Tensor, targets: Tensor, stats: Any, slopes: Any, transform: Any, out: Tensor, **_: Any) -> None:
-        eager.pull(logits, targets, stats, slopes, transform, out)
+    def pull(self, logits: Tensor, targets: Tensor, stats: Any, slopes: Any, transform: Any, out: Tensor, **more: Any) -> None:
+        eager.pull(logits, targets, stats, slopes, transform, out, **more)
         self._after(logits, out)
 
-    def fused(self, logits: Tensor, rows: Any, objective: Any, transform: Any, out: Tensor | None) -> Any:
-        found = eager.fused(logits, rows, objective, transform, out)
+    def fused(self, logits: Tensor, rows: Any, objective: Any, transform: Any, out: Tensor | None, **more: Any) -> Any:
+        found = eager.fused(logits, rows, objective, transform, out, **more)
         self._after(logits, out)
         return found
 
