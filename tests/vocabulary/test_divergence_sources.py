@@ -13,7 +13,8 @@ from grpo_kernels import Objective, TokenSets
 from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.loss_stages import OneVisit, _GradientInForward
 from grpo_kernels.vocabulary.backends import pick
-from grpo_kernels.vocabulary.hidden import CHUNK_BYTES, Engine, FlatHead, TeacherHead
+from grpo_kernels.vocabulary.blocks import CHUNK_BYTES
+from grpo_kernels.vocabulary.hidden import Engine, FlatHead, TeacherHead
 from grpo_kernels.vocabulary.kept import KeptRows
 from grpo_kernels.vocabulary.rows import RowTransform, Teacher
 from grpo_kernels.vocabulary.sources import Hidden, Logits
