@@ -127,7 +127,7 @@ class Workload:
 def workloads(small: bool) -> list[Workload]:
     # The interpreter truncates where a GPU rounds to bf16.
     rows, few, vocab, width, dtype = (16, 16, 272, 8, torch.float32) if small else (8192, 2048, 151936, 4096, torch.bfloat16)
-    narrow = 8 if small else 1024  # for which 8192 rows are several blocks, and d_weight is a sum
+    narrow = 4 if small else 1024  # for which 8192 rows are several blocks, and d_weight is a sum
     return [
         Workload("fused", "grpo_kernels, in place", Cell("logits", rows, vocab, dtype)),
         Workload("fused32", "grpo_kernels, in place", Cell("logits", few, vocab, torch.float32)),
@@ -253,7 +253,7 @@ def apply(path: Path) -> dict[str, Any]:
     chosen: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for kind, best in chosen.items():
         if kind == "chunk":
-            linear.CHUNK_BYTES["cuda"] = best["mib"] * MIB
+            blocks.CHUNK_BYTES["cuda"], blocks.BLOCK_BYTES["cuda"] = best["mib"] * MIB, best["block"] * MIB
         else:
             backend.LAUNCH[kind] = Choice(**best["choice"])
     return chosen

@@ -283,7 +283,7 @@ def test_targets_speak_of_providers_that_there_are() -> None:
     missing = [t.what for t in gpu_kit.targets(suites, {"recompilations": 0, "waits": {}, "graphs": {}}, {}) if t.met is None]
     assert missing == ["log-probs from hidden states, error"]
     for workload in tune.workloads(small=False):
-        assert workload.candidate(tune.Chunk(1)).name == "1 MiB"
+        assert workload.candidate(tune.Chunk(1, 2)).name == "1 MiB of logits, 2 MiB of gradients"
 
 
 def test_outcomes_of_tests_are_written_at_once_and_counted(tmp_path: Path) -> None:
@@ -482,18 +482,20 @@ def test_the_comparison_runs_with_what_was_clearly_faster(tmp_path: Path, monkey
     choice = Choice(256, 8, programs=2, grid=1.0)
     found = {
         "fused": tuned({"choice": choice._asdict()}, 0.1), "visit": tuned({"choice": Choice(32, 1)._asdict()}, 0.01),
-        "chunk": tuned({"mib": 7, "kind": "chunk"}, 0.5), "fused32": {"ranking": [], "best": None, "now": "now"},
+        "chunk": tuned({"mib": 7, "block": 9, "kind": "chunk"}, 0.5), "fused32": {"ranking": [], "best": None, "now": "now"},
     }  # fmt: skip
     chosen = tune.winners(found)
     assert chosen.keys() == {"fused", "chunk"}
     path = tmp_path / "choices.json"
     monkeypatch.setattr(backend, "LAUNCH", dict(backend.LAUNCH))
-    monkeypatch.setattr(linear, "CHUNK_BYTES", dict(linear.CHUNK_BYTES))
-    before, host = dict(backend.LAUNCH), linear.CHUNK_BYTES["cpu"]
+    for name in ("CHUNK_BYTES", "BLOCK_BYTES"):
+        monkeypatch.setattr(blocks, name, dict(getattr(blocks, name)))
+    before, host = dict(backend.LAUNCH), blocks.CHUNK_BYTES["cpu"]
     assert tune.apply(path) == {} and before == backend.LAUNCH
     path.write_text(json.dumps(chosen))
     assert tune.apply(path) == json.loads(json.dumps(chosen))
-    assert before | {"fused": choice} == backend.LAUNCH and linear.CHUNK_BYTES == {"cuda": 7 << 20, "cpu": host}
+    assert before | {"fused": choice} == backend.LAUNCH and blocks.CHUNK_BYTES == {"cuda": 7 << 20, "cpu": host}
+    assert blocks.BLOCK_BYTES == {"cuda": 9 << 20, "cpu": 0}
 
 
 # ---- what only CUDA runs
