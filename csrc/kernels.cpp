@@ -75,33 +75,49 @@ enum Terms { CONSTANT, LINEAR, QUADRATIC };
 template <class T, class O, Mode MODE, Terms TERMS>
 void gradients(const T* x, O* out, int64_t vocab, const RowTransform& t, float max, const Polynomial& of) {
     const F m = all(max), c0 = all(of.k0), c1 = all(of.k1), c2 = all(of.k2);
-    auto gradient = [&](F v) {
-        const Logit of_v = transformed<MODE>(t, v);
-        const F d = sub(of_v.z, m);
-        const Keep keep = not_below(d, all(EXP_CUTOFF));
-        F k = TERMS >= LINEAR ? fma_where(keep, c1, d, c0) : c0;
-        const F e = exp_above_cutoff(d);
-        if (TERMS >= QUADRATIC) k = fma_where(keep, c2, e, k);
-        if (MODE == CAPPED) k = mul(k, of_v.slope);
-        return mul_where(keep, e, k);
+    auto to_gradients = [&](auto& v) {  // of a few vectors of logits
+        constexpr int N = sizeof(v) / sizeof(F);
+        F d[N], e[N], slope[N];
+        Keep keep[N];
+        for (int k = 0; k < N; k++) {
+            const Logit of_v = transformed<MODE>(t, v[k]);
+            d[k] = sub(of_v.z, m), slope[k] = of_v.slope, keep[k] = not_below(d[k], all(EXP_CUTOFF));
+        }
+        exp_where(keep, d, e);
+        for (int k = 0; k < N; k++) {
+            F factor = TERMS >= LINEAR ? fma_where(keep[k], c1, d[k], c0) : c0;
+            if (TERMS >= QUADRATIC) factor = fma_where(keep[k], c2, e[k], factor);
+            if (MODE == CAPPED) factor = mul(factor, slope[k]);
+            v[k] = mul_where(keep[k], e[k], factor);
+        }
     };
     int64_t j = 0;
     for (; j + STEP <= vocab; j += STEP) {
+        F v[UNROLL];
         for (int k = 0; k < UNROLL; k += 2) {
             const T* from = x + j + k * W;
+            if constexpr (SAME_TYPE<T, O>) {
+                load_pair(from, v[k], v[k + 1]);
+            } else {  // a pair's order depends on its type
+                v[k] = load(from), v[k + 1] = load(from + W);
+            }
+        }
+        to_gradients(v);
+        for (int k = 0; k < UNROLL; k += 2) {
             O* to = out + j + k * W;
             if constexpr (SAME_TYPE<T, O>) {
-                F a, b;
-                load_pair(from, a, b);
-                store_pair(to, gradient(a), gradient(b));
-            } else {  // a pair's order depends on its type
-                store(to, gradient(load(from)));
-                store(to + W, gradient(load(from + W)));
+                store_pair(to, v[k], v[k + 1]);
+            } else {
+                store(to, v[k]), store(to + W, v[k + 1]);
             }
         }
     }
-    for (; j + W <= vocab; j += W) store(out + j, gradient(load(x + j)));
-    if (j < vocab) store_some(out + j, gradient(load_some(x + j, int(vocab - j))), int(vocab - j));
+    for (; j < vocab; j += W) {
+        const int rest = vocab - j < W ? int(vocab - j) : W;
+        F v[1] = {load_some(x + j, rest)};
+        to_gradients(v);
+        store_some(out + j, v[0], rest);
+    }
 }
 
 template <class T, class O, Mode MODE>

@@ -16,9 +16,6 @@ namespace {
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
 
-// Below this exp(d) is taken as 0: its result would leave the normal range of fp32.
-constexpr float EXP_CUTOFF = -87.0f;
-
 #if defined(__AVX512F__)
 
 constexpr int W = 16;
@@ -43,9 +40,6 @@ inline F choose(Keep k, F yes, F no) { return _mm512_mask_blend_ps(k, no, yes); 
 inline F add_where(Keep k, F sum, F a) { return _mm512_mask_add_ps(sum, k, sum, a); }
 inline F fma_where(Keep k, F a, F b, F c) { return _mm512_mask3_fmadd_ps(a, b, c, k); }
 inline F mul_where(Keep k, F a, F b) { return _mm512_maskz_mul_ps(k, a, b); }
-inline F fraction(F t) { return _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF); }
-inline F times_pow2_floor(F a, F t) { return _mm512_scalef_ps(a, t); }
-inline F times_pow2_floor_where(Keep k, F a, F t) { return _mm512_maskz_scalef_ps(k, a, t); }
 inline bool any_above(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 
 inline F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -111,11 +105,10 @@ inline F add_where(Keep k, F sum, F a) { return add(sum, _mm256_and_ps(k, a)); }
 inline F fma_where(Keep k, F a, F b, F c) { return fma(_mm256_and_ps(k, a), _mm256_and_ps(k, b), c); }
 inline F mul_where(Keep k, F a, F b) { return _mm256_and_ps(k, mul(a, b)); }
 inline F fraction(F t) { return sub(t, _mm256_floor_ps(t)); }
-inline F times_pow2_floor(F a, F t) {  // NaN converts to INT_MIN, whose shift is 0: a stays NaN
+inline F times_pow2_floor_where(Keep k, F a, F t) {  // NaN converts to INT_MIN, whose shift is 0: a stays NaN
     const __m256i n = _mm256_cvtps_epi32(_mm256_floor_ps(t));
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(n, 23)));
+    return _mm256_and_ps(k, _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(n, 23))));
 }
-inline F times_pow2_floor_where(Keep k, F a, F t) { return _mm256_and_ps(k, times_pow2_floor(a, t)); }
 inline bool any_above(F a, F b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
 
 inline F load(const float* p) { return _mm256_loadu_ps(p); }
@@ -176,8 +169,9 @@ inline F near_floor(F t) {  // right for |t| < 2^22, or one less where t is an i
     return ((t - 0.5f) + magic) - magic;
 }
 inline F fraction(F t) { return t - near_floor(t); }
-inline F times_pow2_floor(F a, F t) { return (F)((U)a + ((U)__builtin_convertvector(near_floor(t), I) << 23)); }
-inline F times_pow2_floor_where(Keep k, F a, F t) { return (F)(k & (I)times_pow2_floor(a, t)); }
+inline F times_pow2_floor_where(Keep k, F a, F t) {
+    return (F)(k & (I)((U)a + ((U)__builtin_convertvector(near_floor(t), I) << 23)));
+}
 inline bool any_above(F a, F b) {
     const I k = a > b;
     return (k[0] | k[1] | k[2] | k[3]) != 0;
@@ -288,47 +282,5 @@ inline float max_lanes(F a) {
     return best;
 }
 #endif
-
-// 2^fraction(t) by a polynomial fitted to a relative error of 8.3e-8, exactly 1 where t is an integer.
-inline F pow2_of_fraction(F t) {
-    const F f = fraction(t);
-    F p = fma(all(0.0018671304f), f, all(0.00901702978f));
-    p = fma(p, f, all(0.0557999127f));
-    p = fma(p, f, all(0.240164444f));
-    p = fma(p, f, all(0.693151295f));
-    return fma(p, f, all(1.0f));
-}
-
-// exp(d) for EXP_CUTOFF <= d <= 1 and for NaN, exactly 1 at 0; callers drop the lanes below the cutoff. Computed as
-// 2^floor(t) 2^fraction(t), t = d log2(e). The rounding of t adds |d| 6e-8: as much as the rounding of d itself, and nothing
-// where exp(d) is large.
-inline F exp_above_cutoff(F d) {
-    const F t = mul(d, all(1.44269504f));
-    return times_pow2_floor(pow2_of_fraction(t), t);
-}
-// The same, and 0 in the lanes that are not kept.
-inline F exp_where(Keep k, F d) {
-    const F t = mul(d, all(1.44269504f));
-    return times_pow2_floor_where(k, pow2_of_fraction(t), t);
-}
-
-struct Tanh {
-    F value, slope;
-};
-
-// tanh(u) and 1 - tanh(u)^2, both to a few ulp: near 0 from a polynomial, elsewhere from exp(-2 |u|).
-inline Tanh tanh_and_slope(F u) {
-    const F a = magnitude(u), minus_2a = mul(a, all(-2.0f)), one = all(1.0f);
-    const F e = mul_where(not_below(minus_2a, all(EXP_CUTOFF)), exp_above_cutoff(minus_2a), one);
-    const F inverse = div(one, add(one, e));
-    const F s = mul(a, a);
-    F p = fma(all(-0.00566693628f), s, all(0.0206061415f));
-    p = fma(p, s, all(-0.0537299961f));
-    p = fma(p, s, all(0.133313313f));
-    p = fma(p, s, all(-0.333332777f));
-    const F near = fma(mul(p, s), a, a);
-    const F far = mul(sub(one, e), inverse);
-    return {with_sign_of(choose(not_below(a, all(0.625f)), far, near), u), mul(mul(all(4.0f), e), mul(inverse, inverse))};
-}
 
 }  // namespace

@@ -1,7 +1,7 @@
 // The visits of a row of logits that the kernels are made of. Compiled once per instruction set, like simd.h.
 #pragma once
+#include "functions.h"
 #include "kernels.h"
-#include "simd.h"
 
 namespace grpo {
 namespace {
@@ -86,15 +86,18 @@ template <Kind KIND> struct RunningSums {
     void clear() {
         for (int k = 0; k < UNROLL; k++) sum[k] = weighted[k] = squares[k] = all(0.0f);
     }
-    // The exponential of z, which is not above the limit.
-    F take(int k, F z) {
-        const F d = sub(z, shift);
-        const Keep keep = not_below(d, all(EXP_CUTOFF));
-        const F e = exp_where(keep, d);
-        sum[k] = add(sum[k], e);
-        if (KIND >= WEIGHTED) weighted[k] = fma_where(keep, e, d, weighted[k]);
-        if (KIND >= SQUARES) squares[k] = fma(e, e, squares[k]);
-        return e;
+    // The exponentials of logits that are not above the limit.
+    template <int N> void take(const Logit (&of)[N], F (&e)[N]) {
+        F d[N];
+        Keep keep[N];
+        for (int k = 0; k < N; k++) d[k] = sub(of[k].z, shift);
+        for (int k = 0; k < N; k++) keep[k] = not_below(d[k], all(EXP_CUTOFF));
+        exp_where(keep, d, e);
+        for (int k = 0; k < N; k++) {
+            sum[k] = add(sum[k], e[k]);
+            if (KIND >= WEIGHTED) weighted[k] = fma_where(keep[k], e[k], d[k], weighted[k]);
+            if (KIND >= SQUARES) squares[k] = fma(e[k], e[k], squares[k]);
+        }
     }
     void to_total() {
         total.sum += sum_lanes(add(add(sum[0], sum[1]), add(sum[2], sum[3])));
@@ -152,20 +155,22 @@ Visit visit(const T* x, int64_t vocab, const RowTransform& t, Kept* kept) {
                 of[k] = transformed<MODE>(t, a), of[k + 1] = transformed<MODE>(t, b);
             }
             limit(j, max_ignoring_nan(max_ignoring_nan(of[0].z, of[1].z), max_ignoring_nan(of[2].z, of[3].z)));
-            for (int k = 0; k < UNROLL; k++) {
-                const F e = sums.take(k, of[k].z);
-                if (KEEPING != NOTHING) store(kept->exponentials + j + k * W, kept_of<MODE>(e, of[k]));
+            F e[UNROLL];
+            sums.take(of, e);
+            for (int k = 0; KEEPING != NOTHING && k < UNROLL; k++) {
+                store(kept->exponentials + j + k * W, kept_of<MODE>(e[k], of[k]));
             }
         }
         sums.to_total();
     }
     for (; j < vocab; j += W) {
         const int rest = vocab - j < W ? int(vocab - j) : W;
-        Logit of = transformed<MODE>(t, load_some(x + j, rest));
-        of.z = choose(first_lanes(rest), of.z, all(-INFINITY));
-        limit(j, of.z);
-        const F e = sums.take(0, of.z);
-        if (KEEPING != NOTHING) store_some(kept->exponentials + j, kept_of<MODE>(e, of), rest);
+        Logit of[1] = {transformed<MODE>(t, load_some(x + j, rest))};
+        of[0].z = choose(first_lanes(rest), of[0].z, all(-INFINITY));
+        limit(j, of[0].z);
+        F e[1];
+        sums.take(of, e);
+        if (KEEPING != NOTHING) store_some(kept->exponentials + j, kept_of<MODE>(e[0], of[0]), rest);
     }
     return sums.visit();
 }
