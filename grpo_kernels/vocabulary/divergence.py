@@ -64,17 +64,15 @@ def merged_sums(
     kind: str, f: Tensor, g: Tensor, apart: Tensor, total: Tensor, teacher_total: Tensor, cross: Tensor, excess: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(cross, excess) of whole rows [n] from those of their parts, [parts, n] like all: in the whole row p and q of a part are f and g
-    times what they are in the part, and d is by `apart` larger."""
+    times what they are in the part, and d is by `apart` larger. Where a part has an infinite cross, excess may be NaN."""
     if kind == "forward":
-        f, g, apart, total, teacher_total = g, f, -apart, teacher_total, total
+        f, g, apart, total = g, f, -apart, teacher_total
     near = apart.abs() <= SMALL
     whole_cross = torch.where(f == 0, 0.0, f * (cross + apart * total))
     # f (e^-a - 1) and f psi(-a), where g = f e^-a; f may underflow where g does not.
     of_cross = torch.where(near, f * torch.expm1(-apart), g - f)
     of_total = torch.where(near, f * psi(-apart), (g - f) + f * apart)
     whole_excess = g * excess - of_cross * cross + of_total * total
-    whole_excess = torch.where(f == 0, g * teacher_total, whole_excess)
-    whole_excess = torch.where(whole_cross == torch.inf, torch.inf, whole_excess)
     return whole_cross.sum(0), whole_excess.sum(0)
 
 

@@ -167,6 +167,25 @@ def test_parts_of_rows_merge(backend: str, kind: str, mixture: float) -> None:
     torch.testing.assert_close(found.double(), exact.value, rtol=1e-4, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["reverse", "forward"])
+def test_a_part_without_weight_may_hold_an_impossible_id(backend: str, kind: str) -> None:
+    """Its own KL is infinite, and in the row its probabilities are 0."""
+    front, behind, module = torch.randn(2, V), torch.randn(2, V), load(backend)
+    front[:, :50] -= 400.0
+    behind[:, 10] = -math.inf
+    z, w = (front, behind) if kind == "reverse" else (behind, front)
+    names, targets = partials_of(("divergence",), kind), torch.zeros(2, dtype=torch.int64)
+
+    def stats_of(columns: slice) -> RowStats:
+        teacher = Teacher(w[None, :, columns], PLAIN, kind, 0.0)
+        return module.stats(z[None, :, columns], targets, None, PLAIN, names, teacher=teacher)
+
+    parts, whole = [stats_of(columns) for columns in (slice(0, 50), slice(50, V))], stats_of(slice(0, V))
+    merged = merge(torch.stack([part.values for part in parts]), names, None, None, whole)
+    assert parts[0].divergence.isinf().all() and whole.divergence.isfinite().all()
+    torch.testing.assert_close(merged.divergence, whole.divergence, rtol=1e-5, atol=1e-6)
+
+
 def test_with_other_statistics(backend: str) -> None:
     """One pull for the slopes of log-prob, entropy and divergence together."""
     z, w = row_pairs(V)
