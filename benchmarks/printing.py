@@ -4,7 +4,8 @@ from __future__ import annotations
 
 Table = list[list[str]]  # head and lines
 
-LEGEND = """ms: median of n runs, interleaved; p20, p80: quantiles. U: the bytes of the logits, N x V; NHV: tokens x hidden x vocabulary.
+LEGEND = """ms: median of n runs, interleaved; p20, p80: quantiles; host ms: of the host in a call, which the GPU need not wait for.
+U: the bytes of the logits, N x V; NHV: tokens x hidden x vocabulary.
 limit: what the hardware needs for the least that the contract asks for, measured in the same run (the fastest of those named so).
 error: the worst of the loss (by the mean |advantage|), gradients and their worst row (relative), log-probs and entropy (absolute)."""
 
@@ -31,7 +32,20 @@ def table(cell: dict) -> str:
     heads = {"gbps_1u": "GB/s 1U", "gbps_2u": "GB/s 2U", "gbps_3u": "GB/s 3U", "tflops": "TFLOP/s", "tflops_dense": "as dense"}
     eager = next((r["ms"] for r in timed if r["name"] == "eager PyTorch"), None)
     ratio = "x limit" if cell["limit"] else "x eager"
-    head = ["", "ms", "p20", "p80", "n", ratio, "x copy", *(heads[key] for key in rates), "% limit", "extra MB", "error"]
+    head = [
+        "",
+        "ms",
+        "p20",
+        "p80",
+        "n",
+        "host ms",
+        ratio,
+        "x copy",
+        *(heads[key] for key in rates),
+        "% limit",
+        "extra MB",
+        "error",
+    ]
     lines = [[*head, "compiles", "syncs"]]
     for r in timed:
         base = cell["limit"]["ms"] if cell["limit"] else eager
@@ -40,6 +54,7 @@ def table(cell: dict) -> str:
                 r["name"] + (" (limit)" if r.get("limit") else ""),
                 *(f"{r[key]:.3g}" if r[key] < 1000 else f"{r[key]:.0f}" for key in ("ms", "p20", "p80")),
                 str(r["runs"]),
+                f"{r['host_ms']:.2f}" if "host_ms" in r else "",
                 f"{r['ms'] / base:.2f}" if base else "",
                 f"{r['x_copy']:.2f}" if "x_copy" in r else "",
                 *(f"{r[key]:.3g}" for key in rates),

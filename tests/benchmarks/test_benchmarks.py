@@ -364,9 +364,8 @@ def test_the_gate_is_tighter_in_32_bits() -> None:
 
 def test_the_ratio_to_the_limit_and_the_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"right": 6.0, "copy": 2.0, "in-place pass": 1.5}
-    monkeypatch.setattr(
-        measuring, "interleaved", lambda runs, *_, **__: {n: {"ms": times[n], "p20": 1, "p80": 9, "runs": 5} for n in runs}
-    )
+    rest = {"p20": 1, "p80": 9, "runs": 5, "host_ms": 0.314}
+    monkeypatch.setattr(measuring, "interleaved", lambda runs, *_, **__: {n: {"ms": times[n], **rest} for n in runs})
     candidates = [provider("right", lambda found: found), *(p for p in providers("logits") if p.limit)]
     cell = measure(tiny("logits"), "cpu", candidates=candidates, **QUICKLY)
     rows = by_name(cell)
@@ -375,6 +374,7 @@ def test_the_ratio_to_the_limit_and_the_statistics(monkeypatch: pytest.MonkeyPat
     assert rows["right"]["x_copy"] == 3.0 and rows["copy"]["x_copy"] == 1.0
     assert rows["right"]["gbps_2u"] == pytest.approx(2 * 32 * 512 * 4 / 6e-3 / 1e9)
     assert "25" in table(cell)  # percent of the limit
+    assert "host ms" in table(cell) and "0.31" in table(cell)
 
 
 # ---- the harness
@@ -475,10 +475,10 @@ def test_on_cuda_the_cache_is_flushed_first_and_only_the_run_is_timed(monkeypatc
     monkeypatch.setattr(harness, "_clocks_per_ms", lambda: 2e6)
     monkeypatch.setattr(harness, "_flush_buffer", lambda: types.SimpleNamespace(zero_=lambda: log.append("flush")))
     _, ms, host = harness.timed(lambda: time.sleep(0.002) or log.append("run"), "cuda")
-    assert ms == 1.5 and 2 <= host < 1000
+    assert ms == 1.5 and host >= 2
     assert log == ["flush", f"sleep {round(2e6 * harness.AHEAD_MS)}", "record", "run", "record", "wait"]
     found = harness.interleaved({"one": lambda: None}, "cuda", seconds=0.0, least=2)["one"]
-    assert found["ms"] == 1.5 and 0 <= found["host_ms"] < 100 and found["runs"] == 2
+    assert found["ms"] == 1.5 and found["host_ms"] >= 0 and found["runs"] == 2
 
 
 def test_the_clock_of_the_sleep_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

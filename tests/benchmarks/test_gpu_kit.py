@@ -596,7 +596,7 @@ def test_a_replay_is_compared_with_a_plain_call(cuda: list[str], monkeypatch: py
 
 
 def test_the_host_is_timed_without_the_device(cuda: list[str]) -> None:
-    assert 2 <= gpu_counters.host_ms(lambda: time.sleep(0.002), runs=3) < 100
+    assert gpu_counters.host_ms(lambda: time.sleep(0.002), runs=3) >= 2
 
 
 def test_loaded_kernels_are_read_from_tritons_cache() -> None:
