@@ -36,6 +36,7 @@ BESIDE = (
     "matplotlib",
     "transformers",
     "pandas",
+    "pyarrow",
     "cloudpickle",
 )
 #: What cannot run without a GPU.
