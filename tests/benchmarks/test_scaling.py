@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import scaling
+from benchmarks import scaling, scaling_costs
 from benchmarks.results import load
 from benchmarks.roofline import Shape
-from benchmarks.scaling import MODELS, SCHEMES, cluster, megatron, vocabulary_parallel, weight_gathered
+from benchmarks.scaling_costs import MODELS, SCHEMES, cluster, megatron, vocabulary_parallel, weight_gathered
 from grpo_kernels import Objective, TokenBatch, linear_grpo_loss
 from grpo_kernels.distributed import VocabShard, global_normalizer
 from grpo_kernels.vocabulary.blocks import CHUNK_BYTES
@@ -50,7 +50,7 @@ def test_the_others_by_hand() -> None:
     assert kept.held == 18992 * H * 6 + N * H * 2 + N * 18992 * 6
     assert kept.wire == 2 * N * H * 2 * 7 / 8 + 3 * 2 * 4 * N * 7 / 8 and kept.flops == 3 * 2 * N * H * V / 8
     assert kept.moved == N * 18992 * (2 + 6 + 4 + 4 * 8 + 4 + 6 + 2 * 2)
-    eager = scaling.logits_gathered(QWEN, 8, 0.5)
+    eager = scaling_costs.logits_gathered(QWEN, 8, 0.5)
     assert eager.held == 18992 * H * 6 + N * H * 2 + N * V * 12
     assert eager.wire == kept.wire - 3 * 2 * 4 * N * 7 / 8 + N * V * 2 * 7 / 8
     single = replace(QWEN, dtype="float32")
@@ -66,7 +66,7 @@ def test_eager_holds_what_the_benchmark_measured() -> None:
         for row in cell["providers"]
         if row["name"] == "eager PyTorch" and row["status"] == "ok" and cell["rows"] >= 256
     ]
-    assert peaks and peaks == pytest.approx([scaling.EAGER_HELD] * len(peaks), rel=0.02)
+    assert peaks and peaks == pytest.approx([scaling_costs.EAGER_HELD] * len(peaks), rel=0.02)
 
 
 def test_one_rank_sends_nothing_and_schemes_meet() -> None:
@@ -98,7 +98,7 @@ def test_more_ranks(name: str) -> None:
 
 @pytest.mark.parametrize("hidden, tp", [(4096, 8), (7168, 2)])
 def test_the_crossing_with_gathering_the_weight(hidden: int, tp: int) -> None:
-    rows = int(scaling.most_rows(hidden, V, tp, 2))
+    rows = int(scaling_costs.most_rows(hidden, V, tp, 2))
     assert 1.48 < rows / V < 1.5
     for n, fewer in ((rows - 8, True), (rows + 8, False)):
         shape = Shape(n, hidden, V)
@@ -108,14 +108,14 @@ def test_the_crossing_with_gathering_the_weight(hidden: int, tp: int) -> None:
 def test_the_crossing_with_a_replicated_head() -> None:
     """At V* the wire takes exactly the time of the products that are saved; at V, the share V* / V of it."""
     for link in (H200.nvlink, H200.network):
-        least = scaling.least_vocabulary(H, 8, 0.5, 2, H200.flops, link)
+        least = scaling_costs.least_vocabulary(H, 8, 0.5, 2, H200.flops, link)
         saved = 7 / 8 * 2 * QWEN.product / H200.flops
         assert vocabulary_parallel(QWEN, 8, 0.5).wire / link / saved == pytest.approx(least / V)
-    assert scaling.least_vocabulary(H, 8, 0.5, 2, 989e12, 450e9) == pytest.approx(2215, abs=1)
+    assert scaling_costs.least_vocabulary(H, 8, 0.5, 2, 989e12, 450e9) == pytest.approx(2215, abs=1)
 
 
 def test_the_least_rows_pay_for_their_latency() -> None:
-    n = scaling.least_rows(QWEN, 8, 0.5, H200)
+    n = scaling_costs.least_rows(QWEN, 8, 0.5, H200)
     saved = n / N * 7 / 8 * 2 * QWEN.product / H200.flops
     assert saved == pytest.approx(n * (16 * 7 + 4 * H * 7 / 8) / H200.nvlink + 2 * 6 * 5e-6)
 
@@ -131,20 +131,24 @@ def test_links() -> None:
 
 def test_data_parallel_bytes() -> None:
     model = MODELS["70B"]
-    assert scaling.head_gradient(model, 8, 1, 2) == 0
-    assert scaling.head_gradient(model, 8, 64, 2) == 6 * 18992 * 8192 * 63 / 64
-    sent = [scaling.head_gradient(model, tp, 1024, 2) for tp in (1, 2, 4, 8)]
+    assert scaling_costs.head_gradient(model, 8, 1, 2) == 0
+    assert scaling_costs.head_gradient(model, 8, 64, 2) == 6 * 18992 * 8192 * 63 / 64
+    sent = [scaling_costs.head_gradient(model, tp, 1024, 2) for tp in (1, 2, 4, 8)]
     assert sent == [sent[0] / tp for tp in (1, 2, 4, 8)]
     times = [x / H200.link(1024, tp) for x, tp in zip(sent, (1, 2, 4, 8), strict=True)]
     assert times == pytest.approx([times[-1]] * 4)  # fewer bytes over fewer cards
 
 
 def test_shares() -> None:
-    params, flops = scaling.head_share(MODELS["7B"], 0.5)
+    params, flops = scaling_costs.head_share(MODELS["7B"], 0.5)
     head = 4096 * 151936
     assert params == pytest.approx(head / 8.2e9)
     assert flops == pytest.approx(4 * head / (4 * head + 6 * (8.2e9 - 2 * head)))
-    assert scaling.optimizer(2, 1) == 18 and scaling.optimizer(2, 8) == 6 + 12 / 8 and scaling.optimizer(4, 8) == 8 + 8 / 8
+    assert (
+        scaling_costs.optimizer(2, 1) == 18
+        and scaling_costs.optimizer(2, 8) == 6 + 12 / 8
+        and scaling_costs.optimizer(4, 8) == 8 + 8 / 8
+    )
 
 
 # ---- the engine
@@ -211,9 +215,9 @@ def test_the_tables_are_current() -> None:
 def test_the_text_has_the_constants_of_the_code() -> None:
     text = scaling.PAGE.read_text()
     assert "is an estimate" in text.split("##")[0]
-    assert f"all-gather a chunk, {scaling.PARTIALS} (TP - 1) bytes" in text
-    single, half = (scaling.megatron_held(replace(QWEN, dtype=x)) for x in ("float32", "bfloat16"))
-    assert f"Megatron-LM {half} NV / TP bytes ({single} NV / TP\nin fp32), eager {scaling.EAGER_HELD} NV" in text
+    assert f"all-gather a chunk, {scaling_costs.PARTIALS} (TP - 1) bytes" in text
+    single, half = (scaling_costs.megatron_held(replace(QWEN, dtype=x)) for x in ("float32", "bfloat16"))
+    assert f"Megatron-LM {half} NV / TP bytes ({single} NV / TP\nin fp32), eager {scaling_costs.EAGER_HELD} NV" in text
     assert f"{CHUNK_BYTES['cuda'] >> 20} MiB of fp32 logits" in text
     assert f"{100 * 0.75:.0f} % of these rates" in text and f"takes {1e6 * H200.latency:.0f} us" in text
 
