@@ -38,7 +38,6 @@ __all__ = [
     "Sapo",
     "Surrogate",
     "Vespo",
-    "check_log_ratio_bounds",
     "check_surrogate",
     "covariance",
 ]
@@ -291,7 +290,7 @@ class A2po(Surrogate):
 
 
 def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
-    """Raise ValueError unless the log-ratio that this surrogate takes can be clamped to (low, high)."""
+    """Raise ValueError unless `bounds` are (low, high), to which the log-ratio that `surrogate` takes can be clamped."""
     pair = isinstance(bounds, tuple) and len(bounds) == 2 and all(isinstance(b, numbers.Real) for b in bounds)
     remedy = "pass (low, high) with low < 0 < high, for example (-20.0, 20.0), or None."
     require(pair and bounds[0] < 0 < bounds[1], "log_ratio_bounds", bounds, remedy)
