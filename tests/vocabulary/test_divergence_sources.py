@@ -49,6 +49,23 @@ def test_from_hidden_states(backend: str, kind: str, mixture: float, shared: boo
     near(gradients, exact_gradients)
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["own head", "shared head"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_from_hidden_states_of_16_bits(backend: str, dtype: torch.dtype, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of both streams are never rounded to 16 bits, also where the gradient lies in their memory."""
+    in_chunks(monkeypatch, 4)
+    rows, upstream = Rows(dtype, shared), torch.randn(N) * READ
+    exact, exact_gradients = rows.expected("reverse", 0.0, upstream)
+    tokens = TokenRows(torch.zeros(N, dtype=torch.int64), READ, *torch.zeros(2, N), divergence_weight=upstream)
+    leaves: list[Any] = rows.leaves
+    source = Hidden(pick(backend, CPU), dtype, teacher=rows.heads("reverse", 0.0, leaves))
+    value, gradients = through_stage(source, leaves, upstream)
+    torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-6)
+    near(gradients, exact_gradients, 2e-2)
+    loss = _GradientInForward.apply(OneVisit(source, tokens, Objective(), WARM), *leaves)[0]
+    near(list(torch.autograd.grad(loss, leaves)), exact_gradients, 2e-2)
+
+
 @pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
 @pytest.mark.parametrize("kind, mixture", KINDS)
 def test_in_one_visit(backend: str, kind: str, mixture: float, linear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
