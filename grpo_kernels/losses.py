@@ -179,7 +179,9 @@ def linear_grpo_loss(
     contribute (zero advantage or weight, and neither KL nor entropy bonus) take part in the first only, for out.logps and
     the metrics, and with skip_inactive=True in none. Sequence levels need all log-probs of a sequence before any slope:
     they project active rows twice, four products. Logits are fp32, never rounded to 16 bits; the gradient of the weight
-    is summed in fp32. Peak memory beyond the inputs: the gradients, and one chunk of logits whatever the batch.
+    is summed in fp32. Peak memory beyond the inputs: the gradients, and whatever the batch one chunk of logits. On a GPU in bf16,
+    where one product takes the gradients of many chunks, that and those gradients are 1.2 GiB beside an fp32 sum of the weight's;
+    more of them only where that sum is not needed, and then no more than it would take.
 
     Over kept sets (`TokenBatch.kept`) there is no product with the whole weight: a row costs a dot product for each id of its set,
     and as much again for each gradient. A row whose set is one id costs nothing.
