@@ -47,8 +47,8 @@ def widens(device: torch.device) -> bool:
     if device.type in ("cpu", "meta"):
         return False
     try:
-        a = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
-        torch.mm(a, a, out_dtype=torch.float32)
+        a, out = (torch.zeros(16, 16, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32))
+        torch.mm(a, a, out_dtype=torch.float32, out=out)
     except (RuntimeError, TypeError):
         return False
     return True
@@ -66,7 +66,8 @@ def adds_widened(device: torch.device) -> bool:
 
 
 class Products:
-    """fp32 arithmetic, on any device: 16-bit operands are converted, which is exact. The gradient of a chunk of logits is
+    """fp32 arithmetic, on any device: 16-bit operands are converted, which is exact. On a GPU products use TF32 only if
+    torch.backends.cuda.matmul allows it to all fp32 products of the process. The gradient of a chunk of logits is
     written into the memory of the logits."""
 
     dtype = torch.float32  # of the hidden states that the products take
