@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import Cell, Result
+from benchmarks.divergence_cases import EXACT
 from benchmarks.errors import errors
 from benchmarks.harness import compilations, gpu_state, host_syncs, interleaved, memory_free, memory_in_use, peak_memory
 from benchmarks.inputs import Case, make_case, reference
@@ -229,13 +230,13 @@ def derived(cell: Cell, ms: float) -> dict:
     if cell.contract == "step":
         return {}
     seconds = ms / 1e3
+    if cell.contract in ("kept", *EXACT):
+        return {}
     if cell.hidden is None:
         unit = cell.rows * cell.vocab * cell.dtype.itemsize / 1e9
         if cell.contract == "logits-forward":
             return {"gbps_1u": unit / seconds}
         return {"gbps_2u": 2 * unit / seconds, "gbps_3u": 3 * unit / seconds}
-    if cell.contract == "kept":
-        return {}
     backward = {"hidden": 4, "hidden-frozen": 2, "hidden-forward": 0, "cross-entropy": 4}[cell.contract]
     a = cell.active_rows / cell.rows
     convention = f"{2 + backward}NHV" if a == 1 or not backward else f"(2+{backward}a)NHV, a={a:g}"

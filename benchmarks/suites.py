@@ -114,6 +114,23 @@ def _kept(device: str, quick: bool) -> list[Planned]:
     ]
 
 
+def _divergence(device: str, quick: bool) -> list[Planned]:
+    kinds = ("reverse-kl", "forward-kl", "jsd")
+    if device == "cuda":
+        shape = (2048 if quick else 8192, 4096, QWEN)
+        logits = [Planned(Cell("logits-reverse-kl", 4096 if quick else 8192, QWEN, BF16))]
+        return [*(Planned(_head(kind, *shape, BF16)) for kind in kinds), *logits]
+    shape, dtypes = ((64, 256, 32768), (FP32,)) if quick else ((256, 1024, QWEN), (FP32, BF16))
+    found = [Planned(Cell("logits-reverse-kl", shape[0], QWEN, dtype)) for dtype in dtypes]
+    found += [Planned(_head(kind, *shape, dtype)) for kind in kinds for dtype in dtypes]
+    if not quick:
+        found += [
+            Planned(_head("reverse-kl", 1000, *shape[1:], dtype, sequences=8), (OURS, "TRL chunked divergence + mean"))
+            for dtype in dtypes
+        ]
+    return found
+
+
 def _rows(device: str, quick: bool) -> list[Planned]:
     if device == "cuda":
         counts = (1024, 4096) if quick else (1024, 4096, 8192, 32768)
@@ -166,6 +183,7 @@ SUITES = {
         Suite("logits-forward", "Log-probs and entropy from logits", "logits-forward", _logits("logits-forward")),
         Suite("hidden", "Loss and gradients from hidden states", "hidden", _hidden),
         Suite("kept", "Loss and gradients over kept sets, from hidden states", "kept", _kept),
+        Suite("divergence", "Exact divergences to a teacher", "reverse-kl", _divergence),
         Suite("hidden-frozen", "Loss from hidden states, frozen head", "hidden-frozen", _one_head("hidden-frozen")),
         Suite("hidden-forward", "Log-probs from hidden states", "hidden-forward", _one_head("hidden-forward")),
         Suite("cross-entropy", "Cross-entropy from hidden states", "cross-entropy", _cross_entropy),

@@ -88,7 +88,20 @@ def first_line(failure: BaseException) -> str:
 
 def providers(contract: str) -> list[Provider]:
     """In the order of the tables: ours, PyTorch, the peers, the limits."""
-    order = ("ours", "kept", "pytorch", "linear_cross_entropy", "trl", "liger", "cce", "unsloth", "verl", "quack", "limits")
+    order = (
+        "ours",
+        "kept",
+        "divergence",
+        "pytorch",
+        "linear_cross_entropy",
+        "trl",
+        "liger",
+        "cce",
+        "unsloth",
+        "verl",
+        "quack",
+        "limits",
+    )
     for name in order:
         importlib.import_module(f"{__name__}.{name}")
     return [p for p in _registry if contract in p.contracts]

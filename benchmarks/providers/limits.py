@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import Cell, HiddenCase, LogitsCase
+from benchmarks.divergence_cases import TeacherCase
 from benchmarks.providers import Run, provider
 from grpo_kernels.vocabulary.products import products_for
 
@@ -112,11 +113,18 @@ def _backward(case: HiddenCase, way: type[_Torch], of_weight: bool) -> Run:
     return Run(lambda: product.d_hidden(gradient.take()), gradient.make)
 
 
-BACKWARD = ("hidden", "hidden-frozen", "cross-entropy")
-PARTS: dict[str, tuple[tuple[str, ...], Callable[[HiddenCase, type[_Torch]], Run]]] = {
+def _teacher(case: TeacherCase, way: type[_Torch]) -> Run:
+    product = way(case.ref_weight, case.ref_hidden.dtype)
+    return Run(lambda: product.logits(case.ref_hidden))
+
+
+DIVERGENCES = ("reverse-kl", "forward-kl", "jsd")
+BACKWARD = ("hidden", "hidden-frozen", "cross-entropy", *DIVERGENCES)
+PARTS: dict[str, tuple[tuple[str, ...], Callable[[Any, type[_Torch]], Run]]] = {
+    "teacher logits": (DIVERGENCES, _teacher),
     "logits": ((*BACKWARD, "hidden-forward"), _logits),
     "d_hidden": (BACKWARD, lambda case, way: _backward(case, way, of_weight=False)),
-    "d_weight": (("hidden", "cross-entropy"), lambda case, way: _backward(case, way, of_weight=True)),
+    "d_weight": (("hidden", "cross-entropy", *DIVERGENCES), lambda case, way: _backward(case, way, of_weight=True)),
 }
 WAYS: dict[str, tuple[type[_Torch], tuple[str, ...]]] = {
     "torch.mm": (_Torch, ("cpu", "cuda")),
