@@ -29,10 +29,10 @@ CONTRACTS = {
     "hidden-forward": "log-probs from hidden states and the head's weight, no gradient",
     "kept": "DAPO loss over kept sets from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
     "cross-entropy": "mean cross-entropy from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
-    "reverse-kl": "mean KL(policy, teacher) from hidden states and weights of both: value, gradients of the policy's",
-    "forward-kl": "mean KL(teacher, policy) from hidden states and weights of both: value, gradients of the policy's",
-    "jsd": "mean Jensen-Shannon divergence from hidden states and weights of both: value, gradients of the policy's",
-    "logits-reverse-kl": "mean KL(policy, teacher) of given logits [N, V]: value and gradient with respect to the policy's",
+    "divergence": "mean KL(policy, teacher) from hidden states and weights of both: value, gradients of the policy's",
+    "divergence-forward": "mean KL(teacher, policy) from hidden states and weights of both: value, gradients of the policy's",
+    "divergence-jsd": "mean Jensen-Shannon divergence from hidden states and weights of both: value, gradients of the policy's",
+    "logits-divergence": "mean KL(policy, teacher) of given logits [N, V]: value and gradient with respect to the policy's",
     "step": "a training step end to end: forward, DAPO loss, backward, AdamW",
 }
 

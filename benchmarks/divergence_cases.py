@@ -14,16 +14,16 @@ from grpo_kernels.diagnosis.step import Output
 Tensor = torch.Tensor
 
 EXACT = {
-    "reverse-kl": Exact("reverse"),
-    "forward-kl": Exact("forward"),
-    "jsd": Exact("jsd"),
-    "logits-reverse-kl": Exact("reverse"),
+    "divergence": Exact("reverse"),
+    "divergence-forward": Exact("forward"),
+    "divergence-jsd": Exact("jsd"),
+    "logits-divergence": Exact("reverse"),
 }
 
 
 @dataclass
 class TeacherCase:
-    """From hidden states. The teacher has the policy's sizes, and is not far from it."""
+    """From hidden states. The teacher has the policy's sizes, and as much noise in it as signal."""
 
     cell: Cell
     batch: TokenBatch
@@ -75,7 +75,7 @@ def make_divergence(cell: Cell, device: str, seed: int = 0) -> TeacherCase | Two
         return TwoLogitsCase(cell, batch, logits.clone().requires_grad_(), logits, ref_logits)
     hidden, weight, targets = hidden_near(cell, device, g)
     ref_hidden, ref_weight = (
-        (x + 0.5 * x.float().std() * torch.randn(x.shape, generator=g, device=device)).to(cell.dtype) for x in (hidden, weight)
+        (x + x.float().std() * torch.randn(x.shape, generator=g, device=device)).to(cell.dtype) for x in (hidden, weight)
     )
     hidden.requires_grad_()
     weight.requires_grad_()

@@ -114,21 +114,18 @@ def _kept(device: str, quick: bool) -> list[Planned]:
     ]
 
 
-def _divergence(device: str, quick: bool) -> list[Planned]:
-    kinds = ("reverse-kl", "forward-kl", "jsd")
-    if device == "cuda":
-        shape = (2048 if quick else 8192, 4096, QWEN)
-        logits = [Planned(Cell("logits-reverse-kl", 4096 if quick else 8192, QWEN, BF16))]
-        return [*(Planned(_head(kind, *shape, BF16)) for kind in kinds), *logits]
-    shape, dtypes = ((64, 256, 32768), (FP32,)) if quick else ((256, 1024, QWEN), (FP32, BF16))
-    found = [Planned(Cell("logits-reverse-kl", shape[0], QWEN, dtype)) for dtype in dtypes]
-    found += [Planned(_head(kind, *shape, dtype)) for kind in kinds for dtype in dtypes]
-    if not quick:
-        found += [
-            Planned(_head("reverse-kl", 1000, *shape[1:], dtype, sequences=8), (OURS, "TRL chunked divergence + mean"))
-            for dtype in dtypes
-        ]
-    return found
+def _divergence(contract: str) -> Callable[[str, bool], list[Planned]]:
+    def plan(device: str, quick: bool) -> list[Planned]:
+        if device == "cuda":
+            return [Planned(_head(contract, 2048 if quick else 8192, 4096, QWEN, BF16))]
+        if quick:
+            return [Planned(_head(contract, 64, 256, 32768, FP32))]
+        found = [Planned(_head(contract, 256, 1024, QWEN, dtype)) for dtype in (FP32, BF16)]
+        few = (OURS, "TRL chunked divergence + mean")
+        more = [Planned(_head(contract, 1000, 1024, QWEN, dtype, sequences=8), few) for dtype in (FP32, BF16)]
+        return found + (more if contract == "divergence" else [])
+
+    return plan
 
 
 def _rows(device: str, quick: bool) -> list[Planned]:
@@ -183,7 +180,10 @@ SUITES = {
         Suite("logits-forward", "Log-probs and entropy from logits", "logits-forward", _logits("logits-forward")),
         Suite("hidden", "Loss and gradients from hidden states", "hidden", _hidden),
         Suite("kept", "Loss and gradients over kept sets, from hidden states", "kept", _kept),
-        Suite("divergence", "Exact divergences to a teacher", "reverse-kl", _divergence),
+        Suite("divergence", "Exact KL to a teacher, from hidden states", "divergence", _divergence("divergence")),
+        Suite("divergence-forward", "The same, forward", "divergence-forward", _divergence("divergence-forward")),
+        Suite("divergence-jsd", "The same, Jensen-Shannon", "divergence-jsd", _divergence("divergence-jsd")),
+        Suite("logits-divergence", "Exact KL to a teacher, from logits", "logits-divergence", _logits("logits-divergence")),
         Suite("hidden-frozen", "Loss from hidden states, frozen head", "hidden-frozen", _one_head("hidden-frozen")),
         Suite("hidden-forward", "Log-probs from hidden states", "hidden-forward", _one_head("hidden-forward")),
         Suite("cross-entropy", "Cross-entropy from hidden states", "cross-entropy", _cross_entropy),

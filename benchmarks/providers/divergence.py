@@ -17,10 +17,10 @@ from grpo_kernels.options import Options
 Tensor = torch.Tensor
 Call = Callable[[], Result]
 
-FROM_HIDDEN = ("reverse-kl", "forward-kl", "jsd")
-FROM_LOGITS = "logits-reverse-kl"
+FROM_HIDDEN = ("divergence", "divergence-forward", "divergence-jsd")
+FROM_LOGITS = "logits-divergence"
 #: TRL's and Liger's name of the same divergence.
-BETA = {"forward-kl": 0.0, "reverse-kl": 1.0, "jsd": 0.5}
+BETA = {"divergence-forward": 0.0, "divergence": 1.0, "divergence-jsd": 0.5}
 
 
 def _objective(case: TeacherCase | TwoLogitsCase) -> Objective:

@@ -118,7 +118,7 @@ def _teacher(case: TeacherCase, way: type[_Torch]) -> Run:
     return Run(lambda: product.logits(case.ref_hidden))
 
 
-DIVERGENCES = ("reverse-kl", "forward-kl", "jsd")
+DIVERGENCES = ("divergence", "divergence-forward", "divergence-jsd")
 BACKWARD = ("hidden", "hidden-frozen", "cross-entropy", *DIVERGENCES)
 PARTS: dict[str, tuple[tuple[str, ...], Callable[[Any, type[_Torch]], Run]]] = {
     "teacher logits": (DIVERGENCES, _teacher),
