@@ -312,6 +312,41 @@ def test_what_a_function_keeps_is_looked_up_at_every_call() -> None:
     torch.testing.assert_close(loss_of(surrogate, strict=True)[0], 2 * half)
 
 
+class Moving(Surrogate):
+    """Its width is no field of a frozen dataclass: it may change between calls."""
+
+    function = staticmethod(surrogates.clip)
+
+    def __init__(self) -> None:
+        self.width = 0.0
+
+    @property
+    def params(self) -> tuple[float, ...]:
+        return self.width, self.width, math.inf
+
+
+def test_an_objective_keeps_only_what_cannot_change() -> None:
+    """The same objective in two calls: numbers of a frozen surrogate are made once, those of others are asked for again."""
+    fixed = Objective(Clip(0.2, 0.2))
+    assert of(fixed) is of(fixed) and of(fixed, old_logps=torch.zeros(1)) is not of(fixed)
+    kept = [0.5]
+
+    def scaled(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
+        return -kept[0] * advantage * logp, -kept[0] * advantage
+
+    moving, case = Moving(), build()
+    by_params, by_closure = Objective(moving), Objective(Custom(scaled))
+    losses = []
+    for width in (0.01, 0.5):
+        moving.width = kept[0] = width
+        out, gradient = run(case, by_params, "cpu")
+        expected, expected_gradient = run(case, Objective(Clip(width, width)), "cpu")
+        assert torch.equal(out.loss, expected.loss) and torch.equal(gradient, expected_gradient)
+        losses += [out.loss.item(), run(case, by_closure, "cpu")[0].loss.item()]
+    assert losses[0] != losses[2]
+    assert losses[3] == pytest.approx(50 * losses[1], rel=1e-5)
+
+
 # ---- what is refused
 
 
