@@ -284,14 +284,13 @@ def _stage(
     with_gradient = tuple(name for name in names if name == "sum_squares" or (name == "entropy" and entropy is True))
     read = None if mask is None else flat(mask)
     over = options.over_vocabulary if sets is not None else None
-    if mass and over is None:
-        over = ()
+    if mass and sets is not None:
+        names, with_gradient, over = (*names, "lse"), (*with_gradient, "lse"), over or ()
     found = statistics_of(
         source_of, sets, names, with_gradient, over, flat(targets).to(torch.int64), read, rows, tensors
     )  # fmt: skip
     named = {name: x if name == "at" else x.view(shape) for name, x in found.named.items()}
-    if mass:
-        known = found.log_kept_mass
-        named["log_kept_mass"] = (torch.zeros_like(found.logps) if known is None else known).view(shape)
+    if mass and sets is None:
+        named["log_kept_mass"] = torch.zeros_like(found.logps).view(shape)
     H = named.pop("entropy", None)
     return (found.logps.view(shape), H, named) if named or also else (found.logps.view(shape), H)

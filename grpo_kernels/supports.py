@@ -23,11 +23,6 @@ class Statistics(NamedTuple):
     named: dict[str, Tensor]
     whole_logps: Tensor | None = None  # over the vocabulary, None where nothing needs it
 
-    @property
-    def log_kept_mass(self) -> Tensor | None:
-        """log of the probability that the whole row gives to its set, 0 of a row without a set; None if it is not known."""
-        return None if self.whole_logps is None else self.whole_logps - self.logps
-
 
 def statistics_of(
     source_of: Callable[[KeptRows | None], Source], kept: KeptRows | None, names: tuple[str, ...], with_gradient: tuple[str, ...],
@@ -35,7 +30,8 @@ def statistics_of(
     tensors: tuple[Tensor | None, ...],
 ) -> Statistics:  # fmt: skip
     """Statistics of the rows of `source_of(kept)`. `over_vocabulary`: those that are taken over the vocabulary in every row, for
-    which, as for `whole_logps`, rows with sets are visited as a whole too; None: nothing is."""
+    which, as for `whole_logps`, rows with sets are visited as a whole too; None: nothing is. "lse" among the names asks for
+    "log_kept_mass" in its place: log of the probability that the whole row gives to its set, 0 of a row without a set."""
     if kept is None or over_vocabulary is None:
         source = source_of(kept)
         return Statistics(*vocabulary_stage(source, names, with_gradient, targets, read, transform, *tensors))
@@ -46,8 +42,13 @@ def statistics_of(
     sets, over_sets = vocabulary_stage(alone, own, slopes, targets, kept.read, transform, *tensors)
     source = source_of(None)
     whole, named = vocabulary_stage(source, names, with_gradient, targets, read, transform, *tensors)
+    if "lse" in own:
+        # Log-probs keep the digits of a mass near 1; those of a target without probability are both -inf.
+        mass = torch.where(kept.several & (sets == -torch.inf), over_sets.pop("lse") - named.pop("lse"), whole - sets)
+        named["log_kept_mass"] = torch.where(kept.has, mass, 0.0)
     for name in own:
-        named[name] = torch.where(kept.has, over_sets[name], named[name])
+        if name in over_sets:
+            named[name] = torch.where(kept.has, over_sets[name], named[name])
     if source.at is not None and "at" not in over_vocabulary:
         named["at"] = torch.where(kept.has[source.at.rows], over_sets["at"], named["at"])
     return Statistics(torch.where(kept.has, sets, whole), named, whole)

@@ -97,6 +97,7 @@ STATISTICS: dict[str, tuple[str, ...]] = {
     "sum_squares": ("weighted", "squares"),
     "top_prob": (),
     "top_id": ("top",),
+    "lse": (),
     "divergence": OF_BOTH,
 }
 
@@ -161,8 +162,8 @@ class RowStats(NamedTuple):
         return self.values[2]
 
     @property
-    def weighted(self) -> Tensor | None:
-        return self.get("weighted")
+    def lse(self) -> Tensor:
+        return self.max + torch.log(self.sum)
 
     @property
     def logps(self) -> Tensor:
@@ -266,10 +267,10 @@ class Slopes(NamedTuple):
 
         given = {name: clean(x) for name, x in slopes.items()}
         target = given.get("logps")
-        constant = log = prob = None
+        constant, log, prob = given.get("lse"), None, None  # d lse / dz_j = p_j
         if "entropy" in given:  # dH/dz_j = -p_j (log p_j + H)
             log = -given["entropy"]
-            constant = log * stats["entropy"]
+            constant = log * stats["entropy"] if constant is None else constant + log * stats["entropy"]
         if "sum_squares" in given:  # 2 p_j (p_j - sum p^2)
             prob = 2.0 * given["sum_squares"]
             of_squares = -prob * stats["sum_squares"]

@@ -223,6 +223,24 @@ def test_kept_mass_matches_oracle(linear: bool, backend: str) -> None:
         torch.testing.assert_close(gradient.double(), exact[name].grad, rtol=2e-5, atol=2e-5)
 
 
+def test_the_mass_of_a_set_does_not_depend_on_the_target(backend: str) -> None:
+    """One that has no probability, beside one that has, in a set that lacks it, alone, and without a set."""
+    inf = torch.inf
+    logits = torch.tensor([[0.5, -inf, 1.0, 2.0, -1.0]]).repeat(5, 1).requires_grad_()
+    sets, targets = TokenSets.from_lists([[0, 1, 2], [0, 1, 2], [0, 2], [1], []]), torch.tensor([1, 0, 1, 1, 1])
+    logps, _, more = token_logprobs(logits, targets, kept=sets, also=("log_kept_mass",), backend=backend)
+    exact = logits.detach().double().requires_grad_()
+    log_p = exact.log_softmax(1)
+    mass = log_p[:, [0, 2]].logsumexp(1)
+    assert logps.isneginf().tolist() == [True, False, True, False, True]
+    got = more["log_kept_mass"]
+    assert got[3] == -inf and got[4] == 0
+    torch.testing.assert_close(got[:3].double(), mass[:3], rtol=1e-6, atol=1e-6)
+    (gradient,) = torch.autograd.grad(got[:3].sum(), logits)
+    (expected,) = torch.autograd.grad(mass[:3].sum(), exact)
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_without_a_mask_all_rows_count(backend: str) -> None:
     """Rows without a set are found in another way then."""
     case = build_linear(kept=True)

@@ -221,7 +221,7 @@ def rounded_logps(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
 
 
 def wrong_entropy(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-    change_stats(monkeypatch, module, lambda s: s.weighted is not None and s.weighted.mul_(1.001))
+    change_stats(monkeypatch, module, lambda s: s.get("weighted") is not None and s.get("weighted").mul_(1.001))
 
 
 def read_masked_rows(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:

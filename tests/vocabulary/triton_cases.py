@@ -472,7 +472,7 @@ def test_a_range_of_rows() -> None:
     whole = backend.stats(logits, rows.targets, None, PLAIN, WITH_ENTROPY)
     part = backend.stats(logits, rows.targets[lo:hi], None, PLAIN, WITH_ENTROPY, rows=(lo, hi))
     assert torch.equal(whole.at(slice(lo, hi)).values, part.values)
-    assert backend.stats(logits, rows.targets, None, PLAIN, LOGPS).weighted is None
+    assert backend.stats(logits, rows.targets, None, PLAIN, LOGPS).get("weighted") is None
     outs = [torch.full_like(logits, math.nan) for _ in range(2)]
     backend.pull(logits, rows.targets, whole, slopes_of(whole, rows.advantages), PLAIN, outs[0])
     backend.pull(logits, rows.targets[lo:hi], part, slopes_of(part, rows.advantages[lo:hi]), PLAIN, outs[1], rows=(lo, hi))
