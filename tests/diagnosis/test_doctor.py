@@ -155,6 +155,9 @@ def wrong_kl_sign(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
         return value, -slope
 
     monkeypatch.setitem(kl.ESTIMATORS, "k3", k3)
+    for objective in {case.objective for case in self_test.CASES} - {None}:
+        for kept in ("_formulas", "_programs"):  # since it was used
+            monkeypatch.delitem(vars(objective), kept, raising=False)
 
 
 def change_gradient(monkeypatch: pytest.MonkeyPatch, module: Any, change: Callable[[torch.Tensor], object]) -> None:
