@@ -25,6 +25,9 @@ KINDS = ("reverse", "forward", "jsd")
 SMALL = 0.5
 PSI = (1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040, 1 / 40320, 1 / 362880)
 
+#: Rows whose largest logits are further apart are no neighbours: the difference of two logits rounds as their distance does.
+CLOSE = 4.0
+
 #: Beyond this difference of log-probs the smaller of the two probabilities counts nothing beside the other.
 FAR = 80.0
 
@@ -46,8 +49,14 @@ def phi(x: Tensor) -> Tensor:
     return torch.where(x.abs() <= SMALL, x * s - 2.0 * series, x - torch.log1p(x))
 
 
+def differences(z: Tensor, w: Tensor, top: Tensor, teacher_top: Tensor) -> Tensor:
+    """d = (z - top) - (w - teacher_top), formed from z - w, which is exact, where the rows are close."""
+    apart = top - teacher_top
+    return torch.where(apart.abs() <= CLOSE, (z - w) - apart, (z - top) - (w - teacher_top))
+
+
 def first_terms(kind: str, p: Tensor, q: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """(cross, excess) of each column, from p = e^(z - max), q = e^(w - teacher_max) and d = (z - w) - (max - teacher_max):
+    """(cross, excess) of each column, from p = e^(z - max), q = e^(w - teacher_max) and d as above:
 
         p d and p psi(-d), of "forward" with the streams swapped: -q d and q psi(d)
 

@@ -74,8 +74,8 @@ class Teacher(NamedTuple):
 #:   weighted  sum_j e^(z_j - max) (z_j - max), terms with e^.. = 0 counting 0: for the entropy
 #:   squares   sum_j e^(2 (z_j - max)): for the sum of p^2
 #:   top       the first id whose z is max, -1 where there is none (the bits of an int32)
-#: and with a teacher, whose transformed logits are w, with p = e^(z - max), q = e^(w - teacher_max) and d = (z - w) - (max -
-#: teacher_max), which is exact where z and w are close:
+#: and with a teacher, whose transformed logits are w, with p = e^(z - max), q = e^(w - teacher_max) and d = (z - max) - (w -
+#: teacher_max), see `divergence.differences`:
 #:   teacher_max, teacher_sum   as max and sum
 #:   cross     sum_j p_j d_j, of "forward" with the streams swapped, -sum_j q_j d_j
 #:   excess    sum_j p_j psi(-d_j), of "forward" sum_j q_j psi(d_j), psi(x) = e^x - 1 - x: see `divergence.first_terms`

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .divergence import gradient
+from .divergence import differences, gradient
 from .rows import RowStats, RowTransform, Slopes, Teacher
 from .sparse import Slots
 
@@ -91,5 +91,5 @@ class LogitsAt:
         assert teacher is not None and top is not None and total is not None
         w = torch.where(self.used, teacher.transform.of(teacher.logits, rows), -torch.inf)
         q = (w - top[rows]).exp() / total[rows]
-        log_ratio = (transform.of(self.logits, rows) - w) - (stats.max - top)[rows] + stats.log_sums[rows]
+        log_ratio = differences(transform.of(self.logits, rows), w, stats.max[rows], top[rows]) + stats.log_sums[rows]
         return gradient(teacher.kind, p, q, log_ratio, stats.center[rows], teacher.mixture)

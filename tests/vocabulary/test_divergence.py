@@ -88,6 +88,15 @@ def test_nearly_equal_rows(backend: str, kind: str, mixture: float) -> None:
 
 
 @pytest.mark.parametrize("kind, mixture", KINDS)
+def test_rows_that_agree_but_for_a_constant(kind: str, mixture: float) -> None:
+    """Logits 83 apart: the difference of two has the rounding of 83, but those to the largest of a row have not."""
+    base = torch.randn(4, V) * 6.0
+    teacher = Teacher((base - 3.0 + 0.1 * torch.randn(4, V))[None], PLAIN, kind, mixture)
+    found, gradient, upstream = of_logits(base[None] + 80.0, teacher, PLAIN, "eager")
+    check(found, gradient[0], base + 80.0, teacher, PLAIN, upstream)
+
+
+@pytest.mark.parametrize("kind, mixture", KINDS)
 def test_impossible_ids(backend: str, kind: str, mixture: float) -> None:
     """-inf in both streams counts nothing; where only the second distribution is 0, the KL is infinite, and the JSD is not."""
     z, w = row_pairs(V)

@@ -163,7 +163,7 @@ class _Second(NamedTuple):
 
     top: Tensor
     e: Tensor  # exp(w - top)
-    d: Tensor  # (z - w) - (the largest z - top)
+    d: Tensor  # (z - the largest z) - (w - top)
 
     @staticmethod
     def of(
@@ -173,9 +173,9 @@ class _Second(NamedTuple):
         memory = scratch.like(w[0], "teacher")
         plain = _transformed(w[0], teacher.transform, rows, memory)
         top = plain.amax(1) if w[1] is None else w[1]
-        d = torch.sub(student[0], plain, out=scratch.like(plain, "difference"))
-        d.sub_((_finite(student[1]) - _finite(top))[:, None])
-        return _Second(top, torch.sub(plain, _finite(top)[:, None], out=memory).exp_(), d)
+        finite = _finite(top)[:, None]
+        d = divergence.differences(student[0], plain, _finite(student[1])[:, None], finite)
+        return _Second(top, torch.sub(plain, finite, out=memory).exp_(), d)
 
 
 def _finite(top: Tensor) -> Tensor:
