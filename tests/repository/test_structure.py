@@ -42,6 +42,7 @@ LONG_SIGNATURES = {
     "integrations/liger.py: LigerFusedLinearGRPOLoss.__init__",
     "integrations/liger.py: LigerFusedLinearGRPOLoss.forward",
     "integrations/openrlhf.py: PolicyLoss.__init__",
+    "integrations/trl_distillation.py: divergence_loss",
     "integrations/unsloth.py: selective_log_softmax",
     "integrations/unsloth.py: log_softmax_and_entropy",
     # A public function: every option of published advantages is a keyword.
