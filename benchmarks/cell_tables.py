@@ -92,7 +92,7 @@ def source(record: Record, packages: bool = False) -> str:
     """The machine and the command of a result file, in a line."""
     m = record["machine"]
     parts = [m["name"]] if m["device"] == "cuda" else [m["name"], f"{m['threads']} threads"]
-    parts += [m["instruction set"]] if "instruction set" in m else []
+    parts += [m[x] for x in ("instruction set", "neighbour") if x in m]
     parts += [f"torch {m['torch']}"]
     if packages:
         parts += [f"{name} {version}" for name, version in m["versions"].items()]

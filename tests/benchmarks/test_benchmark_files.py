@@ -21,6 +21,7 @@ from benchmarks import __main__ as command
 from benchmarks import harness, results, side_by_side, suites
 from benchmarks import measure as measuring
 from benchmarks.cases import Cell
+from benchmarks.cell_tables import source
 from benchmarks.measure import DeviceLost, measure
 from grpo_kernels.diagnosis import Finding
 from grpo_kernels.vocabulary import backends
@@ -321,7 +322,8 @@ def test_figures_of_a_busy_machine_are_apart(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(suites, "table", lambda cell: "")
     for busy in (False, True):
         (path,) = suites.run(["logits-forward"], "cpu", tmp_path, quick=True, busy=busy)
-        assert ("neighbour" in results.load(path)["machine"]) is busy
+        record = results.load(path)
+        assert ("neighbour" in record["machine"]) is busy and ("one core busy" in source(record)) is busy
     assert beside == [False, False, True, True]
 
 
