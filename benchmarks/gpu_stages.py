@@ -142,7 +142,7 @@ def env(kit: Kit) -> None:
         kit.say(line)
     if status != 0:
         kit.say(f"imports of the peers: {outcome(status)}", well=False)
-    status = kit.python("-m", "grpo_kernels", "doctor", *(("--quick", "--without-native") if kit.rehearse else ()))
+    status = kit.python("-m", "grpo_kernels", "doctor", *(("--quick",) if kit.rehearse else ()))
     kit.say(f"doctor: {outcome(status)}")
 
 
