@@ -11,10 +11,11 @@ BIN := $(VENV)/bin
 demo: $(VENV)/ready
 	$(BIN)/python -m examples.arithmetic
 
-# A file of tests stays in one process, so that what its tests share is made once. Comparisons of speed run alone, afterwards.
+# A file of tests stays in one process, so that what its tests share is made once; the longest come first, in the order of
+# tests/conftest.py. Comparisons of speed run alone, afterwards.
 SPEED := tests/benchmarks/test_speed.py
 test: $(VENV)/ready
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore $(SPEED)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore $(SPEED)
 	$(BIN)/python -m pytest $(SPEED)
 
 bench: $(VENV)/ready

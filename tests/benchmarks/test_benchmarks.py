@@ -406,8 +406,13 @@ def test_quantiles_lie_within_the_data() -> None:
     assert harness._summary([3.0]) == {"ms": 3.0, "p20": 3.0, "p80": 3.0, "runs": 1}
 
 
-def test_times_and_memory_are_those_of_the_run() -> None:
-    assert 20 <= harness.timed(lambda: time.sleep(0.02), "cpu")[1] < 200
+def test_times_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [7.0]
+    monkeypatch.setattr(harness, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    assert harness.timed(lambda: clock.append(clock.pop() + 0.25) or "done", "cpu") == ("done", 250.0)
+
+
+def test_memory_is_that_of_the_run() -> None:
     size = 64 << 20
     for _ in range(2):  # freed memory is no discount the second time
         found = harness.peak_memory(lambda: torch.ones(size, dtype=torch.uint8), "cpu")

@@ -304,7 +304,7 @@ def test_outcomes_of_tests_are_written_at_once_and_counted(tmp_path: Path) -> No
     report = tmp_path / "report.jsonl"
     environment = for_its_own_pytest() | {"PYTHONPATH": str(ROOT / "tests"), "GRPO_KERNELS_TEST_REPORT": str(report)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "support.on_device", "test_it.py"]
-    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=100).returncode == 1
+    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=600).returncode == 1
     found = gpu_stages.tally(report, ["test_it.py"])
     assert (found["collected"], found["first"], found["ran"]) == (10, 10, 9)
     assert found["passed"] == 6 and found["largest"] == {"test_records, error": 3.0}
@@ -365,7 +365,7 @@ def collected(*arguments: str) -> list[str]:
     environment.pop("GRPO_KERNELS_TEST_REPORT", None)
     plugin = ("-p", "no:cacheprovider", "-p", "support.on_device")
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *plugin, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     return [re.sub(r"^tests/\w+/", "", line) for line in done.stdout.splitlines() if "::" in line]
 
 

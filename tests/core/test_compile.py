@@ -56,8 +56,15 @@ CHOSEN = (
 )
 
 
-@pytest.mark.parametrize("name", CHOSEN)
-@pytest.mark.parametrize("packed", [False, True])
+#: Padded and packed in turn; the whole product is for -m slow.
+LAYOUTS = [
+    pytest.param(packed, name, marks=[] if i in (0, packed, 2 + packed, 4 + packed) else [pytest.mark.slow])
+    for i, name in enumerate(CHOSEN)
+    for packed in (False, True)
+]
+
+
+@pytest.mark.parametrize("packed, name", LAYOUTS)
 def test_grpo_loss_is_one_graph(name: str, packed: bool) -> None:
     case = build(transform={"temperature": 0.8, "softcap": 9.0})
     case = pack(case) if packed else case
@@ -102,8 +109,7 @@ def test_a_batch_made_in_the_graph_and_metrics_outside() -> None:
     assert torch.equal(outs[1][0].rows.policy_weight, outs[0][0].rows.policy_weight)
 
 
-@pytest.mark.parametrize("name", ["dapo, k3", "gspo"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype, name", [(torch.float32, "dapo, k3"), (torch.bfloat16, "gspo")])
 def test_linear_grpo_loss_is_one_graph(name: str, dtype: torch.dtype) -> None:
     case, objective = build_linear(dtype), OBJECTIVES[name][0]()
 

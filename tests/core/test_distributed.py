@@ -13,7 +13,7 @@ from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.objective import AGGREGATES, Denominators
 from support.cases import Case, build
-from support.processes import finish, start
+from support.processes import finish, start_ranks
 
 Tensor = torch.Tensor
 
@@ -98,29 +98,21 @@ def test_refusals() -> None:
         grpo_loss(build().logits, batch, Objective(beta=0.1), normalizer=Denominators(1.0, -1.0, 1.0))
 
 
-RANK = """
-import sys
+def two_ranks(rank: int, store: str) -> None:
+    import torch.distributed as dist
 
-import torch
-import torch.distributed as dist
-
-from grpo_kernels import Objective, TokenBatch
-from grpo_kernels.distributed import global_normalizer
-
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
-mask = torch.zeros(3, 4, dtype=torch.bool)
-mask[:2, :3] = rank == 0
-batch = TokenBatch(torch.zeros(3, 4, dtype=torch.int64), torch.ones(3), mask=mask)
-assert float(global_normalizer(Objective(), [batch, batch])) == 12
-assert float(global_normalizer(Objective(), batch, reduce=False)) == (6, 1)[rank]
-dist.destroy_process_group()
-"""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mask = torch.zeros(3, 4, dtype=torch.bool)
+    mask[:2, :3] = rank == 0
+    batch = TokenBatch(torch.zeros(3, 4, dtype=torch.int64), torch.ones(3), mask=mask)
+    assert float(global_normalizer(Objective(), [batch, batch])) == 12
+    assert float(global_normalizer(Objective(), batch, reduce=False)) == (6, 1)[rank]
+    dist.barrier()
 
 
 def test_ranks_add_up(tmp_path: Path) -> None:
     """Two processes with different numbers of tokens, one of them with none."""
-    finish(*(start(RANK, str(rank), str(tmp_path / "store")) for rank in (0, 1)))
+    finish(start_ranks(2, two_ranks, str(tmp_path / "store")))
 
 
 @pytest.mark.parametrize("kl", ["k3", Kl("k3", "ratio")])

@@ -25,6 +25,7 @@ from support.cases import (
     pack,
     run,
     same_bits,
+    some,
 )
 
 Tensor = torch.Tensor
@@ -32,12 +33,30 @@ BOTH = ("dapo", "grpo, k3 and entropy", "gspo")  # token-level, everything on, s
 #: Whose terms are told apart by the whole batch, or which has a denominator of its own.
 WHOLE = ("clip-cov", "kl-cov", "entropy quantile, bonus of its own", "dapo, k3+ of its own")
 
+#: Packing arranges rows, whatever they hold, so the quick suite packs in one dtype.
+LAYOUTS = [
+    pytest.param(
+        dtype, packed, id=f"{dtype}-{'packed' if packed else 'padded'}", marks=[pytest.mark.slow] if packed and i else []
+    )
+    for i, dtype in enumerate(DTYPES)
+    for packed in (False, True)
+]
+
+#: Objectives whose micro-batches add up: padded and packed in turn, those of BOTH as either.
+PARTED = [
+    pytest.param(
+        name, packed, id=f"{name}-{'packed' if packed else 'padded'}",
+        marks=[] if name in BOTH or i % 2 == packed else [pytest.mark.slow],
+    )
+    for i, name in enumerate(name for name in OBJECTIVES if name not in WHOLE)
+    for packed in (False, True)
+]  # fmt: skip
+
 
 # ---- against the oracle
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, packed", LAYOUTS)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_objective_matches_oracle(name: str, dtype: torch.dtype, packed: bool, backend: str) -> None:
     make, spec = OBJECTIVES[name]
@@ -186,8 +205,7 @@ def test_weights_do_not_touch_the_kl(backend: str) -> None:
 # ---- identities
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name, dtype", some(DTYPES))
 def test_equals_layer_1_and_token_stage(name: str, dtype: torch.dtype, backend: str) -> None:
     """The fused loss = log-probs, then Objective.token_stage, then autograd with its slopes."""
     objective = OBJECTIVES[name][0]()
@@ -229,8 +247,7 @@ def test_packed_equals_padded(name: str, backend: str) -> None:
     assert not ga[~inside].any()
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in WHOLE])
+@pytest.mark.parametrize("name, packed", PARTED)
 def test_micro_batches_add_up(name: str, packed: bool, backend: str) -> None:
     """1, 2 and 4 micro-batches of unequal lengths, one of them fully masked, with the normaliser of the whole."""
     objective = OBJECTIVES[name][0]()
@@ -382,8 +399,7 @@ def test_zero_advantage_rows_have_no_gradient(backend: str) -> None:
     assert with_kl[6, : LENGTHS[6]].any()
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, packed", LAYOUTS)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_skip_inactive_changes_nothing_but_the_reading(name: str, dtype: torch.dtype, packed: bool, backend: str) -> None:
     """Rows of zero advantage or weight may be left unread: bitwise the same loss and gradient."""

@@ -11,7 +11,7 @@ import torch
 
 from grpo_kernels import Objective, TokenBatch, grpo_loss, token_logprobs
 from support import oracle
-from support.cases import DTYPES, LENGTHS, OBJECTIVES, Case, assert_no_worse, build, run, same_bits, snapshot
+from support.cases import DTYPES, LENGTHS, OBJECTIVES, Case, assert_no_worse, build, run, same_bits, snapshot, some
 
 Tensor = torch.Tensor
 BOTH = ("dapo", "grpo, k3 and entropy", "gspo")  # token-level, everything on, sequence-level
@@ -285,8 +285,7 @@ def test_no_rows(shape: tuple[int, ...], dtype: torch.dtype, backend: str) -> No
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["own normalizer", "given normalizer"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name, dtype", some(DTYPES))
 def test_all_masked(name: str, dtype: torch.dtype, given: bool, backend: str) -> None:
     """A micro-batch without a trained token; where the whole batch is like that, its token count is 0."""
     case, objective = build(dtype), OBJECTIVES[name][0]()
@@ -311,8 +310,7 @@ def test_many_rows(backend: str) -> None:
     assert_no_worse(ours, naive_gradient, gradient, "gradient")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name, dtype", some(DTYPES))
 def test_huge_log_ratios_stay_finite(name: str, dtype: torch.dtype, backend: str) -> None:
     case = build(dtype)
     huge = torch.tensor([1000.0, -1000.0, 100.0, -100.0, 0.0, 80.0, -80.0])

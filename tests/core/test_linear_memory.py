@@ -16,9 +16,11 @@ LOGITS = 4 * V * CHUNK  # of one chunk
 HEAD = 4 * V * H
 
 MEASURE = f"""
+import ctypes
 import json
 import torch
 from benchmarks.harness import peak_memory
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: no page is larger than what was touched
 from grpo_kernels import Objective, TokenBatch, linear_grpo_loss, linear_logprobs
 from grpo_kernels.vocabulary import blocks, products
 
@@ -66,7 +68,7 @@ def peaks() -> dict[str, float]:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("measures as Linux does")
     # Freed memory goes back at once, so that a second run shows its peak again.
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", MEASURE],
         input=json.dumps(DENSE + FROZEN + FORWARD + EAGER),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from grpo_kernels import Objective, TokenBatch
 from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.head import FusedLMHead, HeadLoss
 from support.gradients import gradients
-from support.processes import finish, start
+from support.processes import finish, start_ranks
 
 Tensor = torch.Tensor
 Piece = tuple[Tensor, TokenBatch]
@@ -102,9 +101,7 @@ def two_ranks(rank: int, store: str) -> None:
             dist.all_reduce(total)
             assert abs(total - loss) < 2e-6 * (1 + abs(loss)), (name, count, rank)
     dist.barrier()
-    os._exit(0)
 
 
 def test_micro_batches_of_two_ranks(tmp_path: Path) -> None:
-    code = "import sys; from test_needs_ranks import two_ranks; two_ranks(int(sys.argv[1]), sys.argv[2])"
-    finish(*(start(code, str(rank), str(tmp_path / "store")) for rank in range(2)))
+    finish(start_ranks(2, two_ranks, str(tmp_path / "store")))

@@ -52,7 +52,7 @@ runpy.run_module("grpo_kernels", run_name="__main__")
         env=inherited | {"PYTHONPATH": paths} | variables,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
 
 

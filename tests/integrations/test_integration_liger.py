@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.processes import finish, start
+from support.processes import finish, start, start_ranks
 
 pytest.importorskip("liger_kernel")
 
@@ -662,15 +661,14 @@ def two_ranks(rank: int, store: str) -> None:
                 found.append(loss)
             close(*found, (rank, count))
     dist.barrier()
-    os._exit(0)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    code = (
-        "import sys, grpo_kernels.integrations.liger; assert not {'triton', 'liger_kernel'} & set(sys.modules); "
-        "from test_integration_liger import two_ranks; two_ranks(int(sys.argv[1]), sys.argv[2])"
-    )
-    finish(*(start(code, str(rank), str(tmp_path / "store")) for rank in range(2)))
+    finish(start_ranks(2, two_ranks, str(tmp_path / "store")))
+
+
+def test_importing_the_adapter_imports_neither_liger_nor_triton() -> None:
+    finish(start("import sys, grpo_kernels.integrations.liger; assert not {'triton', 'liger_kernel'} & set(sys.modules)"))
 
 
 def test_the_version_is_the_installed_one() -> None:

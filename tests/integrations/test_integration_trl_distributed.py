@@ -1,7 +1,7 @@
 """Two processes, each with data of its own, on gloo: DDP and FSDP2 (`fully_shard`) with TRL's trainer and our loss in it.
 
 Gradients are compared with those of TRL's own loss in one process on the whole batch. All scenarios run in one pair of processes,
-this file run as a program, which writes what it found; the tests read it. (accelerate's FSDP on a CPU silently becomes DDP:
+which write what they found; the tests read it. (accelerate's FSDP on a CPU silently becomes DDP:
 modules are sharded here by `fully_shard` itself.)
 """
 
@@ -10,9 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,6 +26,7 @@ from trl import GRPOTrainer
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_lm_head, patch
 from support import trl_cases
 from support.gradients import gradients
+from support.processes import finish, start_ranks
 
 Tensor = torch.Tensor
 
@@ -191,15 +189,17 @@ def runs(folder: Path, rank: int, results: dict[str, Any]) -> None:
         }
 
 
-def main(folder: Path, rank: int) -> None:
+def main(rank: int, path: str) -> None:
+    os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "TOKENIZERS_PARALLELISM": "false"}
     torch.set_num_threads(1)
+    folder = Path(path)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)  # which accelerate uses
     gc.freeze()  # accelerate collects garbage before every training
     results: dict[str, Any] = {}
     for part in (runs, steps, slot, scores):
         part(folder, rank, results)
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
     dist.barrier()
-    os._exit(0)  # a process group that is torn down at exit aborts now and then
 
 
 # ---- the tests
@@ -214,27 +214,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             trainer = step_trainer(path, folder / "out", options, 1)
             loss = accumulate(trainer, trainer.model, step_inputs(path), 0, 1, lambda _: nullcontext())
             torch.save({"loss": loss, "gradients": gradients(trainer.model)}, folder / f"{step} {name}.pt")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false",
-    }  # fmt: skip
-    logs = [(folder / f"rank{rank}.log").open("w+") for rank in range(RANKS)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, __file__, str(folder), str(rank)]
-        variables = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=300) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for log in logs:
-        log.seek(0)
-    assert codes == [0] * RANKS, "\n".join(log.read()[-4000:] for log in logs)
+    finish(start_ranks(RANKS, main, str(folder)))
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 
@@ -275,7 +255,3 @@ def test_slot_with_a_head_wrapped_alone(results: list[dict[str, Any]]) -> None:
 def test_scored_log_probs_of_a_sharded_head(results: list[dict[str, Any]]) -> None:
     for rank in results:
         assert rank["scored"][0] < 1e-5 and rank["scored"][1] == 1
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

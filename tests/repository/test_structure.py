@@ -6,6 +6,7 @@ must find nothing, and on a made-up package that breaks it, where it must find e
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -330,3 +331,10 @@ def test_exceptions_are_still_needed(package: Files) -> None:
     found = dict(functions(package))
     assert {name for name in LONG_FUNCTIONS if lines_without_docstring(found[name]) <= MAX_FUNCTION_LINES} == set()
     assert {name for name in LONG_SIGNATURES if parameters(found[name]) <= MAX_PARAMETERS} == set()
+
+
+def test_the_files_that_start_first_exist() -> None:
+    """tests/conftest.py names them."""
+    (tuple_,) = re.findall(r"^LONG = \((.*?)^\)", (ROOT / "tests" / "conftest.py").read_text(), re.DOTALL | re.MULTILINE)
+    names = re.findall(r'"(.+?)"', tuple_)
+    assert len(names) > 5 and [name for name in names if not (ROOT / "tests" / name).is_file()] == []

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 #: Makes `import NAME` fail as if it were not installed; without "grpo_kernels._cpu" no installed copy offers one either.
 WITHOUT = """
@@ -41,12 +44,55 @@ def start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[st
 def finish(*processes: subprocess.Popen[str]) -> None:
     """Wait for all of them, and show what those that failed have said."""
     try:
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
+        outputs = [process.communicate(timeout=900)[0] for process in processes]
         failed = [out[-4000:] for process, out in zip(processes, outputs, strict=True) if process.returncode != 0]
         assert not failed, "\n\n".join(failed)
     finally:
         for process in processes:
             process.kill()
+
+
+def start_ranks(ranks: int, function: Callable[..., None], *arguments: Any, imports: str = "") -> subprocess.Popen[str]:
+    """`function(rank, *arguments)` on so many ranks. One process imports its module (and `imports`) and then becomes them: the
+    imports take longer than most checks."""
+    call = (ranks, function.__module__, function.__name__, arguments, imports)
+    return start(f"from support import processes; processes.become_ranks(*{call!r})")
+
+
+def become_ranks(ranks: int, module: str, function: str, arguments: tuple[Any, ...], imports: str) -> None:
+    if imports:
+        importlib.import_module(imports)
+    run, children = getattr(importlib.import_module(module), function), {}
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            os.environ["RANK"] = str(rank)
+            become_rank(run, rank, *arguments)
+        children[child] = rank
+    failed = 0
+    while children:
+        child, status = os.wait()
+        del children[child]
+        if status and not failed:
+            failed = 1
+            signal.signal(signal.SIGALRM, lambda *_: [os.kill(other, signal.SIGKILL) for other in children])
+            signal.alarm(5)  # the others may wait for the one that failed, or have more to say
+    sys.exit(failed)
+
+
+def become_rank(run: Callable[..., None], rank: int, *arguments: Any) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: killed with the process that it came from
+    status = 1
+    try:
+        run(rank, *arguments)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # threads of gloo may abort an orderly exit
 
 
 def for_its_own_pytest() -> dict[str, str]:
@@ -59,7 +105,7 @@ def interpreted(cases: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(cases)]
     environment = for_its_own_pytest() | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     root = Path(__file__).parents[2]
-    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
+    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=1800)
     assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout[-6000:]}\n{run.stderr[-2000:]}"
     assert " passed" in run.stdout and "skipped" not in run.stdout, run.stdout
 
@@ -76,32 +122,30 @@ def run_checks(module: str, ranks: int, folder: Path) -> dict[str, str]:
     """What each check of `module` came to on `ranks` gloo processes: "ok", or what went wrong on the first rank that says.
 
     The first failure ends the run, since the other ranks may be waiting for that one."""
-    code = f"from support import processes; processes.check_as_rank({module!r}, {ranks}, {str(folder)!r})"
-    processes = [start(code, RANK=str(rank)) for rank in range(ranks)]
-    outputs = []
+    process = start_ranks(ranks, check_as_rank, module, ranks, str(folder), imports=module)
+    output = ""
     try:
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
+        output = process.communicate(timeout=900)[0]
     finally:
-        for process in processes:
-            process.kill()
+        process.kill()
     found = {}
     for rank in reversed(range(ranks)):
         report = folder / f"rank{rank}.json"
         lines = json.loads(report.read_text()) if report.exists() else {}
         for name in checks_of(module):
-            said = lines.get(name, f"not run on rank {rank}: {outputs[rank][-2000:]}")
+            said = lines.get(name, f"not run on rank {rank}: {output[-2000:]}")
             if said != "ok" and (found.get(name, "ok") == "ok" or name in lines):
                 found[name] = said
             found.setdefault(name, said)
     return found
 
 
-def check_as_rank(module: str, ranks: int, folder: str) -> None:
+def check_as_rank(rank: int, module: str, ranks: int, folder: str) -> None:
     import torch.distributed as dist
 
-    rank, report = int(os.environ["RANK"]), {}
+    report = {}
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
     for name, check in checks_of(module).items():
         try:
             check(rank, ranks)
@@ -110,6 +154,5 @@ def check_as_rank(module: str, ranks: int, folder: str) -> None:
             report[name] = f"on rank {rank}: {traceback.format_exc()}"
         (Path(folder) / f"rank{rank}.json").write_text(json.dumps(report))
         if report[name] != "ok":
-            os._exit(1)
+            sys.exit(report[name])
     dist.barrier()
-    os._exit(0)  # threads of gloo may abort an orderly exit

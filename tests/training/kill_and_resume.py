@@ -1,5 +1,8 @@
 """A run that is killed at random moments and resumed after each, in a process of its own: `main` forks the runs, so that each starts
-with everything imported."""
+with everything imported.
+
+The moments are counted in what a run does to files, so that a busy machine kills at the same ones as an idle one. By the clock
+they may also lie within a computation or a write."""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets  # noqa: F401
 import matplotlib.backends.backend_agg
@@ -39,11 +44,43 @@ def arguments(folder: Path, out: Path, steps: int) -> list[str]:
     return ["train", *(text for pair in pairs for text in pair), "--no-progress", "--resume"]
 
 
-def fork(argv: list[str]) -> int:
+#: What is counted: before each of these something is not yet there that will be after it.
+EVENTS = {
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.truncate",
+    "shutil.rmtree",
+    "fcntl.flock",
+    "fcntl.lockf",
+}
+
+
+def count_events(metrics: Path, after: int, seen: Callable[[int], None]) -> None:
+    """Calls `seen` at each event of this process once `after` steps are written, with its number."""
+    number, asking = 0, False
+
+    def hook(event: str, _: Any) -> None:
+        nonlocal number, asking
+        if event not in EVENTS or asking:
+            return
+        asking = True
+        if steps_written(metrics) >= after:
+            number += 1
+            seen(number)
+        asking = False
+
+    sys.addaudithook(hook)
+
+
+def fork(argv: list[str], prepare: Callable[[], None] = lambda: None) -> int:
     child = os.fork()
     if child == 0:
         status = 1
         try:
+            prepare()
             status = command_line(argv)
         finally:
             os._exit(status)
@@ -58,12 +95,32 @@ def steps_written(metrics: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def killed_runs(argv: list[str], metrics: Path, steps: int, kills: int, rng: random.Random) -> int:
-    """Kill `kills` runs, each at a random time after a step of its own, every fifth while it still starts; how many were."""
+def step_of(i: int, steps: int, kills: int) -> int:
+    """After which step the i-th run is killed; every fifth while it still starts."""
+    return 0 if i % 5 == 4 else 1 + (steps - 4) * i // kills
+
+
+def killed_by_events(argv: list[str], metrics: Path, steps: int, kills: int, rng: random.Random, a_step: int) -> int:
+    """Kill `kills` runs, each within the events of three steps after one of its own; how many were."""
+    done = 0
+    for i in range(kills):
+        last = rng.randrange(1, 3 * a_step)
+
+        def kill(number: int, last: int = last) -> None:
+            if number == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        child = fork(argv, lambda i=i, kill=kill: count_events(metrics, step_of(i, steps, kills), kill))
+        done += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    return done
+
+
+def killed_by_the_clock(argv: list[str], metrics: Path, steps: int, kills: int, rng: random.Random) -> int:
+    """Kill `kills` runs, each at a random time after a step of its own; how many were."""
     done = 0
     for i in range(kills):
         child = fork(argv)
-        target = 0 if i % 5 == 4 else 1 + (steps - 4) * i // kills
+        target = step_of(i, steps, kills)
         delay = rng.uniform(0.0, 0.4 if target == 0 else 0.08)
         while (there := alive(child)) and steps_written(metrics) < target:
             time.sleep(0.001)
@@ -75,12 +132,21 @@ def killed_runs(argv: list[str], metrics: Path, steps: int, kills: int, rng: ran
     return done
 
 
-def main(folder: str, steps: int, kills: int, seed: int) -> None:
-    root = Path(folder)
+def main(folder: str, steps: int, kills: int, seed: int, by: str) -> None:
+    root, rng = Path(folder), random.Random(seed)
     sys.path.insert(0, folder)
-    straight = fork(arguments(root, root / "straight", steps))
+    events, metrics = root / "events", root / "straight" / "metrics.jsonl"
+    counting = os.open(events, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    straight = fork(
+        arguments(root, root / "straight", steps), lambda: count_events(metrics, 1, lambda _: os.write(counting, b"."))
+    )
     assert os.waitpid(straight, 0)[1] == 0
-    argv = arguments(root, root / "killed", steps)
-    done = killed_runs(argv, root / "killed" / "metrics.jsonl", steps, kills, random.Random(seed))
+    a_step = events.stat().st_size // (steps - 1)
+    assert a_step > 3, "a step that opens no file"
+    argv, metrics = arguments(root, root / "killed", steps), root / "killed" / "metrics.jsonl"
+    if by == "the clock":
+        done = killed_by_the_clock(argv, metrics, steps, kills, rng)
+    else:
+        done = killed_by_events(argv, metrics, steps, kills, rng, a_step)
     assert done == kills, f"{kills - done} runs ended before they were killed"
     assert os.waitpid(fork(argv), 0)[1] == 0

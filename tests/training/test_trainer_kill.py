@@ -32,15 +32,23 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("kills, steps", [(3, 10), pytest.param(25, 60, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_and_resumed_it_is_the_same_run(tok: Any, tmp_path: Path, kills: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    "kills, steps, by",
+    [
+        (3, 10, "events"),
+        pytest.param(25, 60, "events", marks=pytest.mark.slow),
+        pytest.param(25, 60, "the clock", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_random_moments_and_resumed_it_is_the_same_run(
+    tok: Any, tmp_path: Path, kills: int, steps: int, by: str
+) -> None:
     tiny(tok).save_pretrained(tmp_path / "model")
     tok.save_pretrained(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     (tmp_path / "kill_rewards.py").write_text(kill_and_resume.REWARDS)
-    code = "import sys, kill_and_resume as k; k.main(sys.argv[1], *map(int, sys.argv[2:]))"
-    process = start(code, str(tmp_path), str(steps), str(kills), str(int.from_bytes(os.urandom(4), "little")))
-    finish(process)
+    seed = 20260 if steps == 10 else int.from_bytes(os.urandom(4), "little")
+    finish(start(f"import kill_and_resume; kill_and_resume.main({str(tmp_path)!r}, {steps}, {kills}, {seed}, {by!r})"))
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert len(lines(straight)) == steps + 1 and lines(killed) == lines(straight)
     assert all(line["grad_norm"] > 0 for line in lines(straight)[:-1])

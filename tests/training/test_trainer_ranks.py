@@ -35,7 +35,7 @@ from grpo_kernels.training.loading import pick_device
 from grpo_kernels.training.ranks import Ranks
 from grpo_kernels.training.report import read_metrics
 from grpo_kernels.training.trainer import Trainer
-from support.processes import finish, start
+from support.processes import finish, start, start_ranks
 from support.runs import PROMPTS, config, evens, lines, tiny
 
 Tensor = torch.Tensor
@@ -207,8 +207,9 @@ def refused(folder: Path, rank: int) -> dict[str, Any]:
     return found
 
 
-def main(folder: Path, rank: int) -> None:
+def main(rank: int, path: str) -> None:
     torch.set_num_threads(1)
+    folder = Path(path)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results: dict[str, Any] = {}
     for part in (layouts, half_precision, continued, random_states, stopped, refused):
@@ -217,7 +218,6 @@ def main(folder: Path, rank: int) -> None:
         print(part.__name__, time.perf_counter() - began, flush=True)
     torch.save(results, folder / f"rank{rank}.pt")
     dist.barrier()
-    os._exit(0)  # a process group that is torn down at exit aborts now and then
 
 
 # ---- the tests
@@ -227,8 +227,7 @@ def main(folder: Path, rank: int) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     run(folder / "one then fsdp2", "uneven", steps=3)
-    code = "import sys, pathlib, test_trainer_ranks as t; t.main(pathlib.Path(sys.argv[1]), int(sys.argv[2]))"
-    finish(*(start(code, str(folder), str(rank)) for rank in (0, 1)))
+    finish(start_ranks(2, main, str(folder)))
     return folder
 
 

@@ -9,15 +9,23 @@ from grpo_kernels.vocabulary.backends import triton as backend
 from support import sparse_cases as cases
 from support.sparse_cases import DTYPES
 
+#: All pairs of dtypes in one width, each of the others with a dtype of its own.
+PRODUCTS = [
+    *((33, 6, dtype, other) for dtype in DTYPES for other in DTYPES),
+    (1, 0, torch.float32, torch.float32),
+    (64, 0, torch.bfloat16, torch.bfloat16),
+    (64, 16, torch.float16, torch.float32),
+    (1040, 2, torch.bfloat16, torch.float32),
+    (1040, 2, torch.float16, torch.float16),
+]
 
-@pytest.mark.parametrize("width, gap", [(1, 0), (33, 6), (64, 0), (64, 16), (1040, 2)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products(dtype: torch.dtype, width: int, gap: int) -> None:
+
+@pytest.mark.parametrize("width, gap, dtype, other", PRODUCTS, ids=str)
+def test_products(width: int, gap: int, dtype: torch.dtype, other: torch.dtype) -> None:
     n = 5 if width > 1000 else 12
-    for other in DTYPES if width == 33 else (dtype, torch.float32):
-        cases.check_logits(backend, n, width, dtype, other, gap)
-        cases.check_sums(backend, "weight", n, width, dtype, other, gap)
-        cases.check_sums(backend, "hidden", n, width, dtype, other, gap)
+    cases.check_logits(backend, n, width, dtype, other, gap)
+    cases.check_sums(backend, "weight", n, width, dtype, other, gap)
+    cases.check_sums(backend, "hidden", n, width, dtype, other, gap)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
