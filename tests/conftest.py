@@ -45,8 +45,9 @@ LONG = (
 )  # fmt: skip
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ or config.pluginmanager.hasplugin("support.on_device"):
+        return  # which has an order of its own
     rank = {str(Path(__file__).parent / name): i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(str(item.path), len(LONG)))
 

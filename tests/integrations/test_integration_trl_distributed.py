@@ -191,6 +191,7 @@ def runs(folder: Path, rank: int, results: dict[str, Any]) -> None:
 
 def main(rank: int, path: str) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "TOKENIZERS_PARALLELISM": "false"}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # accelerate asks for it, and then takes the group that is there
     torch.set_num_threads(1)
     folder = Path(path)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)  # which accelerate uses
