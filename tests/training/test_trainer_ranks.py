@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -468,13 +469,20 @@ def test_the_batch_script_of_slurm(command: Any, tmp_path: Path) -> None:
 def test_one_signal_passed_on_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     from grpo_kernels.training import stopping
 
-    with stopping.stop_after_step() as received:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert received == [signal.SIGTERM]
-        monkeypatch.setattr(stopping, "ECHO", 0.0)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+    now = [100.0]
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background of a shell ignores it
+    try:
+        with stopping.stop_after_step() as received:
+            os.kill(os.getpid(), signal.SIGTERM)
+            now[0] += stopping.ECHO
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert received == [signal.SIGTERM]
+            now[0] += 0.1
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_ray_train(tmp_path: Path) -> None:
