@@ -288,7 +288,7 @@ def test_a_busy_neighbour_keeps_a_core_busy_and_leaves_with_the_block() -> None:
         return int(fields[11])  # of the processor, in user mode
 
     with harness.busy_neighbour() as pid:
-        for _ in range(200):
+        for _ in range(2000):
             if ticks(pid) > 5:
                 break
             time.sleep(0.05)

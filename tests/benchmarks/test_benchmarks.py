@@ -370,8 +370,9 @@ def test_the_gate_is_tighter_in_32_bits() -> None:
 
 def test_the_ratio_to_the_limit_and_the_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"right": 6.0, "copy": 2.0, "in-place pass": 1.5}
-    rest = {"p20": 1, "p80": 9, "runs": 5, "host_ms": 0.314}
-    monkeypatch.setattr(measuring, "interleaved", lambda runs, *_, **__: {n: {"ms": times[n], **rest} for n in runs})
+    monkeypatch.setattr(
+        measuring, "interleaved", lambda runs, *_, **__: {n: {"ms": times[n], "p20": 1, "p80": 9, "runs": 5} for n in runs}
+    )
     candidates = [provider("right", lambda found: found), *(p for p in providers("logits") if p.limit)]
     cell = measure(tiny("logits"), "cpu", candidates=candidates, **QUICKLY)
     rows = by_name(cell)
@@ -380,7 +381,6 @@ def test_the_ratio_to_the_limit_and_the_statistics(monkeypatch: pytest.MonkeyPat
     assert rows["right"]["x_copy"] == 3.0 and rows["copy"]["x_copy"] == 1.0
     assert rows["right"]["gbps_2u"] == pytest.approx(2 * 32 * 512 * 4 / 6e-3 / 1e9)
     assert "25" in table(cell)  # percent of the limit
-    assert "host ms" in table(cell) and "0.31" in table(cell)
 
 
 # ---- the harness
@@ -415,7 +415,7 @@ def test_quantiles_lie_within_the_data() -> None:
 def test_times_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [7.0]
     monkeypatch.setattr(harness, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
-    assert harness.timed(lambda: clock.append(clock.pop() + 0.25) or "done", "cpu") == ("done", 250.0)
+    assert harness.timed(lambda: clock.append(clock.pop() + 0.25) or "done", "cpu") == ("done", 250.0, 250.0)
 
 
 def test_memory_is_that_of_the_run() -> None:
@@ -485,11 +485,18 @@ def test_on_cuda_the_cache_is_flushed_first_and_only_the_run_is_timed(monkeypatc
     monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: log.append(f"sleep {clocks}"))
     monkeypatch.setattr(harness, "_clocks_per_ms", lambda: 2e6)
     monkeypatch.setattr(harness, "_flush_buffer", lambda: types.SimpleNamespace(zero_=lambda: log.append("flush")))
-    _, ms, host = harness.timed(lambda: time.sleep(0.002) or log.append("run"), "cuda")
-    assert ms == 1.5 and host >= 2
+    clock = [7.0]
+    monkeypatch.setattr(harness, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def run() -> None:
+        clock[0] += 0.25
+        log.append("run")
+
+    _, ms, host = harness.timed(run, "cuda")
+    assert ms == 1.5 and host == 250.0
     assert log == ["flush", f"sleep {round(2e6 * harness.AHEAD_MS)}", "record", "run", "record", "wait"]
     found = harness.interleaved({"one": lambda: None}, "cuda", seconds=0.0, least=2)["one"]
-    assert found["ms"] == 1.5 and found["host_ms"] >= 0 and found["runs"] == 2
+    assert found["ms"] == 1.5 and found["host_ms"] == 0.0 and found["runs"] == 2
 
 
 def test_the_clock_of_the_sleep_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -609,8 +609,14 @@ def test_a_replay_is_compared_with_a_plain_call(cuda: list[str], monkeypatch: py
     assert found == "cannot be captured: operation not permitted when stream is capturing"
 
 
-def test_the_host_is_timed_without_the_device(cuda: list[str]) -> None:
-    assert gpu_counters.host_ms(lambda: time.sleep(0.002), runs=3) >= 2
+def test_the_host_is_timed_without_the_device(cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [7.0, 0.125, 0.25, 0.5]
+    monkeypatch.setattr(gpu_counters, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def call() -> None:
+        clock[0] += clock.pop()
+
+    assert gpu_counters.host_ms(call, runs=3) == 250.0
 
 
 def test_loaded_kernels_are_read_from_tritons_cache() -> None:
