@@ -74,6 +74,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     MODE.__exit__(None, None, None)
 
 
+@pytest.hookimpl(trylast=True)  # of the tests that are left
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         reason = CPU_ONLY.get(getattr(item, "originalname", ""))
