@@ -370,9 +370,8 @@ def test_the_gate_is_tighter_in_32_bits() -> None:
 
 def test_the_ratio_to_the_limit_and_the_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"right": 6.0, "copy": 2.0, "in-place pass": 1.5}
-    monkeypatch.setattr(
-        measuring, "interleaved", lambda runs, *_, **__: {n: {"ms": times[n], "p20": 1, "p80": 9, "runs": 5} for n in runs}
-    )
+    rest = {"p20": 1, "p80": 9, "runs": 5, "host_ms": 0.314}
+    monkeypatch.setattr(measuring, "interleaved", lambda runs, *_, **__: {n: {"ms": times[n], **rest} for n in runs})
     candidates = [provider("right", lambda found: found), *(p for p in providers("logits") if p.limit)]
     cell = measure(tiny("logits"), "cpu", candidates=candidates, **QUICKLY)
     rows = by_name(cell)
@@ -381,6 +380,7 @@ def test_the_ratio_to_the_limit_and_the_statistics(monkeypatch: pytest.MonkeyPat
     assert rows["right"]["x_copy"] == 3.0 and rows["copy"]["x_copy"] == 1.0
     assert rows["right"]["gbps_2u"] == pytest.approx(2 * 32 * 512 * 4 / 6e-3 / 1e9)
     assert "25" in table(cell)  # percent of the limit
+    assert "host ms" in table(cell) and "0.31" in table(cell)
 
 
 # ---- the harness

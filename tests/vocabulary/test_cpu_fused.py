@@ -280,7 +280,7 @@ def test_two_visits_say_the_same() -> None:
         out, other = torch.empty_like(logits), torch.empty_like(logits)
         found = cpu.fused(logits, rows, objective, PLAIN, out)
         expected = two_visits(cpu, logits, rows, objective, PLAIN, other, 3)  # type: ignore[arg-type]
-        for x, y in zip((*found, out), (*expected, other), strict=True):
+        for x, y in zip((*found[:3], out), (*expected[:3], other), strict=True):
             torch.testing.assert_close(x, y, rtol=2e-6, atol=1e-6)
 
 

@@ -406,7 +406,7 @@ def test_rows_that_are_not_read_are_zero_whatever_they_hold(inplace: bool) -> No
     out = [torch.full_like(clean, math.nan), bad if inplace else torch.full_like(clean, math.nan)]
     want = backend.fused(clean, rows, FULL, transform, out[0])
     got = backend.fused(bad, replace(rows, targets=targets, **poison), FULL, transform, out[1])
-    for a, b in zip((*want, out[0][0]), (*got, out[1][0]), strict=True):
+    for a, b in zip((*want[:3], out[0][0]), (*got[:3], out[1][0]), strict=True):
         assert torch.equal(a, b) and (b[~read] == 0).all() and (b[read] != 0).any()
     stats = backend.stats(bad, targets, read, transform, WITH_ENTROPY)
     assert (stats.logps[~read] == 0).all() and (stats.entropy[~read] == 0).all() and (stats.sum[~read] == 1).all()
@@ -446,7 +446,7 @@ def test_where_the_gradient_goes(V: int) -> None:
     own = logits.clone()
     inplace = backend.fused(own, rows, FULL, PLAIN, own)
     assert torch.equal(own, out)
-    for a, b, c in zip(want, without, inplace, strict=True):
+    for a, b, c in zip(want[:3], without[:3], inplace[:3], strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
     check("clip", logits.float(), rows, FULL, PLAIN, torch.bfloat16)
 
@@ -470,7 +470,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     alone = torch.empty_like(logits[:, :1])
     for i in (0, 3, 5):
         part = backend.fused(logits[:, i : i + 1], rows[i : i + 1], FULL, PLAIN, alone)
-        assert torch.equal(alone[0, 0], out[0, i]) and all(torch.equal(a[i], b[0]) for a, b in zip(whole, part, strict=True))
+        assert torch.equal(alone[0, 0], out[0, i]) and all(torch.equal(a[i], b[0]) for a, b in zip(whole[:3], part[:3], strict=True))
 
 
 def test_a_range_of_rows() -> None:
