@@ -98,7 +98,7 @@ def linear_teacher(reference: Any, exact: Exact, policy: Policy, name: str = "re
         return top_k(name, reference, exact, policy)
     require(reference is not None, name, None, f"{exact} needs the whole distribution of a reference or teacher: pass {HOW}.")
     head, transform = reference_head(reference, policy)
-    return TeacherHead(head, transform, exact.direction, exact.share)
+    return TeacherHead(head, transform, exact.direction, exact.share).plain()
 
 
 def logits_teacher(ref_logits: Any, exact: Exact, policy: Policy) -> Teacher | TopK:
@@ -120,7 +120,7 @@ def logits_teacher(ref_logits: Any, exact: Exact, policy: Policy) -> Teacher | T
     except ValueError as error:
         raise ValueError(f"ref_logits: {error}") from error
     _check_vocab("ref_logits", logits.shape[-1] if policy.shard is None else policy.vocab, logits.shape[-1], policy)
-    return Teacher(logits, _for_rows(transform, policy), exact.direction, exact.share)
+    return Teacher(logits, _for_rows(transform, policy), exact.direction, exact.share).plain()
 
 
 def top_k(name: str, sets: TokenSets, exact: Exact, policy: Policy) -> TopK:

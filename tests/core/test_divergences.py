@@ -468,3 +468,18 @@ def test_nothing_is_modified_by_a_refusal() -> None:
     with pytest.raises(ValueError, match="ref_logits"):
         grpo_loss(logits, DATA.batch(), OBJECTIVE, ref_logits=DATA.ref_logits[..., :-1], inplace=True)
     assert torch.equal(logits, DATA.logits) and math.isfinite(float(logits.sum()))
+
+
+def test_a_reference_that_was_made_in_inference_mode() -> None:
+    data, objective = Data(), Objective.preset("distillation")
+    with torch.inference_mode():
+        hidden, logits = data.ref_hidden * 1.0, data.ref_logits * 1.0
+    leaf = data.hidden.clone().requires_grad_()
+    linear_grpo_loss(leaf, data.weight, data.batch(), objective, reference=(hidden, data.ref_weight)).loss.backward()
+    again = data.hidden.clone().requires_grad_()
+    values = linear_divergence(again, data.weight, (hidden, data.ref_weight), mask=data.mask)
+    (values.sum() / data.mask.sum()).backward()
+    assert_near(again.grad, leaf.grad.double(), "gradient", 1e-5)
+    of_logits = (data.hidden @ data.weight.T).requires_grad_()
+    token_divergence(of_logits, logits, mask=data.mask).sum().backward()
+    assert torch.isfinite(of_logits.grad).all() and of_logits.grad.abs().sum() > 0
