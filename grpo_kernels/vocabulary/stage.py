@@ -153,13 +153,17 @@ def vocabulary_stage(
     tensors."""
     kind = "" if source.teacher is None else source.teacher.kind
     names, rows = partials_of(statistics, kind), (targets, read, *transform)
+    needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if torch.compiler.is_compiling():
         # torch.compile knows such a Function with gradients only.
-        wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-        stage = VocabularyStage.apply if wanted else VocabularyStage.forward
-    else:
-        stage, rows = VocabularyStage.apply, tuple(map(_savable, rows))
-    logps, *values = stage(source, statistics, with_gradient, names, *rows, *tensors)
+        stage = VocabularyStage.apply if needed else VocabularyStage.forward
+        logps, *values = stage(source, statistics, with_gradient, names, *rows, *tensors)
+    elif needed or torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        rows = tuple(map(_savable, rows))
+        logps, *values = VocabularyStage.apply(source, statistics, with_gradient, names, *rows, *tensors)
+    else:  # a small batch takes less time than a Function
+        with torch.no_grad():
+            logps, *values = VocabularyStage.forward(source, statistics, with_gradient, names, *rows, *tensors)
     return logps, dict(zip(statistics if source.at is None else (*statistics, "at"), values, strict=False))
 
 

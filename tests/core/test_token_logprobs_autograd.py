@@ -177,3 +177,13 @@ def test_fp16_upstream_with_a_loss_scale(backend: str) -> None:
     relevant = exact[2].abs() > 1e-4
     assert relevant.sum() > 50
     torch.testing.assert_close(gradient.double()[relevant], exact[2][relevant], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_forward_mode_is_refused(grad: bool) -> None:
+    """Also where no gradient is asked for, so that the log-probs are computed without an autograd Function."""
+    logits, targets = torch.randn(3, 7), torch.tensor([1, 2, 3])
+    with torch.set_grad_enabled(grad), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(logits, torch.randn(3, 7))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            token_logprobs(dual, targets)
