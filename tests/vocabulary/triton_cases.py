@@ -251,7 +251,8 @@ def test_every_choice_gives_the_same_rows(choice: str, dtype: torch.dtype, monke
     """Rows of one tile, of as many as are loaded at once, and of many; whatever lies before the first 16-byte boundary."""
     for kind in LAUNCH:
         monkeypatch.setitem(LAUNCH, kind, CHOICES[choice])
-    for V in (7, 257, 1031, 2048, 5003):
+    tile = CHOICES[choice].threads * CHOICES[choice].accesses * (16 // dtype.itemsize)
+    for V in (7, 257, 1031, 2 * tile, 5 * tile - 117):
         logits, rows = make_logits(5, V, dtype, V), make_rows(5, V, V)
         peeled = check("clip", logits, rows, FULL, RowTransform(1.3, 0.0, 0.7))
         wider = torch.full((1, 5, V + 3), 3.0, dtype=dtype)  # no boundary is where the logits' is
