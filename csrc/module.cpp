@@ -24,9 +24,11 @@ extern const Kernels kernels_baseline;
 extern const char built_from[];
 const char built_from[] = "grpo_kernels built from sha256:" GRPO_SOURCES;
 
-void bind_products(nb::module_& m);  // bind_products.cpp
-void bind_program(nb::module_& m);   // bind_program.cpp
-void bind_sparse(nb::module_& m);    // bind_sparse.cpp
+void bind_divergence(nb::module_& m);  // bind_divergence.cpp
+void bind_products(nb::module_& m);    // bind_products.cpp
+void bind_program(nb::module_& m);     // bind_program.cpp
+void bind_sparse(nb::module_& m);      // bind_sparse.cpp
+void use_divergence_kernels(const std::string& isa);
 void use_sparse_kernels(const std::string& isa);
 
 namespace {
@@ -142,6 +144,7 @@ void use_isa(const std::string& name) {
     for (const Kernels* table : supported()) {
         if (name == table->name) {
             kernels = table;
+            use_divergence_kernels(name);
             use_sparse_kernels(name);
             return;
         }
@@ -156,9 +159,11 @@ NB_MODULE(_cpu, m) {
     m.def("stats", &stats);
     m.def("pull", &pull);
     m.def("scale", &scale);
+    bind_divergence(m);
     bind_products(m);
     bind_program(m);
     bind_sparse(m);
+    use_divergence_kernels(kernels->name);
     use_sparse_kernels(kernels->name);
     m.attr("built_from") = built_from;
     m.def("compiler", [] { return std::string(GRPO_COMPILER); });

@@ -16,6 +16,9 @@ namespace {
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
 
+// split_pow2 takes a number of the normal range apart: a = m 2^n with m from sqrt(1/2) to sqrt(2). This is sqrt(1/2).
+constexpr int32_t SQRT_HALF_BITS = 0x3f3504f3;
+
 #if defined(__AVX512F__)
 
 constexpr int W = 16;
@@ -41,6 +44,12 @@ inline F add_where(Keep k, F sum, F a) { return _mm512_mask_add_ps(sum, k, sum, 
 inline F fma_where(Keep k, F a, F b, F c) { return _mm512_mask3_fmadd_ps(a, b, c, k); }
 inline F mul_where(Keep k, F a, F b) { return _mm512_maskz_mul_ps(k, a, b); }
 inline bool any_above(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
+inline F split_pow2(F a, F& n) {
+    const __m512i bits = _mm512_castps_si512(a), half = _mm512_set1_epi32(SQRT_HALF_BITS);
+    const __m512i k = _mm512_srai_epi32(_mm512_sub_epi32(bits, half), 23);
+    n = _mm512_cvtepi32_ps(k);
+    return _mm512_castsi512_ps(_mm512_sub_epi32(bits, _mm512_slli_epi32(k, 23)));
+}
 
 inline F load(const float* p) { return _mm512_loadu_ps(p); }
 inline F load(const bf16* p) {
@@ -110,6 +119,12 @@ inline F times_pow2_floor_where(Keep k, F a, F t) {  // NaN converts to INT_MIN,
     return _mm256_and_ps(k, _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(n, 23))));
 }
 inline bool any_above(F a, F b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
+inline F split_pow2(F a, F& n) {
+    const __m256i bits = _mm256_castps_si256(a), half = _mm256_set1_epi32(SQRT_HALF_BITS);
+    const __m256i k = _mm256_srai_epi32(_mm256_sub_epi32(bits, half), 23);
+    n = _mm256_cvtepi32_ps(k);
+    return _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(k, 23)));
+}
 
 inline F load(const float* p) { return _mm256_loadu_ps(p); }
 inline F load(const bf16* p) {
@@ -175,6 +190,11 @@ inline F times_pow2_floor_where(Keep k, F a, F t) {
 inline bool any_above(F a, F b) {
     const I k = a > b;
     return (k[0] | k[1] | k[2] | k[3]) != 0;
+}
+inline F split_pow2(F a, F& n) {
+    const I k = (I)((U)a - uint32_t(SQRT_HALF_BITS)) >> 23;
+    n = __builtin_convertvector(k, F);
+    return (F)((U)a - ((U)k << 23));
 }
 
 inline float widen(fp16 h) {

@@ -12,6 +12,30 @@ def pull(
     max: int, sum: int, target: int, slope: int, constant: int, log: int, prob: int, threads: int, /,
 ) -> None: ...  # fmt: skip
 
+class Stream:
+    """Rows of logits and their transform."""
+
+    def __init__(
+        self, logits: int, dtype: int, inner_count: int, outer_stride: int, inner_stride: int,
+        scale: float, softcap: float, inv_temperature: float, inv_temperatures: int, /,
+    ) -> None: ...  # fmt: skip
+
+def divergence_stats(
+    student: Stream, teacher: Stream, direction: int, vocab: int, first: int, count: int, targets: int, read: int,
+    max: int, sum: int, target: int, weighted: int, squares: int, top: int,
+    teacher_max: int, teacher_sum: int, cross: int, excess: int, threads: int, /,
+) -> None: ...  # fmt: skip
+def divergence_mixed(
+    student: Stream, teacher: Stream, mixture: float, vocab: int, first: int, count: int, read: int,
+    max: int, sum: int, teacher_max: int, teacher_sum: int, log_sums: int, student_kl: int, teacher_kl: int, threads: int, /,
+) -> None: ...  # fmt: skip
+def divergence_pull(
+    student: Stream, teacher: Stream, direction: int, mixture: float,
+    out: int, out_dtype: int, out_outer_stride: int, out_inner_stride: int, vocab: int, first: int, count: int,
+    targets: int, max: int, sum: int, target: int, slope: int, constant: int, log: int, prob: int,
+    teacher_max: int, teacher_sum: int, log_sums: int, center: int, teacher_slope: int, threads: int, /,
+) -> None: ...  # fmt: skip
+
 class Program:
     """A formula, see csrc/program.h: (operation, registers of its operands) of each instruction."""
 

@@ -7,6 +7,7 @@ Shape suffixes: B sequences, T tokens each, V vocabulary, H hidden size.
 from __future__ import annotations
 
 import functools
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -28,6 +29,10 @@ from .. import (
     token_logprobs,
 )
 from ..formulas.surrogates import Cispo, Clip
+from ..vocabulary.backends import pick
+from ..vocabulary.rows import RowTransform, Teacher
+from ..vocabulary.sources import Logits
+from ..vocabulary.stage import vocabulary_stage
 from . import first_line
 
 Tensor = torch.Tensor
@@ -135,12 +140,27 @@ def log_probs(logps: Tensor, entropy: Tensor, x: Inputs) -> Tensor:
     return (x.upstream.double() * torch.stack([logps, entropy])).mean()
 
 
+def weighted_divergence(divergence: Tensor, entropy: Tensor, x: Inputs) -> Tensor:
+    return (x.upstream[0].double() * divergence).mean()
+
+
+def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p||q), KL(q||p), or the mean of those to their mixture."""
+    if kind == "jsd":
+        mixture = torch.logaddexp(log_p, log_q) - math.log(2.0)
+        return 0.5 * (_divergence("reverse", log_p, mixture) + _divergence("reverse", log_q, mixture))
+    if kind == "forward":
+        log_p, log_q = log_q, log_p
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
     formula: Formula
     objective: Objective | None  # None: token_logprobs and linear_logprobs
     kept: bool = False  # over kept sets
+    divergence: str = ""  # from a second stream of rows: the kind; then it takes the place of log-probs and entropy
 
 
 _CLIP = Clip(eps_low=0.2, eps_high=0.28)
@@ -151,9 +171,12 @@ CASES = (
     Case("log-probs and entropy", log_probs, None),
 )
 KEPT = tuple(replace(case, name=f"{case.name} over kept sets", kept=True) for case in (CASES[0], CASES[3]))
+DIVERGENCES = tuple(
+    Case(f"divergence, {kind}", weighted_divergence, None, divergence=kind) for kind in ("reverse", "forward", "jsd")
+)
 #: (B, T, V, H) and cases: for an odd vocabulary, and for one of a real size (rows of many tiles).
 SHAPES: tuple[tuple[tuple[int, int, int, int], tuple[Case, ...]], ...] = (
-    ((3, 4, 1003, 64), CASES + KEPT),
+    ((3, 4, 1003, 64), CASES + KEPT + DIVERGENCES),
     ((2, 2, 128_257, 8), CASES[:1]),
 )
 LEVELS = ("logits", "hidden")
@@ -221,9 +244,9 @@ def _tests() -> list[tuple[Case, str, Inputs, dict[str, Tensor]]]:
     for shape, cases in SHAPES:
         for dtype in GRADIENT_LIMIT:
             inputs = {kept: make_inputs(*shape, dtype, kept) for kept in {case.kept for case in cases}}
-            found += [
-                (case, level, inputs[case.kept], expected(case, level, inputs[case.kept])) for case in cases for level in LEVELS
-            ]
+            # The kernels of two streams see logits alone.
+            every = [(case, level) for case in cases for level in LEVELS if level == "logits" or not case.divergence]
+            found += [(case, level, inputs[case.kept], expected(case, level, inputs[case.kept])) for case, level in every]
     return found
 
 
@@ -234,17 +257,25 @@ def leaves_of(level: str, x: Inputs) -> dict[str, Tensor]:
     return {"logits": (x.hidden.double() @ x.weight.double().t()).to(x.hidden.dtype)}
 
 
+def teacher_logits(x: Inputs) -> Tensor:
+    """Those of the second stream, fp32 [B, T, V]: of the same head, with other ids."""
+    return (x.hidden.double() @ x.weight.double().t()).roll(1, -1).float()
+
+
 def expected(case: Case, level: str, x: Inputs) -> dict[str, Tensor]:
     """{"loss", "logps", "entropy", "d_...": ...} in float64."""
     leaves = {name: leaf.double().requires_grad_() for name, leaf in leaves_of(level, x).items()}
     # Trained tokens only, so that no NaN reaches the gradients.
     logits = leaves["hidden"][x.mask] @ leaves["weight"].t() if level == "hidden" else leaves["logits"][x.mask]
     log_p = x.log_p(logits)
+    if case.divergence:
+        found = _divergence(case.divergence, log_p, x.log_p(teacher_logits(x)[x.mask].double()))
+        divergence = torch.zeros(x.mask.shape, dtype=torch.float64).masked_scatter(x.mask, found)
+        return _collect(case.formula(divergence, divergence, x), {"divergence": divergence}, leaves)
     nothing = torch.zeros(x.mask.shape, dtype=torch.float64)
     logps = nothing.masked_scatter(x.mask, log_p.gather(-1, x.targets[x.mask][:, None])[:, 0])
     entropy = nothing.masked_scatter(x.mask, -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1))  # no 0 times infinity
-    loss = case.formula(logps, entropy, x)
-    return _collect(loss, logps, entropy, leaves)
+    return _collect(case.formula(logps, entropy, x), {"logps": logps, "entropy": entropy}, leaves)
 
 
 def results(case: Case, level: str, x: Inputs, backend: str, device: torch.device) -> dict[str, Tensor]:
@@ -252,23 +283,32 @@ def results(case: Case, level: str, x: Inputs, backend: str, device: torch.devic
     leaves = {name: leaf.to(device).requires_grad_() for name, leaf in leaves_of(level, x).items()}
     given: dict[str, Any] = {name: value for name, value in vars(x).items() if value is not None}
     x = Inputs(**{name: value.to(device) for name, value in given.items()})
+    if case.divergence:
+        transform = RowTransform(1.0, 0.0, 1.0 / TEMPERATURE)
+        teacher = Teacher(teacher_logits(x), transform, case.divergence, 0.5 if case.divergence == "jsd" else 0.0)
+        source, names = Logits(pick(backend, device, strict=True), teacher=teacher), ("divergence",)
+        rows = (x.targets.flatten(), x.mask.flatten(), transform)
+        _, found = vocabulary_stage(source, names, names, *rows, leaves["logits"])
+        divergence = found["divergence"].view(x.mask.shape)
+        return _collect((x.upstream[0] * divergence).mean(), {"divergence": divergence}, leaves)
     options: dict[str, Any] = {"transform": LogitTransform(TEMPERATURE), "backend": backend, "strict": True}
     if case.objective is not None:
         loss_of: Callable[..., LossOutput] = grpo_loss if level == "logits" else linear_grpo_loss
         out = loss_of(*leaves.values(), x.batch, case.objective, **options)
-        return _collect(out.loss, out.logps, out.entropy, leaves)
+        return _collect(out.loss, {"logps": out.logps, "entropy": out.entropy}, leaves)
     log_probs_of: Callable[..., tuple[Tensor, Tensor | None]] = token_logprobs if level == "logits" else linear_logprobs
     logps, entropy = log_probs_of(
         *leaves.values(), x.targets, mask=x.mask, entropy=True, kept=x.kept, options=Options(missing="include"), **options
     )
     assert entropy is not None
-    return _collect((x.upstream * torch.stack([logps, entropy])).mean(), logps, entropy, leaves)
+    loss = (x.upstream * torch.stack([logps, entropy])).mean()
+    return _collect(loss, {"logps": logps, "entropy": entropy}, leaves)
 
 
-def _collect(loss: Tensor, logps: Tensor, entropy: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+def _collect(loss: Tensor, values: dict[str, Tensor | None], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     gradients = torch.autograd.grad(loss, list(leaves.values()))
-    found = {"loss": loss, "logps": logps, "entropy": entropy} | {f"d_{k}": g for k, g in zip(leaves, gradients, strict=True)}
-    return {name: tensor.detach().double().cpu() for name, tensor in found.items()}
+    found = {"loss": loss} | values | {f"d_{k}": g for k, g in zip(leaves, gradients, strict=True)}
+    return {name: tensor.detach().double().cpu() for name, tensor in found.items() if tensor is not None}
 
 
 def errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:

@@ -23,6 +23,7 @@ MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 350, 70, 12
 #: Functions that may be longer: a kernel in one piece, and a signature that is Liger's.
 LONG_FUNCTIONS = {
     "vocabulary/backends/triton_kernels.py: _fused_kernel",
+    "vocabulary/backends/triton_divergence_kernels.py: _two_pull_kernel",
     "integrations/liger.py: triton_grpo_loss",
 }
 
@@ -37,6 +38,11 @@ LONG_SIGNATURES = {
     "vocabulary/backends/triton_gradient.py: _write_tile",
     "vocabulary/backends/triton_gradient.py: _write_gradient",
     "vocabulary/backends/triton_sparse_kernels.py: _add_hidden_rows_kernel",
+    "vocabulary/backends/triton_divergence_kernels.py: _two_stats_kernel",
+    "vocabulary/backends/triton_divergence_kernels.py: _mixed_kernel",
+    "vocabulary/backends/triton_divergence_kernels.py: _two_pull_kernel",
+    "vocabulary/backends/triton_divergence_kernels.py: _partials_of_two",
+    "vocabulary/backends/triton_divergence_kernels.py: _pulled",
     "formulas/token_stage.py: token_terms",
     # Signatures of other packages, which ours stand in for.
     "integrations/liger.py: triton_grpo_loss",

@@ -12,7 +12,7 @@ from grpo_kernels.vocabulary.backends import load, pick
 from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, Teacher, merge, partials_of
 from grpo_kernels.vocabulary.sources import Logits
 from grpo_kernels.vocabulary.stage import vocabulary_stage
-from support.divergences import KINDS, PLAIN, expected, row_pairs
+from support.divergences import KINDS, PLAIN, check, expected, row_pairs
 
 Tensor = torch.Tensor
 
@@ -24,23 +24,6 @@ def stage(source: Any, transform: RowTransform, *tensors: Any, read: Tensor | No
     n = tensors[0].shape[0] if tensors[0].dim() == 2 else tensors[0].shape[0] * tensors[0].shape[1]
     targets = torch.zeros(n, dtype=torch.int64)
     return vocabulary_stage(source, ("divergence",), ("divergence",), targets, read, transform, *tensors)[1]["divergence"]
-
-
-def check(found: Tensor, gradient: Tensor, logits: Tensor, teacher: Teacher, transform: RowTransform, upstream: Tensor) -> None:
-    """No row is further from float64 than a careful fp32 computation, but for a rounding or two."""
-    exact, naive = (expected(logits, teacher, transform, upstream, dtype) for dtype in (torch.float64, torch.float32))
-    found, gradient = found.detach().double(), gradient.double()
-    assert (found >= 0).all()
-    infinite = exact.value.isinf()
-    assert torch.equal(found.isinf(), infinite)
-    error, allowed = (found - exact.value).abs(), (naive.value - exact.value).abs() + 3e-6 * exact.value + 1e-12
-    assert (error <= allowed)[~infinite].all(), (error - allowed)[~infinite].max()
-    rounding = 0.0 if logits.dtype == torch.float32 else torch.finfo(logits.dtype).eps
-    error, scale = (gradient - exact.gradient).abs(), exact.gradient.abs()
-    allowed = (naive.gradient - exact.gradient).abs().amax(-1, keepdim=True) + (3e-6 + rounding) * scale
-    allowed = allowed + 1e-6 * scale.amax(-1, keepdim=True) + (6e-8 if logits.dtype == torch.float16 else 1e-12)
-    allowed = allowed + 2e-7 * (exact.value * upstream.abs())[:, None]  # the divergence is taken off each log-ratio
-    assert (error <= allowed)[~infinite].all(), (error - allowed)[~infinite].max()
 
 
 def of_logits(

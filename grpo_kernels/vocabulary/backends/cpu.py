@@ -16,10 +16,11 @@ import torch
 from ...formulas.program import FormulaRefused, Program
 from ...formulas.token_program import compare_once, token_program
 from ..rows import RowStats, RowTransform, Slopes, Teacher
-from . import FusedRows, eager, fall_back, two_visits
+from . import FusedRows, cpu_divergence, fall_back, two_visits
+from .cpu_divergence import mixed  # noqa: F401
 from .cpu_module import DTYPES, _cpu, available  # noqa: F401
+from .cpu_rows import address, check, inverse_temperature, layout
 from .cpu_sparse import add_hidden_rows, add_weight_rows, slot_logits  # noqa: F401
-from .eager import mixed  # noqa: F401
 
 if TYPE_CHECKING:
     from ...formulas.token_stage import TokenRows
@@ -57,20 +58,20 @@ def stats(
 ) -> RowStats:
     """Partials of the flat rows lo..hi of logits [A, T, V] (all by default); targets, read and a per-row temperature are cut
     to that range, [hi - lo]."""
-    if teacher is not None:  # the C++ kernels know one stream of rows
-        return eager.stats(logits, targets, read, transform, names, rows=rows, teacher=teacher)
-    _, inner, vocab, outer_stride, inner_stride = _layout(logits)
+    if teacher is not None:
+        return cpu_divergence.stats(logits, targets, read, transform, names, teacher, rows=rows)
+    _, inner, vocab, outer_stride, inner_stride = layout(logits)
     lo, hi = rows or (0, logits.shape[0] * inner)
     n = hi - lo
-    _check(targets, torch.int64, n)
+    check(targets, torch.int64, n)
     if read is not None:
-        _check(read, torch.bool, n)
-    fixed, per_row = _inverse_temperature(transform, n)
+        check(read, torch.bool, n)
+    fixed, per_row = inverse_temperature(transform, n)
     result = RowStats.empty(names, n, logits.device)
     at = {name: result.values.data_ptr() + 4 * n * i for i, name in enumerate(names)}
     _cpu.stats(
         logits.data_ptr(), DTYPES[logits.dtype], inner, outer_stride, inner_stride, vocab, lo, n,
-        targets.data_ptr(), _address(read),
+        targets.data_ptr(), address(read),
         transform.scale, transform.softcap, fixed, per_row,
         at["max"], at["sum"], at["target"], at.get("weighted", 0), at.get("squares", 0), at.get("top", 0),
         torch.get_num_threads(),
@@ -92,27 +93,28 @@ def pull(
     """The gradient of the flat rows lo..hi of logits [A, T, V] into the same rows of out [A, T, V], which may be the
     logits themselves. The per-row vectors are cut to that range, [hi - lo]."""
     if slopes.teacher is not None:
-        return eager.pull(logits, targets, stats, slopes, transform, out, rows=rows, teacher=teacher)
-    outer, inner, vocab, outer_stride, inner_stride = _layout(logits)
+        assert teacher is not None
+        return cpu_divergence.pull(logits, targets, stats, slopes, transform, out, teacher, rows=rows)
+    outer, inner, vocab, outer_stride, inner_stride = layout(logits)
     lo, hi = rows or (0, outer * inner)
     n = hi - lo
-    out_outer, out_inner, out_vocab, out_outer_stride, out_inner_stride = _layout(out)
+    out_outer, out_inner, out_vocab, out_outer_stride, out_inner_stride = layout(out)
     assert (out_outer, out_inner, out_vocab) == (outer, inner, vocab), (out.shape, logits.shape)
-    _check(targets, torch.int64, n)
+    check(targets, torch.int64, n)
     for vector in slopes:
         if vector is not None:
-            _check(vector, torch.float32, n)
+            check(vector, torch.float32, n)
     values = stats.values
     assert values.shape == (len(stats.names), n) and values.dtype == torch.float32, (values.shape, values.dtype)
     assert values.stride(1) == 1 or n <= 1, values.stride()
     first, step = values.data_ptr(), 4 * values.stride(0)
-    fixed, per_row = _inverse_temperature(transform, n)
+    fixed, per_row = inverse_temperature(transform, n)
     _cpu.pull(
         logits.data_ptr(), DTYPES[logits.dtype], inner, outer_stride, inner_stride,
         out.data_ptr(), DTYPES[out.dtype], out_outer_stride, out_inner_stride, vocab, lo, n,
         targets.data_ptr(), transform.scale, transform.softcap, fixed, per_row,
         first, first + step, first + 2 * step,  # max, sum, target
-        slopes.target.data_ptr(), _address(slopes.constant), _address(slopes.log), _address(slopes.prob),
+        slopes.target.data_ptr(), address(slopes.constant), address(slopes.log), address(slopes.prob),
         torch.get_num_threads(),
     )  # fmt: skip
 
@@ -174,23 +176,23 @@ def _by_program(
     assert objective.one_pass, objective
     program, numbers = token_program(objective, rows)
     compiled = _compiled(program)
-    outer, inner, vocab, outer_stride, inner_stride = _layout(logits)
+    outer, inner, vocab, outer_stride, inner_stride = layout(logits)
     n = outer * inner
-    *out_shape, out_outer_stride, out_inner_stride = _layout(logits if out is None else out)
+    *out_shape, out_outer_stride, out_inner_stride = layout(logits if out is None else out)
     assert out_shape == [outer, inner, vocab], (out_shape, logits.shape)
     vectors = [getattr(rows, name).contiguous() for name in program.inputs[2:]]
     for vector in vectors:
-        _check(vector, torch.float32, n)
-    _check(rows.targets, torch.int64, n)
+        check(vector, torch.float32, n)
+    check(rows.targets, torch.int64, n)
     if rows.read is not None:
-        _check(rows.read, torch.bool, n)
-    fixed, per_row = _inverse_temperature(transform, n)
+        check(rows.read, torch.bool, n)
+    fixed, per_row = inverse_temperature(transform, n)
     result = FusedRows(*(torch.empty(n, dtype=torch.float32) for _ in range(3)))
     _cpu.fused(
         compiled, numbers, [x.data_ptr() for x in vectors], rows.entropy_weight is not None,
         logits.data_ptr(), DTYPES[logits.dtype], inner, outer_stride, inner_stride,
-        _address(out), DTYPES[logits.dtype if out is None else out.dtype], out_outer_stride, out_inner_stride, vocab, n,
-        rows.targets.data_ptr(), _address(rows.read), transform.scale, transform.softcap, fixed, per_row,
+        address(out), DTYPES[logits.dtype if out is None else out.dtype], out_outer_stride, out_inner_stride, vocab, n,
+        rows.targets.data_ptr(), address(rows.read), transform.scale, transform.softcap, fixed, per_row,
         result.logps.data_ptr(), result.entropy.data_ptr(), result.losses.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return result
@@ -205,29 +207,3 @@ def scale_(gradient: Tensor, factor: Tensor) -> None:
         _cpu.scale(gradient.data_ptr(), DTYPES[gradient.dtype], gradient.numel(), number, torch.get_num_threads())
     else:
         gradient.mul_(number)
-
-
-def _layout(x: Tensor) -> tuple[int, int, int, int, int]:
-    """Sizes A, T, V and the strides of A and T."""
-    outer, inner, vocab = x.shape
-    outer_stride, inner_stride, unit = x.stride()
-    plain = unit == 1 or vocab == 1 or x.numel() == 0  # contiguous() does not change the strides of an empty tensor
-    assert plain and x.dtype in DTYPES and x.device.type == "cpu", (x.stride(), x.dtype, x.device)
-    return outer, inner, vocab, outer_stride, inner_stride
-
-
-def _address(vector: Tensor | None) -> int:
-    return 0 if vector is None else vector.data_ptr()
-
-
-def _check(vector: Tensor, dtype: torch.dtype, n: int) -> None:
-    assert vector.dtype == dtype and vector.shape == (n,) and vector.is_contiguous(), (vector.dtype, vector.shape, n)
-
-
-def _inverse_temperature(transform: RowTransform, n: int) -> tuple[float, int]:
-    """The number, and the address of the per-row values or 0."""
-    t = transform.inv_temperature
-    if isinstance(t, Tensor):
-        _check(t, torch.float32, n)
-        return 1.0, t.data_ptr()
-    return t, 0

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 
 from ...formulas import token_stage
-from ..rows import OF_STUDENT, RowStats, RowTransform, Slopes, Teacher
-from . import FusedRows, eager, two_visits
-from .eager import mixed  # noqa: F401
+from ..rows import OF_STUDENT, RowStats, RowTransform, Slopes, Teacher, partials_of
+from . import FusedRows, triton_divergence, two_visits
+from .triton_arguments import check_layout, transform_arguments, vector
 from .triton_choices import LAUNCH, SCALE_PROGRAMS, available, choose, multiprocessors, on_device, serves  # noqa: F401
+from .triton_divergence import mixed  # noqa: F401
 from .triton_formulas import compiled_formula
 from .triton_kernels import _fused_kernel, _pull_kernel, _scale_kernel, _stats_kernel
 from .triton_launch import run
@@ -32,25 +33,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 WRITES_BEHIND_READS = False  # many threads write at once, and from the end of the row
-
-
-def _check_layout(logits: Tensor, out: Tensor | None, n: int) -> None:
-    assert logits.dim() == 3 and (logits.stride(2) == 1 or logits.shape[2] == 1), (logits.shape, logits.stride())
-    assert out is None or (out.shape == logits.shape and (out.stride(2) == 1 or out.shape[2] == 1)), (out.shape, out.stride())
-    assert logits.dtype in (torch.float32, torch.bfloat16, torch.float16), logits.dtype
-    assert 0 <= n < 2**31 - 2**16 and 0 < logits.shape[2] < 2**31 - 2**16, (n, logits.shape)
-
-
-def _transform_arguments(transform: RowTransform) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    inverse: Any = transform.inv_temperature
-    per_row = isinstance(inverse, Tensor)
-    shape = "softcap" if transform.softcap != 0 else "linear" if transform.scale >= 0 else "mirrored"
-    values = (inverse.contiguous() if per_row else float(inverse), float(transform.scale), float(transform.softcap))
-    return values, {"SHAPE": shape, "ROW_TEMPERATURE": per_row}
-
-
-def _vector(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
+WITH_TOP = partials_of(("top_id",))
 
 
 def stats(
@@ -64,19 +47,23 @@ def stats(
     teacher: Teacher | None = None,
 ) -> RowStats:
     """Partials of each row of logits [A, T, V]. `rows` = (lo, hi) takes those flat rows; vectors are [hi - lo]."""
-    if teacher is not None:  # the kernels know one stream of rows
-        return eager.stats(logits, targets, read, transform, names, rows=rows, teacher=teacher)
+    if teacher is not None:
+        result = triton_divergence.stats(logits, targets, read, transform, names, teacher, rows=rows)
+        if "top" in names:  # rarely asked for with a teacher: a visit of its own
+            alone = stats(logits, targets, read, transform, WITH_TOP, rows=rows)
+            result.get("top").copy_(alone.get("top"))  # type: ignore[union-attr, arg-type]
+        return result
     A, T, V = logits.shape
     lo, hi = (0, A * T) if rows is None else rows
     n = hi - lo
-    _check_layout(logits, None, n)
+    check_layout(logits, None, n)
     result = RowStats.empty(names, n, logits.device)
     if n == 0:
         return result
     with on_device(logits):
-        scalars, flags = _transform_arguments(transform)
+        scalars, flags = transform_arguments(transform)
         arguments = (
-            logits, logits.stride(0), logits.stride(1), V, T, lo, _vector(targets), _vector(read), *scalars,
+            logits, logits.stride(0), logits.stride(1), V, T, lo, vector(targets), vector(read), *scalars,
             *map(result.get, OF_STUDENT),
         )  # fmt: skip
         run(_stats_kernel, functools.partial(choose, "visit", V, (logits,)), lambda _: n, arguments, flags)
@@ -96,18 +83,19 @@ def pull(
 ) -> None:
     """d logits into `out` [A, T, V], which may be the logits. Rows whose slopes are 0 become 0 and are not read."""
     if slopes.teacher is not None:
-        return eager.pull(logits, targets, stats, slopes, transform, out, rows=rows, teacher=teacher)
+        assert teacher is not None
+        return triton_divergence.pull(logits, targets, stats, slopes, transform, out, teacher, rows=rows)
     A, T, V = logits.shape
     lo, hi = (0, A * T) if rows is None else rows
     n = hi - lo
-    _check_layout(logits, out, n)
+    check_layout(logits, out, n)
     if n == 0:
         return
     with on_device(logits):
-        scalars, flags = _transform_arguments(transform)
+        scalars, flags = transform_arguments(transform)
         arguments = (
             logits, logits.stride(0), logits.stride(1), out, out.stride(0), out.stride(1), V, T, lo,
-            *map(_vector, (targets, stats.max, stats.sum, stats.target, *slopes[:4])), *scalars,
+            *map(vector, (targets, stats.max, stats.sum, stats.target, *slopes[:4])), *scalars,
         )  # fmt: skip
         run(_pull_kernel, functools.partial(choose, "visit", V, (logits, out)), lambda _: n, arguments, flags)
 
@@ -123,7 +111,7 @@ def fused(
         return two_visits(sys.modules[__name__], logits, rows, objective, transform, out, max(1, n), teacher)
     A, T, V = logits.shape
     n = A * T
-    _check_layout(logits, out, n)
+    check_layout(logits, out, n)
     formulas = {
         name: compiled_formula(value) if callable(value) else value for name, value in token_stage.formulas(objective).items()
     }
@@ -132,11 +120,11 @@ def fused(
         return FusedRows(logps, entropies, losses)
     with on_device(logits):
         gradient = logits if out is None else out  # without a gradient the strides are not used
-        scalars, flags = _transform_arguments(transform)
+        scalars, flags = transform_arguments(transform)
         arguments = (
             logits, logits.stride(0), logits.stride(1), out, gradient.stride(0), gradient.stride(1), V, T, n,
-            *map(_vector, (rows.targets, rows.read, rows.old_logps, rows.ref_logps, rows.sampler_logps, rows.advantages)),
-            *map(_vector, (rows.policy_weight, rows.kl_weight, rows.entropy_weight, rows.nll_weight)), *scalars,
+            *map(vector, (rows.targets, rows.read, rows.old_logps, rows.ref_logps, rows.sampler_logps, rows.advantages)),
+            *map(vector, (rows.policy_weight, rows.kl_weight, rows.entropy_weight, rows.nll_weight)), *scalars,
             *token_stage.scalars(objective).values(), logps, entropies, losses,
         )  # fmt: skip
         kind = "fused32" if logits.dtype == torch.float32 else "fused"

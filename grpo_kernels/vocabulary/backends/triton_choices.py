@@ -41,10 +41,14 @@ class Choice(NamedTuple):
 #:            What stays in registers is the end of a row, so the second visit starts without a load.
 #:   fused32  the same with fp32 logits, of which more than fits goes through L2: as much of a row in registers as there is
 #:            room for. `grid` 0.5 halves the rows in flight, and so lets whole rows stay in L2 with half the multiprocessors.
+#:   two      a row and its teacher's are gone over once, with twice the loads and sums of `visit`: one program by registers.
+#:   mixed    the same for the sums of a mixture, whose hundred instructions a logit hide any load.
 LAUNCH = {
     "visit": Choice(512, 2, programs=2, ends=2),
     "fused": Choice(512, 4, ends=2, kept=1, hints=True),
     "fused32": Choice(512, 4, ends=3, kept=3, hints=True),
+    "two": Choice(512, 2),
+    "mixed": Choice(512, 1),
 }
 #: Programs of `scale_`: a few for each multiprocessor of the largest GPUs, and few enough to return at once when there is
 #: nothing to do.
@@ -79,22 +83,24 @@ def _launch(
     accesses = max(32, accesses)
     lanes = min(choice.threads, accesses)
     flags = {"ALIGNED": aligned, "LANES": lanes, "COLS": cols, "ACCESSES": accesses // lanes}
-    if kind != "scale":
+    if kind in ("visit", "fused", "fused32"):
         ends = min(choice.ends, triton.cdiv(columns, accesses * cols)) if aligned else 1  # single elements take more registers
         first, last = ("evict_last", "evict_first") if choice.hints else ("", "")
         flags |= {"PEELED": peeled, "ENDS": ends, "KEPT": min(choice.kept, ends) if aligned else 0}
         flags |= {"FIRST_HINT": first, "LAST_HINT": last}
-    return Launch(flags, options(lanes, choice.programs), choice.programs * choice.threads // lanes)
+    return Launch(
+        flags, options(lanes, choice.programs, kind not in ("two", "mixed")), choice.programs * choice.threads // lanes
+    )
 
 
-def options(lanes: int, programs: int) -> dict[str, Any]:
+def options(lanes: int, programs: int, fusion: bool = True) -> dict[str, Any]:
     """Options of Triton's compiler for programs of so many threads, so many of which share a multiprocessor if they are full
-    ones."""
+    ones. `fusion`: of multiplications and additions, which rounds once instead of twice."""
     if INTERPRETED:
         return {}
     target = triton.runtime.driver.active.get_current_target()
     # Not every version fuses multiplications and additions by default.
-    found: dict[str, Any] = {"num_warps": max(1, lanes // target.warp_size), "enable_fp_fusion": True}
+    found: dict[str, Any] = {"num_warps": max(1, lanes // target.warp_size), "enable_fp_fusion": fusion}
     if target.backend == "cuda":
         # Left alone, ptxas may spill a few bytes to make room for one more program.
         found["maxnreg"] = min(255, 65536 // (lanes * programs))

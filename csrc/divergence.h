@@ -1,0 +1,55 @@
+// Row kernels over two streams: a student's row, which gets a gradient, and a teacher's over the same ids. vocabulary/rows.py says
+// what partials are, vocabulary/divergence.py how the divergences are formed. divergence.cpp is compiled once per instruction set.
+#pragma once
+#include "kernels.h"
+
+namespace grpo {
+
+enum Direction : int { REVERSE = 0, FORWARD = 1, JSD = 2 };
+
+struct Teacher {
+    Rows logits;  // their inner_count is the student's
+    Transform transform;
+    int direction;
+    float mixture;  // its share in the mixture of JSD
+};
+
+struct TwoStats {
+    StatsJob student;  // its sum of squares goes with its weighted sum
+    Teacher teacher;
+    float *max, *sum, *cross, *excess;  // max and sum of the teacher
+};
+
+// What is known of both rows before their second visit.
+struct TwoRows {
+    const float *max, *sum, *teacher_max, *teacher_sum;
+    const float* log_sums;  // log(teacher_sum / sum)
+};
+
+struct MixedJob {
+    Rows logits;
+    int64_t vocab, first;
+    Transform transform;
+    const uint8_t* read;  // as in StatsJob
+    Teacher teacher;
+    TwoRows of;
+    float *student_kl, *teacher_kl;  // to the mixture
+};
+
+// Plus slope G_j, G the gradient of the divergence.
+struct TwoPull {
+    PullJob student;
+    Teacher teacher;
+    TwoRows of;
+    const float *slope, *center;
+    void (*without)(const PullJob&, int64_t i);  // for rows whose slope is 0
+};
+
+struct DivergenceKernels {
+    const char* name;
+    void (*stats)(const TwoStats&, int64_t i);
+    void (*mixed)(const MixedJob&, int64_t i);
+    void (*pull)(const TwoPull&, int64_t i);
+};
+
+}  // namespace grpo
