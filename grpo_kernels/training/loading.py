@@ -91,8 +91,8 @@ def check_liger(device: torch.device) -> None:
 
 def load_policy(config: TrainConfig, device: torch.device) -> tuple[Any, Any]:
     """(model, tokenizer) of `config.model`, with float32 parameters."""
-    tokenizer = require("transformers").AutoTokenizer.from_pretrained(config.model)
-    return load_model(config.model, config, device), tokenizer
+    model = load_model(config.model, config, device)  # first: it knows what this machine cannot do
+    return model, require("transformers").AutoTokenizer.from_pretrained(config.model)
 
 
 def load_model(name: str, config: TrainConfig, device: torch.device) -> Any:

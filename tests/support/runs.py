@@ -50,13 +50,14 @@ def config(out: Path, **changes: Any) -> TrainConfig:
     return TrainConfig(**(settings | changes))
 
 
-def trainer(tok: Any, out: Path, *, rewards: Any = (evens,), model: Any = None, **changes: Any) -> Trainer:
+def trainer(tok: Any, out: Path, *, rewards: Any = (evens,), model: Any = None, teacher: Any = None, **changes: Any) -> Trainer:
     return Trainer(
         config(out, **changes),
         model=model or tiny(tok),
         tokenizer=tok,
         rows=(PROMPTS[:16], PROMPTS[16:]),
         rewards=list(rewards),
+        teacher=teacher,
     )
 
 

@@ -90,7 +90,8 @@ def test_only_the_share_of_highest_entropy_is_trained_on(tok: Any, tmp_path: Pat
 
 @pytest.mark.parametrize("preset", TRAINABLE)
 def test_every_preset_trains(tok: Any, tmp_path: Path, preset: str) -> None:
-    t = trainer(tok, tmp_path, preset=preset, num_updates=2, beta=0.1)
+    teacher = tiny(tok, seed=5) if "distillation" in preset else None
+    t = trainer(tok, tmp_path, preset=preset, num_updates=2, beta=0.1, teacher=teacher)
     start = parameters(t)
     metrics = t.train_step()
     assert metrics["skipped"] == 0 and metrics["grad_norm"] > 0

@@ -136,9 +136,9 @@ def test_a_users_formula_that_does_not_compile_is_named() -> None:
 def test_refused_by_the_assembler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     options, asked = triton_choices.options, []
 
-    def too_much(threads: int, programs: int) -> dict[str, Any]:
+    def too_much(threads: int, *more: Any) -> dict[str, Any]:
         asked.append(threads)
-        return options(threads, programs) | ({"ptx_options": "--no-such-option"} if threads > 256 else {})
+        return options(threads, *more) | ({"ptx_options": "--no-such-option"} if threads > 256 else {})
 
     monkeypatch.setattr(triton_choices, "options", too_much)
     triton_choices._launch.cache_clear()
