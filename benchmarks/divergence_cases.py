@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.cases import Cell, Result, hidden_near
+from benchmarks.cases import Cell, HiddenCase, LogitsCase, Result, hidden_near
 from grpo_kernels import Exact, TokenBatch
-from grpo_kernels.diagnosis.step import Output
 
 Tensor = torch.Tensor
 
@@ -22,43 +21,16 @@ EXACT = {
 
 
 @dataclass
-class TeacherCase:
+class TeacherCase(HiddenCase):
     """From hidden states. The teacher has the policy's sizes, and as much noise in it as signal."""
 
-    cell: Cell
-    batch: TokenBatch
-    hidden: Tensor  # [N, H]
-    weight: Tensor  # [V, H]
     ref_hidden: Tensor
     ref_weight: Tensor
 
-    @property
-    def active(self) -> Tensor:
-        return torch.arange(self.cell.rows, device=self.hidden.device)
-
-    def gradients(self, loss: Tensor) -> Result:
-        d_hidden, d_weight = torch.autograd.grad(loss, (self.hidden, self.weight))
-        return {"loss": loss.detach(), "d_hidden": d_hidden, "d_weight": d_weight}
-
 
 @dataclass
-class TwoLogitsCase:
-    cell: Cell
-    batch: TokenBatch
-    logits: Tensor  # [N, V], what a contender reads (and may overwrite)
-    pristine: Tensor
+class TwoLogitsCase(LogitsCase):
     ref_logits: Tensor
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            self.logits.copy_(self.pristine)
-
-    def output(self) -> Tensor:
-        """The logits for a contender that works in place."""
-        return Output.apply(self.logits)
-
-    def gradients(self, loss: Tensor) -> Result:
-        return {"loss": loss.detach(), "d_logits": torch.autograd.grad(loss, self.logits)[0]}
 
 
 def make_divergence(cell: Cell, device: str, seed: int = 0) -> TeacherCase | TwoLogitsCase:
@@ -72,7 +44,8 @@ def make_divergence(cell: Cell, device: str, seed: int = 0) -> TeacherCase | Two
             row.copy_(x)
             ref.copy_(x + torch.randn(row.shape, generator=g, device=device))
         batch = TokenBatch(ones.long(), ones)
-        return TwoLogitsCase(cell, batch, logits.clone().requires_grad_(), logits, ref_logits)
+        buffer = torch.empty_like(logits).copy_(logits)
+        return TwoLogitsCase(cell, batch, logits.clone().requires_grad_(), logits, buffer, ref_logits)
     hidden, weight, targets = hidden_near(cell, device, g)
     ref_hidden, ref_weight = (
         (x + x.float().std() * torch.randn(x.shape, generator=g, device=device)).to(cell.dtype) for x in (hidden, weight)

@@ -65,9 +65,9 @@ def loss_of_source(
         remedy = "pass a Kl without a weighting, of an estimator of logp and ref_logp alone, or reference_over='kept'."
         remedy = f"{kl} weighs the KL by a ratio or reads old_logp, and both are over the sets: {remedy}"
         require(not refused, "reference_over", options.reference_over, remedy)
-    if top_k is not None and kept is not None and options.reference_over == "kept":
+    if top_k is not None and kept is not None:
         remedy = 'a teacher known at some ids has no distribution over a kept set: pass Options(reference_over="vocabulary").'
-        require(False, "reference_over", options.reference_over, remedy)
+        require(options.reference_over == "vocabulary", "reference_over", options.reference_over, remedy)
     shape = batch.targets.shape
     if one_visit and over is None and top_k is None and not is_traced():
         source = source_of(kept)

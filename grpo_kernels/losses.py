@@ -213,10 +213,11 @@ def linear_grpo_loss(
         index = None if is_traced() else split_rows(batch, rows, objective, kept)
         return hidden_source(a_head, rows.read, options, index, kept, into, *second(teacher if a_head is head else None))
 
-    teacher, ref_head, policy = None, None, Policy.of(batch, transform, head.vocab, head.weight.shape[0], shard)
+    teacher = ref_head = None
     if exact is not None:
-        teacher = linear_teacher(reference, exact, policy)
+        teacher = linear_teacher(reference, exact, Policy.of(batch, transform, head.vocab, head.weight.shape[0], shard))
     elif reference is not None:
+        policy = Policy.of(batch, transform, head.vocab, head.weight.shape[0], shard)
         ref_head, ref_transform = reference_head(reference, policy)
         batch = batch.with_ref_logps(torch.zeros(shape, device=device))  # which rows are read does not depend on them
     rows = objective.token_rows(batch, normalizer, options.skip_inactive)

@@ -1,4 +1,4 @@
-"""The second stream of a loss: what `reference=` and `ref_logits=` may be, checked against the policy's policy."""
+"""The second stream of a loss: what `reference=` and `ref_logits=` may be, checked against the policy's rows."""
 
 from __future__ import annotations
 
@@ -92,11 +92,13 @@ def reference_head(reference: Any, policy: Policy) -> tuple[FlatHead, RowTransfo
     return head, _for_rows(transform, policy)
 
 
-def linear_teacher(reference: Any, exact: Exact, policy: Policy, name: str = "reference") -> TeacherHead | TopK:
+def linear_teacher(reference: Any, exact: Exact, policy: Policy) -> TeacherHead | TopK:
     """The second stream of a divergence from hidden states."""
     if isinstance(reference, TokenSets):
-        return top_k(name, reference, exact, policy)
-    require(reference is not None, name, None, f"{exact} needs the whole distribution of a reference or teacher: pass {HOW}.")
+        return top_k("reference", reference, exact, policy)
+    require(
+        reference is not None, "reference", None, f"{exact} needs the whole distribution of a reference or teacher: pass {HOW}."
+    )
     head, transform = reference_head(reference, policy)
     return TeacherHead(head, transform, exact.direction, exact.share).plain()
 
@@ -128,9 +130,6 @@ def top_k(name: str, sets: TokenSets, exact: Exact, policy: Policy) -> TopK:
         raise ValueError(
             f"{name} is TokenSets without values: pass the teacher's log-probs of its ids, sets.with_values(logps)."
         )
-    require(
-        sets.rows == policy.shape.numel(), name, sets, f"it has {sets.rows} rows, but there are {policy.shape.numel()} targets."
-    )
     check_sets(name, sets, torch.empty(policy.shape, dtype=torch.int64, device=policy.device), policy.vocab)
     if exact.tail == "bin" and values_are_checked(sets.values):
         mass = torch.zeros(sets.rows, dtype=torch.float64, device=policy.device)

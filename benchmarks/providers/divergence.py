@@ -120,5 +120,4 @@ def liger(case: TeacherCase) -> Call:
 @provider("two reads and a write", FROM_LOGITS, limit=True)
 def passes(case: TwoLogitsCase) -> Callable[[], Tensor]:
     """In place: the logits are read and written, the teacher's read."""
-    buffer = torch.empty_like(case.pristine).copy_(case.pristine)
-    return lambda: buffer.add_(case.ref_logits)
+    return lambda: case.buffer.add_(case.ref_logits)

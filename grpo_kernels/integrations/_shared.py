@@ -1,4 +1,5 @@
-"""Functions that several adapters use: denominators, batches without ids, groups of ranks, entropy from logits."""
+"""Functions that several adapters use: denominators, batches without ids, groups of ranks, entropy from logits,
+the beta of a divergence."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch
 
 from ..batch import TokenBatch
 from ..distributed import VocabShard
+from ..formulas.divergence import Exact
 from ..layout import of_a_leaf
 from ..logprobs import token_logprobs
 from ..transform import LogitTransform
@@ -83,3 +85,10 @@ def entropy_from_logits(
     entropy = token_logprobs(logits, no_ids(logits[..., 0]), transform=transform, mask=mask, entropy=kind)[1]
     assert entropy is not None
     return entropy
+
+
+def divergence_of(beta: float) -> Exact:
+    """TRL's and Liger's beta as a divergence: 0 is the forward KL, 1 the reverse, in between the jsd with that mixture."""
+    if beta in (0.0, 1.0):
+        return Exact("forward" if beta == 0.0 else "reverse")
+    return Exact("jsd", mixture=float(beta))

@@ -16,7 +16,7 @@ from ..checks import require_number
 from ..losses import linear_grpo_loss
 from ..objective import Objective
 from ..transform import LogitTransform
-from .trl_distillation import divergence_of
+from ._shared import divergence_of
 
 Tensor = torch.Tensor
 

@@ -20,12 +20,11 @@ import inspect
 import torch
 
 from ..batch import TokenBatch
-from ..formulas.divergence import Exact
 from ..losses import linear_grpo_loss
 from ..objective import Objective
 from ..projection import Head
 from ..transform import LogitTransform
-from ._shared import plain
+from ._shared import divergence_of, plain
 from ._slots import NotCovered, Slots, check_version
 from .trl_head import TESTED, gathered
 
@@ -53,13 +52,6 @@ def fused_divergence(*, strict: bool = False, any_version: bool = False) -> Slot
     slots = Slots("trl", strict, "TRL")
     slots.bind(MODULE, SLOT, divergence_loss)
     return slots
-
-
-def divergence_of(beta: float) -> Exact:
-    """TRL's and Liger's beta as a divergence: 0 is the forward KL, 1 the reverse, in between the jsd with that mixture."""
-    if beta in (0.0, 1.0):
-        return Exact("forward" if beta == 0.0 else "reverse")
-    return Exact("jsd", mixture=float(beta))
 
 
 def divergence_loss(
