@@ -109,7 +109,15 @@ def test_a_batch_made_in_the_graph_and_metrics_outside() -> None:
     assert torch.equal(outs[1][0].rows.policy_weight, outs[0][0].rows.policy_weight)
 
 
-@pytest.mark.parametrize("dtype, name", [(torch.float32, "dapo, k3"), (torch.bfloat16, "gspo")])
+@pytest.mark.parametrize(
+    "dtype, name",
+    [
+        (torch.float32, "dapo, k3"),
+        (torch.bfloat16, "gspo"),
+        pytest.param(torch.bfloat16, "dapo, k3", marks=pytest.mark.slow),
+        pytest.param(torch.float32, "gspo", marks=pytest.mark.slow),
+    ],
+)
 def test_linear_grpo_loss_is_one_graph(name: str, dtype: torch.dtype) -> None:
     case, objective = build_linear(dtype), OBJECTIVES[name][0]()
 

@@ -18,9 +18,19 @@ PRODUCTS = [
     (1040, 2, torch.bfloat16, torch.float32),
     (1040, 2, torch.float16, torch.float16),
 ]
+#: The other pairs of those widths, for -m slow.
+FURTHER = [
+    (width, gap, dtype, other)
+    for width, gap in ((1, 0), (64, 0), (64, 16), (1040, 2))
+    for dtype in DTYPES
+    for other in dict.fromkeys((dtype, torch.float32))
+    if (width, gap, dtype, other) not in PRODUCTS
+]
 
 
-@pytest.mark.parametrize("width, gap, dtype, other", PRODUCTS, ids=str)
+@pytest.mark.parametrize(
+    "width, gap, dtype, other", [*PRODUCTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER)], ids=str
+)
 def test_products(width: int, gap: int, dtype: torch.dtype, other: torch.dtype) -> None:
     n = 5 if width > 1000 else 12
     cases.check_logits(backend, n, width, dtype, other, gap)

@@ -178,6 +178,9 @@ def make_logits(n: int, V: int, dtype: torch.dtype, seed: int = 0, std: float = 
 
 VOCABULARIES = (7, 1000, 1031, 4099)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Each case in one dtype; in the other with -m slow.
+IN_BOTH_DTYPES = pytest.mark.parametrize("swapped", (False, pytest.param(True, marks=pytest.mark.slow)))
+
 #: Every objective has one of the dtypes; the whole product is for -m slow.
 PRODUCT = [
     pytest.param(
@@ -226,12 +229,13 @@ def test_the_family_compiles_to_what_torch_runs(name: str) -> None:
         assert scale > 1e-3 and (got - want).abs().max() <= 3e-6 * scale
 
 
+@IN_BOTH_DTYPES
 @pytest.mark.parametrize("V", (7, 1031, 20000))
 @pytest.mark.parametrize("transform", [(0.7, 0.0, 1.4), (-1.3, 0.0, 0.8), (2.0, 3.0, 1.0), (-1.5, 2.0, 1.7)], ids=str)
-def test_transforms(transform: tuple[float, float, float], V: int) -> None:
+def test_transforms(transform: tuple[float, float, float], V: int, swapped: bool) -> None:
     scale, softcap, inverse = transform
     rows = make_rows(3, V, 1)
-    dtype = torch.bfloat16 if (V > 7) == (inverse > 1.0) else torch.float32
+    dtype = torch.bfloat16 if ((V > 7) == (inverse > 1.0)) != swapped else torch.float32
     logits = make_logits(3, V, dtype)
     check("clip", logits, rows, FULL, RowTransform(scale, softcap, inverse))
     check("clip", logits, rows, FULL, RowTransform(scale, softcap, inverse * torch.tensor([0.3, 1.0, 1.7])))
@@ -560,10 +564,11 @@ def test_from_hidden_states_rows_of_several_blocks(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("transform", (PLAIN, RowTransform(-0.5, 3.0, 0.7), RowTransform(-1.0, 0.0, 1.3)), ids=str)
+@IN_BOTH_DTYPES
 @pytest.mark.parametrize("V", (5, 257, 1031))
-def test_sum_of_squares_and_largest_probability(V: int, transform: RowTransform) -> None:
+def test_sum_of_squares_and_largest_probability(V: int, transform: RowTransform, swapped: bool) -> None:
     """All statistics, and the gradient of all slopes at once, beside eager PyTorch's; a row is not read."""
-    dtype = torch.bfloat16 if (V > 257) == (transform.softcap == 0.0) else torch.float32
+    dtype = torch.bfloat16 if ((V > 257) == (transform.softcap == 0.0)) != swapped else torch.float32
     logits, n = make_logits(4, V, dtype), 4
     targets = torch.tensor([0, V - 1, V // 2, 1])
     read = torch.tensor([True, True, False, True])

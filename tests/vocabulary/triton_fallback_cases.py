@@ -105,7 +105,15 @@ def assert_right(got: Tensor, want: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "above, dtype", [(128, torch.bfloat16), (256, torch.float32), (1024, torch.float32), (1024, torch.bfloat16)]
+    "above, dtype",
+    [
+        (128, torch.bfloat16),
+        (256, torch.float32),
+        (1024, torch.float32),
+        (1024, torch.bfloat16),
+        pytest.param(128, torch.float32, marks=pytest.mark.slow),
+        pytest.param(256, torch.bfloat16, marks=pytest.mark.slow),
+    ],
 )
 def test_a_smaller_tile_is_right_and_remembered(above: int, dtype: torch.dtype, refuse: Refuse) -> None:
     V = 9000
