@@ -1,4 +1,5 @@
-"""The README's tables, figures and tree are those of the code, the result files and the repository; so is the report."""
+"""The README's tables, figures and tree are those of the code, the result files and the repository; so is the report, and
+the tree of docs/architecture.md, which names every file."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from support import sample_results
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 
 def test_generated_blocks_are_current() -> None:
@@ -255,11 +257,11 @@ def test_write(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 # ---- the tree
 
 
-def tree() -> list[str]:
-    """Paths of the annotated tree, folders with a trailing slash."""
-    block = README.read_text().split("## What is where")[1].split("```")[1]
+def tree(page: Path) -> list[str]:
+    """Paths of a page's annotated tree, folders with a trailing slash."""
+    (block,) = re.findall(r"```\n\.\n(.*?)```", page.read_text(), re.DOTALL)
     paths, folders = [], []  # type: list[str], list[tuple[int, str]]
-    for line in block.strip("\n").splitlines()[1:]:
+    for line in block.splitlines():
         indent, names = re.match(r"( *)(.*?)(?:  +.*)?$", line).groups()  # type: ignore[union-attr]
         folders = [f for f in folders if f[0] < len(indent)]
         parent = folders[-1][1] if folders else ""
@@ -270,21 +272,31 @@ def tree() -> list[str]:
     return paths
 
 
-def test_every_path_of_the_tree_exists() -> None:
-    missing = [p for p in tree() if not (ROOT / p).exists()]
+def tracked() -> list[str]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    return subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+
+
+@pytest.mark.parametrize("page", [README, ARCHITECTURE], ids=lambda page: page.name)
+def test_every_path_of_the_tree_exists(page: Path) -> None:
+    missing = [p for p in tree(page) if not (ROOT / p).exists()]
     assert not missing
 
 
-def test_every_source_file_is_in_the_tree() -> None:
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a checkout")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    known = tree()
+def test_every_source_file_is_in_the_tree_of_the_architecture() -> None:
+    known = tree(ARCHITECTURE)
     # A folder that the tree does not open stands for what is in it.
     closed = [p for p in known if p.endswith("/") and not any(q != p and q.startswith(p) for q in known)]
     absent = [
         f
-        for f in listed
+        for f in tracked()
         if f not in known and not f.startswith(tuple(closed)) and not f.endswith(("__init__.py", ".gitignore"))
     ]
     assert not absent
+
+
+def test_the_tree_of_the_readme_has_every_folder() -> None:
+    parts = [Path(f).parent.parts for f in tracked()]
+    folders = {f"{p[0]}/" for p in parts if p} | {f"{p[0]}/{p[1]}/" for p in parts if p[:1] == ("grpo_kernels",) and p[1:]}
+    assert not {f for f in folders if not f.startswith(".")} - {*tree(README)}
