@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import RESULTS, require_kernels
+from benchmarks.harness import RESULTS
+from benchmarks.machine import require_kernels
 from benchmarks.suites import SUITES, run
 from benchmarks.tune import apply
 

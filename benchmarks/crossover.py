@@ -22,7 +22,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from benchmarks import results
-from benchmarks.harness import RESULTS, interleaved, machine, require_kernels
+from benchmarks.harness import RESULTS, interleaved
+from benchmarks.machine import machine, require_kernels
 from benchmarks.swaps import PAGE
 from benchmarks.tables import replace_block
 

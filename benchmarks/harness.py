@@ -1,4 +1,4 @@
-"""Clocks, memory and counters, for the CPU and CUDA; and what machine they ran on.
+"""Clocks, memory and counters, for the CPU and CUDA.
 
 Times are medians. The runs of all contenders are interleaved in one process, so that a change of the machine's speed
 affects all of them. This file does not know what is measured."""
@@ -8,12 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import hashlib
-import importlib.metadata
 import os
-import platform
-import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -26,17 +21,11 @@ from typing import Any
 
 import torch
 
-import grpo_kernels.vocabulary.native
-from grpo_kernels.diagnosis.native import findings
-from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary.memory import release
 
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 256 << 20  # beyond every L2
 AHEAD_MS = 0.6  # what a call of Python code may take on the host before its kernels reach the GPU
-ENVIRONMENT = ("OMP_", "KMP_", "GOMP_", "MKL_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "PYTORCH_", "GRPO_KERNELS_")  # prefixes
-NATIVE = {"cpu": "cpu", "cuda": "triton"}  # the backend of the kernels on each device
-PACKAGES = ("triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels")
 
 # ---- time
 
@@ -269,99 +258,3 @@ def host_syncs(run: Callable[[], Any]) -> int:
             torch.cuda.Event.synchronize = wait  # type: ignore[method-assign]
             torch.cuda.set_sync_debug_mode("default")
     return waits + sum("called a synchronizing" in str(w.message) for w in seen)
-
-
-# ---- machine
-
-
-def slug(device: str) -> str:
-    """The folder of a machine's results: "cpu", or the GPU's name."""
-    return "cpu" if device == "cpu" else re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-
-
-def machine(device: str) -> dict:
-    """What the figures were measured on."""
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    reason = backends.unavailable(NATIVE[device])
-    found = {
-        "device": device,
-        "cpu": next((x.split(":")[1].strip() for x in info if x.startswith("model name")), platform.machine()),
-        "threads": torch.get_num_threads(),
-        "environment": environment(),
-        "huge pages": _huge_pages(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "versions": versions(),
-        "backend": NATIVE[device] if reason is None else f"eager ({reason})",
-        "library": library(),
-    }
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        found["name"] = properties.name
-        found["capability"] = f"{properties.major}.{properties.minor}"
-        found["multiprocessors"] = properties.multi_processor_count
-        found["memory_gb"] = round(properties.total_memory / 1e9, 1)
-        found["cuda"] = torch.version.cuda
-        found |= _nvidia_smi("driver_version")
-    else:
-        found["name"] = found["cpu"]
-        if reason is None:
-            found["instruction set"] = grpo_kernels.vocabulary.native.load().isa()
-    return found
-
-
-def require_kernels(device: str) -> None:
-    """SystemExit with the remedy where the kernels for `device` are missing or out of date: eager PyTorch, or old code,
-    would be measured in their place."""
-    if device == "cpu":
-        reasons = [f"{f.problem}\n  -> {f.remedy}" for f in findings(needed=True) if f.blocks]
-    else:
-        reason = backends.unavailable(NATIVE[device])
-        reasons = [] if reason is None else [f"the kernels for {device} tensors do not run: {reason}"]
-    if reasons:
-        raise SystemExit("\n".join(["Nothing was measured.", *reasons]))
-
-
-def environment() -> dict[str, str]:
-    """Environment variables that allocators and thread pools read. A path is shortened to the name of the file."""
-    return {name: value.rpartition("/")[2] for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT)}
-
-
-def library() -> str:
-    """A hash of the compiled module, or "none"."""
-    try:
-        path = grpo_kernels.vocabulary.native.load().__file__
-    except ImportError:
-        return "none"
-    assert path is not None
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
-
-
-def _huge_pages() -> str:
-    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return path.read_text().partition("[")[2].partition("]")[0] if path.exists() else ""
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages whose code is measured, where they are installed."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def gpu_state(device: str) -> dict[str, str]:
-    """Clock, power and temperature now, where nvidia-smi tells; empty on a CPU."""
-    return _nvidia_smi("clocks.sm", "power.draw", "temperature.gpu") if device == "cuda" else {}
-
-
-def _nvidia_smi(*fields: str) -> dict[str, str]:
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    values = answer.stdout.strip().split(", ")
-    return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else {}

@@ -22,10 +22,10 @@ from triton.runtime.jit import JITFunction
 from benchmarks import results
 from benchmarks.assembly import taken
 from benchmarks.cases import Cell
-from benchmarks.harness import versions
 from benchmarks.inputs import make_case
 from benchmarks.kernel_bounds import PATH
 from benchmarks.launches import TARGETS, Case, compiling
+from benchmarks.machine import versions
 from benchmarks.providers import providers
 from benchmarks.sass import PIPES, Loop, row_loops, whole
 from grpo_kernels.vocabulary.backends import triton as backend

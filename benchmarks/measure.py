@@ -19,8 +19,9 @@ import torch
 from benchmarks.cases import Cell, Result
 from benchmarks.divergence_cases import EXACT
 from benchmarks.errors import errors
-from benchmarks.harness import compilations, gpu_state, host_syncs, interleaved, memory_free, memory_in_use, peak_memory
+from benchmarks.harness import compilations, host_syncs, interleaved, memory_free, memory_in_use, peak_memory
 from benchmarks.inputs import Case, make_case, reference
+from benchmarks.machine import gpu_state
 from benchmarks.providers import Provider, Run, Unavailable, first_line, providers
 
 #: The largest error of each kind (see errors.py) that passes, in 32 and in 16 bits. It is a small multiple of the error

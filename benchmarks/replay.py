@@ -27,7 +27,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks import results
-from benchmarks.harness import RESULTS, machine
+from benchmarks.harness import RESULTS
+from benchmarks.machine import machine
 from benchmarks.plots import HIGHLIGHT, MUTED, STYLE, TEXT, WIDTH
 from benchmarks.tables import replace_block
 from examples import arithmetic

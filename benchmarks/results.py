@@ -40,7 +40,7 @@ def fingerprint(cell: Cell, only: tuple[str, ...] | None, quick: bool, machine: 
 
 
 def setting(machine: dict[str, Any]) -> str:
-    """Changes with the machine (harness.machine), the packages and the code."""
+    """Changes with the machine (`machine.machine`), the packages and the code."""
     return _hash(json.dumps(machine, sort_keys=True), _code())
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.cases import Cell
-from benchmarks.harness import require_kernels
+from benchmarks.machine import require_kernels
 from benchmarks.measure import measure
 
 NAMES = {

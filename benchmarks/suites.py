@@ -14,7 +14,8 @@ import torch
 
 from benchmarks import results
 from benchmarks.cases import CONTRACTS, Cell
-from benchmarks.harness import busy_neighbour, machine, slug
+from benchmarks.harness import busy_neighbour
+from benchmarks.machine import machine, slug
 from benchmarks.measure import DeviceLost, measure
 from benchmarks.printing import LEGEND, table
 from benchmarks.providers import first_line, providers

@@ -15,7 +15,8 @@ import time
 from typing import Any
 
 from benchmarks import results
-from benchmarks.harness import RESULTS, machine, require_kernels
+from benchmarks.harness import RESULTS
+from benchmarks.machine import machine, require_kernels
 from benchmarks.tables import replace_block
 
 EXAMPLES = {"TRL": "examples.trl_grpo", "Liger": "examples.liger_swap", "verl": "examples.verl_policy_loss"}

@@ -25,7 +25,8 @@ from benchmarks import results
 from benchmarks.cases import Cell, HiddenCase, LogitsCase, Result, make_case, policy_loss, reference
 from benchmarks.cell_tables import DTYPES, Record, figure, size, times, worst
 from benchmarks.errors import errors
-from benchmarks.harness import RESULTS, interleaved, machine, peak_memory, require_kernels
+from benchmarks.harness import RESULTS, interleaved, peak_memory
+from benchmarks.machine import machine, require_kernels
 from benchmarks.measure import outside_gate
 from benchmarks.providers.ours import native, objective
 from benchmarks.roofline import Table, render

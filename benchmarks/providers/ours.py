@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from benchmarks.cases import Case, Cell, HiddenCase, LogitsCase, Result, StepCase, policy_loss
-from benchmarks.harness import NATIVE
 from benchmarks.kept_cases import KeptCase
+from benchmarks.machine import NATIVE
 from benchmarks.providers import Unavailable, provider
 from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
 from grpo_kernels.vocabulary import backends

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")  # of the step
 pytest.importorskip("triton")
 
 from benchmarks import __main__ as command
-from benchmarks import harness, results, side_by_side, suites
+from benchmarks import harness, machine, results, side_by_side, suites
 from benchmarks import measure as measuring
 from benchmarks.cases import Cell
 from benchmarks.cell_tables import source
@@ -62,7 +62,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Planned:
 def test_the_machine_its_backend_and_a_legend_come_first(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
     planned.run()
     first, _, *legend = capsys.readouterr().out.partition("\n#")[0].splitlines()
-    assert f"backend {harness.machine('cpu')['backend']}" in first and f"{torch.get_num_threads()} threads" in first
+    assert f"backend {machine.machine('cpu')['backend']}" in first and f"{torch.get_num_threads()} threads" in first
     assert all(word in " ".join(legend) for word in ("n runs", "U:", "NHV", "limit", "error"))
 
 
@@ -93,7 +93,7 @@ def test_another_machine_is_measured_again_and_replaces_the_former(
     planned: Planned, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     planned.run()
-    other = harness.machine("cpu") | {change: "other"}
+    other = machine.machine("cpu") | {change: "other"}
     monkeypatch.setattr(suites, "machine", lambda device: other)
     found = planned.run()
     assert len(planned.log) == 4 and found["machine"] == other
@@ -104,7 +104,7 @@ def test_another_machine_is_measured_again_and_replaces_the_former(
 def test_the_machine_is_described_by_what_changes_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     monkeypatch.setenv("OMP_TOOL_LIBRARIES", "/somewhere/tool.so")
-    found = harness.machine("cpu")
+    found = machine.machine("cpu")
     assert found["environment"]["MALLOC_ARENA_MAX"] == "1" and found["environment"]["OMP_TOOL_LIBRARIES"] == "tool.so"
     assert found["threads"] == torch.get_num_threads()
     assert found["backend"] == "cpu" or found["backend"].startswith("eager (")
@@ -268,18 +268,18 @@ def test_the_command_lists_all_suites(capsys: pytest.CaptureFixture[str]) -> Non
 def test_without_current_kernels_nothing_is_measured_unless_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = []
     monkeypatch.setattr(command, "run", lambda *args, **options: calls.append(args) or [])
-    monkeypatch.setattr(harness, "findings", lambda needed: [Finding("it is stale", "build it", True, blocks=True)])
+    monkeypatch.setattr(machine, "findings", lambda needed: [Finding("it is stale", "build it", True, blocks=True)])
     options = ["--quick", "--device", "cpu", "--out", str(tmp_path)]
     with pytest.raises(SystemExit, match=r"Nothing was measured\.\nit is stale\n  -> build it"):
         command.main(options)
     assert calls == []
     command.main([*options, "--without-native"])
-    monkeypatch.setattr(harness, "findings", lambda needed: [Finding("threads spin", "wait", False)])
+    monkeypatch.setattr(machine, "findings", lambda needed: [Finding("threads spin", "wait", False)])
     command.main(options)
     assert len(calls) == 2
     monkeypatch.setattr(backends, "unavailable", lambda name: "no GPU")
     with pytest.raises(SystemExit, match="cuda tensors do not run: no GPU"):
-        harness.require_kernels("cuda")
+        machine.require_kernels("cuda")
 
 
 def test_a_busy_neighbour_keeps_a_core_busy_and_leaves_with_the_block() -> None:

@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("transformers")  # of the step
 pytest.importorskip("triton")
 
-from benchmarks import harness, suites
+from benchmarks import harness, machine, suites
 from benchmarks import measure as measuring
 from benchmarks.cases import CLIP, CONTRACTS, Cell, HiddenCase, LogitsCase, StepCase, loss_of, policy_loss
 from benchmarks.errors import errors
@@ -131,7 +131,7 @@ def test_without_the_kernels_nothing_passes_for_them(monkeypatch: pytest.MonkeyP
         for name in OURS[contract]:
             assert rows[name]["status"] == ("ok" if "eager backend" in name else "skipped"), rows[name]
             assert "eager backend" in name or "no compiler here" in rows[name]["reason"]
-    assert harness.machine("cpu")["backend"] == "eager (no compiler here)"
+    assert machine.machine("cpu")["backend"] == "eager (no compiler here)"
 
 
 def test_a_limit_of_parts_is_the_sum_of_the_fastest_ways(monkeypatch: pytest.MonkeyPatch) -> None:

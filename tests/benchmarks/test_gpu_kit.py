@@ -28,7 +28,7 @@ from support.processes import for_its_own_pytest
 
 pytest.importorskip("triton")
 
-from benchmarks import gpu_counters, gpu_kit, gpu_plan, gpu_stages, suites, tune
+from benchmarks import gpu_correctness, gpu_counters, gpu_kit, gpu_plan, gpu_running, gpu_stages, suites, tune
 from benchmarks.gpu_kit import Kit
 from benchmarks.gpu_plan import CALLS, CASES, Stage
 from benchmarks.launches import compiling, token_rows
@@ -319,12 +319,12 @@ def test_outcomes_of_tests_are_written_at_once_and_counted(tmp_path: Path) -> No
     environment = for_its_own_pytest() | {"PYTHONPATH": str(ROOT / "tests"), "GRPO_KERNELS_TEST_REPORT": str(report)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "support.on_device", "test_it.py"]
     assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=600).returncode == 1
-    found = gpu_stages.tally(report, ["test_it.py"])
+    found = gpu_correctness.tally(report, ["test_it.py"])
     assert (found["collected"], found["first"], found["ran"]) == (10, 10, 9)
     assert found["passed"] == 6 and found["largest"] == {"test_records, error": 3.0}
     assert [line["message"].split("\n")[0] for line in found["failed"]] == ["AssertionError: so wrong", "OSError: no disk"]
     assert len(found["skipped"]) == 1 and "not today" in found["skipped"][0]
-    for other in (gpu_stages.tally(report, ["test_other.py"]), gpu_stages.tally(tmp_path / "none", ["test_it.py"])):
+    for other in (gpu_correctness.tally(report, ["test_other.py"]), gpu_correctness.tally(tmp_path / "none", ["test_it.py"])):
         assert other["collected"] == other["passed"] == 0 and not other["failed"]
 
 
@@ -358,7 +358,7 @@ def test_no_time_for_all_combinations_is_no_failure(
         return status
 
     monkeypatch.setattr(found, "python", python)
-    gpu_stages.correctness(found)
+    gpu_correctness.correctness(found)
     said = [line for line in found.found["lines"] if " ran, " in line]
     for line, (name, cases) in zip(said, CASES.items(), strict=True):
         n = len(cases.files)
@@ -370,7 +370,7 @@ def test_groups_of_cases_that_there_are() -> None:
     assert sum(cases.share for cases in CASES.values()) == pytest.approx(1)
     for cases in CASES.values():
         assert all((ROOT / "tests" / file).is_file() for file in cases.files) and cases.processes > 0
-    assert "-n" not in gpu_stages.pytest_command(3, rehearse=True)
+    assert "-n" not in gpu_correctness.pytest_command(3, rehearse=True)
 
 
 def collected(*arguments: str) -> list[str]:
@@ -631,9 +631,9 @@ def test_loaded_kernels_are_read_from_tritons_cache() -> None:
     kernel.module = None
 
 
-def stage(name: str, tmp_path: Path, **options: Any) -> gpu_stages.Kit:
+def stage(name: str, tmp_path: Path, **options: Any) -> gpu_running.Kit:
     (tmp_path / "json").mkdir(exist_ok=True)
-    return gpu_stages.Kit(name, tmp_path, 60, **options)
+    return gpu_running.Kit(name, tmp_path, 60, **options)
 
 
 @pytest.mark.parametrize("differs", [None, "a replay is off by 1.0e+00"])

@@ -332,6 +332,11 @@ def test_a_rule_finds_what_breaks_it(rule: Callable[[Files], list[str]]) -> None
     assert rule({f"{NAME}/{path}": text for path, text in files.items()}) == expected
 
 
+def test_files_of_the_benchmarks_are_short() -> None:
+    files = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "benchmarks").rglob("*.py")}
+    assert len(files) > 20 and short_files(files) == []
+
+
 def test_exceptions_are_still_needed(package: Files) -> None:
     """A name that no longer breaks its rule has to leave the list."""
     found = dict(functions(package))
