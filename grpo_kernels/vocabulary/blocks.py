@@ -17,6 +17,8 @@ CHUNK_ROWS = {"cpu": 64, "cuda": 512}
 #: Bytes of the gradients of a block where a sum of d_weight lies beside them: the more, the fewer sums. Where gradients lie in the
 #: memory of the logits, chunks have that much more.
 BLOCK_BYTES = {"cpu": 0, "cuda": 900 << 20}
+#: A product that is not made of a whole weight takes so many bytes of it, in fp32.
+WEIGHT_BLOCK_BYTES = 64 << 20
 #: How many times as large a chunk may be where ranks share the vocabulary.
 MORE_FOR_RANKS = 4
 
@@ -38,6 +40,8 @@ class Work(NamedTuple):
     rounded        whether a product of all rows may write d_weight in that size; False: in fp32, for more to be added.
     ranks          that share the vocabulary.
     beside         columns of a teacher's logits, which are made with those of a chunk.
+    scaled         whether rows of 16 bits are times powers of two (fp16): the gradient is fp32 in the memory of the logits before, the
+                   products of d_weight are parts of it in fp32, of hidden states that are scaled too.
     """
 
     vocab: int
@@ -48,6 +52,7 @@ class Work(NamedTuple):
     rounded: bool = True
     ranks: int = 1
     beside: int = 0
+    scaled: bool = False
 
     def plan(self, device: str, rows: int, gathered: bool = True) -> Plan:
         """For `rows` rows on a type of device; `gathered` as in `peak`. The chunk does not depend on the number of rows. All rows are
@@ -75,11 +80,12 @@ class Work(NamedTuple):
         block, chunk, several = min(rows, plan.block), min(rows, plan.chunk), rows > plan.block
         weight = self.vocab * self.width
         handed = self.d_weight * weight
-        own = 4 * weight if handed and (several or not self.rounded) else handed
+        own = 4 * weight if handed and (several or self.scaled or not self.rounded) else handed
         logits, gradients = 4 * chunk * (self.vocab + self.beside), 2 * block * self.vocab if self.apart else 0
         hidden = 2 * self.width if gathered else 0  # of a row
         kept = (gradients or logits) + (block + chunk) * hidden  # what the products of a block are made of
         widened = (4 + self.d_hidden % 4) * block * self.width if self.d_hidden else 0  # d_hidden in fp32, then as it is wanted
         before = own if several else 0  # what earlier blocks have left
         rounding = handed if handed < own else 0
-        return max(before + gradients + logits + chunk * hidden, before + kept + widened, own + kept, own + rounding)
+        parts = 2 * self.width * block + min(4 * weight, WEIGHT_BLOCK_BYTES) if self.scaled else 0
+        return max(before + gradients + logits + chunk * hidden, before + kept + widened, own + kept + parts, own + rounding)

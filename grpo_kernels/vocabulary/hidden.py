@@ -189,6 +189,7 @@ class Engine:
             head.vocab, head.weight.shape[1], keeps_rows(head.dtype, self.hidden.device),
             0 if self.d_hidden is None else self.d_hidden.element_size(), head.weight.element_size() if wanted[1] else 0,
             rounded, 1 if head.shard is None else head.shard.ranks, 0 if teacher is None else teacher.head.vocab,
+            head.dtype == torch.float16,
         )  # fmt: skip
         self.chunk_rows = self.work.plan(self.hidden.device.type, 0).chunk
         self.block_rows = 0  # at most, of a block of this pass
@@ -246,6 +247,7 @@ class Engine:
             result.put(at, part)
             del logits, teacher, out  # before the products of a block make theirs
             if d_logits is not None:
+                d_logits = self._kept(d_logits)
                 self._accumulate(at, hidden, d_logits, index)
             del d_logits
 
@@ -265,6 +267,7 @@ class Engine:
                 here = ((row >= 0) & (slots.ids >= 0)).nonzero()[:, 0]
                 d_logits[row[here], slots.ids[here]] = at_slots[here].to(d_logits.dtype)
             del logits, teacher
+            d_logits = self._kept(d_logits)
             self._accumulate(at, hidden, d_logits, index)
             del d_logits
 
@@ -303,9 +306,15 @@ class Engine:
             self.block_rows = work.plan(self.hidden.device.type, index.numel(), copied).block
         if self._block is None:
             self._block = self.products.gradient_rows(min(self.block_rows, index.numel() - self.summed))
-        if self._block is None:
+        if self._block is None or self.work.scaled:
             return self.products.gradient_buffer(logits, self.exact)
         return self._block[self._filled : self._filled + logits.shape[0]]
+
+    def _kept(self, d_logits: Tensor) -> Tensor:
+        """What the products take of the gradients of a chunk, which are whole now."""
+        if self.d_bias is not None:
+            self.d_bias += d_logits.sum(0, dtype=torch.float32)
+        return d_logits if self._block is None else self.products.keep(d_logits, self._block, self._filled)
 
     def _accumulate(self, at: Tensor, hidden: Tensor, d_logits: Tensor, index: Tensor) -> None:
         """The gradients of a chunk are there. Those of a whole block go into d_hidden and d_weight."""
@@ -321,8 +330,6 @@ class Engine:
         if self.wanted[1]:
             last = self.rounded and self.summed == index.numel()
             self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden, last)
-        if self.d_bias is not None:
-            self.d_bias += d_logits.sum(0, dtype=torch.float32)
 
     def whole_d_hidden(self) -> Tensor | None:
         """d_hidden, in the dtype of its sum, over all ranks that share the vocabulary; None if it is not wanted."""

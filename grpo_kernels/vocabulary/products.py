@@ -12,15 +12,15 @@ from collections.abc import Iterator
 
 import torch
 
-from . import memory
+from . import blocks, memory
 from .backends import cpu_products
 
 Tensor = torch.Tensor
 
-#: On a CPU without bf16 products, 16-bit weights are converted to fp32 (exactly) in blocks of this many bytes.
-WEIGHT_BLOCK_BYTES = 64 << 20
 #: Rows of gradients of 16 bits begin at multiples of this many bytes: matrix libraries have slow kernels for others.
 ROW_ALIGNMENT = 128
+#: Gradients in fp16 are kept below 2^FULL; those of a row without an element of 2^SMALLEST as if it had one.
+FULL, SMALLEST = 15, -100
 
 
 def products_for(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Products:
@@ -38,7 +38,7 @@ def products_for(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Pro
 
 def keeps_rows(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the products in `dtype` take the gradients of many chunks of logits at once, as rows of 16 bits."""
-    return dtype == torch.bfloat16 and widens(device)
+    return dtype in (torch.bfloat16, torch.float16) and widens(device)
 
 
 @functools.cache
@@ -92,6 +92,10 @@ class Products:
         """Memory for d_logits of the chunks of a block of `rows` rows. None: that of the logits, one chunk after the other."""
         return None
 
+    def keep(self, d_logits: Tensor, block: Tensor, first: int) -> Tensor:
+        """The d_logits of a chunk, in the rows of the block from the `first` on."""
+        return block[first : first + d_logits.shape[0]]
+
     def d_hidden(self, d_logits: Tensor) -> Tensor:
         if self.weight.dtype == torch.float32:
             return _times_transposed(d_logits, self.weight.t())
@@ -113,7 +117,7 @@ class Products:
 
     def _blocks_of_ids(self) -> Iterator[slice]:
         vocab, width = self.weight.shape
-        step = max(1, WEIGHT_BLOCK_BYTES // (4 * width))
+        step = max(1, blocks.WEIGHT_BLOCK_BYTES // (4 * width))
         for lo in range(0, vocab, step):
             yield slice(lo, min(lo + step, vocab))
 
@@ -190,13 +194,47 @@ class TensorCoreProducts(Products):
 
 
 class HalfProducts(Products):
-    """GPUs, fp16: logits from the tensor cores; a gradient would underflow in fp16, so its products are fp32."""
+    """GPUs, fp16: as in bf16, but that fp16 has no room for gradients, which come before the loss scale and after any ratio. So
+    the row kernel writes them in fp32, and each row is kept times the power of two that its largest element has room for. In the
+    fp32 results of the products that is undone, exactly: what is left is fp16's rounding, eight times finer than bf16's.
+
+    d_weight sums over rows, so there the hidden states take what rows differ by: those of the largest gradient as they are, others
+    times a power of two below 1."""
 
     dtype = torch.float16
     logits = TensorCoreProducts.logits
 
+    def gradient_rows(self, rows: int) -> Tensor | None:
+        self._exponents = torch.zeros(rows, dtype=torch.int32, device=self.weight.device)
+        return _aligned_rows(rows, self.weight.shape[0], self.dtype, self.weight.device)
+
+    def keep(self, d_logits: Tensor, block: Tensor, first: int) -> Tensor:
+        rows = slice(first, first + d_logits.shape[0])
+        largest = torch.linalg.vector_norm(d_logits, torch.inf, dim=1)
+        exponents = ((largest.view(torch.int32) >> 23) - 126).clamp_(min=SMALLEST)
+        self._exponents[rows] = exponents
+        return torch.mul(d_logits, _power(FULL - exponents)[:, None], out=block[rows])
+
+    def d_hidden(self, d_logits: Tensor) -> Tensor:
+        return torch.mm(d_logits, self.weight, out_dtype=torch.float32).mul_(_power(self._exponents - FULL)[:, None])
+
     def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor, last: bool) -> Tensor:
-        return super().add_d_weight(total, d_logits, hidden.float(), last)
+        largest = self._exponents.amax()
+        hidden = torch.mul(hidden, _power(self._exponents - largest)[:, None], out=torch.empty_like(hidden))
+        out = memory.empty(self.weight.shape, torch.float32, hidden.device) if total is None else total
+        factor = _power(largest - FULL)
+        for block in self._blocks_of_ids():
+            part = torch.mm(d_logits[:, block].t(), hidden, out_dtype=torch.float32)
+            if total is None:
+                torch.mul(part, factor, out=out[block])
+            else:
+                out[block].addcmul_(part, factor)
+        return out
+
+
+def _power(exponents: Tensor) -> Tensor:
+    """2^exponents in fp32, exactly: its bits. 0 below what is normal."""
+    return ((exponents + 127).clamp_(min=0) << 23).view(torch.float32)
 
 
 def _aligned_rows(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:

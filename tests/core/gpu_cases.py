@@ -201,10 +201,10 @@ def test_products(
     logits = products.logits(hidden)
     assert logits.dtype == torch.float32 and logits.shape == (rows, vocab)
     found = {"logits": relative(logits, exact)}
-    d_logits = products.gradient_rows(rows)
-    d_logits = products.gradient_buffer(logits, True) if d_logits is None else d_logits
-    d_logits.copy_(torch.randn(rows, vocab))
-    given = d_logits.double()
+    block = products.gradient_rows(rows)
+    d_logits = products.gradient_buffer(logits, True) if block is None or kind is HalfProducts else block
+    given = d_logits.copy_(1e-9 * torch.randn(rows, vocab)).double()
+    d_logits = d_logits if block is None else products.keep(d_logits, block, 0)
     found["d_hidden"] = relative(products.d_hidden(d_logits), given @ weight.double())
     d_weight = given.t() @ hidden.double()
     found["d_weight"] = relative(products.add_d_weight(None, d_logits, hidden, last=True), d_weight)
@@ -217,6 +217,8 @@ def test_products(
     summed = 5e-5  # fp32, one number after the other
     stored = 4e-3 if kind is TensorCoreProducts else summed  # d_weight of one block is bf16 there
     limits = {"logits": 1e-5, "d_hidden": summed, "d_weight": stored, "sum of d_weight": summed}
+    if kind is HalfProducts:  # the gradients of rows are rounded on their way into the products
+        limits |= dict.fromkeys(("d_hidden", "d_weight", "sum of d_weight"), 5e-4)
     assert all(error < limits[name] for name, error in found.items()), found
 
 

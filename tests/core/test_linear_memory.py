@@ -22,11 +22,11 @@ import torch
 from benchmarks.harness import peak_memory
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: no page is larger than what was touched
 from grpo_kernels import Objective, TokenBatch, linear_grpo_loss, linear_logprobs
-from grpo_kernels.vocabulary import blocks, products
+from grpo_kernels.vocabulary import blocks
 
 torch.manual_seed(0)
 blocks.CHUNK_BYTES["cpu"] = {LOGITS}
-products.WEIGHT_BLOCK_BYTES = {LOGITS}
+blocks.WEIGHT_BLOCK_BYTES = {LOGITS}
 dtypes = {{"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}}
 
 def measure(layer, dtype, n, frozen=False, grad=True, backend="auto"):

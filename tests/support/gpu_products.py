@@ -81,6 +81,12 @@ def overlaps(a: Tensor, b: Tensor) -> bool:
     return a_lo < b_hi and b_lo < a_hi
 
 
+def apart_or_in_place(logits: Tensor, out: Tensor) -> bool:
+    """Whether a row kernel may write a gradient there: element for element over its logits, or elsewhere."""
+    same = out.dtype == logits.dtype and out.stride() == logits.stride() and out.storage_offset() == logits.storage_offset()
+    return out.shape == logits.shape and (same or not overlaps(logits, out))
+
+
 def _span(x: Tensor) -> tuple[int, int]:
     lo = x.storage_offset() * x.element_size()
     return lo, lo + (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
@@ -118,10 +124,10 @@ class NoRows:
         return RowStats.not_read(names, targets.numel(), logits.device)
 
     def pull(self, logits: Tensor, targets: Tensor, stats: Any, slopes: Any, transform: Any, out: Tensor, **_: Any) -> None:
-        assert out.shape == logits.shape and not overlaps(logits, out)
+        assert apart_or_in_place(logits, out)
 
     def fused(self, logits: Tensor, rows: Any, objective: Any, transform: Any, out: Tensor | None, **_: Any) -> FusedRows:
-        assert out is None or (out.shape == logits.shape and not overlaps(logits, out))
+        assert out is None or apart_or_in_place(logits, out)
         return FusedRows(*logits.new_empty(3, logits.shape[1]).unbind(0))
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:

@@ -19,7 +19,7 @@ from support.linear_cases import LinearCase, assert_gradients_no_worse, build_li
 Tensor = torch.Tensor
 GIB = 1 << 30
 V, H, CHUNK, BLOCK = 71, 16, 64, 128
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 QWEN = Work(151936, 4096, apart=True, d_hidden=2, d_weight=2)
 
 
@@ -65,10 +65,10 @@ def test_where_gradients_lie_in_the_logits_a_block_is_a_chunk() -> None:
 # ---- memory
 
 
-def head(rows: int, vocab: int = 151936, width: int = 4096) -> tuple[Tensor, Tensor, TokenBatch]:
+def head(rows: int, vocab: int = 151936, width: int = 4096, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, TokenBatch]:
     """Without values: large ones cost nothing."""
     shapes = ((1, rows, width), (vocab, width))
-    hidden, weight = (torch.empty(shape, dtype=BF16, device="meta", requires_grad=True) for shape in shapes)
+    hidden, weight = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes)
     vector = torch.empty(1, rows, device="meta")
     return hidden, weight, TokenBatch(vector.to(torch.int64), vector, ref_logps=vector)
 
@@ -96,6 +96,20 @@ def test_bytes_that_are_alive_are_those_of_the_model(layer: int, rows: int) -> N
     assert expected <= live.peak <= expected + 100 * rows  # vectors
     assert rows > 8193 or live.peak <= 3.6 * GIB
     assert hidden.grad is not None and weight.grad is not None and weight.grad.dtype == BF16
+
+
+@pytest.mark.parametrize("rows", [700, 8193])
+@pytest.mark.usefixtures("no_rows")
+def test_bytes_that_are_alive_in_fp16(rows: int) -> None:
+    """d_weight is fp32 until the factor of the backward is known; the last part of the sum is beside it."""
+    hidden, weight, batch = head(rows, dtype=FP16)
+    with of_a_gpu(), LiveBytes() as live:
+        linear_grpo_loss(hidden, weight, batch, Objective(beta=0.1)).loss.backward()
+    work = QWEN._replace(d_hidden=4, scaled=True)
+    plan = work.plan("cuda", rows, gathered=False)
+    expected = work.peak(plan, rows, gathered=False)
+    assert expected <= live.peak <= expected + 100 * rows + 2 * 4096 * rows  # vectors; d_hidden as it is handed over
+    assert weight.grad is not None and weight.grad.dtype == FP16
 
 
 @pytest.mark.parametrize("frozen", ["weight", "hidden", "weight_grad"])
@@ -140,6 +154,8 @@ class Poisoned:
         return found
 
     def _after(self, logits: Tensor, out: Tensor | None) -> None:
+        if out is logits or (out is not None and out.data_ptr() == logits.data_ptr()):
+            return  # fp16, whose gradients are scaled to fit
         assert out is None or (out.dtype == BF16 and out.stride(1) * 2 % 128 == 0)
         logits.fill_(torch.nan)
 
@@ -161,8 +177,8 @@ def rows_of(n: int, bias: bool = False, dtype: torch.dtype = BF16) -> LinearCase
     return case
 
 
-def run(case: LinearCase, layer: int = 2, frozen: str = "", **options: Any) -> dict[str, Tensor]:
-    """Gradients of the policy-gradient loss, from its own function or through log-probs."""
+def run(case: LinearCase, layer: int = 2, frozen: str = "", factor: float = 1.0, **options: Any) -> dict[str, Tensor]:
+    """Gradients of the policy-gradient loss times `factor`, from its own function or through log-probs."""
     leaves = case.leaves
     if frozen:
         leaves[frozen].requires_grad_(False)
@@ -177,7 +193,7 @@ def run(case: LinearCase, layer: int = 2, frozen: str = "", **options: Any) -> d
             leaves["hidden"], leaves["weight"], batch.targets, bias=leaves.get("bias"), mask=batch.mask, **options
         )
         loss = -(logps * weight).sum() / batch.count("trained")
-    loss.backward()
+    (loss * factor).backward()
     return {name: leaf for name, leaf in leaves.items() if name != frozen}
 
 
@@ -210,13 +226,49 @@ def test_products_and_gradients(n: int, block: int, bias: bool) -> None:
     assert_gradients_no_worse(again, naive, exact)
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("n", [150, 300], ids=["one block", "three blocks"])
+@pytest.mark.parametrize("size", [1e-11, 1.0, 1e7])
+@pytest.mark.usefixtures("small")
+def test_gradients_that_fp16_has_no_room_for(size: float, n: int, bias: bool) -> None:
+    """Too small or too large for it before the factor of the backward; rows of very different slopes, and of none. In the same
+    products as bf16, but that d_weight is fp32, in parts."""
+    case, spec = rows_of(n, bias, FP16), OBJECTIVES["reinforce"][1]
+    advantages = case.tokens.fields["advantages"]
+    advantages *= size * n
+    advantages[::7] *= 2.0**-30
+    advantages[3] = 0.0
+    exact = case.expected(spec)[1]
+    for layer in (1, 2):
+        with of_a_gpu() as made, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(blocks, "WEIGHT_BLOCK_BYTES", 4 * H * 40)
+            found = gradients_of(run(case, layer, factor=1 / size))
+        assert {p.dtype for p in made} == {FP32} and not any(p.added for p in made)
+        kept = n - 1  # rows that have a gradient
+        assert [p.m for p in made if p.n == H and p.k != V] == [40, 31] * -(-kept // (n if n < 200 else BLOCK))
+        for name, gradient in found.items():
+            assert (gradient.double() * size - exact[name]).norm() < 5e-4 * exact[name].norm(), (name, layer)
+        rows = (found["hidden"].double() * size - exact["hidden"]).norm(dim=1) / exact["hidden"].norm(dim=1)
+        assert rows[advantages != 0].median() < 5e-4 and not found["hidden"][3].any()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_gradient_of_fp16_that_is_not_finite_stays_so() -> None:
+    case = rows_of(150, dtype=FP16)
+    case.tokens.fields["advantages"][5] = torch.inf
+    with of_a_gpu():
+        found = gradients_of(run(case))
+    assert not found["weight"].isfinite().any() and not found["hidden"][5].isfinite().any()
+    assert found["hidden"][:5].isfinite().all() and found["hidden"][6:].isfinite().all()
+
+
 @pytest.mark.usefixtures("small")
 def test_a_torch_whose_addmm_takes_no_fp32_sum() -> None:
     """torch 2.9: the same numbers, a few rows of the weight at a time."""
     case, found = rows_of(300), {}
     for adds in (True, False):
         with of_a_gpu(adds) as made, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("grpo_kernels.vocabulary.products.WEIGHT_BLOCK_BYTES", 4 * H * 30)
+            patch.setattr(blocks, "WEIGHT_BLOCK_BYTES", 4 * H * 30)
             found[adds] = gradients_of(run(case))
         assert any(p.added for p in made) == adds
     assert [p.m for p in made if p.k == 128 and p.n == H] == [V, 30, 30, 11]
