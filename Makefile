@@ -1,6 +1,6 @@
 # Two commands: `make demo` trains a small policy on arithmetic, `make test` runs the tests. Both set everything up.
 # `make bench` measures us beside the peers: what the committed result files lack or what has changed since.
-# `make docs` writes the API reference to build/docs; `make matrix` tests the wheel with the oldest and the newest torch, and the
+# `make docs` builds the documentation as a site in build/docs; `make matrix` tests the wheel with the oldest and the newest torch, and the
 # budgets of the compiled kernels with each Triton; `make rehearsal` runs the GPU kit on a CPU with the versions of a GPU machine.
 PYTHON ?= python3
 VENV := .venv
@@ -25,7 +25,9 @@ bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks.tables --write
 
 docs: $(VENV)/ready
-	$(BIN)/python tests/repository/reference.py build/docs
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "open build/docs/index.html; with the search: $(BIN)/python -m http.server --directory build/docs --bind 127.0.0.1"
 
 matrix: $(VENV)/ready
 	$(BIN)/python tests/repository/matrix.py

@@ -2,7 +2,7 @@
 
     python -m benchmarks.plots [--results DIR] [--out DIR]
 
-Writes <out>/<machine>/<suite>.svg and .png (default: <results>/<machine>/plots/). A picture contains the numbers that it
+Writes <out>/<machine>/<suite>.svg and .png (default: <results>/<machine>/plots/), and front.svg: see front.py. A picture contains the numbers that it
 was drawn from, so that a test can compare them with the result file. The same result file gives the same SVG."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from benchmarks import results
+from benchmarks import front, results
 from benchmarks.cell_tables import machines
 from benchmarks.harness import RESULTS
 from benchmarks.pictures import Bars, Curves, Picture, picture
@@ -55,11 +55,12 @@ STYLE: dict[Any, Any] = {
 WIDTH = 9.2  # inches, as all sizes below
 
 
-def draw(shown: Picture) -> Figure:
+def draw(shown: Picture, columns: int | None = None) -> Figure:
+    """`columns`: panels of bars side by side; None: all of them."""
     with matplotlib.rc_context(STYLE):
         bars = [panel for panel in shown.panels if isinstance(panel, Bars)]
         curves = [panel for panel in shown.panels if isinstance(panel, Curves)]
-        made = _draw_bars(shown, bars) if bars else _draw_curves(shown, curves)
+        made = _draw_bars(shown, bars, columns or len(bars)) if bars else _draw_curves(shown, curves)
         made.patch.set_alpha(0)
         for axes in made.axes:
             axes.patch.set_alpha(0)
@@ -85,12 +86,26 @@ def _panel(page: Figure, left: float, bottom: float, right: float, top: float) -
     return page.add_axes((left / WIDTH, bottom / high, (right - left) / WIDTH, (top - bottom) / high))
 
 
-def _draw_bars(shown: Picture, panels: list[Bars]) -> Figure:
-    """Panels side by side with the names at the left, fastest of the first panel at the top."""
+def _draw_bars(shown: Picture, panels: list[Bars], columns: int) -> Figure:
+    rows = [panels[i : i + columns] for i in range(0, len(panels), columns)]
+    heights = [0.24 * len(_bar_names(row)) + 0.85 for row in rows]
+    page, bottom, _ = _page(shown, sum(heights))
+    for i, (row, height) in enumerate(zip(rows, heights, strict=True)):
+        below = bottom + sum(heights[i + 1 :])
+        _draw_row(page, row, below, below + height)
+    return page
+
+
+def _bar_names(panels: list[Bars]) -> list[str]:
+    """Fastest of the first panel at the top, then those that were not timed."""
     first = sorted(panels[0].bars, key=lambda bar: bar.value)
     names = list(dict.fromkeys([bar.name for bar in first] + [bar.name for panel in panels for bar in panel.bars]))
-    names += [name for name in dict.fromkeys(n for panel in panels for n in panel.wrong) if name not in names]
-    page, bottom, top = _page(shown, 0.24 * len(names) + 0.85)
+    return names + [name for name in dict.fromkeys(n for panel in panels for n in panel.wrong) if name not in names]
+
+
+def _draw_row(page: Figure, panels: list[Bars], bottom: float, top: float) -> None:
+    """Panels side by side between two heights, with the names at the left."""
+    names = _bar_names(panels)
     column = 0.25 + max((_width(name, 8.5, bold=_ours(name)) for name in names), default=1.0)
     step = (WIDTH - column - 0.1) / len(panels)
     for i, panel in enumerate(panels):
@@ -120,7 +135,6 @@ def _draw_bars(shown: Picture, panels: list[Bars]) -> Figure:
         if panel.mark is not None:  # between the bars, where there is no text
             gaps = [i - 0.5 for i in range(len(names) + 1)]
             axes.vlines([panel.mark] * len(gaps), [y - 0.15 for y in gaps], [y + 0.15 for y in gaps], color=TEXT, linewidth=1)
-    return page
 
 
 def _draw_curves(shown: Picture, panels: list[Curves]) -> Figure:
@@ -239,10 +253,10 @@ def described(shown: Picture) -> str:
     return json.dumps(asdict(shown), separators=(",", ":"))
 
 
-def save(shown: Picture, path: Path) -> list[Path]:
+def save(shown: Picture, path: Path, columns: int | None = None) -> list[Path]:
     """`path` with .svg and with .png."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = draw(shown)
+    made = draw(shown, columns)
     paths = [path.with_suffix(".svg"), path.with_suffix(".png")]
     with matplotlib.rc_context(STYLE):
         made.savefig(paths[0], metadata={"Date": None, "Title": shown.title, "Description": described(shown)})
@@ -262,6 +276,8 @@ def main(argv: list[str] | None = None) -> None:
             record = results.load(path)
             if record["cells"]:
                 written += save(picture(record), folder / path.stem)
+        if front.extremes(args.results, machine):
+            written += save(front.picture(args.results, machine), folder / front.NAME, front.COLUMNS)
     if not written:
         raise SystemExit(f"--results {args.results}: there are no result files; python -m benchmarks makes them.")
     print("written:", *written, sep="\n")

@@ -1,8 +1,8 @@
-"""Everything in README.md that is generated, and benchmarks/RESULTS.md: presets from the code, figures from result files.
+"""Everything in README.md and docs/ that is generated, and benchmarks/RESULTS.md: presets from the code, figures from result files.
 
     python -m benchmarks.tables [--write] [--results DIR]
 
-Prints the README's blocks and the report, or writes both. Tests compare them with the code and the files."""
+Prints the blocks and the report, or writes both. Tests compare them with the code and the files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results
+from benchmarks import front, results
 from benchmarks.cell_tables import SWEEPS, comparison, details, headline, machines, source, sweep
 from benchmarks.harness import RESULTS
 from benchmarks.printing import render, replace_block
@@ -23,10 +23,10 @@ from grpo_kernels.formulas.surrogates import PolicyGradient
 from grpo_kernels.presets import NUMERICS, PRESETS
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+README, FIGURES, OBJECTIVES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "objectives.md"
 REPORT = Path(__file__).parent / "RESULTS.md"
 
-#: Pictures that the README shows.
+#: Pictures that the page of figures shows.
 PICTURES = ("logits", "hidden", "length", "active")
 
 
@@ -51,6 +51,15 @@ def presets() -> str:
         aggregate = f"{objective.aggregate} (over {DENOMINATORS[objective.aggregate]})"
         trainers = ", ".join(trainer for trainer, known in NUMERICS.items() if name in known)
         rows.append([f"`{name}`", policy, level, aggregate, trainers])
+    return render(rows, markdown=True).replace("---:", "---")
+
+
+def presets_by_surrogate() -> str:
+    """The names alone, with what they share."""
+    found: dict[str, list[str]] = {}
+    for name, objective in PRESETS.items():
+        found.setdefault(type(objective.surrogate).__name__, []).append(f"`{name}`")
+    rows = [["policy term", "presets"], *([f"`{surrogate}`", ", ".join(names)] for surrogate, names in found.items())]
     return render(rows, markdown=True).replace("---:", "---")
 
 
@@ -79,7 +88,7 @@ def absent(suite: str, device: str = "") -> str:
     return f"Not measured yet: `python -m benchmarks --suite {suite}{device}`."
 
 
-# ---- the README's blocks
+# ---- blocks of pages
 
 
 def figures(folder: Path, machine: str, suite: str) -> str:
@@ -88,22 +97,23 @@ def figures(folder: Path, machine: str, suite: str) -> str:
     return "\n\n".join([source(record), *map(comparison, headline(record))]) if record.get("cells") else absent(suite)
 
 
-def pictures(folder: Path, machine: str) -> str:
-    links = [picture(folder, machine, suite, README) for suite in PICTURES]
+def pictures(folder: Path, machine: str, page: Path = FIGURES) -> str:
+    links = [picture(folder, machine, suite, page) for suite in PICTURES]
     return "\n\n".join(link for link in links if link) or "No plots yet: `python -m benchmarks.plots`."
 
 
-def gpus(folder: Path) -> str:
+def gpus(folder: Path, page: Path = FIGURES) -> str:
     """Both contracts on every GPU that was measured."""
     found = [name for name in machines(folder) if name != "cpu"]
     if not found:
+        guide = Path(os.path.relpath(ROOT / "docs" / "gpu.md", page.parent)).as_posix()
         return (
             "**No GPU has been measured yet, so there is no GPU figure here.** `python -m benchmarks.gpu_kit --out DIR` "
-            "checks, tunes and measures all of this on one, in four calls of ten minutes: docs/gpu.md."
+            f"checks, tunes and measures all of this on one, in four calls of ten minutes: [docs/gpu.md]({guide})."
         )
     return "\n\n".join(
         f"**{SUITES[suite].title}.** {figures(folder, name, suite)}" for name in found for suite in ("logits", "hidden")
-    ) + "".join(f"\n\n{pictures(folder, name)}" for name in found)
+    ) + "".join(f"\n\n{pictures(folder, name, page)}" for name in found)
 
 
 def estimate_h200() -> str:
@@ -113,26 +123,41 @@ def estimate_h200() -> str:
     return render([head, *([name, *(f"{c[name]:.1f}" for c in columns)] for name in columns[0])], markdown=True)
 
 
-def blocks(folder: Path = RESULTS) -> dict[str, str]:
-    """{name: text} of what stands between the README's markers."""
+def front_block(folder: Path) -> str:
+    """Our strongest and our weakest cell, on a GPU once one was measured."""
+    machine = next((name for name in reversed(machines(folder)) if front.standings(folder, name)), None)
+    if machine is None:
+        return "Not measured yet: `python -m benchmarks`."
+    path = folder / machine / "plots" / f"{front.NAME}.svg"
+    link = f"![Time and memory of everybody in both]({Path(os.path.relpath(path, README.parent)).as_posix()})\n\n"
+    sources = [f"- {which}: {source(standing.record)}" for which, standing in front.extremes(folder, machine)]
+    return "\n".join([(link if path.exists() else "") + front.table(folder, machine), "", *sources])
+
+
+def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
+    """{page: {name: text}} of what stands between a page's markers."""
     return {
-        "presets": presets(),
-        "logits_cpu": figures(folder, "cpu", "logits"),
-        "hidden_cpu": figures(folder, "cpu", "hidden"),
-        "kept_cpu": figures(folder, "cpu", "kept"),
-        "plots_cpu": pictures(folder, "cpu"),
-        "gpus": gpus(folder),
-        "estimate_h200": estimate_h200(),
+        README: {"front": front_block(folder), "presets_by_surrogate": presets_by_surrogate()},
+        OBJECTIVES: {"presets": presets()},
+        FIGURES: {
+            "logits_cpu": figures(folder, "cpu", "logits"),
+            "hidden_cpu": figures(folder, "cpu", "hidden"),
+            "kept_cpu": figures(folder, "cpu", "kept"),
+            "plots_cpu": pictures(folder, "cpu"),
+            "gpus": gpus(folder),
+            "estimate_h200": estimate_h200(),
+        },
     }
 
 
 COMMAND = "python -m benchmarks.tables --write"
 
 
-def insert(text: str, folder: Path = RESULTS) -> str:
-    """The README with every block replaced by what the code and the result files say now."""
-    for name, block in blocks(folder).items():
-        text = replace_block(text, README.name, name, block, COMMAND)
+def updated(page: Path, folder: Path = RESULTS) -> str:
+    """The page with every block replaced by what the code and the result files say now."""
+    text = page.read_text()
+    for name, block in blocks(folder)[page].items():
+        text = replace_block(text, page.name, name, block, COMMAND)
     return text
 
 
@@ -169,22 +194,24 @@ def report(folder: Path = RESULTS) -> str:
             out.append(picture(folder, machine, name, REPORT))
             out += [sweep(record)] if name in SWEEPS else [details(cell) for cell in record["cells"]]
     if not any(name != "cpu" for name in machines(folder)):
-        out += ["## GPUs", gpus(folder)]
+        out += ["## GPUs", gpus(folder, REPORT)]
     return "\n\n".join(part for part in out if part) + "\n"
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="update README.md and benchmarks/RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="update README.md, docs/ and benchmarks/RESULTS.md")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
     args = parser.parse_args(argv)
     folder = args.results.resolve()
     if args.write:
-        README.write_text(insert(README.read_text(), folder))
+        for page, text in {page: updated(page, folder) for page in blocks(folder)}.items():
+            page.write_text(text)
         REPORT.write_text(report(folder))
     else:
-        for name, block in blocks(folder).items():
-            print(f"{name}\n{block}\n")
+        for page, found in blocks(folder).items():
+            for name, block in found.items():
+                print(f"{page.name}: {name}\n{block}\n")
         print(report(folder))
 
 

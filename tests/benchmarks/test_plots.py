@@ -22,7 +22,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 from PIL import Image
 
-from benchmarks import cell_tables, pictures, plots, results
+from benchmarks import cell_tables, front, pictures, plots, results
 from benchmarks.harness import RESULTS
 from benchmarks.suites import SUITES
 
@@ -185,11 +185,14 @@ def test_the_command_writes_beside_the_files_or_elsewhere(
         results.save(tmp_path / "in" / f"{name}.json", results.load(samples / f"{name}.json"))
     plots.main(["--results", str(tmp_path / "in"), "--out", str(tmp_path / "out")])
     names = {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*.*")}
-    assert names == {f"{x}{kind}" for x in ("cpu/step", "cpu/length", "sample-gpu/step") for kind in (".svg", ".png")}
+    drawn = ("cpu/step", "cpu/length", "cpu/front", "sample-gpu/step", "sample-gpu/front")
+    assert names == {f"{x}{kind}" for x in drawn for kind in (".svg", ".png")}
     told = capsys.readouterr().out
     assert all(name in told for name in names)
     plots.main(["--results", str(tmp_path / "in")])
-    assert sorted(p.name for p in (tmp_path / "in/sample-gpu/plots").iterdir()) == ["step.png", "step.svg"]
+    assert sorted(p.name for p in (tmp_path / "in/sample-gpu/plots").iterdir()) == [
+        "front.png", "front.svg", "step.png", "step.svg",
+    ]  # fmt: skip
 
 
 def test_without_result_files_the_command_says_how_to_make_them(tmp_path: Path) -> None:
@@ -209,6 +212,20 @@ def test_committed_pictures_are_current(path: Path, tmp_path: Path) -> None:
         assert plots.save(shown, tmp_path / "new")[0].read_bytes() == drawn[0].read_bytes(), "run `python -m benchmarks.plots`"
 
 
+@pytest.mark.parametrize("machine", cell_tables.machines(RESULTS))
+def test_the_committed_front_is_current(machine: str) -> None:
+    """As above; its two rows have the names of their own cell."""
+    shown = front.picture(RESULTS, machine)
+    for kind in (".svg", ".png"):
+        old = RESULTS / machine / "plots" / f"{front.NAME}{kind}"
+        assert old.exists() and described(old) == json.loads(plots.described(shown)), "run `python -m benchmarks.plots`"
+    page = plots.draw(shown, front.COLUMNS)
+    for axes, panel in zip(page.axes[::2], shown.panels[::2], strict=True):
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        assert names == [bar.name for bar in sorted(panel.bars, key=lambda bar: bar.value)] + panel.wrong
+
+
 def test_committed_pictures_belong_to_a_file() -> None:
-    orphans = [p for p in RESULTS.glob("*/plots/*") if not (p.parent.parent / f"{p.stem}.json").exists()]
+    shown = [p for p in RESULTS.glob("*/plots/*") if p.stem != front.NAME]
+    orphans = [p for p in shown if not (p.parent.parent / f"{p.stem}.json").exists()]
     assert not orphans

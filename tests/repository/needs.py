@@ -63,7 +63,7 @@ NEEDS = [
         test_grpo_loss::test_micro_batches_add_up test_linear_grpo_loss::test_micro_batches_add_up
         test_distributed::test_micro_batches_add_up test_distributed::test_ranks_add_up
         """,
-        says=(("README.md", "Pass the denominator over all micro-batches and ranks; no hidden mean, no collective."),),
+        says=(("docs/numerics.md", "Pass the denominator over all micro-batches and ranks; no hidden mean, no collective."),),
     ),
     Need(
         "A vocabulary that is no multiple of the tile: log-probs above 0",
@@ -201,7 +201,7 @@ NEEDS = [
         test_grpo_loss_autograd::test_huge_log_ratios_stay_finite
         test_grpo_loss_autograd::test_metrics_of_huge_log_ratios_are_finite
         """,
-        says=(("README.md", "Ratios are bounded at e^60 and keep their slope there"),),
+        says=(("docs/numerics.md", "Ratios are bounded at e^60 and keep their slope there"),),
     ),
     Need(
         "The sampler renormalises over top-p or top-k, the trainer does not",
@@ -247,7 +247,7 @@ NEEDS = [
         gpu_cases::test_runs_are_bitwise_repeatable
         test_linear_logprobs::test_old_and_reference_log_probs_are_those_of_the_loss
         """,
-        says=(("README.md", "From hidden states matrix libraries may choose their kernel by the number of rows."),),
+        says=(("docs/numerics.md", "From hidden states matrix libraries may choose their kernel by the number of rows."),),
     ),
     Need(
         "Ratios of sequences: missing, with padding in them, or a product where a mean is meant",
@@ -382,7 +382,7 @@ NEEDS = [
         test_entropy::test_threshold_waits_for_nothing test_gpu_kit::test_what_is_documented_to_wait_is_called
         """,
         gpu="benchmarks/gpu_stages.py::counters",
-        says=(("README.md", "`linear_logprobs` with a mask reads it on the host"),),
+        says=(("docs/numerics.md", "`linear_logprobs` with a mask reads it on the host"),),
     ),
     Need(
         "A new kernel, or new tuning, for every length",

@@ -1,23 +1,17 @@
-"""The API reference, by pdoc from the docstrings: `python tests/repository/reference.py [FOLDER]` (build/docs), or `make docs`.
+"""What the API reference is made of: the modules that users import, their public names, docstrings as Markdown.
 
-Any warning of pdoc is an error.
-"""
+`make docs` draws it (docs/api/, docs/site_docstrings.py); test_api_reference.py checks that it is whole."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
-import sys
-import typing
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 PACKAGE = "grpo_kernels"
-#: What users import, in the order of the sidebar.
+#: What users import.
 MODULES = (
     PACKAGE,
     *(
@@ -90,38 +84,3 @@ def markdown(text: str) -> str:
             lines += [""] * bool(within >= 0 and line and lines[-1]) + [line]
             within = within if not line else -1
     return "\n".join(lines)
-
-
-def prepare(module: ModuleType) -> Iterator[Any]:
-    """Show pdoc the public names, with the annotations of named tuples resolved; yields what has a docstring of ours."""
-    names = public(module)
-    vars(module).update(names)  # the trainer that is made on first use too
-    constants = [name for name, value in vars(module).items() if re.fullmatch(r"[A-Z][A-Z_]+", name) and not callable(value)]
-    module.__all__ = [*names, *(name for name in constants if name not in names)]  # type: ignore[attr-defined]
-    yield module
-    for value in names.values():
-        if getattr(value, "__module__", "").startswith(PACKAGE):
-            yield value
-            if isinstance(value, type):
-                yield from (holder for _, holder, _ in members(value))
-                if hasattr(value, "_fields"):  # a NamedTuple: its constructor lives in no module
-                    value.__new__.__annotations__ = typing.get_type_hints(value)
-
-
-def build(folder: Path) -> None:
-    """Write the pages. Raises UserWarning where pdoc would warn."""
-    import pdoc
-
-    pdoc.render.configure(docformat="markdown", show_source=False)
-    modules = [importlib.import_module(name) for name in MODULES]
-    # By identity: what several modules show is written in Markdown once.
-    for holder in {id(holder): holder for module in modules for holder in prepare(module)}.values():
-        if holder.__doc__:
-            holder.__doc__ = markdown(holder.__doc__)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        pdoc.pdoc(*MODULES, output_directory=folder)
-
-
-if __name__ == "__main__":
-    build(Path(sys.argv[1] if len(sys.argv) > 1 else "build/docs"))

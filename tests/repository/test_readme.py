@@ -1,10 +1,8 @@
-"""The README's tables, figures and tree are those of the code, the result files and the repository; so is the report, and
-the tree of docs/architecture.md, which names every file."""
+"""Tables, figures and trees of README and docs are those of the code, the result files and the repository; so is the report."""
 
 from __future__ import annotations
 
 import html
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
@@ -13,20 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cell_tables, crossover, replay, results, swaps, tables
+from benchmarks import cell_tables, crossover, front, replay, results, swaps, tables
 from benchmarks.suites import SUITES
 from grpo_kernels import Objective, TokenBatch, TokenSets, grpo_loss, linear_grpo_loss
 from grpo_kernels.batch import shift_targets
 from support import sample_results
+from support.pages import example
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 
-def test_generated_blocks_are_current() -> None:
-    text = README.read_text()
-    assert tables.insert(text) == text, "run `python -m benchmarks.tables --write`"
+@pytest.mark.parametrize("page", tables.blocks(), ids=lambda page: page.name)
+def test_generated_blocks_are_current(page: Path) -> None:
+    assert tables.updated(page) == page.read_text(), "run `python -m benchmarks.tables --write`"
 
 
 def test_report_is_current() -> None:
@@ -53,26 +52,10 @@ def test_figures_and_picture_of_replay_are_current() -> None:
     assert html.unescape(replay.PICTURE.read_text()).count(replay.described(record)) == 1
 
 
-@pytest.mark.parametrize("page", [README, tables.REPORT, swaps.PAGE, replay.PAGE], ids=str)
-def test_commands_and_pictures_exist(page: Path) -> None:
-    text = page.read_text()
-    assert "python -m benchmarks" in text
-    for module in re.findall(r"python -m ((?:benchmarks|grpo_kernels)[\w.]*\w)", text):
-        assert importlib.util.find_spec(module), module
-    for link in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (page.parent / link).exists(), link
+# ---- examples, as they stand there, and what they are equal to
 
 
-# ---- snippets, as they stand there
-
-
-def snippet(part: str) -> str:
-    """The one block of Python code with this in it."""
-    (found,) = [code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if part in code]
-    return found
-
-
-def test_the_snippets_from_hidden_states_hold_for_a_head_with_a_softcap(mesh: Any) -> None:
+def test_the_examples_from_hidden_states_hold_for_a_head_with_a_softcap(mesh: Any) -> None:
     """They give the loss and the gradients of the model's own logits, cut into micro-batches and on a vocabulary shard, too."""
     pytest.importorskip("transformers")
     from support.models import VOCAB, build
@@ -101,7 +84,7 @@ def test_the_snippets_from_hidden_states_hold_for_a_head_with_a_softcap(mesh: An
         "total_tokens": mask.sum(), "attention": torch.ones_like(ids), "Objective": Objective, "TokenBatch": TokenBatch,
         "lm_head": model.lm_head, "weight": model.lm_head.weight, "tp_group": mesh.get_group(), "dp_group": mesh.get_group(),
     }  # fmt: skip
-    exec(snippet("loss_from_model"), given)
+    exec(example("loss_from_model"), given)
     torch.testing.assert_close(given["out"].loss, own.loss)
     torch.testing.assert_close(gradients(given["out"].loss), wanted, rtol=1e-3, atol=1e-6)
 
@@ -114,14 +97,14 @@ def test_the_snippets_from_hidden_states_hold_for_a_head_with_a_softcap(mesh: An
                    ref_logps=ref_logps[i : i + 2]) for i in (0, 2)
     ]  # fmt: skip
     given |= {"micro_batches": [batch], "hidden": model.model(input_ids=ids).last_hidden_state[:, : targets.shape[1]]}
-    exec(snippet("VocabShard.of"), given)
+    exec(example("VocabShard.of"), given)
     torch.testing.assert_close(gradients(), wanted, rtol=1e-3, atol=1e-6)
     given |= {"micro_batches": halves, "hidden_of": hidden_of}
-    exec(snippet("for batch in micro_batches"), given)
+    exec(example("for batch in micro_batches"), given)
     torch.testing.assert_close(gradients(), wanted, rtol=1e-3, atol=1e-6)
 
 
-def test_the_snippet_of_kept_sets_is_the_loss_over_logits_with_the_others_masked() -> None:
+def test_the_example_of_kept_sets_is_the_loss_over_logits_with_the_others_masked() -> None:
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 40, (3, 7), generator=g)
     completion_mask = torch.arange(7) >= torch.tensor([2, 3, 5])[:, None]
@@ -134,7 +117,7 @@ def test_the_snippet_of_kept_sets_is_the_loss_over_logits_with_the_others_masked
         "advantages": torch.tensor([1.0, -1.0, 0.5]), "ids": ids, "completion_mask": completion_mask, "objective": objective,
         "sampling_masks": sampling_masks, "hidden": hidden, "lm_head": lm_head, "old_logps": old_logps,
     }  # fmt: skip
-    exec(snippet("sampling_masks"), given)
+    exec(example("sampling_masks"), given)
     found = torch.autograd.grad(given["out"].loss, (hidden, lm_head.weight))
     other = torch.ones(3, 7, 40, dtype=torch.bool)
     for b, masks in enumerate(sampling_masks):
@@ -209,13 +192,14 @@ def test_a_step_is_compared_with_eager(samples: Path) -> None:
 
 
 def test_what_is_not_measured_names_its_command(tmp_path: Path) -> None:
-    blocks = tables.blocks(tmp_path)
+    blocks = tables.blocks(tmp_path)[tables.FIGURES]
     for suite in ("logits", "hidden"):
         assert blocks[f"{suite}_cpu"] == f"Not measured yet: `python -m benchmarks --suite {suite}`."
     assert "No GPU has been measured yet" in blocks["gpus"] and "benchmarks.gpu_kit" in blocks["gpus"]
     report = tables.report(tmp_path)
     assert all(f"`python -m benchmarks --suite {name}`" in report for name in SUITES)
-    assert blocks["gpus"] in report
+    assert tables.gpus(tmp_path, tables.REPORT) in report
+    assert tables.blocks(tmp_path)[README]["front"] == "Not measured yet: `python -m benchmarks`."
 
 
 def test_gpus_are_shown_once_measured(samples: Path) -> None:
@@ -243,15 +227,32 @@ def test_numbers() -> None:
 
 
 def test_write(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme, report = tmp_path / "README.md", tmp_path / "RESULTS.md"
-    readme.write_text(README.read_text())
-    monkeypatch.setattr(tables, "README", readme)
-    monkeypatch.setattr(tables, "REPORT", report)
+    for name in ("README", "FIGURES", "OBJECTIVES", "REPORT"):
+        page = getattr(tables, name)
+        copy = tmp_path / page.name
+        copy.write_text(page.read_text())
+        monkeypatch.setattr(tables, name, copy)
     tables.main(["--write", "--results", str(samples)])
-    assert "Sample CPU" in readme.read_text() and report.read_text() == tables.report(samples)
-    readme.write_text(readme.read_text().replace("<!-- end of gpus -->", ""))
-    with pytest.raises(SystemExit, match="markers of gpus"):
+    assert "Sample CPU" in tables.FIGURES.read_text() and tables.REPORT.read_text() == tables.report(samples)
+    assert "Sample GPU" in tables.README.read_text()  # users' hardware first
+    tables.FIGURES.write_text(tables.FIGURES.read_text().replace("<!-- end of gpus -->", ""))
+    with pytest.raises(SystemExit, match=r"benchmarks\.md lacks the markers of gpus"):
         tables.main(["--write", "--results", str(samples)])
+
+
+def test_the_front_shows_the_strongest_and_the_weakest_cell(samples: Path) -> None:
+    """Found again from the result files, without the rule's code."""
+    ratios = []
+    for path in (samples / "cpu").glob("*.json"):
+        for cell in results.load(path)["cells"] if path.stem != "kept" else ():
+            right = [r for r in cell["providers"] if r["status"] == "ok" and "limit" not in r["name"] and not r.get("limit")]
+            ours, others = ([r["ms"] for r in right if r["name"].startswith("grpo_kernels") == own] for own in (True, False))
+            if ours and others:
+                ratios.append(min(others) / min(ours))
+    (strongest, weakest) = (standing.ratio for _, standing in front.extremes(samples, "cpu"))
+    assert (strongest, weakest) == (max(ratios), min(ratios)) and strongest > weakest
+    lines = [cells_of(line)[-1] for line in front.table(samples, "cpu").splitlines()[2:]]
+    assert lines == [f"x {strongest:.2f}", f"x {weakest:.2f}"]
 
 
 # ---- the tree

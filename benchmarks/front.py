@@ -1,0 +1,106 @@
+"""The picture and the table at the top of the README: the cell where we are furthest ahead of everybody else, and the cell
+where we are furthest behind or least ahead.
+
+Both are chosen by one rule from the result files, so that neither can be picked by hand: of every measured cell in which other
+code takes part, the ratio of the fastest other implementation that is right to the fastest of ours. Cells over kept sets are
+left out: no other project has that operation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import results
+from benchmarks.cell_tables import DTYPES, Cell, Record, figure, megabytes, size
+from benchmarks.pictures import Bar, Bars, Picture, duration
+from benchmarks.printing import render
+from benchmarks.suites import EAGER, OURS, SUITES
+
+NAME = "front"
+SCALED = "upstream 0.5"  # a variant of ours, which the tables have
+COLUMNS = 2  # of the picture: time, memory
+WITHOUT_PEERS = ("kept",)
+
+
+class Standing(NamedTuple):
+    """Of one cell: the fastest of ours, and the fastest other implementation that is right."""
+
+    record: Record
+    cell: Cell
+    ours: dict[str, Any]
+    peer: dict[str, Any]
+
+    @property
+    def ratio(self) -> float:
+        """Above 1: ours is faster."""
+        return float(self.peer["ms"] / self.ours["ms"])
+
+    @property
+    def title(self) -> str:
+        return f"{self.record['title']}, {DTYPES[self.cell['dtype']]}, {size(self.cell)}"
+
+
+def standings(folder: Path, machine: str) -> list[Standing]:
+    """Of every cell with both, the strongest first."""
+    found = []
+    for suite in SUITES:
+        if suite in WITHOUT_PEERS:
+            continue
+        record = results.load(folder / machine / f"{suite}.json")
+        for cell in record.get("cells", ()):
+            right = [row for row in cell["providers"] if row["status"] == "ok" and not row.get("limit")]
+            ours = [row for row in right if row["name"].startswith(OURS)]
+            peers = [row for row in right if not row["name"].startswith(OURS)]
+            if ours and peers:
+                fastest = (min(rows, key=lambda row: row["ms"]) for rows in (ours, peers))
+                found.append(Standing(record, cell, *fastest))
+    return sorted(found, key=lambda standing: -standing.ratio)
+
+
+def extremes(folder: Path, machine: str) -> list[tuple[str, Standing]]:
+    """The strongest and the weakest cell; nothing where nothing was measured."""
+    found = standings(folder, machine)
+    return [("strongest", found[0]), ("weakest", found[-1])] if found else []
+
+
+# ---- the table
+
+
+def table(folder: Path, machine: str) -> str:
+    rows = [["", "ours", "fastest other that is right", "eager PyTorch", "ours is faster by"]]
+    for which, standing in extremes(folder, machine):
+        eager = [row for row in standing.cell["providers"] if row["name"] == EAGER and row["status"] == "ok"]
+        rows.append([
+            f"{which}: {standing.title}", _cost(standing.ours), f"{standing.peer['name']}: {_cost(standing.peer)}",
+            _cost(eager[0]) if eager else "", f"x {standing.ratio:.2f}",
+        ])  # fmt: skip
+    return render(rows, markdown=True)
+
+
+def _cost(row: dict[str, Any]) -> str:
+    return f"{figure(row['ms'])} ms, {megabytes(row) or '0'} MB"
+
+
+# ---- the picture
+
+
+def picture(folder: Path, machine: str) -> Picture:
+    """Two panels of each of the two cells: time, and memory beyond the inputs."""
+    found = extremes(folder, machine)
+    panels: list[Any] = [panel for which, standing in found for panel in _panels(which, standing)]
+    m = found[0][1].record["machine"]
+    where = f"{m['name']}, {m['threads']} threads" if m["device"] == "cpu" else m["name"]
+    note = "Every contender was checked against float64 first. The two cells are chosen by rule from all that were measured."
+    return Picture(f"Where we are strongest, and where weakest · {where}", panels, [note])
+
+
+def _panels(which: str, standing: Standing) -> list[Bars]:
+    timed = [row for row in standing.cell["providers"] if row["status"] == "ok" and not row.get("limit")]
+    right = [row for row in timed if not row["name"].endswith(SCALED)]
+    wrong = [row["name"] for row in standing.cell["providers"] if row["status"] == "wrong"]
+    times = [Bar(row["name"], round(row["ms"], 3), duration(row["ms"])) for row in right]
+    memory = [Bar(row["name"], round(row["extra_mb"], 1), f"{megabytes(row) or '0'} MB") for row in right if "extra_mb" in row]
+    return [
+        Bars(f"{which.capitalize()}. {standing.title}", "time, ms", None, times, wrong),
+        Bars("", "extra memory, MB", None, memory, wrong),
+    ]
