@@ -67,10 +67,12 @@ def test_lists_of_parameters_become_lists_of_markdown() -> None:
 
         level   "a": one
                 line more
-                "b"   nested
-        beta, kl  weights [B]
+                "b-c"   nested
+                        and more
+                of level again
+        beta, kl  weights [B], of <name>, in `<code>`
 
         Raises ValueError."""
     assert markdown(text) == (
-        'What it is.\n\n- **level**: "a": one\n  line more\n  - **"b"**: nested\n- **beta, kl**: weights [B]\n\nRaises ValueError.'
+        'What it is.\n\n- **level**: "a": one\n  line more\n    - **"b-c"**: nested\n      and more\n\n    of level again\n\n- **beta, kl**: weights [B], of &lt;name>, in `<code>`\n\nRaises ValueError.'
     )
