@@ -202,7 +202,9 @@ def preset_fields(name: str, numerics: str | None, changes: Changes, known: tupl
         remedy = f"pass surrogate={replace(surrogate, **numbers)!r}"
         raise ValueError(f"{', '.join(numbers)} is a number of the surrogate, not of the Objective: {remedy}.")
     if unknown:
-        raise TypeError(f"{unknown[0]!r} is not a field of Objective: it has {', '.join(known)}.")
+        raise TypeError(
+            f"{unknown[0]!r} is not a field of Objective: it has {', '.join(known)}. Clip bounds go into surrogate={surrogate!r}."
+        )
     theirs: Changes = {}
     if numerics is not None:
         if numerics not in NUMERICS:

@@ -151,7 +151,7 @@ def _group(
     reward_weights: Sequence[float] | Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    if rewards.dim() == 2:  # of several functions, which are not added up yet
+    if isinstance(rewards, Tensor) and rewards.dim() == 2:  # of several functions, which are not added up yet
         options["reward_weights"] = reward_weights
     if options.get("baseline") == "length":
         options["lengths"] = lengths if lengths is not None or mask is None else mask.reshape(len(rewards), -1).sum(1)

@@ -94,6 +94,8 @@ def test_what_is_missing_or_unknown_is_named(evidence: Evidence) -> None:
             ADVANTAGES[name](evidence, **{option: 1})
     with pytest.raises(ValueError, match="estimator='grpo': it must be one of group, rloo"):
         TokenBatch.from_rewards(torch.zeros(B, T, dtype=torch.int64), evidence.rewards, group_size=4, estimator="grpo")
+    with pytest.raises(ValueError, match="rewards is list: pass a float tensor"):
+        TokenBatch.from_rewards(torch.zeros(2, T, dtype=torch.int64), [1.0, 0.0], group_size=2)  # type: ignore[arg-type]
 
 
 def test_a_batch_is_made_with_any_estimator(evidence: Evidence) -> None:
