@@ -131,7 +131,8 @@ def front_block(folder: Path) -> str:
     path = folder / machine / "plots" / f"{front.NAME}.svg"
     link = f"![Time and memory of everybody in both]({Path(os.path.relpath(path, README.parent)).as_posix()})\n\n"
     sources = [f"- {which}: {source(standing.record)}" for which, standing in front.extremes(folder, machine)]
-    return "\n".join([(link if path.exists() else "") + front.table(folder, machine), "", *sources])
+    without = [] if any(name != "cpu" for name in machines(folder)) else ["", gpus(folder, README)]
+    return "\n".join([(link if path.exists() else "") + front.table(folder, machine), "", *sources, *without])
 
 
 def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:

@@ -9,6 +9,7 @@ the same to rounding. Each run has a process of its own, whose memory is then it
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -109,6 +110,8 @@ def train(name: str, folder: Path) -> None:
 
 def main() -> list[dict[str, Any]]:
     """What was compared, in milliseconds and megabytes before and after."""
+    if importlib.util.find_spec("trl") is None:
+        raise SystemExit("this example compares with TRL: pip install '.[trl]'")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder / "model")
