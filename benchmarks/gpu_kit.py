@@ -11,7 +11,7 @@ so far: summary.md, results.tar.gz (the JSON files and pictures), logs.tar.gz an
 what an earlier call brought home, `--work` with what is in that folder: stages that ended well are not run again unless --stages
 names them, and measured cells are not measured again. `--rehearse` runs the same script on a CPU, small.
 
-How to copy the results into the repository, for the tables and the pictures of the README:
+How to copy the results into the repository, for the tables and the pictures of the documentation:
 
     tar xzf DIR/results.tar.gz -C benchmarks results && python -m benchmarks.plots && python -m benchmarks.tables --write
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +12,9 @@ from hypothesis import strategies as st
 
 from grpo_kernels import TokenSets
 from grpo_kernels.batch import shift_targets
+from support.pages import example
 from support.sets import ROWS, SOME, assert_facts, examples, ints, lists, number
 
-ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").is_file())
 NAN = float("nan")
 
 
@@ -215,18 +213,13 @@ def test_device() -> None:
 # ---- the page
 
 
-def snippets() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "kept_sets.md").read_text(), re.DOTALL)
-
-
 def test_the_page_of_kept_sets_runs() -> None:
     """Two sequences of a prompt and a completion, read from each of the formats: the same sets."""
     ids, completion_mask = torch.tensor([[9, 1, 2, 3], [9, 9, 4, 0]]), torch.tensor([[0, 1, 1, 1], [0, 0, 1, 0]])
     records = [[[1, 5], [2], [3, 7, 6]], [[8, 4]]]
     expected = [[1, 5], [2], [3, 7, 6], [], [], [8, 4], [], []]
-    first, *rest = snippets()
-    exec(first, {})
-    of_lists, of_counts, of_a_response, *_ = rest  # what follows is run by the tests of the README
+    exec(example("assert (kept.rows"), {})
+    of_lists, of_counts, of_a_response = map(example, ("output.sampling_mask", "from_counts(kept_ids", "of_sequence"))
     given: dict[str, Any] = {"TokenSets": TokenSets, "ids": ids, "completion_mask": completion_mask}
     given["outputs"] = [SimpleNamespace(sampling_mask=SimpleNamespace(token_ids=own)) for own in records]
     exec(of_lists, given)
@@ -237,4 +230,4 @@ def test_the_page_of_kept_sets_runs() -> None:
     for b, prompt_length in enumerate((1, 2)):
         given |= {"response": TokenSets.from_lists(records[b]), "prompt_length": prompt_length, "length": 4}
         exec(of_a_response, given)
-        assert lists(given["kept"]) == expected[4 * b : 4 * b + 4]
+        assert lists(given["of_sequence"]) == expected[4 * b : 4 * b + 4]

@@ -103,7 +103,7 @@ def check(name: str, environment: Environment, archive: Path, work: Path, files:
     home = work / name
     shutil.rmtree(home, ignore_errors=True)
     tests = home / "checkout"
-    for folder in ("tests", "benchmarks", "examples"):
+    for folder in ("tests", "benchmarks", "examples", "docs"):
         shutil.copytree(ROOT / folder, tests / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / file, tests)
