@@ -27,8 +27,10 @@ const char built_from[] = "grpo_kernels built from sha256:" GRPO_SOURCES;
 void bind_divergence(nb::module_& m);  // bind_divergence.cpp
 void bind_products(nb::module_& m);    // bind_products.cpp
 void bind_program(nb::module_& m);     // bind_program.cpp
+void bind_select(nb::module_& m);      // bind_select.cpp
 void bind_sparse(nb::module_& m);      // bind_sparse.cpp
 void use_divergence_kernels(const std::string& isa);
+void use_select_kernels(const std::string& isa);
 void use_sparse_kernels(const std::string& isa);
 
 namespace {
@@ -145,6 +147,7 @@ void use_isa(const std::string& name) {
         if (name == table->name) {
             kernels = table;
             use_divergence_kernels(name);
+            use_select_kernels(name);
             use_sparse_kernels(name);
             return;
         }
@@ -162,8 +165,10 @@ NB_MODULE(_cpu, m) {
     bind_divergence(m);
     bind_products(m);
     bind_program(m);
+    bind_select(m);
     bind_sparse(m);
     use_divergence_kernels(kernels->name);
+    use_select_kernels(kernels->name);
     use_sparse_kernels(kernels->name);
     m.attr("built_from") = built_from;
     m.def("compiler", [] { return std::string(GRPO_COMPILER); });

@@ -28,6 +28,7 @@ from .objective import Denominators, Objective
 from .options import Options
 from .projection import Head
 from .rewards.advantages import group_advantages
+from .sparsity import Sparse
 from .token_sets import TokenSets
 from .transform import LogitTransform
 from .vocabulary.backends import use
@@ -56,6 +57,7 @@ __all__ = [
     "Options",
     "PolicyGradient",
     "Sapo",
+    "Sparse",
     "TokenBatch",
     "TokenSets",
     "TrustRegion",

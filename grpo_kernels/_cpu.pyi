@@ -66,6 +66,11 @@ def d_weight(
     start: int, start_stride: int, out: int, out_is_bf16: bool, out_stride: int,
     rows: int, width: int, vocab: int, threads: int, /,
 ) -> None: ...  # fmt: skip
+def select(
+    logits: int, dtype: int, stride: int, vocab: int, count: int, targets: int,
+    scale: float, softcap: float, inv_temperature: float, inv_temperatures: int, max: int, sum: int,
+    per_unit: float, starts: int, capacity: int, ids: int, taken: int, masses: int, threads: int, /,
+) -> None: ...  # fmt: skip
 def slot_logits(
     hidden: int, hidden_dtype: int, hidden_stride: int, rows: int, weight: int, weight_dtype: int, weight_stride: int,
     vocab: int, width: int, ids: int, slot_rows: int, logits: int, count: int, threads: int, /,

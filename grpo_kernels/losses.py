@@ -16,7 +16,18 @@ from .loss_output import LossOutput
 from .loss_stages import Call, loss_of_logps, loss_of_source, with_divergence
 from .missing import check_kept, rows_with_sets
 from .objective import Denominators, Objective
-from .options import Options, hidden_source, is_traced, leaves_the_graph, logits_source, merged, outside
+from .options import (
+    NO_PRODUCT,
+    NOT_BOUNDED,
+    Options,
+    draws,
+    hidden_source,
+    is_traced,
+    leaves_the_graph,
+    logits_source,
+    merged,
+    outside,
+)
 from .projection import Head
 from .reference import (
     Policy,
@@ -94,6 +105,7 @@ def grpo_loss(
     _check_specs(batch, objective)
     check_given("ref_logits", ref_logits, objective, batch)
     options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
+    options.refuse_sparse(NO_PRODUCT)
     sets = batch.kept if ref_logits is None else ref_logits
     if is_traced() and leaves_the_graph(sets, None, shard=shard, context_group=batch.context_group):
         given: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "shard": shard}
@@ -196,6 +208,8 @@ def linear_grpo_loss(
         weight, bias, transform, shard, weight_grad = weight.parts(**beside)
     options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
     exact = objective.exact
+    if exact is not None:
+        options.refuse_sparse(NOT_BOUNDED)
     if is_traced() and leaves_the_graph(exact or batch.kept, weight_grad, shard=shard, context_group=batch.context_group):
         given: dict[str, Any] = {"bias": bias, "reference": reference, "transform": transform, "normalizer": normalizer}
         given |= {"shard": shard, "weight_grad": weight_grad}
@@ -230,7 +244,8 @@ def linear_grpo_loss(
         rows = objective.token_rows(batch, normalizer, options.skip_inactive)
     if exact is not None:
         rows = scaled_by_temperature(rows, exact, row_transform)
-    call = Call(batch, objective, rows, kept, options, row_transform, objective.one_pass, teacher)
+    one_visit = objective.one_pass and draws(options, head) is None  # columns are drawn before the slopes are known
+    call = Call(batch, objective, rows, kept, options, row_transform, one_visit, teacher)
     return loss_of_source(call, functools.partial(source_of, head, rows), head.tensors)
 
 

@@ -2,6 +2,7 @@
 
     torch.ops.grpo_kernels.stats, pull                   from logits
     torch.ops.grpo_kernels.linear_stats, linear_pull     from hidden states and a head
+    torch.ops.grpo_kernels.linear_draw, linear_pull_drawn  the same with columns that are drawn for a sparse gradient
 
 What crosses this border are tensors, numbers and names. Each operator has a schema and a fake implementation, so that a graph
 goes through without a break and with symbolic row counts. `VocabularyStage` calls them in place of the kernels, and gives the
@@ -17,8 +18,11 @@ from typing import Any
 import torch
 
 from .layout import check_targets
+from .sparsity import Sparse
 from .vocabulary import backends
 from .vocabulary.rows import RowStats, RowTransform, Slopes
+from .vocabulary.sampled import SampledHidden
+from .vocabulary.selection import capacity
 from .vocabulary.sources import Hidden, Logits
 
 Tensor = torch.Tensor
@@ -26,6 +30,7 @@ Tensor = torch.Tensor
 ROWS = "Tensor targets, Tensor? read"
 SLOPES = "Tensor partials, str[] names, Tensor slope, Tensor? constant, Tensor? log, Tensor? prob"
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias, ScalarType dtype"
+DRAWS = "Tensor ids, Tensor offsets, Tensor rows, Tensor logits, float step"
 TRANSFORM = "float scale, float softcap, float inv_temperature, Tensor? inv_temperatures, str backend, bool strict"
 
 
@@ -87,12 +92,14 @@ def _linear_stats(
     return Hidden(backend, dtype).stats((hidden, weight, bias), targets, read, transform, tuple(names)).values
 
 
+def _fake_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *rest: Any) -> tuple[Tensor, ...]:
+    pairs = zip((hidden, weight, bias), rest, strict=False)
+    return tuple(torch.empty_like(x) if wanted and x is not None else hidden.new_empty(0) for x, wanted in pairs)
+
+
 @_operator(
     f"({HEAD}, bool d_hidden, bool d_weight, bool d_bias, {ROWS}, {SLOPES}, {TRANSFORM}) -> (Tensor, Tensor, Tensor)",
-    lambda hidden, weight, bias, dtype, h, w, b, *rest: tuple(
-        torch.empty_like(x) if wanted and x is not None else hidden.new_empty(0)
-        for x, wanted in ((hidden, h), (weight, w), (bias, b))
-    ),
+    _fake_gradients,
 )
 def _linear_pull(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, h: bool, w: bool, b: bool,
@@ -102,6 +109,44 @@ def _linear_pull(
     tensors, stats = (hidden, weight, bias), RowStats(partials, tuple(names))
     gradients = Hidden(backend, dtype).pull(tensors, (h, w, b), targets, read, stats, slopes, transform)
     return tuple(hidden.new_empty(0) if g is None else g for g in gradients)  # an operator cannot return None
+
+
+def _fake_draw(
+    hidden: Tensor, weight: Tensor, bias: Any, dtype: Any, targets: Tensor, read: Any, names: Any, step: float, *rest: Any
+) -> tuple[Tensor, ...]:
+    n = targets.numel()
+    ids, offsets = (torch.empty(k, dtype=torch.int64, device=targets.device) for k in (n * capacity(step), n + 1))
+    return _fake_stats(targets, names), ids, offsets, torch.empty_like(ids), torch.empty_like(ids, dtype=torch.float32)
+
+
+@_operator(
+    f"({HEAD}, {ROWS}, str[] names, float step, SymInt seed, SymInt first_row, {TRANSFORM}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_draw,
+)
+def _linear_draw(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, targets: Tensor, read: Tensor | None,
+    names: list[str], step: float, seed: int, first_row: int, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    check_targets(targets, read, weight.shape[0])
+    transform, backend = _at_run_time(rest, targets.device)
+    source = SampledHidden(backend, dtype, sparse=Sparse(step, seed, first_row), padded=True)
+    stats = source.stats((hidden, weight, bias), targets, read, transform, tuple(names))
+    return stats.values, *stats.draws
+
+
+@_operator(
+    f"({HEAD}, bool d_hidden, bool d_weight, bool d_bias, {ROWS}, {SLOPES}, {DRAWS}, {TRANSFORM}) -> (Tensor, Tensor, Tensor)",
+    _fake_gradients,
+)
+def _linear_pull_drawn(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, h: bool, w: bool, b: bool,
+    targets: Tensor, read: Tensor | None, partials: Tensor, names: list[str], *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    slopes, draws, step, (transform, backend) = Slopes(*rest[:4]), rest[4:8], rest[8], _at_run_time(rest[9:], targets.device)
+    source, stats = SampledHidden(backend, dtype, sparse=Sparse(step)), RowStats(partials, tuple(names), draws=draws)
+    gradients = source.pull((hidden, weight, bias), (h, w, b), targets, read, stats, slopes, transform)
+    return tuple(hidden.new_empty(0) if g is None else g for g in gradients)
 
 
 # ---- sources that put these operators into a graph
@@ -137,24 +182,32 @@ class TracedLogits(_Traced):
 
 @dataclass(frozen=True, eq=False)
 class TracedHidden(_Traced):
-    """`Hidden` in a graph."""
+    """`Hidden` in a graph; with `sparse`, `SampledHidden`."""
 
     backend: str
     strict: bool
     dtype: torch.dtype
+    sparse: Sparse | None = None
 
     def stats(
         self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
     ) -> RowStats:
-        rows = (self.dtype, targets, read, list(names))
-        return RowStats(_linear_stats(*tensors, *rows, *_numbers(transform), self.backend, self.strict), names)
+        rows, how = (self.dtype, targets, read, list(names)), (*_numbers(transform), self.backend, self.strict)
+        if self.sparse is None:
+            return RowStats(_linear_stats(*tensors, *rows, *how), names)
+        values, *draws = _linear_draw(*tensors, *rows, self.sparse.step, self.sparse.seed, self.sparse.first_row, *how)
+        return RowStats(values, names, draws=tuple(draws))
 
     def pull(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
         slopes: Slopes, transform: RowTransform, several: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        rows = (targets, read, stats.values, list(stats.names), *slopes[:4])
-        gradients = _linear_pull(*tensors, self.dtype, *wanted, *rows, *_numbers(transform), self.backend, self.strict)
+        rows = (self.dtype, *wanted, targets, read, stats.values, list(stats.names), *slopes[:4])
+        how = (*_numbers(transform), self.backend, self.strict)
+        if self.sparse is None:
+            gradients = _linear_pull(*tensors, *rows, *how)
+        else:
+            gradients = _linear_pull_drawn(*tensors, *rows, *stats.draws, self.sparse.step, *how)
         return tuple(g if w else None for g, w in zip(gradients, wanted, strict=True))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,10 +11,12 @@ import torch
 from .checks import require
 from .missing import check_missing
 from .operators import TracedHidden, TracedLogits
+from .sparsity import Sparse
 from .vocabulary import backends
 from .vocabulary.hidden import FlatHead, TeacherHead
 from .vocabulary.kept import KeptRows
 from .vocabulary.rows import Teacher
+from .vocabulary.sampled import SampledHidden
 from .vocabulary.shard import VocabShard, on_shard
 from .vocabulary.sources import Hidden, Logits, Source
 from .vocabulary.sparse import Slots
@@ -23,6 +25,13 @@ from .vocabulary.weight_gradient import WeightMemory
 Tensor = torch.Tensor
 
 OVER = ("kept", "vocabulary")
+
+#: Why columns are not drawn.
+NO_PRODUCT = "logits that exist have no product to save: draw columns from hidden states (linear_grpo_loss, linear_logprobs)"
+NOT_BOUNDED = (
+    "the gradient of an exact divergence has parts that the policy's probabilities do not bound (log q where q is small, or q "
+    "itself), so that columns drawn by them would have no bounded error"
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,8 @@ class Options:
                     entropy bonus its backward too.
     reference_over  what ref_logps, or the log-probs of `reference`, run over in rows with a set: "kept" or "vocabulary". With
                     "vocabulary" the KL compares log-probs of the whole row, which costs what entropy_over="vocabulary" costs.
+    sparse          `Sparse`: gradients from hidden states by few columns of each row, unbiased, for a third of the products. None:
+                    all columns.
     skip_inactive, backend, strict    as the keywords of these names, in place of them.
 
     Without kept sets the first three change nothing. Raises ValueError naming the field that is wrong."""
@@ -51,6 +62,7 @@ class Options:
     skip_inactive: bool = False
     backend: str = "auto"
     strict: bool = False
+    sparse: Sparse | None = None
 
     def __post_init__(self) -> None:
         if self.missing is not None:
@@ -60,6 +72,13 @@ class Options:
         for name in ("skip_inactive", "strict"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "pass True or False.")
         backends.check_name(self.backend)
+        if self.sparse is not None:
+            remedy = "pass a Sparse, for example Sparse(step=1 / 256), or None."
+            require(isinstance(self.sparse, Sparse), "sparse", self.sparse, remedy)
+
+    def refuse_sparse(self, reason: str) -> None:
+        """Raise ValueError where columns are to be drawn and cannot be."""
+        require(self.sparse is None, "sparse", self.sparse, f"{reason}; leave it out of the options.")
 
     @property
     def over_vocabulary(self) -> tuple[str, ...] | None:
@@ -81,11 +100,10 @@ def merged(options: Options | None, *, backend: str = "auto", strict: bool = Fal
     if not isinstance(options, Options):
         raise ValueError(f"options is a {type(options).__name__}: pass Options, for example Options(backend='eager').")
     given: dict[str, Any] = {"backend": backend, "strict": strict, "skip_inactive": skip_inactive}
-    plain = {f.name: f.default for f in fields(Options)}
-    given = {name: value for name, value in given.items() if value != plain[name]}
+    given = {name: value for name, value in given.items() if value != getattr(DEFAULTS, name)}
     for name, value in given.items():
         said = getattr(options, name)
-        if said not in (plain[name], value):
+        if said not in (getattr(DEFAULTS, name), value):
             raise ValueError(f"{name}={value!r}, but options has {name}={said!r}: say it in one place.")
     return replace(options, **given) if given else options
 
@@ -131,17 +149,25 @@ def logits_source(
     return Logits(backend, inplace, shard, kept, at, teacher=teacher)
 
 
+def draws(options: Options, head: FlatHead) -> Sparse | None:
+    """How columns are drawn for the gradient of a head; None where there is no gradient, or it is dense."""
+    needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in head.tensors)
+    in_func = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return options.sparse if needed or in_func else None
+
+
 def hidden_source(
     head: FlatHead, read: Tensor | None, options: Options, rows: tuple[Tensor, int] | None = None, kept: KeptRows | None = None,
     into: WeightMemory | None = None, at: Slots | None = None, teacher: TeacherHead | None = None,
 ) -> Source:  # fmt: skip
     """The source for a checked head. `rows`: (index, active) of `Hidden`; None where the caller does not know them."""
     if torch.compiler.is_compiling():
-        return TracedHidden(options.backend, options.strict, head.dtype)
+        return TracedHidden(options.backend, options.strict, head.dtype, draws(options, head))
     backend = backends.pick(options.backend, head.hidden.device, options.strict)
     backend = backend if head.shard is None else on_shard(backend, head.shard)
     index, active = (None, None) if rows is None else rows
-    source = Hidden(backend, head.dtype, head.shard, index, active, kept, into, at, teacher=teacher)
+    given = (backend, head.dtype, head.shard, index, active, kept, into, at, teacher)
+    source = Hidden(*given) if draws(options, head) is None else SampledHidden(*given, sparse=options.sparse)
     if index is not None or torch._C._are_functorch_transforms_active():
         return source
     return replace(source, index=source.rows_of(head.hidden.shape[0], read, head.hidden.device))

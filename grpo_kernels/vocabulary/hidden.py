@@ -19,6 +19,7 @@ from .backends import Backend, FusedRows, visit
 from .blocks import Work
 from .products import Products, keeps_rows, products_for
 from .rows import RowStats, RowTransform, Slopes, Teacher
+from .selection import Draws
 from .shard import VocabShard, check_shard, refuse_managed
 from .sparse import Slots, plain
 
@@ -219,13 +220,18 @@ class Engine:
             logits, of_teacher = self.products.logits(hidden), self.of_teacher.logits(second.to(self.of_teacher.dtype))
         return logits, self.teacher.of(of_teacher, at)
 
-    def forward(self, index: Tensor, targets: Tensor, transform: RowTransform, names: tuple[str, ...]) -> RowStats:
-        """Partials [q, N]: computed for the rows of `index`; the other rows get the values of a row that is not read."""
+    def forward(
+        self, index: Tensor, targets: Tensor, transform: RowTransform, names: tuple[str, ...], draws: Draws | None = None
+    ) -> RowStats:  # fmt: skip
+        """Partials [q, N]: computed for the rows of `index`; the other rows get the values of a row that is not read. `draws` takes
+        columns of each chunk while its logits are there."""
         stats = RowStats.not_read(names, targets.numel(), self.hidden.device, self.teacher)
         for at, hidden in self._chunks(index):
             logits, teacher = self._logits(at, hidden)
             part = visit(self.backend, logits[None], targets[at], None, transform.at(at), names, teacher)
             stats.values[:, at] = part.values
+            if draws is not None:
+                draws.take(logits, at, targets[at], part, transform.at(at))
             del logits, teacher  # before the next chunk's are made
         return stats
 

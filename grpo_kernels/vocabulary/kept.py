@@ -103,7 +103,7 @@ class KeptRows:
     def joined(self, of_sets: R, of_others: R) -> R:
         """Per-row results, those of rows with sets and those of the others."""
         if isinstance(of_sets, RowStats):
-            return of_sets._replace(values=torch.where(self.has, of_sets.values, of_others.values))
+            return of_others._replace(values=torch.where(self.has, of_sets.values, of_others.values))
         both = zip(FusedRows._fields, of_sets, of_others, strict=True)
         return type(of_sets)(**{name: torch.where(self.has, x, y) for name, x, y in both if x is not None and y is not None})
 

@@ -51,9 +51,7 @@ class RowTransform(NamedTuple):
 class Teacher(NamedTuple):
     """A second stream of rows, over the same ids: the q of a divergence. It gets no gradient."""
 
-    logits: (
-        Tensor  # [A, T, V] like the student's, any strides in front; fp32, bf16 or fp16, which may differ from the student's
-    )
+    logits: Tensor  # [A, T, V] like the student's, any strides in front; fp32, bf16 or fp16, the student's or another
     transform: RowTransform  # of its own
     kind: str  # "reverse", "forward" or "jsd", see `divergence.py`
     mixture: float  # the share of the teacher in the mixture of "jsd", else 0
@@ -115,6 +113,7 @@ class RowStats(NamedTuple):
 
     values   fp32 [q, n], a row for each of `names`.
     kind, mixture   of the divergence, as `Teacher` has them; "" without one.
+    draws    columns that were drawn while the logits were there, see `selection.Draws.tensors`.
 
     A row of only -inf has max -inf and sum 0; its log-prob and entropy are NaN, as torch's log_softmax has it. A NaN among the
     logits is a NaN in sum, whatever max is."""
@@ -123,6 +122,7 @@ class RowStats(NamedTuple):
     names: tuple[str, ...]
     kind: str = ""
     mixture: float = 0.0
+    draws: tuple[Tensor, ...] = ()
 
     @classmethod
     def empty(cls, names: tuple[str, ...], n: int, device: torch.device, teacher: Any = None) -> RowStats:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..checks import as_number, require, require_whole
 from .backends import FusedRows, SparseBackend, two_visits
 from .rows import MIXED, RowStats, RowTransform, Slopes, Teacher, merge
+from .selection import Drawn
 
 if TYPE_CHECKING:
     from ..formulas.token_stage import TokenRows
@@ -196,6 +197,29 @@ class VocabParallel:
     ) -> FusedRows:  # fmt: skip
         """Two visits with the exchange between them."""
         return two_visits(self, logits, rows, objective, transform, out, max(1, rows.targets.numel()), teacher)
+
+    def masses(self, logits: Tensor, targets: Tensor, stats: RowStats, transform: RowTransform, step: float) -> Tensor:
+        """Of this rank's columns."""
+        own = self._own(logits)
+        if own.shape[-1] == 0:
+            return torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+        return self.backend.masses(own, targets - self.shard.start, stats, transform, step)
+
+    def select(
+        self, logits: Tensor, targets: Tensor, stats: RowStats, transform: RowTransform, step: float, starts: Tensor
+    ) -> Drawn:  # fmt: skip
+        """This rank's columns of those that whole rows have: the running sum goes on from the ranks before."""
+        start, ranks = self.shard.start, self.shard.ranks
+        if ranks > 1:
+            mass = self.masses(logits, targets, stats, transform, step)
+            sent = torch.cat([mass, mass.new_tensor([start])])
+            everyone = sent.new_empty(ranks, sent.numel())
+            all_gather(everyone, sent[None], self.shard.group)
+            starts = starts + torch.where(everyone[:, -1:] < start, everyone[:, :-1], 0).sum(0)
+        own = self._own(logits)
+        if own.shape[-1] == 0:
+            return Drawn.nothing(logits.shape[0], step, logits.device)
+        return self.backend.select(own, targets - start, stats, transform, step, starts)
 
     def _own(self, logits: Tensor) -> Tensor:
         """The columns that are ids; the others are padding."""

@@ -14,7 +14,7 @@ from .memory import converted, empty_like, zeros
 from .rows import RowStats, RowTransform, Slopes, Teacher
 from .several import LogitsAt
 from .shard import VocabShard, of_own_part
-from .sparse import Slots
+from .sparse import Slots, logits_at, merged
 from .weight_gradient import LateGradient, SlotGradient, WeightGradient, WeightMemory
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ class Logits:
         (logits,) = tensors
         assert self.at is not None
         own, teacher = self._own(logits), self.teacher
-        second = None if teacher is None else teacher._replace(logits=_at(teacher.logits, own))
-        return LogitsAt.of(self.at, _at(logits, own), own, second, self.kept, self.shard)
+        second = None if teacher is None else teacher._replace(logits=logits_at(teacher.logits, own))
+        return LogitsAt.of(self.at, logits_at(logits, own), own, second, self.kept, self.shard)
 
     def stats(
         self, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...]
@@ -81,7 +81,7 @@ class Logits:
         if self.kept is None:
             return visit(self.backend, logits, targets, read, transform, names, self.teacher)
         stage = self._stage(logits)
-        of_sets = stage.stats(_at(logits, stage.slots), transform, names)
+        of_sets = stage.stats(logits_at(logits, stage.slots), transform, names)
         if self.kept.has_all:
             return of_sets
         others = visit(self.backend, logits, targets, self.kept.others(read), transform, names, self.teacher)
@@ -95,7 +95,7 @@ class Logits:
         stage = None if self.kept is None else self._stage(logits)
         of_sets = None
         if stage is not None and self.kept is not None:
-            of_sets = self.kept.replaced(stage.pull(_at(logits, stage.slots), stats, slopes, transform), self.at, several)
+            of_sets = self.kept.replaced(stage.pull(logits_at(logits, stage.slots), stats, slopes, transform), self.at, several)
         out = self._out(logits)
         if self.kept is None or not self.kept.has_all:
             slopes = slopes if self.kept is None else slopes.where(~self.kept.has)
@@ -103,7 +103,7 @@ class Logits:
             if several is not None:
                 own = self._own(logits)
                 here = _whole_rows(self, own, read)
-                a, t, ids = (x[here] for x in _positions(out, own))
+                a, t, ids = (x[here] for x in own.positions(out.shape[1]))
                 out[a, t, ids] = several[here].to(out.dtype)
         return (self._written(logits, out, stage, of_sets),)
 
@@ -117,7 +117,7 @@ class Logits:
             result = self.backend.fused(logits, rows, objective, transform, out, teacher=self.teacher)
             return result, (None if out is None else self._written(logits, out, None, None),)
         stage = self._stage(logits)
-        result, of_sets = stage.fused(_at(logits, stage.slots), rows, objective, transform, wanted[0])
+        result, of_sets = stage.fused(logits_at(logits, stage.slots), rows, objective, transform, wanted[0])
         if of_sets is not None and self.kept.has_all and not self.inplace:
             return result, (_of_slots(logits, stage, of_sets),)
         out = self._out(logits) if wanted[0] else None
@@ -131,7 +131,7 @@ class Logits:
         assert self.kept is not None
         stage = KeptStage(self.kept, of_own_part(self.backend), logits.shape[-1], self.shard)
         if self.teacher is not None:
-            stage.teacher = self.teacher._replace(logits=_at(self.teacher.logits, stage.slots))
+            stage.teacher = self.teacher._replace(logits=logits_at(self.teacher.logits, stage.slots))
         return stage
 
     def _own(self, logits: Tensor) -> Slots:
@@ -157,7 +157,7 @@ class Logits:
 
 def _of_slots(logits: Tensor, stage: KeptStage, of_sets: Tensor) -> SlotGradient:
     own = torch.where(stage.slots.ids >= 0, of_sets, 0.0)
-    return SlotGradient(logits.shape, logits.dtype, _positions(logits, stage.slots), own)
+    return SlotGradient(logits.shape, logits.dtype, stage.slots.positions(logits.shape[1]), own)
 
 
 def _whole_rows(source: Logits | Hidden, own: Slots, read: Tensor | None) -> Tensor:
@@ -168,25 +168,12 @@ def _whole_rows(source: Logits | Hidden, own: Slots, read: Tensor | None) -> Ten
     return (here if read is None else here & read[own.rows]).nonzero()[:, 0]
 
 
-def _positions(logits: Tensor, slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
-    inner = logits.shape[1]
-    return slots.rows // inner, slots.rows % inner, slots.ids.clamp(min=0)
-
-
-def _at(logits: Tensor, slots: Slots) -> Tensor:
-    """fp32 [m]: the logits at slots; anything where one is not in use."""
-    if logits.shape[-1] == 0:  # of a rank without a part of the vocabulary
-        return torch.zeros(slots.ids.shape, device=logits.device)
-    return logits[_positions(logits, slots)].to(torch.float32)
-
-
 @dataclass(frozen=True, eq=False)
 class Hidden:
     """Rows of logits that are computed from hidden states [n, H], weight [V, H] and bias [V] or None, some rows at a time.
 
     dtype    what the products run in.
-    index    the rows that are read over the whole vocabulary, [m] int64; None: found from `read`, for which the host waits on a
-             GPU.
+    index    the rows that are read over the whole vocabulary, [m] int64; None: found from `read`, for which the host waits on a GPU.
     active   how many of `index`, from its first on, can have a slope; None: all. On a CPU, where it costs no wait, rows whose
              slopes are zero are left out of the products as well.
     kept     the rows that have a set of ids, which take part in no product with the whole weight.
@@ -218,13 +205,19 @@ class Hidden:
         head = self._head(tensors)
         with torch.autocast(targets.device.type, enabled=False):
             if self.kept is None:
-                return self._engine(head).forward(self._rows(targets, read), targets, transform, names)
+                return self._forward(head, self._rows(targets, read), targets, transform, names)
             stage = self._stage(head)
             of_sets = stage.stats(self._at(head, stage.slots), transform, names)
             index = self._rows(targets, read)
             if index.numel() == 0:
                 return of_sets
-            return self.kept.joined(of_sets, self._engine(head).forward(index, targets, transform, names))
+            return self.kept.joined(of_sets, self._forward(head, index, targets, transform, names))
+
+    def _forward(
+        self, head: FlatHead, index: Tensor, targets: Tensor, transform: RowTransform, names: tuple[str, ...]
+    ) -> RowStats:  # fmt: skip
+        """Of the rows that run over the whole vocabulary."""
+        return self._engine(head).forward(index, targets, transform, names)
 
     def pull(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
@@ -238,27 +231,35 @@ class Hidden:
                 "deepspeed.zero.GatheredParameters around both; FSDP: reshard_after_forward=False), or use linear_grpo_loss with "
                 "an objective of one pass (Objective.one_pass), whose gradient is made in the forward."
             )
-        index = self._rows(targets, read)[: self.active]
         head = self._head(tensors)
-        own = None if several is None else self._own(head)
+        engine = self._engine(head, wanted)
+        with torch.autocast(targets.device.type, enabled=False):
+            slots, at_slots = self._backward(engine, targets, read, stats, slopes, transform, several)
+            if self.kept is not None:
+                stage = self._stage(head)
+                of_sets = stage.pull(self._at(head, stage.slots), stats, slopes, transform)
+                of_sets = self.kept.replaced(of_sets, self.at, several)
+                slots, at_slots = merged(slots, at_slots, stage.slots, of_sets)
+        d_hidden, late, d_bias = self._gradients(engine, slots, at_slots)
+        gradients = zip((d_hidden, None if late is None else late.made(), d_bias), tensors, strict=True)
+        return tuple(None if g is None else converted(g, x.dtype) for g, x in gradients)
+
+    def _backward(
+        self, engine: Engine, targets: Tensor, read: Tensor | None, stats: RowStats, slopes: Slopes, transform: RowTransform,
+        several: Tensor | None,
+    ) -> tuple[Slots | None, Tensor | None]:  # fmt: skip
+        """The gradients of the rows that run over the whole vocabulary: in the engine, or as those of the logits at slots."""
+        index = self._rows(targets, read)[: self.active]
+        own = None if several is None else self._own(engine.head)
         if targets.device.type == "cpu":
             nonzero = slopes.nonzero
             if own is not None:  # slopes of several ids may cancel in the sum of their row
                 nonzero = nonzero.index_fill(0, own.rows[several != 0], True)
             index = index[nonzero[index]]
-        engine = self._engine(head, wanted)
         if self.into is not None:  # all factors are in the slopes
             engine.d_weight = self.into.sum_of_chunks
-        with torch.autocast(targets.device.type, enabled=False):
-            engine.backward(index, targets, stats, slopes, transform, own, several)
-            slots, of_sets = None, None
-            if self.kept is not None:
-                stage = self._stage(head)
-                slots, of_sets = stage.slots, stage.pull(self._at(head, stage.slots), stats, slopes, transform)
-                of_sets = self.kept.replaced(of_sets, self.at, several)
-        d_hidden, late, d_bias = self._gradients(engine, slots, of_sets)
-        gradients = (d_hidden, None if late is None else late.made(), d_bias)
-        return tuple(None if g is None else converted(g, x.dtype) for g, x in zip(gradients, tensors, strict=True))
+        engine.backward(index, targets, stats, slopes, transform, own, several)
+        return None, None
 
     def fused(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], rows: TokenRows, objective: Objective, transform: RowTransform

@@ -27,6 +27,10 @@ class Slots(NamedTuple):
         """These slots counted in `count` columns, of which the first is the id `first`; -1 where the id is not among them."""
         return self._replace(ids=torch.where((self.ids >= first) & (self.ids < first + count), self.ids - first, -1))
 
+    def positions(self, inner: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Indices of the slots into logits [A, inner, V]; those of another one where a slot is not in use."""
+        return self.rows // inner, self.rows % inner, self.ids.clamp(min=0)
+
     @property
     def pairs(self) -> Tensor:
         """int64 [m]: a number for each pair (row, id)."""
@@ -38,3 +42,19 @@ def plain(x: Tensor) -> Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
+
+
+def logits_at(logits: Tensor, slots: Slots) -> Tensor:
+    """fp32 [m]: those of logits [A, T, V] at slots; anything where one is not in use."""
+    if logits.shape[-1] == 0:  # of a rank without a part of the vocabulary
+        return torch.zeros(slots.ids.shape, device=logits.device)
+    return logits[slots.positions(logits.shape[1])].to(torch.float32)
+
+
+def merged(slots: Slots | None, values: Tensor | None, others: Slots, of_others: Tensor) -> tuple[Slots, Tensor]:
+    """Slots of the same rows with their values, in the order of rows."""
+    if slots is None or values is None:
+        return others, of_others
+    rows, order = torch.cat([slots.rows, others.rows]).sort(stable=True)
+    ids = torch.cat([slots.ids, others.ids])[order]
+    return Slots(ids, slots.offsets + others.offsets, rows), torch.cat([values, of_others])[order]

@@ -105,7 +105,7 @@ class VocabularyStage(torch.autograd.Function):
         stats = source.stats(tensors, targets, read, transform, names)
         found = (stats.logps, *(stats.statistic(name, read) for name in statistics))
         if source.at is None:
-            return *found, stats.values
+            return *found, *stats.draws, stats.values
         several = source.logits_at(tensors)
         of_teacher = () if several.teacher is None else (several.teacher.logits,)
         return *found, several.log_probs(stats, read, transform), several.logits, several.used, *of_teacher, stats.values
@@ -114,13 +114,14 @@ class VocabularyStage(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         source, statistics, with_gradient, names, targets, read, scale, softcap, inv_temperature, *tensors = inputs
         values = dict(zip(statistics, output[1:], strict=False))
-        several = () if source.at is None else output[len(statistics) + 2 : -1]  # behind the log-probs at these ids
+        # What the backward needs beside partials: logits at further ids, behind their log-probs, or columns that were drawn.
+        several = output[len(statistics) + (1 if source.at is None else 2) : -1]
         ctx.set_materialize_grads(False)
         fixed = (x for name, x in values.items() if name not in with_gradient)
         ctx.mark_non_differentiable(output[-1], *several, *fixed)
         per_row = isinstance(inv_temperature, Tensor)
         ctx.source, ctx.statistics, ctx.with_gradient, ctx.names = source, statistics, with_gradient, names
-        ctx.versions = _versions(source)
+        ctx.versions, ctx.draws = _versions(source), 0 if source.at is not None else len(several)
         ctx.numbers = (scale, softcap, None if per_row else inv_temperature)
         kept = [values[name] for name in with_gradient]
         ctx.save_for_backward(targets, read, inv_temperature if per_row else None, output[-1], *several, *kept, *tensors)
@@ -140,7 +141,7 @@ class VocabularyStage(torch.autograd.Function):
                 "the second stream of rows (its logits, hidden states or head) was written to between forward and backward, which "
                 "reads it again: call backward first, or pass a copy."
             )
-        plan = _Pull(ctx.source, ctx.names, ctx.needs_input_grad[9:], ctx.numbers, given, ctx.with_gradient)
+        plan = _Pull(ctx.source, ctx.names, ctx.needs_input_grad[9:], ctx.numbers, given, ctx.with_gradient, ctx.draws)
         slopes = [upstream[name] for name in given]
         return *(None,) * 9, *gradient_once(_pull, plan, targets, read, inv_temperatures, partials, *slopes, *saved)
 
@@ -189,6 +190,7 @@ class _Pull(NamedTuple):
     numbers: tuple[float, float, float | None]  # of the transform; None: temperatures of rows
     given: tuple[str, ...]  # statistics with an upstream gradient
     kept: tuple[str, ...]  # statistics whose values were kept
+    draws: int  # tensors of columns that were drawn
 
 
 def _pull(
@@ -203,14 +205,15 @@ def _pull(
         if teacher is not None:
             second, rest = Teacher(rest[0], teacher.transform, teacher.kind, teacher.mixture), rest[1:]  # type: ignore[arg-type]
         several = LogitsAt(slots, logits, used, second)  # type: ignore[arg-type]
+    draws, rest = rest[: plan.draws], rest[plan.draws :]
     values, tensors = rest[: len(plan.kept)], rest[len(plan.kept) :]
     d_several = upstream.pop("at", None)
     upstream = upstream or {"logps": torch.zeros_like(partials[0])}
     slopes = Slopes.of(dict(zip(plan.kept, values, strict=True)), upstream, read)  # type: ignore[arg-type]
     scale, softcap, number = plan.numbers
     transform = RowTransform(scale, softcap, inv_temperatures if number is None else number)  # type: ignore[arg-type]
-    of = () if teacher is None else (teacher.kind, teacher.mixture)
-    stats, gradient = RowStats(partials, plan.names, *of), None
+    of = ("", 0.0) if teacher is None else (teacher.kind, teacher.mixture)
+    stats, gradient = RowStats(partials, plan.names, *of, draws), None  # type: ignore[arg-type]
     if several is not None and d_several is not None:
         gradient, slopes = several.gradients(d_several.to(torch.float32), targets, read, stats, slopes, transform)
     return plan.source.pull(tensors, plan.wanted, targets, read, stats, slopes, transform, gradient)

@@ -13,6 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from grpo_kernels import (
     LogitTransform,
     Objective,
+    Options,
+    Sparse,
     TokenBatch,
     grpo_loss,
     linear_grpo_loss,
@@ -132,6 +134,29 @@ def test_linear_grpo_loss_is_one_graph(name: str, dtype: torch.dtype) -> None:
         results.append([value.detach(), *(leaf.grad for leaf in leaves.values())])
     for a, b in zip(*results, strict=True):
         close(a, b, rtol=1e-6 if dtype == torch.float32 else 1e-2)
+
+
+def test_sparse_gradients_are_one_graph_for_all_seeds_and_lengths() -> None:
+    """One for the first length and seed, and one for any."""
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor, options: Options) -> Tensor:
+        logps, entropy = linear_logprobs(hidden.sin(), weight, targets, entropy=True, options=options)
+        assert entropy is not None
+        return (logps - 0.1 * entropy).sum()
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    g = torch.Generator().manual_seed(0)
+    for seed, n in enumerate((5, 7, 11, 12)):
+        targets, results = torch.randint(61, (n,), generator=g), []
+        for run in (loss, compiled):
+            leaves = [torch.randn(*shape, generator=g.manual_seed(n)).requires_grad_() for shape in ((n, 8), (61, 8))]
+            value = run(*leaves, targets, Options(sparse=Sparse(1 / 16, 10 * seed)))
+            value.backward()
+            results.append([value.detach(), *(leaf.grad for leaf in leaves)])
+        for a, b in zip(*results, strict=True):
+            close(a, b)
+    assert counter.frame_count == 2
 
 
 def test_a_frozen_head_and_a_reference() -> None:

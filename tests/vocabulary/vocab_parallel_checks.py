@@ -12,6 +12,8 @@ import torch.distributed as dist
 from grpo_kernels import (
     LossOutput,
     Objective,
+    Options,
+    Sparse,
     TokenBatch,
     grpo_loss,
     linear_grpo_loss,
@@ -24,7 +26,7 @@ from grpo_kernels.vocabulary import hidden as linear
 from support import oracle
 from support.cases import OBJECTIVES, Case, assert_no_worse, build, same_bits
 from support.collectives import counted
-from support.linear_cases import LinearCase, assert_gradients_no_worse, assert_near, build_linear
+from support.linear_cases import LinearCase, assert_gradients_no_worse, assert_near, build_linear, run_linear
 
 Tensor = torch.Tensor
 V = 61
@@ -125,6 +127,18 @@ def check_loss_from_bf16_hidden(rank: int, ranks: int) -> None:
         for backend in BACKENDS:
             _, gradients = run_head(case, objective, widths, rank, shard, backend)
             assert_gradients_no_worse(whole(gradients, widths), naive, exact)
+
+
+def check_sparse_gradients(rank: int, ranks: int) -> None:
+    """The ranks draw what one process draws from whole rows."""
+    case, objective = build_linear(vocab=V), Objective.preset("grpo", beta=0.1, entropy_coef=-0.05)
+    options = Options(sparse=Sparse(1 / 16, 3))
+    for backend in BACKENDS:
+        _, expected = run_linear(case, objective, backend, options=options)
+        for _, widths, shard in shards(rank, ranks):
+            _, found = run_head(case, objective, widths, rank, shard, backend, options=options)
+            for name, gradient in whole(found, widths).items():
+                assert_near(gradient, expected[name], 1e-5, name)
 
 
 def check_logprobs_from_hidden(rank: int, ranks: int) -> None:

@@ -28,7 +28,16 @@ value a slot, `[m]`:
 
 Matrices have unit stride in the last dimension and any in the first; each may be fp32, bf16 or fp16. Sums are fp32, go in the
 order of slots, and are rounded once, on their way into `out`; a result depends on its own slots alone. Slots that are not used,
-or whose value is 0, read nothing; rows of `out` without any other slot are left alone. Indices are trusted."""
+or whose value is 0, read nothing; rows of `out` without any other slot are left alone. Indices are trusted.
+
+For sparse gradients (`vocabulary/selection.py`), over logits `[n, V]`, with partials of whole rows in `stats`:
+
+    masses(logits, targets, stats, transform, step) -> Tensor             int64 [n]: units of mass of the columns that are sampled
+    select(logits, targets, stats, transform, step, starts) -> Drawn      columns of each row, whose running sum begins at `starts`
+
+The probability of a column is e * (1 / sum), e = exp(z - max), both roundings in fp32, and times `per_unit(step)` in fp32 a number
+of units. From 2^BITS on the column is taken; below that, cut to a whole number, it is its mass. A target that is in none of the
+columns (it may be another rank's) changes nothing. In a row whose max or 1 / sum is not finite the target alone is taken."""
 
 from __future__ import annotations
 
@@ -46,6 +55,7 @@ import torch
 
 from ...checks import require
 from ..rows import MIXED, RowStats, RowTransform, Slopes, Teacher, partials_of
+from ..selection import Drawn
 from ..sparse import Slots
 
 if TYPE_CHECKING:
@@ -95,7 +105,7 @@ class Backend(Protocol):
 
 
 class SparseBackend(Backend, Protocol):
-    """With the sparse products, which every module of BACKENDS has."""
+    """With the sparse products and the selection of columns, which every module of BACKENDS has."""
 
     @property
     def slot_logits(self) -> Callable[[Tensor, Tensor, Slots], Tensor]: ...
@@ -103,6 +113,10 @@ class SparseBackend(Backend, Protocol):
     def add_weight_rows(self) -> Callable[[Tensor, Slots, Tensor, Tensor], None]: ...
     @property
     def add_hidden_rows(self) -> Callable[[Tensor, Slots, Tensor, Tensor], None]: ...
+    @property
+    def masses(self) -> Callable[[Tensor, Tensor, RowStats, RowTransform, float], Tensor]: ...
+    @property
+    def select(self) -> Callable[[Tensor, Tensor, RowStats, RowTransform, float, Tensor], Drawn]: ...
 
 
 def visit(

@@ -16,6 +16,7 @@ from .. import divergence
 from ..rows import OF_BOTH, RowStats, RowTransform, Slopes, Teacher
 from . import FusedRows, two_visits
 from .eager_rows import block_bytes, row_sums
+from .eager_select import masses, select  # noqa: F401
 from .eager_sparse import add_hidden_rows, add_weight_rows, slot_logits  # noqa: F401
 
 if TYPE_CHECKING:

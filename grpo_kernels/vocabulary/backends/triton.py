@@ -18,6 +18,7 @@ import triton
 from ...formulas import token_stage
 from ..rows import OF_STUDENT, RowStats, RowTransform, Slopes, Teacher, partials_of
 from . import FusedRows, triton_divergence, two_visits
+from .eager_select import masses, select  # noqa: F401
 from .triton_arguments import check_layout, transform_arguments, vector
 from .triton_choices import LAUNCH, SCALE_PROGRAMS, available, choose, multiprocessors, on_device, serves  # noqa: F401
 from .triton_divergence import mixed  # noqa: F401

@@ -16,6 +16,7 @@ from ...formulas.program import FormulaRefused
 from ..rows import RowStats, RowTransform, Teacher
 from ..sparse import Slots
 from . import FusedRows, eager, fall_back, triton, two_visits
+from .eager_select import masses, select  # noqa: F401
 from .triton_launch import KernelFailure
 
 if TYPE_CHECKING:

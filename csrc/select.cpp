@@ -1,0 +1,182 @@
+// The selection of select.h. Compiled once per instruction set, and without C++ library headers: see kernels.cpp.
+//
+// Masses are whole numbers, so that their sums are the same in any order. Few stretches of a row have a column that is taken: the
+// others cost the sum of their masses.
+#include "select.h"
+
+#include "row_gradient.h"
+
+namespace grpo {
+namespace {
+
+// Elements whose masses are summed before anything is asked of them.
+constexpr int STRETCH = 256;
+static_assert(STRETCH % STEP == 0, "a stretch has whole steps");
+
+constexpr float WHOLE_STEP = 2147483648.0f;  // 2^STEP_BITS
+
+// Sums of numbers in [0, 2^31), cut to whole ones: halves of 16 bits, of which a stretch does not fill 32.
+#if defined(__AVX512F__)
+struct MassSums {
+    __m512i low = _mm512_setzero_si512(), high = _mm512_setzero_si512();
+
+    void take(F units) {
+        const __m512i mass = _mm512_cvttps_epi32(units);
+        low = _mm512_add_epi32(low, _mm512_and_si512(mass, _mm512_set1_epi32(0xffff)));
+        high = _mm512_add_epi32(high, _mm512_srli_epi32(mass, 16));
+    }
+    int64_t total() const { return _mm512_reduce_add_epi32(low) + (int64_t(_mm512_reduce_add_epi32(high)) << 16); }
+};
+#elif defined(__AVX2__)
+struct MassSums {
+    __m256i low = _mm256_setzero_si256(), high = _mm256_setzero_si256();
+
+    void take(F units) {
+        const __m256i mass = _mm256_cvttps_epi32(units);
+        low = _mm256_add_epi32(low, _mm256_and_si256(mass, _mm256_set1_epi32(0xffff)));
+        high = _mm256_add_epi32(high, _mm256_srli_epi32(mass, 16));
+    }
+    int64_t total() const {
+        int32_t lows[W], highs[W];
+        _mm256_storeu_si256((__m256i*)lows, low), _mm256_storeu_si256((__m256i*)highs, high);
+        int64_t sum = 0;
+        for (int k = 0; k < W; k++) sum += lows[k] + (int64_t(highs[k]) << 16);
+        return sum;
+    }
+};
+#else
+struct MassSums {
+    I low = {}, high = {};
+
+    void take(F units) {
+        const I mass = __builtin_convertvector(units, I);
+        low += mass & 0xffff, high += mass >> 16;
+    }
+    int64_t total() const {
+        int64_t sum = 0;
+        for (int k = 0; k < W; k++) sum += low[k] + (int64_t(high[k]) << 16);
+        return sum;
+    }
+};
+#endif
+
+// The columns of one row.
+struct Row {
+    const SelectJob& job;
+    int64_t i, target;
+    int64_t mass = 0, before = 0;  // units so far; where the running sum is
+    int64_t count = 0;
+
+    Row(const SelectJob& job, int64_t i) : job(job), i(i), target(job.targets[i]) {
+        if (job.ids) before = job.starts[i];
+    }
+
+    template <class T> void take(const T* x, int64_t j) {
+        if (!job.ids || count >= job.capacity) return;
+        job.ids[i * job.capacity + count] = int32_t(j);
+        job.taken[i * job.capacity + count++] = lane0(load_some(x + j, 1));
+    }
+    // The next stretch, of n columns from j on: `units` of each, and the sum of their masses without those of whole steps.
+    template <class T> void go_on(const T* x, int64_t j, int n, const float* units, int64_t sum, bool has_whole) {
+        const bool has_target = target >= j && target < j + n;
+        if (has_target && units[target - j] < WHOLE_STEP) sum -= int64_t(units[target - j]);
+        mass += sum;
+        if (has_target || has_whole || (before >> STEP_BITS) != ((before + sum) >> STEP_BITS)) {
+            int64_t at = before;
+            for (int k = 0; job.ids && k < n; k++) {
+                if (j + k == target || units[k] >= WHOLE_STEP) {
+                    take(x, j + k);
+                    continue;
+                }
+                const int64_t after = at + int64_t(units[k]);
+                if ((at >> STEP_BITS) != (after >> STEP_BITS)) take(x, j + k);
+                at = after;
+            }
+        }
+        before += sum;
+    }
+    void finish() {
+        if (job.masses) job.masses[i] = mass;
+        for (; job.ids && count < job.capacity; count++) job.ids[i * job.capacity + count] = -1, job.taken[i * job.capacity + count] = 0;
+    }
+};
+
+template <class T, Mode MODE> void select_row(Row& row, const RowTransform& t, float max, float inverse_sum) {
+    const SelectJob& job = row.job;
+    const T* x = reinterpret_cast<const T*>(job.logits.row(row.i));
+    const F m = all(max), inverse = all(inverse_sum), per_unit = all(job.per_unit), whole = all(WHOLE_STEP);
+    float units[STRETCH];
+    F most = all(0.0f);
+    MassSums sums;
+    auto to_units = [&](auto& v, int last, float* to) {  // of a few vectors of logits, the last one with so many
+        constexpr int N = sizeof(v) / sizeof(F);
+        F d[N], e[N];
+        Keep keep[N];
+        for (int k = 0; k < N; k++) d[k] = sub(transformed<MODE>(t, v[k]).z, m);
+        if (last < W) d[N - 1] = choose(first_lanes(last), d[N - 1], all(-INFINITY));
+        for (int k = 0; k < N; k++) keep[k] = not_below(d[k], all(EXP_CUTOFF));
+        exp_where(keep, d, e);
+        for (int k = 0; k < N; k++) {
+            const F u = mul(mul(e[k], inverse), per_unit);
+            store(to + k * W, u);
+            most = max_ignoring_nan(u, most);
+            sums.take(choose(not_below(u, whole), all(0.0f), u));
+        }
+    };
+    for (int64_t j = 0; j < job.vocab; j += STRETCH) {
+        const int n = job.vocab - j < STRETCH ? int(job.vocab - j) : STRETCH;
+        int k = 0;
+        most = all(0.0f), sums = MassSums();
+        for (; k + STEP <= n; k += STEP) {
+            for (size_t byte = 0; byte < STEP * sizeof(T); byte += 64) {
+                __builtin_prefetch(reinterpret_cast<const char*>(x + j + k) + PREFETCH_BYTES + byte);
+            }
+            F v[UNROLL];
+            for (int r = 0; r < UNROLL; r++) v[r] = load(x + j + k + r * W);
+            to_units(v, W, units + k);
+        }
+        for (; k < n; k += W) {
+            const int rest = n - k < W ? n - k : W;
+            F v[1] = {load_some(x + j + k, rest)};
+            to_units(v, rest, units + k);
+        }
+        row.go_on(x, j, n, units, sums.total(), any_above(most, all(2147483520.0f)));
+    }
+}
+
+template <class T> void select_row(const SelectJob& job, int64_t i) {
+    Row row(job, i);
+    const T* x = reinterpret_cast<const T*>(job.logits.row(i));
+    const float inverse = float(1.0 / double(job.sum[i]));
+    if (!(fabsf(inverse) < INFINITY && fabsf(job.max[i]) < INFINITY)) {  // such a row has no probabilities
+        if (row.target >= 0 && row.target < job.vocab) row.take(x, row.target);
+        return row.finish();
+    }
+    const RowTransform t(job.transform, job.transform.inverse(i));
+    switch (t.mode) {
+        case PLAIN: select_row<T, PLAIN>(row, t, job.max[i], inverse); break;
+        case SCALED: select_row<T, SCALED>(row, t, job.max[i], inverse); break;
+        case CAPPED: select_row<T, CAPPED>(row, t, job.max[i], inverse); break;
+    }
+    row.finish();
+}
+
+void select(const SelectJob& job, int64_t i) {
+    switch (job.logits.dtype) {
+        case FP32: return select_row<float>(job, i);
+        case BF16: return select_row<bf16>(job, i);
+        default: return select_row<fp16>(job, i);
+    }
+}
+
+}  // namespace
+
+#define NAME_OF(isa) #isa
+#define QUOTED(isa) NAME_OF(isa)
+#define JOINED(a, b) a##b
+#define TABLE(isa) JOINED(select_, isa)
+
+extern const SelectKernels TABLE(GRPO_ISA);
+const SelectKernels TABLE(GRPO_ISA) = {QUOTED(GRPO_ISA), select};
+
+}  // namespace grpo

@@ -1,0 +1,186 @@
+"""Which columns the sparse gradient is made of: every backend and instruction set against whole numbers of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes
+from grpo_kernels.vocabulary.selection import BITS, Drawn, capacity, per_unit, starts
+
+Tensor = torch.Tensor
+
+AS_IT_IS = RowTransform(1.0, 0.0, 1.0)
+NAMES = ("max", "sum", "target")
+STEP = 1 / 16
+
+
+def kernels() -> list[str]:
+    """The eager backend, and the C++ one once for each instruction set that this processor has."""
+    from grpo_kernels.vocabulary.backends import cpu
+
+    return ["eager"] if cpu.available() is not None else ["eager", *(f"cpu {isa}" for isa in cpu._cpu.isas())]
+
+
+@pytest.fixture(params=kernels())
+def module(request: pytest.FixtureRequest) -> Iterator[Any]:
+    name, _, isa = request.param.partition(" ")
+    module = backends.load(name)
+    if isa:
+        module._cpu.use_isa(isa)
+    yield module
+    if isa:
+        module._cpu.use_isa(module._cpu.isas()[0])
+
+
+def rows_of(vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits of peaked and flat rows, targets of which one is outside, where the running sums begin)."""
+    g = torch.Generator().manual_seed(vocab)
+    n = 9
+    logits = (torch.randn(n, vocab, generator=g) * torch.tensor([0.1, 1.0, 3.0, 8.0, 1.0, 2.0, 4.0, 0.5, 1.5])[:, None]).to(
+        dtype
+    )
+    logits[4, vocab // 2] = -torch.inf
+    targets = torch.randint(0, vocab, (n,), generator=g)
+    targets[1], targets[2], targets[3] = -3, vocab, logits[3].argmax()
+    return logits, targets, starts(7, torch.arange(n))
+
+
+def probabilities(module: Any, logits: Tensor) -> tuple[RowStats, Tensor]:
+    """As the row kernels of a backend have them: the gradient of the log-sum-exp."""
+    n = len(logits)
+    nowhere = torch.full((n,), -1)
+    stats = module.stats(logits[None], nowhere, None, AS_IT_IS, NAMES)
+    p = torch.empty(logits.shape)
+    slopes = Slopes(torch.zeros(n), torch.ones(n))
+    module.pull(logits[None], nowhere, stats, slopes, AS_IT_IS, p[None])
+    return stats, p
+
+
+def expected(p: Tensor, targets: Tensor, first: Tensor, step: float) -> tuple[list[list[int]], list[int]]:
+    """(ids, mass of the columns that are sampled) of each row, one column after the other."""
+    found, masses = [], []
+    units = (p * per_unit(step)).double()  # the product is one of fp32
+    for row, target, at in zip(units.tolist(), targets.tolist(), first.tolist(), strict=True):
+        ids, begin = [], at
+        for j, u in enumerate(row):
+            if j == target or u >= 2**BITS:
+                ids.append(j)
+                continue
+            if (at + int(u)) // 2**BITS > at // 2**BITS:
+                ids.append(j)
+            at += int(u)
+        found.append(ids)
+        masses.append(at - begin)
+    return found, masses
+
+
+def ids_of(drawn: Drawn) -> list[list[int]]:
+    """Of each row; unused places are behind the used ones."""
+    counts = (drawn.ids >= 0).sum(1).tolist()
+    assert all((row[count:] == -1).all() for row, count in zip(drawn.ids, counts, strict=True))
+    return [row[:count].tolist() for row, count in zip(drawn.ids, counts, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 5, 61, 256, 1000])
+def test_columns_are_those_of_whole_numbers(module: Any, vocab: int, dtype: torch.dtype) -> None:
+    logits, targets, first = rows_of(vocab, dtype)
+    stats, p = probabilities(module, logits)
+    for step in (STEP, 1 / 100, 1.0):
+        drawn = module.select(logits, targets, stats, AS_IT_IS, step, first)
+        ids, masses = expected(p, targets, first, step)
+        assert ids_of(drawn) == ids
+        assert module.masses(logits, targets, stats, AS_IT_IS, step).tolist() == masses
+        assert drawn.ids.shape == drawn.logits.shape == (len(logits), capacity(step))
+        for row, own, values in zip(ids, logits, drawn.logits, strict=True):
+            assert torch.equal(values[: len(row)], own[row].float())
+
+
+def test_transforms(module: Any) -> None:
+    logits, targets, first = rows_of(300)
+    factors = torch.linspace(0.5, 1.5, len(logits))
+    for transform in (RowTransform(2.0, 0.0, 0.4), RowTransform(1.0, 3.0, 1.3), RowTransform(1.0, 3.0, factors)):
+        rows = torch.arange(len(logits))[:, None]
+        stats = module.stats(logits[None], targets, None, transform, NAMES)
+        drawn = module.select(logits, targets, stats, transform, STEP, first)
+        z = transform.of(logits.double(), rows)
+        assert ids_of(drawn) == expected(z.softmax(-1).float(), targets, first, STEP)[0]
+
+
+def test_parts_of_a_row_draw_what_the_row_does(module: Any) -> None:
+    """The running sum of a part goes on from the mass of the parts before."""
+    logits, targets, first = rows_of(1000)
+    stats, _ = probabilities(module, logits)
+    whole = ids_of(module.select(logits, targets, stats, AS_IT_IS, STEP, first))
+    found: list[list[int]] = [[] for _ in whole]
+    for lo, hi in ((0, 300), (300, 301), (301, 1000)):
+        part, own = logits[:, lo:hi], targets - lo
+        for row, ids in zip(found, ids_of(module.select(part, own, stats, AS_IT_IS, STEP, first)), strict=True):
+            row += [lo + j for j in ids]
+        first = first + module.masses(part, own, stats, AS_IT_IS, STEP)
+    assert found == whole
+
+
+def test_how_often_a_column_is_drawn(module: Any) -> None:
+    """Of offsets at equal distances a column gets its share, to one."""
+    logits = rows_of(40)[0]
+    stats, p = probabilities(module, logits)
+    often, counts, nowhere = 512, torch.zeros_like(p), torch.full((len(p),), -1)
+    for k in range(often):
+        drawn = module.select(logits, nowhere, stats, AS_IT_IS, STEP, torch.full((len(p),), k * (2**BITS // often)))
+        for row, ids in enumerate(ids_of(drawn)):
+            counts[row, ids] += 1
+    assert ((counts - often * (p / STEP).clamp(max=1)).abs() <= 1.001).all()
+    assert counts.max() == often and 0 < counts[0].min() and counts[0].max() < often
+
+
+def test_rows_without_probabilities(module: Any) -> None:
+    logits = torch.zeros(4, 70)
+    logits[0, 3], logits[1, 4], logits[2] = torch.nan, torch.inf, -torch.inf
+    targets = torch.tensor([9, 10, 11, -1])
+    stats = module.stats(logits[None], targets, None, AS_IT_IS, NAMES)
+    drawn = module.select(logits, targets, stats, AS_IT_IS, 1.0, torch.zeros(4, dtype=torch.int64))
+    assert ids_of(drawn) == [[9], [10], [11], []]  # 70 times 2^31 // 70 is less than a step
+
+
+def test_threads_change_no_bit(module: Any) -> None:
+    logits, targets, first = rows_of(1000)
+    stats, _ = probabilities(module, logits)
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(module.select(logits, targets, stats, AS_IT_IS, STEP, first))
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_no_row_and_rows_apart(module: Any) -> None:
+    logits, targets, first = rows_of(61)
+    stats, _ = probabilities(module, logits)
+    wide = torch.full((len(logits), 100), torch.nan)[:, 7:68].copy_(logits)
+    both = [module.select(x, targets, stats, AS_IT_IS, STEP, first) for x in (logits, wide)]
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+    drawn = module.select(logits[:0], targets[:0], stats.at(slice(0, 0)), AS_IT_IS, STEP, first[:0])
+    assert drawn.ids.shape == (0, capacity(STEP))
+
+
+def test_starts_are_those_of_splitmix() -> None:
+    def mixed(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        return x ^ (x >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    assert mixed(golden) == 0xE220A8397B1DCDAF  # the first number that SplitMix64 gives from the seed 0
+    for seed in (0, 1, 2**63 - 1):
+        state = mixed((seed + golden) % 2**64)
+        rows = [0, 1, 2, 10**9]
+        found = starts(seed, torch.tensor(rows))
+        assert found.tolist() == [mixed((state + (row + 1) * golden) % 2**64) >> 33 for row in rows]
+    many = starts(3, torch.arange(100_000)).double() / 2**BITS
+    assert abs(many.mean() - 0.5) < 0.005 and abs((many[1:] - 0.5) @ (many[:-1] - 0.5) / len(many)) < 0.002
