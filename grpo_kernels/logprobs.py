@@ -10,7 +10,17 @@ import torch
 from .checks import require
 from .layout import as_mask, check_targets, checked_logits, flat
 from .missing import check_kept, narrowed, rows_with_sets
-from .options import NO_PRODUCT, Options, hidden_source, is_traced, leaves_the_graph, logits_source, merged, outside
+from .options import (
+    NO_PRODUCT,
+    Options,
+    hidden_source,
+    is_traced,
+    leaves_the_graph,
+    logits_source,
+    merged,
+    outside,
+    refuse_sparse,
+)
 from .projection import Head
 from .supports import statistics_of
 from .token_sets import TokenSets, check_sets
@@ -108,7 +118,7 @@ def token_logprobs(
     vocabulary gives NaN, see GRPO_KERNELS_CHECK in `python -m grpo_kernels doctor`.
     """
     options = merged(options, backend=backend, strict=strict)
-    options.refuse_sparse(NO_PRODUCT)
+    refuse_sparse(options, NO_PRODUCT)
     if is_traced() and leaves_the_graph(at if kept is None else kept, None, shard=shard):
         given: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "inplace": inplace, "shard": shard}
         return outside(token_logprobs, logits, targets, also=also, kept=kept, at=at, options=options, **given)
@@ -211,7 +221,7 @@ def linear_logprobs(
         weight, bias, transform, shard, weight_grad = weight.parts(**beside)
     options = merged(options, backend=backend, strict=strict)
     if at is not None:
-        options.refuse_sparse("the gradients of ids of at= would be among the columns drawn once more")
+        refuse_sparse(options, "the gradients of ids of at= would be among the columns drawn once more")
     if is_traced() and leaves_the_graph(at if kept is None else kept, weight_grad, shard=shard):
         given: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "entropy": entropy, "shard": shard}
         given["weight_grad"] = weight_grad

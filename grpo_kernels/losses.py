@@ -27,6 +27,7 @@ from .options import (
     logits_source,
     merged,
     outside,
+    refuse_sparse,
 )
 from .projection import Head
 from .reference import (
@@ -105,7 +106,7 @@ def grpo_loss(
     _check_specs(batch, objective)
     check_given("ref_logits", ref_logits, objective, batch)
     options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
-    options.refuse_sparse(NO_PRODUCT)
+    refuse_sparse(options, NO_PRODUCT)
     sets = batch.kept if ref_logits is None else ref_logits
     if is_traced() and leaves_the_graph(sets, None, shard=shard, context_group=batch.context_group):
         given: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "shard": shard}
@@ -209,7 +210,7 @@ def linear_grpo_loss(
     options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
     exact = objective.exact
     if exact is not None:
-        options.refuse_sparse(NOT_BOUNDED)
+        refuse_sparse(options, NOT_BOUNDED)
     if is_traced() and leaves_the_graph(exact or batch.kept, weight_grad, shard=shard, context_group=batch.context_group):
         given: dict[str, Any] = {"bias": bias, "reference": reference, "transform": transform, "normalizer": normalizer}
         given |= {"shard": shard, "weight_grad": weight_grad}

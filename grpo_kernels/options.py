@@ -76,10 +76,6 @@ class Options:
             remedy = "pass a Sparse, for example Sparse(step=1 / 256), or None."
             require(isinstance(self.sparse, Sparse), "sparse", self.sparse, remedy)
 
-    def refuse_sparse(self, reason: str) -> None:
-        """Raise ValueError where columns are to be drawn and cannot be."""
-        require(self.sparse is None, "sparse", self.sparse, f"{reason}; leave it out of the options.")
-
     @property
     def over_vocabulary(self) -> tuple[str, ...] | None:
         """The statistics that are taken over the whole vocabulary in rows with sets; None: nothing there needs the vocabulary."""
@@ -89,6 +85,11 @@ class Options:
 
 
 DEFAULTS = Options()
+
+
+def refuse_sparse(options: Options, reason: str) -> None:
+    """Raise ValueError where columns are to be drawn and cannot be."""
+    require(options.sparse is None, "sparse", options.sparse, f"{reason}; leave it out of the options.")
 
 
 def merged(options: Options | None, *, backend: str = "auto", strict: bool = False, skip_inactive: bool = False) -> Options:
