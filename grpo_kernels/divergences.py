@@ -19,7 +19,7 @@ from .options import (
     logits_source,
     merged,
     outside,
-    refuse_sparse,
+    refuse_fewer,
 )
 from .projection import Head
 from .reference import Policy, TopK, linear_teacher, logits_teacher, second, squared
@@ -68,7 +68,7 @@ def token_divergence(
     infinite where the other side has no probability. Both rows are read twice in the forward and in the backward each (the jsd: three times in the
     forward). Raises ValueError naming the argument that is wrong."""
     exact, options = as_exact(divergence), merged(options)
-    refuse_sparse(options, NO_PRODUCT)
+    refuse_fewer(options, NO_PRODUCT)
     if is_traced() and leaves_the_graph(exact, None, shard=shard):
         given: dict[str, Any] = {"mask": mask, "transform": transform, "inplace": inplace, "kept": kept, "shard": shard}
         return outside(token_divergence, logits, ref_logits, exact, options=options, **given)
@@ -113,7 +113,7 @@ def linear_divergence(
         beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
         weight, bias, transform, shard, weight_grad = weight.parts(**beside)
     options = merged(options)
-    refuse_sparse(options, NOT_BOUNDED)
+    refuse_fewer(options, NOT_BOUNDED)
     if is_traced() and leaves_the_graph(exact, weight_grad, shard=shard):
         given: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "kept": kept, "shard": shard}
         given["weight_grad"] = weight_grad

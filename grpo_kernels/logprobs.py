@@ -11,6 +11,7 @@ from .checks import require
 from .layout import as_mask, check_targets, checked_logits, flat
 from .missing import check_kept, narrowed, rows_with_sets
 from .options import (
+    NO_LOSS,
     NO_PRODUCT,
     Options,
     hidden_source,
@@ -19,7 +20,7 @@ from .options import (
     logits_source,
     merged,
     outside,
-    refuse_sparse,
+    refuse_fewer,
 )
 from .projection import Head
 from .supports import statistics_of
@@ -118,7 +119,7 @@ def token_logprobs(
     vocabulary gives NaN, see GRPO_KERNELS_CHECK in `python -m grpo_kernels doctor`.
     """
     options = merged(options, backend=backend, strict=strict)
-    refuse_sparse(options, NO_PRODUCT)
+    refuse_fewer(options, NO_PRODUCT)
     if is_traced() and leaves_the_graph(at if kept is None else kept, None, shard=shard):
         given: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "inplace": inplace, "shard": shard}
         return outside(token_logprobs, logits, targets, also=also, kept=kept, at=at, options=options, **given)
@@ -220,8 +221,9 @@ def linear_logprobs(
         beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
         weight, bias, transform, shard, weight_grad = weight.parts(**beside)
     options = merged(options, backend=backend, strict=strict)
+    refuse_fewer(options, NO_LOSS, "certified")
     if at is not None:
-        refuse_sparse(options, "the gradients of ids of at= would be among the columns drawn once more")
+        refuse_fewer(options, "the gradients of ids of at= would be among the columns drawn once more", "sparse")
     if is_traced() and leaves_the_graph(at if kept is None else kept, weight_grad, shard=shard):
         given: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "entropy": entropy, "shard": shard}
         given["weight_grad"] = weight_grad

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .batch import TokenBatch
+from .certificate import LeftOut
 from .checks import describe
 from .formulas.ops import bounded_exp
 from .formulas.token_stage import TokenRows, kl_of_rows
@@ -41,6 +42,7 @@ class LossOutput:
     whole_logps: Tensor | None = field(default=None, repr=False)
     kl_apart: bool = field(default=False, repr=False)
     divergence: Tensor | None = field(default=None, repr=False)
+    _left_out: LeftOut | None = field(default=None, repr=False)
     _metrics: dict[str, Tensor] | None = field(default=None, repr=False)
     __repr__ = describe
 
@@ -60,6 +62,7 @@ class LossOutput:
         kl               mean of the KL estimator, weighted as it is in the loss, or of the exact divergence (only with beta != 0)
         outside_set      share of tokens that their kept set lacks (only with kept sets)
         kept_mass        mean probability that rows with a set give to it (only where whole_logps is there)
+        dropped, dropped_bound   what was left out of the gradient, see `Certified` (only with it)
         kept             share of tokens that all filters of this process keep (only with filters)
         """
         if self._metrics is None:
@@ -103,6 +106,8 @@ class LossOutput:
             metrics["kl"] = mean(kl_of_rows(self._objective, of_kl, rows, x)[0])
         elif self.divergence is not None:
             metrics["kl"] = mean(self.divergence.reshape(-1))
+        if self._left_out is not None:
+            metrics["dropped"], metrics["dropped_bound"] = self._left_out
         sets = self._batch.kept
         if sets is not None:
             metrics["outside_set"] = self._batch.outside_set

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .batch import TokenBatch
+from .certificate import Certificate
 from .checks import require
 from .formulas.surrogates import NoPolicyTerm
 from .formulas.token_stage import TokenRows
@@ -50,15 +51,19 @@ class Call(NamedTuple):
     transform: RowTransform
     one_visit: bool
     teacher: Teacher | TeacherHead | TopK | None = None  # of an exact divergence
+    certificate: Certificate | None = None  # of rows that may be left out
 
 
 def loss_of_source(
     call: Call, source_of: Callable[[KeptRows | None], Source], tensors: tuple[Tensor | None, ...]
 ) -> LossOutput:  # fmt: skip
     """The loss of a source's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull."""
-    batch, objective, rows, kept, options, transform, one_visit, teacher = call
+    batch, objective, rows, kept, options, transform, one_visit, teacher, certificate = call
     top_k = teacher if isinstance(teacher, TopK) else None
     over = options.over_vocabulary if kept is not None else None
+    if certificate is not None:
+        two = 'entropy_over and reference_over of "vocabulary" make two gradients of a row, of which the bound covers one'
+        require(over is None, "certified", options.certified, f"{two}: leave one of them out.")
     kl = objective.kl_spec
     if over is not None and objective.beta != 0 and options.reference_over == "vocabulary":
         refused = kl.weighting != "none" or kl.reads_old_logps
@@ -88,7 +93,7 @@ def loss_of_source(
         divergence = top_k.divergence(objective.exact, found.named["at"], rows.read)
     kl_apart = over is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
     own = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
-    out = with_divergence(loss_of_logps(found.logps, entropy, batch, objective, own), divergence)
+    out = with_divergence(loss_of_logps(found.logps, entropy, batch, objective, own, certificate), divergence)
     if found.whole_logps is None:
         return out
     out = replace(out, rows=rows, whole_logps=found.whole_logps.detach().view(shape), kl_apart=kl_apart)
@@ -116,16 +121,22 @@ def with_divergence(out: LossOutput, divergence: Tensor | None) -> LossOutput:
 
 
 def loss_of_logps(
-    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows
+    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows,
+    certificate: Certificate | None = None,
 ) -> LossOutput:  # fmt: skip
-    """The loss of flat log-probs and entropy [n]: the token stage alone."""
+    """The loss of flat log-probs and entropy [n]: the token stage alone. The slopes of rows that a certificate leaves out are 0."""
     L, H = logps.detach(), None if entropy is None else entropy.detach()
     x = None if objective.one_pass else objective.log_ratio(L, rows, batch)
     losses, d_logps, d_entropy = objective.token_stage(L, H, rows, batch, x)
+    left_out = None
+    if certificate is not None:
+        gone, left_out = certificate.left_out(L, H, d_logps, d_entropy)
+        d_logps = torch.where(gone, 0.0, d_logps)
+        d_entropy = None if d_entropy is None else torch.where(gone, 0.0, d_entropy)
     loss = _TokenStage.apply(logps, entropy, losses, d_logps, d_entropy)
     H = torch.full_like(L, math.nan) if H is None else H
     shape = batch.targets.shape
-    return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x)
+    return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x, _left_out=left_out)
 
 
 @with_signature

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .batch import TokenBatch
+from .certificate import Certificate
 from .checks import require
 from .formulas.token_stage import TokenRows
 from .layout import check_targets, checked_logits, per_token
@@ -27,7 +28,7 @@ from .options import (
     logits_source,
     merged,
     outside,
-    refuse_sparse,
+    refuse_fewer,
 )
 from .projection import Head
 from .reference import (
@@ -106,7 +107,7 @@ def grpo_loss(
     _check_specs(batch, objective)
     check_given("ref_logits", ref_logits, objective, batch)
     options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
-    refuse_sparse(options, NO_PRODUCT)
+    refuse_fewer(options, NO_PRODUCT)
     sets = batch.kept if ref_logits is None else ref_logits
     if is_traced() and leaves_the_graph(sets, None, shard=shard, context_group=batch.context_group):
         given: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "shard": shard}
@@ -210,7 +211,7 @@ def linear_grpo_loss(
     options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
     exact = objective.exact
     if exact is not None:
-        refuse_sparse(options, NOT_BOUNDED)
+        refuse_fewer(options, NOT_BOUNDED)
     if is_traced() and leaves_the_graph(exact or batch.kept, weight_grad, shard=shard, context_group=batch.context_group):
         given: dict[str, Any] = {"bias": bias, "reference": reference, "transform": transform, "normalizer": normalizer}
         given |= {"shard": shard, "weight_grad": weight_grad}
@@ -245,8 +246,13 @@ def linear_grpo_loss(
         rows = objective.token_rows(batch, normalizer, options.skip_inactive)
     if exact is not None:
         rows = scaled_by_temperature(rows, exact, row_transform)
-    one_visit = objective.one_pass and draws(options, head) is None  # columns are drawn before the slopes are known
-    call = Call(batch, objective, rows, kept, options, row_transform, one_visit, teacher)
+    certificate = None
+    if options.certified is not None:
+        whole_rows = rows.read if kept is None else kept.others(rows.read)
+        certificate = Certificate.of(options.certified, head.hidden, whole_rows, row_transform)
+    # Columns are drawn before the slopes are known, and rows are left out behind that.
+    one_visit = objective.one_pass and draws(options, head) is None and certificate is None
+    call = Call(batch, objective, rows, kept, options, row_transform, one_visit, teacher, certificate)
     return loss_of_source(call, functools.partial(source_of, head, rows), head.tensors)
 
 

@@ -11,7 +11,7 @@ import torch
 from .checks import require
 from .missing import check_missing
 from .operators import TracedHidden, TracedLogits
-from .sparsity import Sparse
+from .sparsity import Certified, Sparse
 from .vocabulary import backends
 from .vocabulary.hidden import FlatHead, TeacherHead
 from .vocabulary.kept import KeptRows
@@ -26,11 +26,12 @@ Tensor = torch.Tensor
 
 OVER = ("kept", "vocabulary")
 
-#: Why columns are not drawn.
-NO_PRODUCT = "logits that exist have no product to save: draw columns from hidden states (linear_grpo_loss, linear_logprobs)"
+#: Why nothing is left out.
+NO_PRODUCT = "logits that exist have no product to save: start from hidden states (linear_grpo_loss, linear_logprobs)"
+NO_LOSS = "log-probs have no loss with which to return what was left out: use linear_grpo_loss"
 NOT_BOUNDED = (
     "the gradient of an exact divergence has parts that the policy's probabilities do not bound (log q where q is small, or q "
-    "itself), so that columns drawn by them would have no bounded error"
+    "itself), so that what is left out would have no bounded error"
 )
 
 
@@ -52,6 +53,8 @@ class Options:
                     "vocabulary" the KL compares log-probs of the whole row, which costs what entropy_over="vocabulary" costs.
     sparse          `Sparse`: gradients from hidden states by few columns of each row, unbiased, for a third of the products. None:
                     all columns.
+    certified       `Certified`: rows with the least gradient are left out of the backward of a loss from hidden states, by a bound that
+                    is returned. None: no row is.
     skip_inactive, backend, strict    as the keywords of these names, in place of them.
 
     Without kept sets the first three change nothing. Raises ValueError naming the field that is wrong."""
@@ -63,6 +66,7 @@ class Options:
     backend: str = "auto"
     strict: bool = False
     sparse: Sparse | None = None
+    certified: Certified | None = None
 
     def __post_init__(self) -> None:
         if self.missing is not None:
@@ -72,9 +76,11 @@ class Options:
         for name in ("skip_inactive", "strict"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "pass True or False.")
         backends.check_name(self.backend)
-        if self.sparse is not None:
-            remedy = "pass a Sparse, for example Sparse(step=1 / 256), or None."
-            require(isinstance(self.sparse, Sparse), "sparse", self.sparse, remedy)
+        for name, kind in (("sparse", Sparse), ("certified", Certified)):
+            value = getattr(self, name)
+            require(
+                value is None or isinstance(value, kind), name, value, f"pass a {kind.__name__}, for example {kind()}, or None."
+            )
 
     @property
     def over_vocabulary(self) -> tuple[str, ...] | None:
@@ -87,9 +93,10 @@ class Options:
 DEFAULTS = Options()
 
 
-def refuse_sparse(options: Options, reason: str) -> None:
-    """Raise ValueError where columns are to be drawn and cannot be."""
-    require(options.sparse is None, "sparse", options.sparse, f"{reason}; leave it out of the options.")
+def refuse_fewer(options: Options, reason: str, *names: str) -> None:
+    """Raise ValueError where columns or rows (the fields `names`) are to be left out and cannot be."""
+    for name in names or ("sparse", "certified"):
+        require(getattr(options, name) is None, name, getattr(options, name), f"{reason}; leave it out of the options.")
 
 
 def merged(options: Options | None, *, backend: str = "auto", strict: bool = False, skip_inactive: bool = False) -> Options:
@@ -169,6 +176,8 @@ def hidden_source(
     index, active = (None, None) if rows is None else rows
     given = (backend, head.dtype, head.shard, index, active, kept, into, at, teacher)
     source = Hidden(*given) if draws(options, head) is None else SampledHidden(*given, sparse=options.sparse)
+    if options.certified is not None:
+        source = replace(source, compacts=True)
     if index is not None or torch._C._are_functorch_transforms_active():
         return source
     return replace(source, index=source.rows_of(head.hidden.shape[0], read, head.hidden.device))

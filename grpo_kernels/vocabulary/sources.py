@@ -70,8 +70,8 @@ class Logits:
     def logits_at(self, tensors: tuple[Any, ...]) -> LogitsAt:
         (logits,) = tensors
         assert self.at is not None
-        own, teacher = self._own(logits), self.teacher
-        second = None if teacher is None else teacher._replace(logits=logits_at(teacher.logits, own))
+        own, second = self._own(logits), self.teacher
+        second = None if second is None else second._replace(logits=logits_at(second.logits, own))
         return LogitsAt.of(self.at, logits_at(logits, own), own, second, self.kept, self.shard)
 
     def stats(
@@ -175,12 +175,11 @@ class Hidden:
     dtype    what the products run in.
     index    the rows that are read over the whole vocabulary, [m] int64; None: found from `read`, for which the host waits on a GPU.
     active   how many of `index`, from its first on, can have a slope; None: all. On a CPU, where it costs no wait, rows whose
-             slopes are zero are left out of the products as well.
+             slopes are zero are left out of the products as well; with `compacts` on a GPU, whose host waits for them, too.
     kept     the rows that have a set of ids, which take part in no product with the whole weight.
     at       further ids of rows, whose log-probs are wanted.
     teacher  a second stream of the rows, for their divergence from it.
-    into     memory that the gradient of the weight is added into.
-    """
+    into     memory that the gradient of the weight is added into."""
 
     backend: SparseBackend
     dtype: torch.dtype
@@ -191,6 +190,7 @@ class Hidden:
     into: WeightMemory | None = None
     at: Slots | None = None
     teacher: TeacherHead | None = None
+    compacts: bool = False
 
     def logits_at(self, tensors: tuple[Any, ...]) -> LogitsAt:
         head = self._head(tensors)
@@ -251,7 +251,7 @@ class Hidden:
         """The gradients of the rows that run over the whole vocabulary: in the engine, or as those of the logits at slots."""
         index = self._rows(targets, read)[: self.active]
         own = None if several is None else self._own(engine.head)
-        if targets.device.type == "cpu":
+        if targets.device.type == "cpu" or self.compacts:
             nonzero = slopes.nonzero
             if own is not None:  # slopes of several ids may cancel in the sum of their row
                 nonzero = nonzero.index_fill(0, own.rows[several != 0], True)
