@@ -1,7 +1,7 @@
 """Our loss and those of other projects side by side: checked against float64, then timed in one interleaved run.
 
 python -m benchmarks                     all suites; a second run measures only what is missing or changed
-python -m benchmarks --quick             the smallest meaningful cells, under two minutes
+python -m benchmarks --quick             the smallest meaningful cells, a few minutes; with --suite logits hidden one
 python -m benchmarks --suite hidden rows
 python -m benchmarks --busy              beside a process that keeps one core busy; not for the tables"""
 
