@@ -59,7 +59,10 @@ def presets_by_surrogate() -> str:
     found: dict[str, list[str]] = {}
     for name, objective in PRESETS.items():
         found.setdefault(type(objective.surrogate).__name__, []).append(f"`{name}`")
-    rows = [["policy term", "presets"], *([f"`{surrogate}`", ", ".join(names)] for surrogate, names in found.items())]
+    several = {surrogate: names for surrogate, names in found.items() if len(names) > 1}
+    alone = {surrogate: names for surrogate, names in found.items() if len(names) == 1}
+    rows = [["policy term", "presets"], *([f"`{surrogate}`", ", ".join(names)] for surrogate, names in several.items())]
+    rows.append(["one each: " + ", ".join(f"`{surrogate}`" for surrogate in alone), ", ".join(n for (n,) in alone.values())])
     return render(rows, markdown=True).replace("---:", "---")
 
 
