@@ -1,7 +1,9 @@
-"""Replaces functions in a trainer's modules by ours, on request, and puts the trainer's own back afterwards."""
+"""Replaces functions in a trainer's modules by ours, on request, and puts the trainer's own back afterwards; under a version that was
+not tested the first step compares the two."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -14,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ._trial import Compared, Differs, compare
+
 OVERRIDE = "GRPO_KERNELS_ANY_VERSION"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -22,22 +26,83 @@ class NotCovered(ValueError):
     """Raised by one of our functions, before any work, for a call that the trainer's own function has to handle."""
 
 
-def check_version(package: str, tested: tuple[str, ...], any_version: bool = False) -> None:
-    """Raise RuntimeError for a version of a trainer that its adapter was not tested with, unless any_version or the environment
-    setting allows it.
+def untested(package: str, tested: tuple[str, ...], any_version: bool = False) -> str | None:
+    """The version of a trainer that its adapter was not tested with, in words; None for one that it was tested with, and where
+    any_version or the environment setting says to go on without a comparison.
 
     tested   whole versions, or their beginnings: "1.16" stands for 1.16.0, 1.16.1 and so on."""
     try:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:
-        found = "not installed here (or its metadata have no version)"
+        found = ""
     known = any(found == version or found.startswith(version + ".") for version in tested)
     if known or any_version or os.environ.get(OVERRIDE, "0") == "1":
-        return
-    raise RuntimeError(
-        f"{package} is {found}, but this adapter was tested with {', '.join(tested)}: install that one, or pass "
-        f"any_version=True (or set {OVERRIDE}=1) and compare your first steps with and without it."
-    )
+        return None
+    named = f"{package} {found}" if found else f"{package}, whose version is not known here,"
+    return f"{named} was not tested with this adapter ({', '.join(tested)} was)"
+
+
+class Trial:
+    """The first calls under a version that was not tested: the trainer's own function runs beside ours until values and slopes
+    were compared once. Then one warning says so, and ours goes on alone; or ours is taken off, and RuntimeError names the
+    difference.
+
+    version   of `untested`; None: there is nothing to compare.
+    remove    takes ours off again."""
+
+    def __init__(self, version: str | None, remove: Callable[[], None] = lambda: None) -> None:
+        self.version, self.remove, self.said = version, remove, False
+        self._seen: dict[str, Compared] = {}
+
+    def pending(self, name: str) -> bool:
+        return self.version is not None and not all(self._seen.get(name, (False, False)))
+
+    def compare(
+        self, name: str, ours: Callable[..., Any], theirs: Callable[..., Any], args: Any, kwargs: Any, part: Any = None
+    ) -> None:
+        """Both on copies of these arguments; see `_trial.compare`. A call under no_grad shows values alone."""
+        with self.refusing(name):
+            found = compare(ours, theirs, args, kwargs, part)
+        before = self._seen.get(name, Compared(False, False))
+        self._seen[name] = Compared(before.values or found.values, before.slopes or found.slopes)
+        if not self.pending(name):
+            self.passed(name)
+
+    def beside(self, ours: Callable[..., Any], theirs: Callable[..., Any], part: Any = None) -> Callable[..., Any]:
+        """Ours, with theirs run beside it as long as that is to be seen; ours itself under a tested version."""
+        if self.version is None:
+            return ours
+
+        @functools.wraps(ours)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.pending(ours.__name__):
+                self.compare(ours.__name__, ours, theirs, args, kwargs, part)
+            return ours(*args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def refusing(self, name: str) -> Iterator[None]:
+        """Turns `Differs` into the refusal."""
+        try:
+            yield
+        except Differs as difference:
+            self.remove()
+            raise RuntimeError(
+                f"{self.version}, and {name} is not what it was: {difference}. Ours was taken off, nothing was trained with it: "
+                f"install a tested version, or pass any_version=True (or set {OVERRIDE}=1) to go on all the same."
+            ) from difference
+
+    def passed(self, name: str) -> None:
+        """The comparison is over for `name`; the first time this says so."""
+        self._seen[name] = Compared(True, True)
+        if not self.said:
+            self.said = True
+            warnings.warn(
+                f"{self.version}: its own arithmetic and ours were compared on the first step, loss and slopes ({name}). They agree, "
+                "ours goes on.",
+                stacklevel=3,
+            )
 
 
 class Slots:
@@ -47,25 +112,35 @@ class Slots:
     strict   True: a call that is left to the trainer raises RuntimeError instead, and so does the end of a `with` block in
              which none of our functions was called.
     trainer  the name in counts and errors; None: that of the package.
+    version  of `untested`: each function's first call runs the trainer's own beside it, see `Trial`.
     """
 
-    def __init__(self, package: str, strict: bool = False, trainer: str | None = None) -> None:
+    def __init__(self, package: str, strict: bool = False, trainer: str | None = None, version: str | None = None) -> None:
         self.package, self.strict, self.trainer = package, strict, trainer or package
+        self.trial = Trial(version, self.undo)
         self.counts: Counter[str] = Counter()
         self._bound: list[tuple[Any, str, Any, Any]] = []
         self._slots: list[str] = []
 
-    def bind(self, home: str, name: str, ours: Callable[..., Any], *, attribute: str | None = None) -> None:
+    def bind(
+        self, home: str, name: str, ours: Callable[..., Any], *, attribute: str | None = None, comparable: bool = True
+    ) -> None:
         """Replace `home`.`name` by `ours`, there and in every module of the package that imported it, under any name. Modules
         that are imported later get ours from `home`.
 
         attribute   the attribute that the trainer calls, such as `apply` of an autograd function; None: the function itself.
+        comparable  False: ours returns something else than theirs does, so that it is refused under an untested version.
         Raises RuntimeError where it is replaced already. After this or any other error everything is restored."""
         try:
+            if not comparable and self.trial.version is not None:
+                raise RuntimeError(
+                    f"{self.trial.version}, and {home}.{name} cannot be compared with ours in the first step: install a tested "
+                    f"version, or pass any_version=True (or set {OVERRIDE}=1) and compare your first steps with and without it."
+                )
             theirs = getattr(importlib.import_module(home), name)
             if getattr(theirs, "grpo_kernels", False):
                 raise RuntimeError(f"{home}.{name} is ours already: call undo() on what bound it.")
-            call = self._counted(ours, getattr(theirs, attribute) if attribute else theirs)
+            call = self.counted(ours, getattr(theirs, attribute) if attribute else theirs)
             value = (
                 type(name, (), {attribute: staticmethod(call), "grpo_kernels": True, "theirs": theirs}) if attribute else call
             )
@@ -82,11 +157,15 @@ class Slots:
         setattr(module, key, value)
         self._bound.append((module, key, value, theirs))
 
-    def _counted(self, ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(self, ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """Ours, or theirs where ours raises NotCovered, with a count of both."""
+
+        compared = self.trial.beside(ours, theirs)
+
         @functools.wraps(ours)
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                result = ours(*args, **kwargs)
+                result = compared(*args, **kwargs)
             except NotCovered as reason:
                 if self.strict:
                     raise RuntimeError(f"strict=True, but {ours.__name__} is left to {self.trainer}: {reason}.") from None
@@ -111,7 +190,8 @@ class Slots:
         RuntimeError, before anything is restored, where another package has replaced one of ours."""
         for module, name, value, _ in self._bound:
             if module.__dict__.get(name) is not value:
-                raise RuntimeError(f"{module.__name__}.{name} is not ours any more: undo in the reverse order of binding.")
+                home = getattr(module, "__name__", type(module).__name__)
+                raise RuntimeError(f"{home}.{name} is not ours any more: undo in the reverse order of binding.")
         for module, name, value, theirs in self._bound:
             setattr(module, name, theirs)
             for late, key in self._names_of(value):

@@ -6,6 +6,7 @@ import functools
 import inspect
 import types
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -35,14 +36,18 @@ class LossCall:
         self.batch, self.objective, self.normalizer, self.skip_inactive = batch, objective, normalizer, skip_inactive
         self.with_graph = with_graph
         self.read: tuple[Tensor, Tensor] | None = None  # log-probs and entropies as TRL got them
+        self.own: Any = None  # what TRL's own head gives
         self.output: Any = None  # of the outermost wrapper, because DDP and FSDP put hooks on its tensors
         self.rows: TokenRows | None = None
 
-    def through(self, model: Any) -> Any:
+    def through(self, model: Any, trls_own: Callable[[Any, dict[str, Any]], Any] | None = None) -> Any:
         """The model as TRL calls it. It passes this call to the model, and returns the result without the loss and detached;
-        with `with_graph`, log-probs and entropies are leaves of a graph that begins there."""
+        with `with_graph`, log-probs and entropies are leaves of a graph that begins there.
+
+        trls_own   is given the model and its arguments first, and its result is kept."""
 
         def call(**kwargs: Any) -> Any:
+            self.own = None if trls_own is None else trls_own(model, kwargs)
             self.output = out = model(**kwargs, grpo=self)
             detached = {name: x.detach() for name, x in out.items() if name != "loss"}
             if self.skip_inactive:

@@ -33,7 +33,7 @@ from ..token_sets import TokenSets
 from ..transform import LogitTransform
 from ._records import first_empty, on_rows, predicting, response_sets
 from ._shared import default_group, even_shard, plain
-from ._slots import NotCovered, Slots, check_version
+from ._slots import NotCovered, Slots, untested
 
 Tensor = torch.Tensor
 
@@ -61,9 +61,10 @@ def bind(
     reference_over  "kept" declares that the log-probs of a reference or teacher run over the same sets.
     entropy_over, missing   of replayed rows, as in `Options`. missing="raise" waits for the device.
     strict          True: a call that has to be left to miles raises RuntimeError instead.
-    Raises ValueError for replay with a KL or a teacher and no declaration, RuntimeError for a version that is not known, unless
-    any_version, and where it is bound already."""
-    check_version("miles", TESTED, any_version)
+    any_version     True: no comparison under a version that was not tested, see `_slots.Trial`; replay cannot be compared.
+    Raises ValueError for replay with a KL or a teacher and no declaration, RuntimeError where it is bound already, and in the first
+    step where such a comparison fails."""
+    version = untested("miles", TESTED, any_version)
     replays = getattr(args, "rollout_top_p", 1.0) < 1.0 or getattr(args, "rollout_top_k", -1) > 0
     compared = next((name for name in COMPARED if getattr(args, name, None)), None)
     if reference_over not in (None, "kept"):
@@ -75,13 +76,13 @@ def bind(
             f"{compared}={getattr(args, compared)!r} with replay: miles refuses it, the other network's log-probs being over the "
             "vocabulary. Switch one off, or pass reference_over='kept' if they run over the same sets."
         )
-    slots = Slots("miles", strict)
+    slots = Slots("miles", strict, version=version)
     ours = functools.wraps(calculate_log_probs_and_entropy)(
         functools.partial(calculate_log_probs_and_entropy, options=Options(missing=missing, entropy_over=entropy_over))
     )
     slots.bind(_there(MATHS), "calculate_log_probs_and_entropy", ours)
     if replays:
-        slots.bind(_there(MASKS), "build_local_sampling_mask", local_sets)
+        slots.bind(_there(MASKS), "build_local_sampling_mask", local_sets, comparable=False)
     return slots
 
 

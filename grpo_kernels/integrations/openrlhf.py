@@ -33,7 +33,7 @@ from ..objective import Objective
 from ..rewards.corrections import importance_weights, rejection_mask
 from ..transform import LogitTransform
 from ._shared import at_least_one, entropy_from_logits, plain, scored_batch
-from ._slots import Slots, check_version
+from ._slots import Slots, untested
 
 Tensor = torch.Tensor
 
@@ -211,12 +211,13 @@ def bind(*, entropy_temperature: float = 1.0, strict: bool = False, any_version:
     imported them. The returned `Slots` restores them, by `undo()` or as a context manager.
 
     strict   True: a call that OpenRLHF's own function has to handle raises RuntimeError.
-    Raises RuntimeError for a version that was not tested, unless any_version, and where a function is replaced already."""
-    check_version("openrlhf", TESTED, any_version)
-    slots = Slots("openrlhf", strict)
+    any_version   True: no comparison under a version that was not tested, see `_slots.Trial`.
+    Raises RuntimeError where a function is replaced already, and in the first step where such a comparison fails."""
+    version = untested("openrlhf", TESTED, any_version)
+    slots = Slots("openrlhf", strict, version=version)
     slots.bind("openrlhf.models.utils", "log_probs_from_logits", log_probs_from_logits)
     entropy = functools.wraps(compute_entropy)(functools.partial(compute_entropy, temperature=entropy_temperature))
-    slots.bind("openrlhf.models.utils", "compute_entropy", entropy)
+    slots.bind("openrlhf.models.utils", "compute_entropy", entropy, comparable=entropy_temperature == 1.0)
     return slots
 
 

@@ -41,7 +41,7 @@ from ..presets import NUMERICS
 from ..token_sets import TokenSets
 from ..transform import LogitTransform
 from ._shared import plain, scored_batch
-from ._slots import NotCovered, Slots, check_version
+from ._slots import NotCovered, Slots, untested
 
 Tensor = torch.Tensor
 
@@ -57,13 +57,15 @@ def bind(
     entropy_over, missing   of replayed rows, as in `Options`: what the entropy runs over, and what becomes of a label that its
                             set lacks. The defaults are prime-rl's.
     strict   True: a call that prime-rl's own function has to handle raises RuntimeError.
-    Raises RuntimeError for a version that was not tested, unless any_version, and where a function is replaced already."""
-    check_version("prime-rl", TESTED, any_version)
-    slots = Slots("prime_rl", strict)
+    any_version   True: no comparison under a version that was not tested, see `_slots.Trial`.
+    Raises RuntimeError where a function is replaced already, and in the first step where such a comparison fails."""
+    version = untested("prime-rl", TESTED, any_version)
+    slots = Slots("prime_rl", strict, version=version)
+    comparable = (missing, entropy_over) == ("full", "vocabulary")
     home = "prime_rl.trainer.models.layers.lm_head"
     options = Options(missing=missing, entropy_over=entropy_over)
     apply = functools.wraps(chunked_logprobs)(functools.partial(chunked_logprobs, options=options))
-    slots.bind(home, "_SequenceChunkedLogProbEntropyFn", apply, attribute="apply")
+    slots.bind(home, "_SequenceChunkedLogProbEntropyFn", apply, attribute="apply", comparable=comparable)
     return slots
 
 

@@ -25,14 +25,17 @@ files alone. Its workers and Megatron were not run. The replay, which 0.3.0 has 
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from ..distributed import VocabShard
-from ..formulas.surrogates import A2po, Cispo, ClipCov, Dro, KlCov
+from ..formulas.surrogates import A2po, Cispo, Clip, ClipCov, Dro, KlCov
 from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
@@ -41,24 +44,58 @@ from ..token_sets import TokenSets
 from ..transform import LogitTransform
 from ._records import on_rows
 from ._shared import default_group, entropy_from_logits, even_shard, logprobs_from_logits, plain, scored_batch
-from ._slots import Slots, check_version
+from ._slots import Slots, Trial, untested
 
 Tensor = torch.Tensor
 
 TESTED = ("0.3.0",)
+WITNESS = "ppo_policy_loss"
 NOT_LINEAR = (ClipCov, KlCov, Dro, A2po)
 
 
 def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
-    """Put our presets into SkyRL's registry, and return their names there: `prefix` and the preset's. Raises RuntimeError for
-    a version that is not known, unless any_version."""
-    check_version("skyrl", TESTED, any_version)
+    """Put our presets into SkyRL's registry, and return their names there: `prefix` and the preset's. Under a version that was not
+    tested, unless any_version, the first call computes SkyRL's own clipped loss and ours of these constants first: RuntimeError where
+    they differ."""
+    trial = Trial(untested("skyrl", TESTED, any_version))
     from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss
 
     names = [n for n, o in PRESETS.items() if not isinstance(o.surrogate, NOT_LINEAR) and o.beta == 0]
     for name in names:
-        register_policy_loss(prefix + name)(policy_loss(name))
+        register_policy_loss(prefix + name)(_with_witness(policy_loss(name), trial))
     return [prefix + name for name in names]
+
+
+def _with_witness(ours: Callable[..., Any], trial: Trial) -> Callable[..., Any]:
+    """`ours`, before whose first call under an untested version SkyRL's "regular" loss is compared with our clip of its constants:
+    arguments, corrections and reduction are those of every loss."""
+    if trial.version is None:
+        return ours
+
+    def theirs(*args: Any) -> Any:
+        from skyrl.backends.skyrl_train.utils.ppo_utils import ppo_policy_loss
+
+        return ppo_policy_loss(*args)
+
+    @functools.wraps(ours)
+    def loss(
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        config: Any,
+        loss_mask: Tensor | None = None,
+        rollout_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        if trial.pending(WITNESS):
+            regular = copy.copy(config)
+            regular.policy_loss_type = "regular"
+            clip = Clip(config.eps_clip_low, config.eps_clip_high)
+            own = policy_loss(Objective.preset("grpo", surrogate=clip, beta=0.0, aggregate="token-sum"))
+            given = (log_probs, old_log_probs, advantages, regular, loss_mask, rollout_logprobs)
+            trial.compare(WITNESS, own, theirs, given, {}, itemgetter(0))
+        return ours(log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs)
+
+    return loss
 
 
 def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[str, float]]]:
@@ -144,9 +181,10 @@ def bind(*, megatron: bool = False, replay: bool = False, strict: bool = False, 
     megatron   True: the fused head of SkyRL's Megatron worker too.
     replay     True: the scores over recorded sets too.
     strict     True: a call that SkyRL's own function has to handle raises RuntimeError.
-    Raises RuntimeError for a version that was not tested, unless any_version, and where a function is replaced already."""
-    check_version("skyrl", TESTED, any_version)
-    slots = Slots("skyrl", strict)
+    any_version   True: no comparison under a version that was not tested, see `_slots.Trial`.
+    Raises RuntimeError where a function is replaced already, and in the first step where such a comparison fails."""
+    version = untested("skyrl", TESTED, any_version)
+    slots = Slots("skyrl", strict, version=version)
     home = "skyrl.backends.skyrl_train"
     slots.bind(f"{home}.utils.torch_utils", "logprobs_from_logits", logprobs_from_logits)
     slots.bind(f"{home}.utils.torch_utils", "chunked_entropy_from_logits", chunked_entropy_from_logits)

@@ -43,7 +43,7 @@ from ..options import Options
 from ..token_sets import TokenSets
 from ._records import response_sets
 from ._shared import default_group, even_shard, plain, scored_batch
-from ._slots import Slots, check_version
+from ._slots import Slots, untested
 
 Tensor = torch.Tensor
 
@@ -71,15 +71,16 @@ def bind(
     replay   True: also `slime.backends.megatron_utils.loss._build_topp_keep_mask`, so that the record stays ids.
     entropy_over  of replayed rows under replay=True: "vocabulary", as slime has it, or "kept", which reads less.
     strict   True: a call that slime's own function has to handle raises RuntimeError.
-    Raises RuntimeError for a version that was not tested, unless any_version, and where a function is replaced already."""
-    check_version("slime", TESTED, any_version)
-    slots = Slots("slime", strict)
+    any_version   True: no comparison under a version that was not tested, see `_slots.Trial`.
+    Raises RuntimeError where a function is replaced already, and in the first step where such a comparison fails."""
+    version = untested("slime", TESTED, any_version)
+    slots = Slots("slime", strict, version=version)
     ours = functools.wraps(calculate_log_probs_and_entropy)(
         functools.partial(calculate_log_probs_and_entropy, options=Options(entropy_over=entropy_over))
     )
     slots.bind("slime.utils.ppo_utils", "calculate_log_probs_and_entropy", ours)
     if replay:
-        slots.bind("slime.backends.megatron_utils.loss", "_build_topp_keep_mask", keep_sets)
+        slots.bind("slime.backends.megatron_utils.loss", "_build_topp_keep_mask", keep_sets, comparable=False)
     return slots
 
 

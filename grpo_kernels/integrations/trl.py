@@ -29,14 +29,15 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from ..architectures import language_model
 from ..formulas.token_stage import TokenRows
 from . import _trl_specs as specs
-from ._slots import check_version
+from ._slots import Trial, untested
+from ._trial import Differs, alike
 from ._trl_forward import Forward, LossCall
 from ._trl_replay import Replay
 from .trl_head import TESTED, fused_lm_head
@@ -44,6 +45,7 @@ from .trl_head import TESTED, fused_lm_head
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_lm_head", "patch"]  # noqa: F822
 
 Tensor = torch.Tensor
+LOSS = "GRPOTrainer._compute_loss"
 
 
 def patch(
@@ -63,12 +65,15 @@ def patch(
     replay         True: completions are scored and trained over the sets that their tokens were sampled from, as vLLM in this
                    process or a rollout_func returns them; generation without them raises RuntimeError, and so does a
                    configuration that has to be left to TRL's own loss.
-    any_version    True: go on with a version of TRL that this was not tested with.
+    any_version    True: go on with a version of TRL that this was not tested with, without the comparison below.
+
+    Under a version that was not tested the first step is computed by TRL's own head (not with replay) and arithmetic too. One
+    warning says that log-probs, loss and slopes agree; or the patch is taken off and RuntimeError, before a gradient was made, names the difference.
 
     Raises TypeError for an object that is not a GRPOTrainer, RuntimeError for one that is patched already or has another
     loss or forward than TRL's, and ValueError for a head that is not a plain Linear, such as one with a LoRA.
     """
-    check_trl(any_version)
+    version = check_trl(any_version)
     from trl import GRPOTrainer
 
     if not isinstance(trainer, GRPOTrainer):
@@ -80,20 +85,22 @@ def patch(
             f"{type(trainer).__name__} has a _compute_loss of its own, which this patch would replace by GRPOTrainer's: for the "
             "log-probs of any trainer use integrations.trl.fused_lm_head."
         )
-    return FusedLoss(trainer, strict, skip_inactive, replay)
+    return FusedLoss(trainer, strict, skip_inactive, replay, version)
 
 
-def check_trl(any_version: bool = False) -> None:
-    """Raise RuntimeError for a TRL that this was not tested with, unless any_version, and for one that it cannot work with."""
-    check_version("trl", TESTED, any_version)
+def check_trl(any_version: bool = False) -> str | None:
+    """What `untested` says of the TRL that is here. Raises RuntimeError for one that this cannot work with."""
+    version = untested("trl", TESTED, any_version)
     import trl
     from trl.trainer import utils
 
     if not hasattr(utils, "add_fused_lm_head"):
         raise RuntimeError(
             f"trl is {trl.__version__}, which has no fused LM head in the forward of its models (trl.trainer.utils.add_fused_lm_head), "
-            f"so that there is no place for the loss: install TRL {TESTED[0]}."
+            f"so that there is no place for the loss: install TRL {TESTED[-1]}, or train with use_liger_kernel=True and give the trainer "
+            "to integrations.liger_slot.patch."
         )
+    return version
 
 
 class FusedLoss:
@@ -105,7 +112,10 @@ class FusedLoss:
              "TRL: <reason>"  losses left to TRL's own code
     """
 
-    def __init__(self, trainer: Any, strict: bool, skip_inactive: bool, replay: bool = False) -> None:
+    def __init__(
+        self, trainer: Any, strict: bool, skip_inactive: bool, replay: bool = False, version: str | None = None
+    ) -> None:  # fmt: skip
+        self.trial = Trial(version, self.undo)
         self.trainer, self.strict, self.skip_inactive = trainer, strict, skip_inactive
         self.replay = Replay(trainer) if replay else None
         self.counts: Counter[str] = Counter()
@@ -147,25 +157,71 @@ class FusedLoss:
 
         batch = specs.token_batch(trainer, inputs, objective)
         # Without active tokens all are projected: TRL logs a mean entropy, which needs some tokens.
-        skip = self.skip_inactive and objective.one_pass and batch.count(objective.active_rows) > 0
-        call = LossCall(batch, objective, specs.denominator(trainer, inputs, batch), skip, with_graph=self.strict)
-        theirs = self._theirs(call.through(model), inputs)
+        first = self.trial.pending(LOSS)
+        skip = self.skip_inactive and not first and objective.one_pass and batch.count(objective.active_rows) > 0
+        call = LossCall(batch, objective, specs.denominator(trainer, inputs, batch), skip, with_graph=self.strict or first)
+        theirs = self._theirs(call.through(model, self._trls_own if first and self.replay is None else None), inputs)
         assert call.output is not None and call.rows is not None
         loss, aux_loss = call.output.loss, call.output.aux_loss
         self.counts["fused"] += 1
         if aux_loss is not None:
             loss = loss + trainer.router_aux_loss_coef * aux_loss / specs.accumulation(trainer)
-        if self.strict:
-            _check_value(loss.detach(), theirs.detach(), call.rows)
+        if first:
+            with self.trial.refusing(LOSS):
+                self._check_log_probs(call)
+                _check(loss, theirs, call)
             if theirs.requires_grad:
-                _check_slopes(call, theirs)
+                self.trial.passed(LOSS)
+        elif self.strict:
+            try:
+                _check(loss, theirs, call)
+            except Differs as difference:
+                raise RuntimeError(
+                    f"strict=True, but {difference}: this is a bug of the adapter, or a TRL that it does not know."
+                ) from None
         return loss
+
+    def _trls_own(self, model: Any, kwargs: dict[str, Any]) -> Any:
+        """What TRL's own head gives for this call of the model, without gradients and with the random numbers of the next call."""
+        device = self.trainer.accelerator.device
+        for forward in self._forwards:
+            forward.active = False
+        try:
+            with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                return model(**kwargs)
+        finally:
+            for forward in self._forwards:
+                forward.active = True
+
+    def _check_log_probs(self, call: LossCall) -> None:
+        if call.own is None:  # replay: TRL scores over the vocabulary
+            return
+        assert call.read is not None
+        mask, found, wanted = call.batch.mask, [], []
+        for name, ours in zip(("log_probs", "entropy"), call.read, strict=True):
+            if call.own.get(name) is not None:
+                theirs = call.own[name][:, -ours.shape[1] :]
+                found.append(ours.detach() if mask is None else ours.detach()[mask])
+                wanted.append(theirs if mask is None else theirs[mask])
+        dtypes = {p.dtype for p in self._forwards[0].model.parameters()}
+        coarse = self.trainer.accelerator.mixed_precision != "no" or dtypes != {torch.float32}
+        alike("log-probs and entropies", found, wanted, coarse)
+
+
+def _check(loss: Tensor, theirs: Tensor, call: LossCall) -> None:
+    """Raise Differs unless TRL's arithmetic gives this loss and its slopes of the same log-probs."""
+    assert call.rows is not None
+    _check_value(loss.detach(), theirs.detach(), call.rows)
+    if theirs.requires_grad:
+        _check_slopes(call, theirs)
 
 
 def _check_value(ours: Tensor, theirs: Tensor, rows: TokenRows) -> None:
-    """Raise RuntimeError unless TRL's loss of the same log-probs is the same number; its formulas may change with a version."""
+    """Raise Differs unless TRL's loss of the same log-probs is the same number; its formulas may change with a version."""
     if not (ours - theirs).abs() <= 1e-3 * (_size(rows) + theirs.abs()):  # NaN raises too
-        _differs(f"the fused loss is {float(ours):.6g} and TRL's own arithmetic on its log-probs gives {float(theirs):.6g}")
+        raise Differs(
+            f"the fused loss is {float(ours):.6g} and TRL's own arithmetic on its log-probs gives {float(theirs):.6g}"
+        )
 
 
 def _check_slopes(call: LossCall, theirs: Tensor) -> None:
@@ -180,7 +236,7 @@ def _check_slopes(call: LossCall, theirs: Tensor) -> None:
         apart, size = (a - b).abs().sum(), b.abs().sum()
         terms = _size(call.rows) if name == "log-probs" else 0.0  # those of entropies are plain weights
         if not apart <= 1e-3 * (terms + size):
-            _differs(
+            raise Differs(
                 f"the gradient of the fused loss with respect to the {name} is {float(apart):.6g} away, in sum, from "
                 f"that of TRL's own arithmetic, which is {float(size):.6g}"
             )
@@ -191,10 +247,6 @@ def _size(rows: TokenRows) -> Tensor:
     cancel."""
     size = (rows.policy_weight * rows.advantages).abs().sum()
     return size if rows.kl_weight is None else size + rows.kl_weight.sum()
-
-
-def _differs(what: str) -> NoReturn:
-    raise RuntimeError(f"strict=True, but {what}: this is a bug of the adapter, or a TRL that it does not know.")
 
 
 # ---- the subclass, made at first use, because the core and its tests run without TRL

@@ -25,7 +25,7 @@ from ..objective import Objective
 from ..projection import Head
 from ..transform import LogitTransform
 from ._shared import divergence_of, plain
-from ._slots import NotCovered, Slots, check_version
+from ._slots import NotCovered, Slots, untested
 from .trl_head import TESTED, gathered
 
 Tensor = torch.Tensor
@@ -39,8 +39,9 @@ def fused_divergence(*, strict: bool = False, any_version: bool = False) -> Slot
 
     strict   True: a call that TRL's own function has to handle raises RuntimeError, and so does the end of a `with` block in which TRL
              did not call ours.
-    Raises RuntimeError for a version of TRL that was not tested, unless any_version, and for one whose function has other arguments."""
-    check_version("trl", TESTED, any_version)
+    any_version   True: no comparison under a version of TRL that was not tested, see `_slots.Trial`.
+    Raises RuntimeError for a TRL whose function has other arguments, and in the first step where such a comparison fails."""
+    version = untested("trl", TESTED, any_version)
     from trl.trainer import distillation_trainer as theirs
 
     found = list(inspect.signature(getattr(theirs, SLOT)).parameters)
@@ -49,7 +50,7 @@ def fused_divergence(*, strict: bool = False, any_version: bool = False) -> Slot
         raise RuntimeError(
             f"{MODULE}.{SLOT} takes ({', '.join(found)}), but ours takes ({', '.join(wanted)}): install TRL {TESTED[0]}."
         )
-    slots = Slots("trl", strict, "TRL")
+    slots = Slots("trl", strict, "TRL", version)
     slots.bind(MODULE, SLOT, divergence_loss)
     return slots
 

@@ -26,7 +26,7 @@ import torch
 from ..logprobs import linear_logprobs
 from ..transform import LogitTransform
 from ._shared import plain
-from ._slots import NotCovered, Slots, check_version
+from ._slots import NotCovered, Slots, untested
 
 Tensor = torch.Tensor
 
@@ -44,9 +44,10 @@ def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
 
     strict   True: a call that TRL's own function has to handle raises RuntimeError, and so does the end of a `with` block in
              which TRL did not call ours.
-    Raises RuntimeError for a version of TRL that was not tested, unless any_version, for one whose function has other
-    arguments, and where the function is replaced already."""
-    check_version("trl", TESTED, any_version)
+    any_version   True: no comparison under a version of TRL that was not tested, see `_slots.Trial`.
+    Raises RuntimeError for a TRL whose function has other arguments, where the function is replaced already, and in the first step
+    where such a comparison fails."""
+    version = untested("trl", TESTED, any_version)
     import trl
     from trl.trainer import utils
 
@@ -62,7 +63,7 @@ def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
             f"trl is {trl.__version__}, whose trl.trainer.utils.{SLOT} takes ({', '.join(found)}), but ours takes "
             f"({', '.join(wanted)}) and returns as many results as there are in TRL {TESTED[0]}: install that one."
         )
-    slots = Slots("trl", strict, "TRL")
+    slots = Slots("trl", strict, "TRL", version)
     slots.bind(utils.__name__, SLOT, log_probs, attribute="apply")
     slots.put(utils, "_use_triton", _wanted_rows_only(utils._use_triton))
     return slots

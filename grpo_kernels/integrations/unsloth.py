@@ -28,7 +28,7 @@ import torch
 from ..logprobs import linear_logprobs
 from ..transform import LogitTransform
 from ._shared import plain
-from ._slots import NotCovered, Slots, check_version
+from ._slots import NotCovered, Slots, untested
 
 Tensor = torch.Tensor
 
@@ -42,15 +42,16 @@ def bind(trainer: type, *, strict: bool = False, any_version: bool = False) -> S
     restores them, by `undo()` or as a context manager.
 
     strict   True: a call that Unsloth's own function has to handle raises RuntimeError.
-    Raises RuntimeError for a version that was not tested, unless any_version, and where a function is replaced already.
+    any_version   True: no comparison under a version that was not tested, see `_slots.Trial`.
+    Raises RuntimeError where a function is replaced already, and in the first step where such a comparison fails.
     Raises AttributeError where the module has no such name."""
-    check_version("unsloth_zoo", TESTED, any_version)
+    version = untested("unsloth_zoo", TESTED, any_version)
     if hasattr(sys.modules.get(ZOO), "grpo_chunked_hidden_states_logprobs"):
-        slots = Slots("unsloth_zoo", strict)
+        slots = Slots("unsloth_zoo", strict, version=version)
         slots.bind(ZOO, "grpo_chunked_hidden_states_logprobs", selective_log_softmax)
         slots.bind(ZOO, "chunked_hidden_states_selective_log_softmax_recompute", log_softmax_and_entropy)
         return slots
-    slots = Slots(trainer.__module__.split(".")[0], strict)
+    slots = Slots(trainer.__module__.split(".")[0], strict, version=version)
     slots.bind(trainer.__module__, "chunked_hidden_states_selective_log_softmax", selective_log_softmax)
     return slots
 

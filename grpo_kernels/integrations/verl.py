@@ -40,6 +40,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ from ..presets import NUMERICS, PRESETS
 from ..token_sets import TokenSets
 from ..transform import LogitTransform
 from ._shared import at_least_one, entropy_from_logits, even_shard, logprobs_from_logits, plain, scored_batch
-from ._slots import NotCovered, Slots, check_version
+from ._slots import NotCovered, Slots, Trial, untested
 
 Tensor = torch.Tensor
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
@@ -76,6 +77,8 @@ LOSSES = {
     "dppo_kl": "dppo_kl",
     "dro": "dro",
 }
+#: Those that leave out tokens by lot.
+RANDOM = ("clip_cov",)
 #: Presets whose old_logps are not those of verl's policy loss, which is given no reference.
 WITHOUT = ("a2po", "distillation", "sampled_distillation")
 
@@ -95,13 +98,20 @@ AGGREGATES = {
 def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
     """Add our losses to verl's registry, and return their names: `prefix` with each name of LOSSES and of our presets.
 
-    No function of verl is replaced. Raises RuntimeError for a version of verl that was not tested, unless any_version."""
-    check_version("verl", TESTED, any_version)
-    from verl.trainer.ppo.core_algos import register_policy_loss
+    No function of verl is replaced, and names of ours that are there already stay. Under a version of verl that was not tested, unless
+    any_version, the first call of a loss that verl has too is computed by verl's own beside it: RuntimeError where they differ."""
+    trial = Trial(untested("verl", TESTED, any_version))
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
     names = [*LOSSES, *(name for name in PRESETS if name not in LOSSES and name not in WITHOUT)]
     for name in names:
-        register_policy_loss(prefix + name)(policy_loss(name))
+        ours, theirs = policy_loss(name), POLICY_LOSS_REGISTRY.get(name)
+        if prefix + name in POLICY_LOSS_REGISTRY and hasattr(POLICY_LOSS_REGISTRY[prefix + name], "grpo_kernels"):
+            continue
+        if theirs is not None and name in LOSSES and name not in RANDOM:
+            ours = trial.beside(ours, theirs, itemgetter(0))
+        ours.grpo_kernels = True  # type: ignore[attr-defined]
+        register_policy_loss(prefix + name)(ours)
     return [prefix + name for name in names]
 
 
@@ -277,10 +287,11 @@ def bind(*, hidden: bool = True, logits: bool = True, strict: bool = False, any_
     logits   `logprobs_from_logits` and `entropy_from_logits` of verl.utils.torch_functional and of the engines that imported
              them. Bind before the engine is built, because the engine keeps the entropy function of that time.
     strict   True: a call that verl's own function has to handle raises RuntimeError.
-    Raises RuntimeError for a version of verl that was not tested, unless any_version, and where a function is replaced
-    already."""
-    check_version("verl", TESTED, any_version)
-    slots = Slots("verl", strict)
+    any_version   True: no comparison under a version that was not tested; else the first call of each function runs verl's own
+             beside it, and RuntimeError says where they differ.
+    Raises RuntimeError where a function is replaced already."""
+    version = untested("verl", TESTED, any_version)
+    slots = Slots("verl", strict, version=version)
     if hidden:
         slots.bind("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy", linear_cross_entropy)
     if logits:

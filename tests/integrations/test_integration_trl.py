@@ -546,14 +546,70 @@ def test_what_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(RuntimeError, match="not TRL's fused LM head"):  # a model that another trainer has patched
         patch(shared)
     fused.undo()
-    monkeypatch.setattr(metadata, "version", lambda package: "1.17.0")
+
+
+def untested_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda package: "1.99.0")
     monkeypatch.delenv(OVERRIDE, raising=False)
-    for call in (lambda: patch(plain_trainer), fused_lm_head):
-        with pytest.raises(RuntimeError, match=r"trl is 1\.17\.0.*tested with 1\.16"):
-            call()
-    patch(plain_trainer, any_version=True).undo()
-    monkeypatch.setenv(OVERRIDE, "1")
-    patch(plain_trainer).undo()
+
+
+def test_a_version_that_was_not_tested_is_compared_on_the_first_step(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same arithmetic: one message, and the run is TRL's, dropout included. TRL's own head is called in the first step alone."""
+    want = trl_cases.make_trainer(path, tmp_path, steps=3, beta=0.05)
+    want.train()
+    untested_trl(monkeypatch)
+    one = trl_cases.make_trainer(path, tmp_path, steps=3, beta=0.05)
+    fused, own = patch(one), []
+    monkeypatch.setattr(fused, "_trls_own", lambda *args, theirs=fused._trls_own: own.append(theirs(*args)) or own[-1])
+    with pytest.warns(UserWarning, match=r"trl 1\.99\.0 was not tested.*_compute_loss.*They agree, ours goes on") as said:
+        one.train()
+    assert len([w for w in said if "They agree" in str(w.message)]) == 1 and len(own) == 1
+    trl_cases.assert_same_history(trl_cases.history(one), trl_cases.history(want), 2e-4)
+    for options, variable in (({"any_version": True}, "0"), ({}, "1")):
+        monkeypatch.setenv(OVERRIDE, variable)
+        fused = patch(trl_cases.make_trainer(path, tmp_path), **options)
+        assert not fused.trial.pending("GRPOTrainer._compute_loss")
+
+
+@pytest.mark.parametrize("what", ["loss", "slopes", "log-probs"])
+def test_other_arithmetic_of_a_version_that_was_not_tested_is_refused(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    theirs, own_head = GRPOTrainer._compute_loss, utils._ChunkedLogProbFunction
+
+    def changed(own: Any, model: Any, inputs: Any) -> Tensor:
+        loss = theirs(own, model, inputs)
+        return loss + 0.01 if what == "loss" else loss + 0.02 * (loss - loss.detach()) if what == "slopes" else loss
+
+    class Head(own_head):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def forward(ctx: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return own_head.forward(ctx, 1.01 * hidden, *args, **kwargs)
+
+    untested_trl(monkeypatch)
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", changed)
+    if what == "log-probs":
+        monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Head)
+    one = trl_cases.make_trainer(path, tmp_path, steps=1, beta=0.05)
+    before = [p.clone() for p in one.model.parameters()]
+    patch(one)
+    word = {"loss": "the fused loss is", "slopes": "the gradient of the fused loss", "log-probs": "log-probs and entropies"}[
+        what
+    ]
+    with pytest.raises(RuntimeError, match=rf"trl 1\.99\.0 was not tested.*is not what it was: {word}.*any_version=True"):
+        one.train()
+    assert "fused_loss" not in vars(one) and "_compute_loss" not in vars(one)  # taken off
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, one.model.parameters(), strict=True))
+
+
+def test_the_fused_head_of_a_version_that_was_not_tested(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    untested_trl(monkeypatch)
+    one = trl_cases.make_trainer(path, tmp_path, steps=2)
+    with fused_lm_head(strict=True) as slot, pytest.warns(UserWarning, match="They agree"):
+        one.train()
+    assert slot.counts == {"fused": 2}
 
 
 def test_generate_and_plain_calls_are_untouched(path: str, tmp_path: Path) -> None:

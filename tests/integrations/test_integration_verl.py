@@ -362,13 +362,35 @@ def test_binding_is_refused_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verl_functional.logprobs_from_logits is theirs
 
     monkeypatch.setattr(metadata, "version", lambda _: "0.8.0")
-    for call in (ours.bind, ours.register):
-        with pytest.raises(RuntimeError, match=r"verl is 0\.8\.0, but this adapter was tested with 0\.9\.1"):
-            call()
-    monkeypatch.setenv("GRPO_KERNELS_ANY_VERSION", "1")
-    ours.bind().undo()
-    monkeypatch.delenv("GRPO_KERNELS_ANY_VERSION")
-    ours.bind(any_version=True).undo()
+    with ours.bind(any_version=True) as unasked:
+        assert unasked.trial.version is None
+    with ours.bind() as slots:
+        logits, labels = torch.randn(3, 7, requires_grad=True), torch.tensor([1, 6, 0])
+        with pytest.warns(UserWarning, match=r"verl 0\.8\.0 was not tested.*0\.9\.1 was.*They agree"):
+            verl_functional.logprobs_from_logits(logits, labels)
+    assert slots.counts == {"fused": 1}
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_losses_of_a_version_that_was_not_tested_are_compared_with_verls(
+    data: Data, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: "0.10.0")
+    registry = dict(core_algos.POLICY_LOSS_REGISTRY)
+    if changed:
+        registry["vanilla"] = lambda *a, own=registry["vanilla"], **k: (lambda loss, metrics: (1.01 * loss, metrics))(
+            *own(*a, **k)
+        )
+    monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", registry)
+    assert ours.register("compared_") == ours.register("compared_")  # names of ours stay
+    call = core_algos.get_policy_loss_fn("compared_vanilla")
+    given = data.old, data.logps.requires_grad_(), data.advantages, data.mask, "token-mean", config_of(STEP)
+    if changed:
+        with pytest.raises(RuntimeError, match=r"verl 0\.10\.0 was not tested.*fused_vanilla is not what it was: values"):
+            call(*given)
+    else:
+        with pytest.warns(UserWarning, match="They agree"):
+            call(*given)
 
 
 @pytest.mark.slow

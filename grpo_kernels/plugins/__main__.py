@@ -1,0 +1,20 @@
+"""`python -m grpo_kernels.plugins ms_swift`: the path of a plugin's file, for trainers that ask for a file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def main(arguments: list[str]) -> int:
+    """Print the path, or the names there are."""
+    files = {file.stem: file for file in sorted(Path(__file__).parent.glob("[a-z]*.py"))}
+    if len(arguments) != 1 or arguments[0] not in files:
+        print(f"one of: {', '.join(files)}", file=sys.stderr)
+        return 2
+    print(files[arguments[0]])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,9 @@
+"""ms-swift: `--external_plugins "$(python -m grpo_kernels.plugins ms_swift)" --use_liger_kernel true`.
+
+GRPO of ms-swift then computes its loss where it would call Liger's, from hidden states; its other losses (`swift.loss.loss_map` is
+for supervised training) are not ours. ms-swift loads this file by its path."""
+
+from grpo_kernels.integrations import liger_slot
+from grpo_kernels.plugins._once import once
+
+SLOTS = once("ms_swift", liger_slot.bind, lambda _: "ms-swift's GRPO loss with use_liger_kernel is ours.")

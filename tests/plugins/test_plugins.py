@@ -1,0 +1,266 @@
+"""Plugins as trainers load them: by the trainer's own loader where it is installed, else by that loader's contract."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import grpo_kernels
+from grpo_kernels.integrations import liger, liger_slot
+from grpo_kernels.plugins import _once
+from grpo_kernels.plugins.__main__ import main
+from support.trainers import V, stand_in
+
+SOURCE = Path(grpo_kernels.__file__).parents[1]
+ENTRY = metadata.EntryPoint("grpo_kernels", "grpo_kernels.plugins.verl", "verl.plugins")
+
+
+@pytest.fixture(autouse=True)
+def fresh(stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No plugin has acted in this process, and what these do is undone."""
+    monkeypatch.setattr(_once, "DONE", {})
+    monkeypatch.delenv("RANK", raising=False)
+    before = set(sys.modules)
+    yield
+    for slots in _once.DONE.values():
+        getattr(slots, "undo", lambda: None)()
+    for name in [name for name in set(sys.modules) - before if name.startswith("grpo_kernels.plugins.")]:
+        del sys.modules[name]
+        vars(sys.modules["grpo_kernels.plugins"]).pop(name.rpartition(".")[2], None)
+
+
+def loaded(path: str) -> Any:
+    """What slime, miles and prime-rl make of "module.name"."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == _once.LOG.name]
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """That of a stand-in for verl."""
+    losses: dict[str, Any] = {}
+
+    def register(name: str) -> Callable[[Any], Any]:
+        return lambda function: losses.setdefault(name, function)
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(metadata, "version", lambda _: "0.9.1")
+    stand_in("verl.trainer.ppo.core_algos", POLICY_LOSS_REGISTRY=losses, register_policy_loss=register)
+    yield losses
+    for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
+        del sys.modules[name]
+
+
+# ---- verl
+
+
+def test_the_entry_point_is_that_of_the_project() -> None:
+    project = SOURCE / "pyproject.toml"
+    if not project.exists():
+        pytest.skip("not a checkout")
+    assert f'[project.entry-points."{ENTRY.group}"]\n{ENTRY.name} = "{ENTRY.value}"\n' in project.read_text()
+
+
+def test_verl_imports_the_entry_point(registry: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """It loads the module and calls nothing; a second import, under another name too, adds nothing and says nothing."""
+    module = ENTRY.load()
+    first = dict(registry)
+    assert module.NAMES == [*first] and {"fused_vanilla", "fused_dapo"} <= {*first}
+    assert len(said(caplog)) == 1 and f"verl has {len(first)} more policy losses, fused_vanilla" in said(caplog)[0]
+    del sys.modules[ENTRY.module]
+    ENTRY.load()
+    spec = importlib.util.spec_from_file_location("grpo_kernels.plugins.again", str(module.__file__))
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert registry == first and len(said(caplog)) == 1
+
+
+def test_only_the_first_rank_reports(registry: dict[str, Any], monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert ENTRY.load().NAMES == [*registry] and registry and not said(caplog)
+
+
+def test_an_error_that_verl_would_hide_is_logged(registry: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    def refuses(name: str) -> Any:
+        raise ValueError(f"no {name} here")
+
+    sys.modules["verl.trainer.ppo.core_algos"].register_policy_loss = refuses  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="no fused_vanilla"):
+        ENTRY.load()
+    (record,) = (record for record in caplog.records if record.name == _once.LOG.name)
+    assert record.levelno == logging.ERROR and "plugin verl failed: no fused_vanilla here" in record.getMessage()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modules", ["", "grpo_kernels.plugins.verl_head"])
+def test_verls_own_loader(tmp_path: Path, modules: str) -> None:
+    """`import verl` alone, with the metadata of an installed grpo_kernels on the path."""
+    pytest.importorskip("verl", reason="verl is not installed", exc_type=ImportError)
+    info = tmp_path / "grpo_kernels-9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: grpo_kernels\nVersion: 9\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY.group}]\n{ENTRY.name} = {ENTRY.value}\n")
+    code = (
+        "import verl\n"
+        "from verl.trainer.ppo.core_algos import get_policy_loss_fn\n"
+        "from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy as head\n"
+        "print(get_policy_loss_fn('fused_vanilla').__module__, getattr(head, 'grpo_kernels', False))\n"
+    )
+    environment = os.environ | {
+        "VERL_USE_EXTERNAL_MODULES": modules, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SOURCE), *sys.path]),
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split()[-2:] == ["grpo_kernels.integrations.verl", str(bool(modules))]
+    assert done.stderr.count("more policy losses") == 1
+
+
+# ---- slime, miles, prime-rl: a path of a function
+
+
+def test_slime_and_miles_call_a_function_at_their_start(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[str] = []
+    home = stand_in("slime.utils.ppo_utils", calculate_log_probs_and_entropy=lambda *_, **__: calls.append("slime"))
+    masks = stand_in("slime.backends.megatron_utils.loss", _build_topp_keep_mask=lambda *_, **__: None)
+    maths = stand_in(
+        "miles.backends.training_utils.loss_hub.math_utils",
+        calculate_log_probs_and_entropy=lambda *_, **__: calls.append("miles"),
+    )
+    for _ in range(2):
+        loaded("grpo_kernels.plugins.slime.init")(SimpleNamespace(rollout_top_p=0.9))
+        loaded("grpo_kernels.plugins.miles.init")(SimpleNamespace())
+    logits, tokens = torch.randn(3, V), torch.tensor([4, 0, 2])
+    logps, _ = home.calculate_log_probs_and_entropy(logits, tokens, None)
+    torch.testing.assert_close(logps[:, 0], torch.log_softmax(logits, -1)[range(3), tokens])
+    assert getattr(masks._build_topp_keep_mask, "grpo_kernels", False)  # top-p: replay
+    assert callable(loaded("grpo_kernels.plugins.slime.loss"))
+    assert getattr(maths.calculate_log_probs_and_entropy, "grpo_kernels", False) and not calls
+    assert [line.split(" run ")[0].split()[-1] for line in said(caplog)] == ["slime", "miles"]
+
+
+def test_prime_rl_imports_a_loss_and_gets_the_head_too(caplog: pytest.LogCaptureFixture) -> None:
+    home = stand_in("prime_rl.trainer.models.layers.lm_head", _SequenceChunkedLogProbEntropyFn=SimpleNamespace(apply=len))
+    stand_in("prime_rl.trainer.rl.loss", LossOutputs=SimpleNamespace)
+    loss = loaded("grpo_kernels.plugins.prime_rl.loss")
+    hidden, weight, labels = torch.randn(4, 8), torch.randn(V, 8), torch.tensor([1, 0, 5, 9])
+    logps, _ = home._SequenceChunkedLogProbEntropyFn.apply(hidden, weight, labels, torch.full((4,), 1 / 0.7), 512)
+    torch.testing.assert_close(logps, torch.log_softmax(hidden @ weight.T / 0.7, -1)[range(4), labels])
+    inputs = SimpleNamespace(
+        trainer_logprobs=logps, inference_logprobs=logps - 0.1, ref_logprobs=None, advantages=torch.ones(4),
+        loss_mask=torch.tensor([True, True, True, False]), loss_weights=None,
+    )  # fmt: skip
+    out = loss(inputs, objective="importance_sampling")
+    torch.testing.assert_close(out.loss, -3 * torch.tensor(0.1).exp())
+    assert len(said(caplog)) == 1
+
+
+# ---- ms-swift: a file; axolotl: a class
+
+
+def test_ms_swift_runs_the_file(capsys: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ms-swift's own function where it is installed; else as that does it, under a name of its own."""
+    chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
+    assert main(["ms_swift"]) == 0
+    path = capsys.readouterr().out.strip()
+    try:
+        from swift.utils.utils import import_external_file
+    except ImportError:
+
+        def import_external_file(file_path: str) -> Any:
+            spec = importlib.util.spec_from_file_location("_swift_external_0", file_path)
+            assert spec is not None and spec.loader is not None
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+    monkeypatch.setattr(metadata, "version", lambda _: liger.LIGER_VERSION)
+    theirs = chunked.LigerFusedLinearGRPOLoss
+    for _ in range(2):
+        import_external_file(path)
+        for name in [name for name in sys.modules if name.startswith("_swift_external_")]:
+            del sys.modules[name]
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss  # as ms-swift does where it makes the loss
+
+    assert LigerFusedLinearGRPOLoss is not theirs and len(said(caplog)) == 1
+    options: dict[str, Any] = {
+        "beta": 0.0, "compiled": False, "epsilon_high": 0.28, "temperature": 0.8, "loss_type": "grpo", "use_ref_model": False,
+    }  # fmt: skip
+    given = {"_input": torch.randn(2, 5, 8), "lin_weight": torch.randn(V, 8), "selected_token_ids": torch.randint(V, (2, 5)),
+             "attention_mask": torch.ones(2, 5), "advantages": torch.tensor([1.0, -0.5]), "bias": None,
+             "old_per_token_logps": None, "ref_per_token_logps": None, "vllm_is_ratio": None}  # fmt: skip
+    torch.testing.assert_close(LigerFusedLinearGRPOLoss(**options)(**given)[0], theirs(**options)(**given)[0])
+    slots = _once.DONE["ms_swift"]
+    assert slots.counts == {"fused": 1}
+    slots.undo()
+    assert chunked.LigerFusedLinearGRPOLoss is theirs
+    assert main(["no_such"]) == 2 and "ms_swift" in capsys.readouterr().err
+
+
+def test_axolotl_makes_the_class_and_hands_it_the_trainer(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    """By axolotl's own plugin manager where it is installed, else by a base class of that name."""
+    monkeypatch.undo()  # the versions are those that are here
+    monkeypatch.setattr(_once, "DONE", {})
+    pytest.importorskip("trl", reason="TRL is not installed")
+    pytest.importorskip("pydantic", reason="pydantic is not installed")
+    from support import trl_cases
+
+    path = "grpo_kernels.plugins.axolotl.FusedGRPO"
+    try:
+        from axolotl.integrations.base import PluginManager
+    except ImportError:
+        for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(BasePlugin=object, __path__=[]))
+        plugin = loaded(path)()
+        settings = [plugin.get_input_args()]
+    else:
+        plugin = PluginManager.get_instance()
+        plugin.register(path)
+        settings = plugin.get_input_args()
+    trainer = trl_cases.make_trainer(trl_cases.save_model(tmp_path / "model"), tmp_path / "run", steps=1)
+    for _ in range(2):
+        plugin.post_trainer_create({"grpo_kernels_strict": True}, trainer)
+    trainer.train()
+    assert trainer.fused_loss.strict and trainer.fused_loss.counts["fused"] == 1
+    assert [loaded(name)().grpo_kernels_strict for name in settings] == [False]
+    plugin.post_trainer_create({}, SimpleNamespace())
+    lines = said(caplog)
+    assert len(lines) == 2 and "the loss of GRPOTrainer is ours" in lines[0] and "no GRPO trainer" in lines[1]
+
+
+# ---- the loss in Liger's place
+
+
+def test_the_slot_of_one_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: liger.LIGER_VERSION)
+    chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
+    theirs = chunked.LigerFusedLinearGRPOLoss(
+        beta=0.0, compiled=False, temperature=0.7, loss_type="bnpo", use_ref_model=False
+    )  # fmt: skip
+    given = torch.randn(2, 5, 8), torch.randn(V, 8), torch.randint(V, (2, 5)), torch.ones(2, 5), torch.tensor([1.0, -1.0])
+    for name in liger_slot.ATTRIBUTES:
+        trainer: Any = SimpleNamespace()
+        with pytest.raises(RuntimeError, match=r"SimpleNamespace has no loss of Liger's.*use_liger_kernel=True"):
+            liger_slot.patch(trainer)
+        setattr(trainer, name, theirs)
+        with liger_slot.patch(trainer, any_version=True) as slots:
+            with pytest.raises(RuntimeError, match=f"{name} of this trainer is ours already"):
+                liger_slot.patch(trainer, any_version=True)
+            torch.testing.assert_close(getattr(trainer, name)(*given)[0], theirs(*given)[0])
+        assert getattr(trainer, name) is theirs and slots.counts == {"fused": 1}
+    trainer.liger_loss = len
+    with pytest.raises(RuntimeError, match=r"has no beta, epsilon_high.*not Liger's"):
+        liger_slot.patch(trainer, any_version=True)
