@@ -30,6 +30,7 @@ MODULES = (
             "losses",
             "integrations.areal",
             "integrations.liger",
+            "integrations.liger_slot",
             "integrations.nemo_rl",
             "integrations.openrlhf",
             "integrations.prime_rl",
