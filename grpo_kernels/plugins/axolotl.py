@@ -34,8 +34,9 @@ class FusedGRPO(BasePlugin):
         from trl import GRPOTrainer
         from trl.trainer import utils
 
-        if not isinstance(trainer, GRPOTrainer):
-            announce(f"{type(trainer).__name__} is no GRPO trainer of TRL's, and is left as it is.")
+        named = type(trainer).__name__
+        if not issubclass(type(trainer), GRPOTrainer):
+            announce(f"{named} is no GRPO trainer of TRL's, and is left as it is.")
             return
         if "fused_loss" in vars(trainer):
             return
@@ -44,4 +45,4 @@ class FusedGRPO(BasePlugin):
             trl.patch(trainer, strict=strict)
         else:
             trainer.fused_loss = liger_slot.patch(trainer, strict=strict)
-        announce(f"the loss of {type(trainer).__name__} is ours; trainer.fused_loss.counts says what ran.")
+        announce(f"the loss of {named} is ours; trainer.fused_loss.counts says what ran.")
