@@ -35,7 +35,7 @@ class FusedGRPO(BasePlugin):
         from trl.trainer import utils
 
         named = type(trainer).__name__
-        if not issubclass(type(trainer), GRPOTrainer):
+        if not isinstance(trainer, GRPOTrainer):
             announce(f"{named} is no GRPO trainer of TRL's, and is left as it is.")
             return
         if "fused_loss" in vars(trainer):
@@ -44,5 +44,5 @@ class FusedGRPO(BasePlugin):
         if hasattr(utils, "add_fused_lm_head"):
             trl.patch(trainer, strict=strict)
         else:
-            trainer.fused_loss = liger_slot.patch(trainer, strict=strict)
+            vars(trainer)["fused_loss"] = liger_slot.patch(trainer, strict=strict)
         announce(f"the loss of {named} is ours; trainer.fused_loss.counts says what ran.")
