@@ -18,17 +18,21 @@ import torch
 
 from benchmarks.harness import compilations
 from grpo_kernels import (
+    Exact,
     LogitTransform,
     Objective,
     TokenBatch,
     TokenSets,
     grpo_loss,
+    linear_divergence,
     linear_grpo_loss,
     linear_logprobs,
+    token_divergence,
     token_logprobs,
 )
 from grpo_kernels.formulas.surrogates import Clip
 from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.vocabulary.backends import triton_divergence_kernels as beside
 from grpo_kernels.vocabulary.backends import triton_sparse_kernels as sparse
 
 Tensor = torch.Tensor
@@ -39,6 +43,7 @@ Tensor = torch.Tensor
 KERNELS = (
     backend._stats_kernel, backend._pull_kernel, backend._fused_kernel, backend._scale_kernel,
     sparse._slot_logits_kernel, sparse._add_weight_rows_kernel, sparse._add_hidden_rows_kernel,
+    beside._two_stats_kernel, beside._mixed_kernel, beside._two_pull_kernel,
 )  # fmt: skip
 
 
@@ -83,7 +88,8 @@ def losses(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = 
     logits = torch.randn(*batch.targets.shape, vocab, device=device).to(dtype).requires_grad_()
     hidden = torch.randn(*batch.targets.shape, width, device=device).to(dtype).requires_grad_()
     weight = torch.randn(vocab, width, device=device).to(dtype).requires_grad_()
-    head = hidden, weight
+    head, exact = (hidden, weight), Objective.preset("dapo", beta=0.04, kl=Exact("jsd"))
+    second = {"reference": (hidden.detach().roll(1, 0), weight)}  # the head is one for both
     calls: dict[str, Callable[[], Any]] = {
         "grpo_loss": lambda: torch.autograd.grad(grpo_loss(logits, batch, objective).loss, logits),
         "grpo_loss, in place": lambda: torch.autograd.grad(grpo_loss(logits * 1, batch, objective, inplace=True).loss, logits),
@@ -94,6 +100,14 @@ def losses(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = 
         "token_logprobs": lambda: torch.autograd.grad(token_logprobs(logits, batch.targets)[0].sum(), logits),
         "linear_logprobs, no gradient": lambda: linear_logprobs(hidden.detach(), weight.detach(), batch.targets),
         "linear_logprobs, masked": lambda: linear_logprobs(hidden.detach(), weight.detach(), batch.targets, mask=batch.mask),
+        "grpo_loss, divergence": lambda: torch.autograd.grad(
+            grpo_loss(logits, batch, exact, ref_logits=logits.detach().roll(1, 0)).loss, logits
+        ),
+        "linear_grpo_loss, divergence": lambda: torch.autograd.grad(linear_grpo_loss(*head, batch, exact, **second).loss, head),
+        "token_divergence": lambda: torch.autograd.grad(
+            token_divergence(logits, logits.detach().roll(1, 0), "forward").sum(), logits
+        ),
+        "linear_divergence": lambda: torch.autograd.grad(linear_divergence(*head, **second).sum(), head),
     }
     for call in calls.values():
         call()
@@ -121,6 +135,8 @@ def recompilations(
         torch.autograd.grad(linear_grpo_loss(*head, kept, objective, transform=transform).loss * 2.0, head)
         logps, _ = token_logprobs(logits, batch.targets, transform=transform)
         torch.autograd.grad(logps.sum(), logits)
+        values = token_divergence(logits, logits.detach().roll(1, 0), Exact("jsd", mixture=low), transform=transform)
+        torch.autograd.grad(values.sum(), logits)
 
     kinds = [
         (draw.random(), draw.random(), draw.random() + 1e-3, draw.choice((1.0, 0.5, draw.random() + 0.1)))
@@ -194,6 +210,7 @@ def graphed(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype =
     logits = torch.randn(*shape, vocab, device=device).to(dtype).requires_grad_()
     hidden = torch.randn(*shape, width, device=device).to(dtype).requires_grad_()
     weight = torch.randn(vocab, width, device=device).to(dtype).requires_grad_()
+    exact, of_teacher = Objective.preset("dapo", beta=0.04, kl=Exact("jsd")), hidden.detach().roll(1, 0)
 
     def from_logits(inplace: bool) -> tuple[Tensor, ...]:
         loss = grpo_loss(logits * 1 if inplace else logits, batch, objective, inplace=inplace).loss
@@ -208,12 +225,17 @@ def graphed(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype =
         loss = linear_grpo_loss(hidden, weight, over, objective).loss
         return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
+    def divergence() -> tuple[Tensor, ...]:
+        loss = linear_grpo_loss(hidden, weight, batch, exact, reference=(of_teacher, weight)).loss
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
     return {
         "grpo_loss": Captured(logits, lambda: from_logits(False), True),
         "grpo_loss, in place": Captured(logits, lambda: from_logits(True), True),
         "token_logprobs": Captured(logits, logprobs, True),
         "linear_grpo_loss": Captured(hidden, lambda: from_hidden(batch), False),
         "linear_grpo_loss, kept sets": Captured(hidden, lambda: from_hidden(kept), False),
+        "linear_grpo_loss, divergence": Captured(hidden, divergence, False),
     }
 
 

@@ -26,6 +26,7 @@ from benchmarks.inputs import make_case
 from benchmarks.kernel_bounds import PATH
 from benchmarks.launches import TARGETS, Case, compiling
 from benchmarks.machine import versions
+from benchmarks.other_launches import of_two
 from benchmarks.providers import providers
 from benchmarks.sass import PIPES, Loop, row_loops, whole
 from grpo_kernels.vocabulary.backends import triton as backend
@@ -54,7 +55,7 @@ class Way:
     name: str
     bytes: float  # of device memory, read and written for each logit
     launch: Callable[[], Any]
-    size: int = 2  # bytes of a logit
+    size: int = 2  # bytes of a logit, of a pair of them where a visit reads two rows
 
 
 def _ours(*cases: Case) -> None:
@@ -74,6 +75,8 @@ WAYS = (
     Way("grpo_kernels, in place, softcap", 4, partial(_ours, Case("fused", transform="softcap"))),
     Way("grpo_kernels, layer 1 + loss", 6, partial(_ours, Case("stats"), Case("pull"))),
     Way("grpo_kernels, fp32 logits of a chunk -> bf16", 6, partial(_ours, Case("fused", torch.float32)), size=4),
+    Way("grpo_kernels, KL of two logits", 10, partial(_ours, *of_two("reverse")), size=4),
+    Way("grpo_kernels, JSD of two logits", 14, partial(_ours, *of_two("jsd")), size=4),
     Way("Liger GRPO loss", 6, partial(_theirs, "Liger GRPO loss")),
     Way("TRL kernel + loss", 6, partial(_theirs, "TRL kernel + loss")),
 )

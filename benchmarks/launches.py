@@ -21,6 +21,7 @@ from grpo_kernels.formulas.token_stage import TokenRows, formulas
 from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
 from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice
 from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, partials_of
 
 Tensor = torch.Tensor
@@ -105,6 +106,8 @@ def compiling(target: str) -> Iterator[list[tuple[str, Any]]]:
 
 # ---- what the library launches
 
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", None: "no gradient"}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -129,11 +132,42 @@ class Case:
     def aligned(self) -> bool:
         return self.stride % 16 == 0
 
+    # ---- what its budgets are made of
+
+    @property
+    def choice(self) -> Choice:
+        return LAUNCH["visit" if self.kernel != "fused" else "fused32" if self.logits == torch.float32 else "fused"]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes that a visit reads for a logit, of each stream; the first is as wide as an access."""
+        return (self.logits.itemsize,)
+
+    @property
+    def loops(self) -> str:
+        """The pipe that its loops over a row issue to: "special" are exponentials."""
+        return "memory" if self.kernel == "scale_" else "special"
+
+    @property
+    def counted(self) -> bool:
+        """Whether a loop does nothing but go over a row, so that its accesses and instructions are those of a logit."""
+        return self.kernel != "scale_"  # whose loop also handles the end of a row
+
+    @property
+    def stores(self) -> bool:
+        return self.kernel != "stats" and self.gradient is not None
+
+    @property
+    def before_wait(self) -> float:
+        """The share of the loads of a tile that a thread issues before it waits for the first. Tanh takes so long that half of a
+        tile keeps memory busy, and the gradient of an entropy in odd rows has registers for half of one."""
+        half = self.kernel == "fused" and (self.transform == "softcap" or (self.entropy and not self.aligned))
+        return 0.5 if half else 1.0
+
     def __str__(self) -> str:
-        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", None: "no gradient"}
-        words = [names[self.logits]]
-        if self.kernel in ("pull", "fused") and self.gradient != self.logits:
-            words.append(f"-> {names[self.gradient]}")
+        words = [DTYPE_NAMES[self.logits]]
+        if self.kernel in ("pull", "fused", "two_pull") and self.gradient != self.logits:
+            words.append(f"-> {DTYPE_NAMES[self.gradient]}")
         words += [f"V {self.vocab}", "aligned" if self.aligned else "unaligned"]
         words += ["padded"] * (self.stride > self.vocab)
         if self.kernel != "scale_":

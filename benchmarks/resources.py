@@ -5,8 +5,8 @@ their budgets.
 
 Compiles the kernels for each target as the library launches them, and reads the binary (AMD: the assembly). Exits with 1 when
 a budget (see `broken`) is exceeded. Nothing is timed. Figures per logit are counted in the machine code of the loops over a
-row, see `benchmarks/sass.py`. Those of `scale_` are derived,
-because its loop also handles the end of a row. Run it with each version of Triton that matters: they order loads differently.
+row, see `benchmarks/sass.py`; those of `scale_` and of the sparse products are derived. Run it with each version of Triton that
+matters: they order loads differently.
 `--write` keeps what became of the budgets in results/budgets.json, for docs/gpu.md."""
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.runtime.jit import JITFunction
 
 from benchmarks.assembly import code, taken
 from benchmarks.kernel_bounds import BUDGETS
 from benchmarks.launches import QUICK, TARGETS, Case, cases, compiling
+from benchmarks.other_launches import OTHER_QUICK, other_cases
 from benchmarks.results import load, save
 from benchmarks.sass import Loop, row_loops
 from grpo_kernels.diagnosis import numbers
@@ -69,15 +69,14 @@ def report(target: str, case: Case) -> Report:
     used = taken(kernel)
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     programs, limit = TARGETS[target].occupancy(warps, used["registers"], shared)
-    size = case.logits.itemsize
     threads = programs * warps * TARGETS[target].gpu.warp_size
-    scaled = case.kernel == "scale_"
-    inner = row_loops(kernel, "memory" if scaled else "special")
-    work: dict[str, Any] = {"counted": not scaled}
-    if scaled:  # its loop also handles the end of a row
-        work |= {"read": size, "written": size, "fp32": 1, "special": 0, "instructions": 0}
+    inner = row_loops(kernel, case.loops)
+    work: dict[str, Any] = {"counted": case.counted}
+    if case.counted:
+        work |= per_logit(inner, sum(case.sizes))
     else:
-        work |= per_logit(inner, size)
+        written = case.gradient.itemsize if case.gradient is not None and case.stores else 0
+        work |= {"read": sum(case.sizes), "written": written, "fp32": 1, "special": 0, "instructions": 0}
     return Report(
         target, case.kernel, str(case), **used, reloads=sum(loop.local for loop in inner), shared=shared, warps=warps, programs=programs, limit=limit,
         loads=sorted({width for loop in inner for width in loop.loads}),
@@ -89,7 +88,7 @@ def report(target: str, case: Case) -> Report:
 
 
 def per_logit(found: Sequence[Loop], size: int) -> dict[str, float]:
-    """Bytes and instructions for each of a row's numbers of `size` bytes, all visits together."""
+    """Bytes and instructions for each of a row's numbers, of `size` bytes in all streams, all visits together."""
     work = dict.fromkeys(("read", "written", "fp32", "special", "instructions"), 0.0)
     for loop in found:
         elements = sum(loop.loads) / 8 / size
@@ -110,10 +109,8 @@ SOFTCAP_SPILL = {"fused": 32}
 
 def broken(case: Case, found: Report) -> list[str]:
     """The budgets that a kernel exceeds, in words; empty if it meets all."""
-    fp32 = case.logits == torch.float32
-    choice = backend.LAUNCH["visit" if case.kernel != "fused" else "fused32" if fp32 else "fused"]
+    choice = case.choice
     threads = choice.threads * choice.programs
-    stores = case.kernel != "stats" and case.gradient is not None
     spill = max(
         0 if case.aligned else UNALIGNED_SPILL.get(case.kernel, 0),
         PADDED_SPILL.get(case.kernel, 0) if case.vocab % 8 else 0,
@@ -125,27 +122,26 @@ def broken(case: Case, found: Report) -> list[str]:
         "bytes spilled": (found.spilled + found.stack, spill),
         "reloads in loops": (found.reloads, 0),
         "fp64": (int(found.fp64), 0),
-        "kinds of store": (len(found.stores), 2 if case.kernel == "scale_" else int(stores)),
+        "kinds of store": (len(found.stores), int(case.stores) if case.counted else 2),
     }
     at_least = {"resident threads": (found.programs * found.warps * TARGETS[found.target].gpu.warp_size, threads)}
     if case.aligned:
-        widest = max if case.kernel == "scale_" else min  # the loop of `scale_` also handles the end of a row
-        at_least["bits per load"] = (widest(found.loads, default=0), 128)
-        if case.gradient is not None and stores:
+        widest = min if case.counted else max
+        # A tile is as wide as an access to the first stream: those of a narrower one are narrower.
+        at_least["bits per load"] = (widest(found.loads, default=0), min(128, 128 * min(case.sizes) // case.sizes[0]))
+        if case.gradient is not None and case.stores:
             # A tile is as wide as an access to the logits: 16-bit gradients of fp32 logits are stored by 64 bits.
             at_least["bits per store"] = (
                 widest(found.stores, default=0),
                 128 * case.gradient.itemsize // max(case.logits.itemsize, case.gradient.itemsize),
             )
-    if case.kernel != "scale_":
-        # Of a tile; the assembler may unroll a loop over tiles. Tanh takes so long that half of one keeps memory busy, and the
-        # gradient of an entropy in odd rows has registers for half of one.
-        cols = 16 // case.logits.itemsize
+    if case.counted:
+        # Of a tile; the assembler may unroll a loop over tiles.
+        cols = 16 // case.sizes[0]
         accesses = max(1, min(choice.accesses, triton.next_power_of_2(triton.cdiv(case.vocab, cols)) // choice.threads))
-        halved = case.kernel == "fused" and (case.transform == "softcap" or (case.entropy and not case.aligned))
         for together, every, width in found.together:
-            tile = min(every, accesses * (1 if width == 128 else cols))
-            needed = tile // 2 if halved else tile
+            tile = min(every, len(case.sizes) * accesses * (1 if width == 128 else cols))
+            needed = max(1, round(case.before_wait * tile))
             if TARGETS[found.target].gpu.backend == "hip" and numbers(triton.__version__) < (3, 6):
                 needed = 1  # its compiler for AMD waits for the first loads of a tile before it issues the last
             if together < needed:
@@ -214,7 +210,7 @@ def main() -> int:
     if not isinstance(backend._stats_kernel, JITFunction):
         parser.error("TRITON_INTERPRET=1 is set: there is nothing to compile. Unset it.")
     results = []
-    for found, failures in measure_all(args.target, QUICK if args.quick else cases()):
+    for found, failures in measure_all(args.target, [*QUICK, *OTHER_QUICK] if args.quick else [*cases(), *other_cases()]):
         if not results or found.target != results[-1][0].target:
             print(f"\n{found.target}, Triton {triton.__version__}\n{HEAD}")
         print(line(found), flush=True)

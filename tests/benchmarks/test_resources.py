@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks import assembly, instructions, resources, sass
 from benchmarks.assembly import bits, code, loops
 from benchmarks.launches import OBJECTIVES, QUICK, SHORT, TARGETS, TRANSFORMS, Case, cases, compiling
+from benchmarks.other_launches import DTYPES, KERNELS, OTHER_QUICK, PRODUCTS, other_cases
 from benchmarks.resources import Report, broken, report
 from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.vocabulary.backends.triton_choices import Choice
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("target", TARGETS)
 def test_budgets(target: str) -> None:
     """No spills, no fp64, wide accesses, registers and threads as `LAUNCH` intends."""
-    for case in QUICK:
+    for case in [*QUICK, *OTHER_QUICK] if target == "sm_90" else QUICK:
         found = report(target, case)
         print(resources.line(found))
         assert not broken(case, found), (target, str(case), broken(case, found))
@@ -38,7 +39,7 @@ def test_budgets(target: str) -> None:
 
 @pytest.mark.slow
 def test_budgets_of_every_kernel() -> None:
-    results = list(resources.measure_all(list(TARGETS), cases()))
+    results = list(resources.measure_all(list(TARGETS), [*cases(), *other_cases()]))
     assert not [(found.target, found.kernel, found.case, failures) for found, failures in results if failures]
 
 
@@ -56,6 +57,17 @@ def test_the_cases_are_what_the_library_launches() -> None:
     assert {case.objective for case in every} == set(OBJECTIVES) and {"grpo", "cispo", "grpo + k1", "grpo + k3"} < set(
         OBJECTIVES
     )
+
+
+def test_the_other_cases_are_all_kernels_dtypes_and_layouts() -> None:
+    every = other_cases()
+    assert set(OTHER_QUICK) < set(every) and len({(case.kernel, str(case)) for case in every}) == len(every)
+    assert {case.kernel for case in every} == {kernel for kernel, _ in KERNELS} | set(PRODUCTS)
+    for kernel, divergence in KERNELS:
+        these = [case for case in every if case.kernel == kernel and getattr(case, "divergence", "") == divergence]
+        streams = {(case.logits, case.teacher, case.gradient) for case in these}  # type: ignore[attr-defined]
+        assert streams == {d if kernel == "two_pull" else (d[0], d[1], d[0]) for d in DTYPES}
+        assert {case.transform for case in these} == set(TRANSFORMS) and {case.aligned for case in these} == {True, False}
 
 
 # ---- budgets can be broken
@@ -86,6 +98,18 @@ def test_a_broken_budget_is_named(fused: Report, change: dict, words: str) -> No
     assert not broken(Case("fused"), fused)
     (failure,) = broken(Case("fused"), replace(fused, **change))
     assert failure.startswith(words)
+
+
+def test_budgets_of_two_streams_can_be_broken() -> None:
+    """All loads of both streams of a tile, a narrower stream by narrower ones; of a mixture half of them."""
+    of_jsd, reverse = OTHER_QUICK[4], replace(OTHER_QUICK[4], divergence="reverse")
+    found = report("sm_90", of_jsd)
+    half = replace(found, together=[(2, 4, 128)])
+    assert not broken(of_jsd, half) and broken(reverse, half) == ["loads before the first wait 2, at least 4"]
+    assert broken(of_jsd, replace(found, loads=[64, 128])) == ["bits per load 64, at least 128"]
+    narrow = replace(of_jsd, logits=torch.float32)
+    assert not broken(narrow, replace(half, loads=[64, 128], stores=[64]))
+    assert broken(OTHER_QUICK[-1], replace(found, registers=136))[0] == "registers 136, at most 128"
 
 
 def test_only_a_narrowed_gradient_may_be_stored_by_64_bits(fused: Report) -> None:

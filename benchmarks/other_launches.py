@@ -1,0 +1,165 @@
+"""The launches of our Triton kernels beside those of one stream of rows: rows beside a teacher's, and the sparse products of kept sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from benchmarks.launches import DTYPE_NAMES, LAYOUTS, TRANSFORMS, Case
+from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice
+from grpo_kernels.vocabulary.backends.triton_sparse import THREADS
+from grpo_kernels.vocabulary.rows import RowStats, Slopes, Teacher, partials_of
+from grpo_kernels.vocabulary.sparse import Slots
+
+SINGLE, HALF, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Beside(Case):
+    """Rows beside a teacher's: "two_stats", "two_pull", and "mixed", the sums of a mixture."""
+
+    teacher: torch.dtype = HALF
+    divergence: str = "reverse"
+
+    @property
+    def choice(self) -> Choice:
+        return LAUNCH["mixed" if self.kernel == "mixed" else "two"]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.logits.itemsize, self.teacher.itemsize
+
+    @property
+    def stores(self) -> bool:
+        return self.kernel == "two_pull"
+
+    @property
+    def before_wait(self) -> float:
+        """A mixture's hundred instructions a logit hide any load. Tanh and a gradient with every slope leave registers for three of
+        four."""
+        if self.divergence == "jsd" and self.kernel != "two_stats":
+            return 0.5 if self.aligned else 0.0
+        if not self.aligned:
+            return 0.5
+        return 0.75 if self.kernel == "two_pull" and (self.squares or self.transform == "softcap") else 1.0
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, teacher {DTYPE_NAMES[self.teacher]}, {self.divergence}"
+
+    def launch(self) -> None:
+        n, dtypes = 2, (self.logits, self.teacher, self.gradient)
+        logits, of_teacher, out = (torch.zeros(1, n, self.stride, dtype=dtype)[..., : self.vocab] for dtype in dtypes)
+        transform, targets = TRANSFORMS[self.transform](n), torch.zeros(n, dtype=torch.int64)
+        teacher = Teacher(of_teacher, transform, self.divergence, 0.5)
+        names = partials_of(("divergence",) + ("entropy",) * self.entropy + ("sum_squares",) * self.squares, self.divergence)
+        stats, ones = RowStats.not_read(names, n, logits.device, teacher), torch.ones(n)
+        if self.kernel == "two_stats":
+            backend.stats(logits, targets, None, transform, names, teacher=teacher)
+        elif self.kernel == "mixed":
+            backend.mixed(logits, stats, transform, teacher, None)
+        else:
+            log, prob = ones if self.entropy else None, ones if self.squares else None
+            backend.pull(logits, targets, stats, Slopes(ones, log, log, prob, ones), transform, out, teacher=teacher)
+
+
+@dataclass(frozen=True)
+class Sparse(Case):
+    """A product over the slots of kept sets: "slot_logits", "add_weight_rows", "add_hidden_rows". `vocab` is the width of a row,
+    `logits` the dtype of the rows that are read, `gradient` of those that they are multiplied with or added to."""
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(THREADS, 1, programs=4)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.logits.itemsize, self.second.itemsize
+
+    @property
+    def second(self) -> torch.dtype:
+        assert self.gradient is not None
+        return self.gradient
+
+    @property
+    def loops(self) -> str:
+        return "fp32"
+
+    @property
+    def counted(self) -> bool:
+        return False  # ids and values of slots are read among the rows
+
+    @property
+    def stores(self) -> bool:
+        return False  # behind the loop
+
+    def __str__(self) -> str:
+        layout = "aligned" if self.aligned else "unaligned"
+        return f"{DTYPE_NAMES[self.logits]} and {DTYPE_NAMES[self.second]}, H {self.vocab}, {layout}"
+
+    def launch(self) -> None:
+        n, m, ids = 4, 8, 16
+        slots = Slots(*(torch.zeros(k, dtype=torch.int64) for k in (m, n + 1, m)))
+        # Of the weight, of the hidden states: the first matrix sets the width of an access.
+        read, second = (torch.zeros(ids, self.stride, dtype=dtype)[:, : self.vocab] for dtype in (self.logits, self.second))
+        if self.kernel == "slot_logits":
+            backend.slot_logits(second[:n], read, slots)
+        elif self.kernel == "add_weight_rows":
+            backend.add_weight_rows(torch.ones(m), slots, read, second[:n])
+        else:
+            backend.add_hidden_rows(torch.ones(m), slots, read[:n], second)
+
+
+#: (logits, teacher, gradient): of logits, of a chunk at hidden level, and with one stream of another width.
+DTYPES = (
+    (HALF, HALF, HALF), (SINGLE, SINGLE, SINGLE), (FP16, FP16, FP16), (SINGLE, SINGLE, HALF), (SINGLE, HALF, HALF),
+    (FP16, SINGLE, FP16),
+)  # fmt: skip
+#: The kernels of each direction.
+KERNELS = (
+    ("two_stats", "reverse"), ("two_stats", "forward"), ("mixed", "jsd"),
+    ("two_pull", "reverse"), ("two_pull", "forward"), ("two_pull", "jsd"),
+)  # fmt: skip
+PRODUCTS = ("slot_logits", "add_weight_rows", "add_hidden_rows")
+
+
+def beside(kernel: str, divergence: str, logits: torch.dtype, teacher: torch.dtype, gradient: torch.dtype) -> Beside:
+    """`gradient` is of "two_pull" only."""
+    return Beside(kernel, logits, gradient if kernel == "two_pull" else logits, teacher=teacher, divergence=divergence)
+
+
+def of_two(divergence: str) -> tuple[Beside, ...]:
+    """The launches that make a divergence of two rows of bf16 logits and its gradient."""
+    kernels = ("two_stats", *(kernel for kernel, kind in KERNELS[2:] if kind == divergence))
+    return tuple(beside(kernel, divergence, HALF, HALF, HALF) for kernel in kernels)
+
+
+def other_cases() -> list[Case]:
+    """Layouts, transforms and what else is summed are varied one at a time."""
+    found: dict[Case, None] = {}
+    for kernel, divergence in KERNELS:
+        for dtypes in DTYPES:
+            found[beside(kernel, divergence, *dtypes)] = None
+        base = beside(kernel, divergence, HALF, HALF, HALF)
+        around: list[Case] = [replace(base, vocab=vocab, stride=stride) for vocab, stride in LAYOUTS]
+        around += [replace(base, transform=transform) for transform in TRANSFORMS]
+        if kernel != "mixed":
+            around += [replace(base, entropy=True), replace(base, entropy=True, squares=True)]
+        found |= dict.fromkeys(around)
+    for kernel in PRODUCTS:
+        for read, second in ((HALF, HALF), (FP16, FP16), (SINGLE, SINGLE), (HALF, SINGLE), (FP16, SINGLE)):
+            for width in (4096, 1001):
+                found[Sparse(kernel, read, second, vocab=width, stride=width)] = None
+    return list(found)
+
+
+#: A few of each kernel, to compile in seconds.
+OTHER_QUICK: list[Case] = [
+    beside("two_stats", "reverse", HALF, HALF, HALF),
+    beside("two_stats", "forward", SINGLE, SINGLE, SINGLE),
+    beside("mixed", "jsd", SINGLE, HALF, HALF),
+    beside("two_pull", "reverse", SINGLE, SINGLE, HALF),
+    beside("two_pull", "jsd", HALF, HALF, HALF),
+    *(Sparse(kernel, HALF, HALF, vocab=4096, stride=4096) for kernel in PRODUCTS),
+]
