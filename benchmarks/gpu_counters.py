@@ -24,7 +24,6 @@ from grpo_kernels import (
     TokenBatch,
     TokenSets,
     grpo_loss,
-    linear_divergence,
     linear_grpo_loss,
     linear_logprobs,
     token_divergence,
@@ -65,9 +64,11 @@ def loaded_kernels() -> list[dict]:
 # ---- calls
 
 
-def batch_of(lengths: tuple[int, int], vocab: int, device: str, masked: bool = True, kept: bool = False) -> TokenBatch:
+def batch_of(
+    lengths: tuple[int, int], vocab: int, device: str, masked: bool = True, kept: bool = False, reference: bool = True
+) -> TokenBatch:
     """[B, T] random tokens, half of the sequences without an advantage, one token of each masked; with `kept` each of them from a
-    set of four ids."""
+    set of four ids; without `reference` no log-probs of one."""
     targets = torch.randint(vocab, lengths, device=device)
     mask = torch.ones(lengths, dtype=torch.bool, device=device)
     mask[:, 0] = False
@@ -78,7 +79,8 @@ def batch_of(lengths: tuple[int, int], vocab: int, device: str, masked: bool = T
     if kept:
         ids = (targets.view(-1, 1) + torch.tensor([0, 1, 5, 7], device=device)) % vocab
         sets = TokenSets(ids.view(-1), torch.arange(0, ids.numel() + 1, 4, device=device))
-    return TokenBatch(targets, advantages, mask=mask if masked else None, old_logps=old - 8, ref_logps=ref - 8, kept=sets)
+    ref_logps = ref - 8 if reference else None
+    return TokenBatch(targets, advantages, mask=mask if masked else None, old_logps=old - 8, ref_logps=ref_logps, kept=sets)
 
 
 def losses(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Callable[[], Any]]:
@@ -89,7 +91,8 @@ def losses(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = 
     hidden = torch.randn(*batch.targets.shape, width, device=device).to(dtype).requires_grad_()
     weight = torch.randn(vocab, width, device=device).to(dtype).requires_grad_()
     head, exact = (hidden, weight), Objective.preset("dapo", beta=0.04, kl=Exact("jsd"))
-    second = {"reference": (hidden.detach().roll(1, 0), weight)}  # the head is one for both
+    second = {"reference": (hidden.detach().roll(1, 0), weight)}  # with one head for both
+    alone = batch_of(shape, vocab, device, reference=False)
     calls: dict[str, Callable[[], Any]] = {
         "grpo_loss": lambda: torch.autograd.grad(grpo_loss(logits, batch, objective).loss, logits),
         "grpo_loss, in place": lambda: torch.autograd.grad(grpo_loss(logits * 1, batch, objective, inplace=True).loss, logits),
@@ -100,14 +103,10 @@ def losses(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = 
         "token_logprobs": lambda: torch.autograd.grad(token_logprobs(logits, batch.targets)[0].sum(), logits),
         "linear_logprobs, no gradient": lambda: linear_logprobs(hidden.detach(), weight.detach(), batch.targets),
         "linear_logprobs, masked": lambda: linear_logprobs(hidden.detach(), weight.detach(), batch.targets, mask=batch.mask),
-        "grpo_loss, divergence": lambda: torch.autograd.grad(
-            grpo_loss(logits, batch, exact, ref_logits=logits.detach().roll(1, 0)).loss, logits
-        ),
-        "linear_grpo_loss, divergence": lambda: torch.autograd.grad(linear_grpo_loss(*head, batch, exact, **second).loss, head),
+        "linear_grpo_loss, divergence": lambda: torch.autograd.grad(linear_grpo_loss(*head, alone, exact, **second).loss, head),
         "token_divergence": lambda: torch.autograd.grad(
             token_divergence(logits, logits.detach().roll(1, 0), "forward").sum(), logits
         ),
-        "linear_divergence": lambda: torch.autograd.grad(linear_divergence(*head, **second).sum(), head),
     }
     for call in calls.values():
         call()
@@ -135,8 +134,6 @@ def recompilations(
         torch.autograd.grad(linear_grpo_loss(*head, kept, objective, transform=transform).loss * 2.0, head)
         logps, _ = token_logprobs(logits, batch.targets, transform=transform)
         torch.autograd.grad(logps.sum(), logits)
-        values = token_divergence(logits, logits.detach().roll(1, 0), Exact("jsd", mixture=low), transform=transform)
-        torch.autograd.grad(values.sum(), logits)
 
     kinds = [
         (draw.random(), draw.random(), draw.random() + 1e-3, draw.choice((1.0, 0.5, draw.random() + 0.1)))
@@ -211,6 +208,7 @@ def graphed(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype =
     hidden = torch.randn(*shape, width, device=device).to(dtype).requires_grad_()
     weight = torch.randn(vocab, width, device=device).to(dtype).requires_grad_()
     exact, of_teacher = Objective.preset("dapo", beta=0.04, kl=Exact("jsd")), hidden.detach().roll(1, 0)
+    alone = batch_of(shape, vocab, device, reference=False)
 
     def from_logits(inplace: bool) -> tuple[Tensor, ...]:
         loss = grpo_loss(logits * 1 if inplace else logits, batch, objective, inplace=inplace).loss
@@ -226,7 +224,7 @@ def graphed(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype =
         return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
     def divergence() -> tuple[Tensor, ...]:
-        loss = linear_grpo_loss(hidden, weight, batch, exact, reference=(of_teacher, weight)).loss
+        loss = linear_grpo_loss(hidden, weight, alone, exact, reference=(of_teacher, weight)).loss
         return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
     return {
