@@ -19,6 +19,7 @@ from ..presets import NUMERICS, PRESETS
 from ..rewards.advantages import BASELINES, SCALES
 from ..rewards.advantages import NUMERICS as CONSTANTS
 from ..rewards.estimators import ADVANTAGES, CORRECTIONS, Estimator, Evidence, lookup
+from ..sparsity import FINEST
 from .command_line import with_options
 from .parallel import LAYOUTS
 
@@ -166,6 +167,10 @@ class TrainConfig:
         "linear: fused from hidden states, logits never exist; logits: fused on the model's logits; eager: plain PyTorch",
     )
     backend: str = _field("auto", "backend of the fused kernels, see `python -m grpo_kernels doctor`")
+    sparse_step: float = _field(
+        0.0,
+        "gradient of the head from columns drawn on a grid of this probability, 1/256 for example, unbiased; 0 = all columns",
+    )
     attn_implementation: str = _field(
         "auto", "auto, sdpa, eager, flash_attention_2, ...; auto: flash-attn where installed, else sdpa"
     )
@@ -204,9 +209,8 @@ class TrainConfig:
         check("rewards", bool(self.rewards) or self.reward_model is not None, "name a reward function, or set reward_model.")
         scorers = len(self.rewards) + (self.reward_model is not None)
         weights = self.reward_weights
-        check(
-            "reward_weights", weights is None or len(weights) == scorers, f"give one weight for each of the {scorers} rewards."
-        )
+        remedy = f"give one weight for each of the {scorers} rewards."
+        check("reward_weights", weights is None or len(weights) == scorers, remedy)
         check("beta", self.beta is None or 0 <= self.beta < math.inf, "the KL weight is a finite number >= 0.")
         check("entropy_coef", math.isfinite(self.entropy_coef), "it must be finite.")
         check("entropy_target", 0 <= self.entropy_target < math.inf, "it is an entropy in nats; 0 switches it off.")
@@ -221,19 +225,16 @@ class TrainConfig:
         check("keep_checkpoints", self.keep_checkpoints >= 2, "keep at least 2, so that a damaged one has a predecessor.")
         self.check_sampling()
         objective = self.objective  # what does not go together is refused now
+        remedy = "it is in [1/4096, 1], and goes with loss=linear and a KL, if any, of the sampled tokens."
+        drawn = self.loss == "linear" and objective.exact is None and FINEST <= self.sparse_step <= 1
+        check("sparse_step", self.sparse_step == 0 or drawn, remedy)
         self.check_advantages()
         surrogate, bonus = objective.surrogate, self.entropy_coef != 0 or self.entropy_target != 0
         alone = surrogate.zero_at_zero_advantage and not surrogate.selects and self.entropy_share == 1
-        check(
-            "drop_zero_variance",
-            not self.drop_zero_variance or (alone and objective.beta == 0 and not bonus),
-            "this objective wants those completions too, for a KL, an entropy bonus or quantile, or its surrogate.",
-        )
-        check(
-            "ref_refresh_steps",
-            self.ref_refresh_steps == 0 or objective.beta > 0,
-            "there is no reference to refresh at beta=0: set beta above 0.",
-        )
+        remedy = "this objective wants those completions too, for a KL, an entropy bonus or quantile, or its surrogate."
+        check("drop_zero_variance", not self.drop_zero_variance or (alone and objective.beta == 0 and not bonus), remedy)
+        remedy = "there is no reference to refresh at beta=0: set beta above 0."
+        check("ref_refresh_steps", self.ref_refresh_steps == 0 or objective.beta > 0, remedy)
 
     def _check(self, name: str, ok: bool, remedy: str) -> None:
         if not ok:
@@ -241,11 +242,8 @@ class TrainConfig:
 
     def check_sampling(self) -> None:
         check = self._check
-        check(
-            "temperature",
-            0 < self.temperature < math.inf,
-            "it divides the logits and must be above 0; for greedy use eval_temperature=0.",
-        )
+        remedy = "it divides the logits and must be above 0; for greedy use eval_temperature=0."
+        check("temperature", 0 < self.temperature < math.inf, remedy)
         check("eval_temperature", 0 <= self.eval_temperature < math.inf, "it must be 0 (greedy) or above.")
         check("top_p", 0 < self.top_p <= 1, "it must be in (0, 1]; 1 switches it off.")
         check("min_p", 0 <= self.min_p <= 1, "it must be in [0, 1]; 0 switches it off.")

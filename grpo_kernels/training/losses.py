@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Denominators, Objective
 from ..options import Options
 from ..projection import Head
+from ..sparsity import Sparse
 from ..transform import LogitTransform
 from .config import TrainConfig
 from .head import check_projection, completion_hidden, head_parameters, logit_transform
@@ -39,7 +41,7 @@ class Losses:
         self.device, self.dtype, self.sharded = device, getattr(torch, config.dtype), policy.sharded
         self.linear = config.loss == "linear"
         backend = "eager" if config.loss == "eager" else config.backend
-        self.options = Options(entropy_over=config.entropy_over, backend=backend)
+        self.options, self.sparse_step = Options(entropy_over=config.entropy_over, backend=backend), config.sparse_step
         self.transform = LogitTransform(config.temperature)  # of logits that the model's own forward gives
         if self.linear:
             policy.without_gradients(check_projection)
@@ -54,10 +56,13 @@ class Losses:
         self.inplace = config.loss == "logits" and softcap is None and not both
 
     def loss(
-        self, model: Any, completions: Completions, batch: TokenBatch, objective: Objective, normalizer: Tensor | Denominators
-    ) -> LossParts:
-        """The objective of one micro-batch: from hidden states, so that logits never exist, or from the model's logits."""
-        options: dict[str, Any] = {"transform": self.transform, "normalizer": normalizer, "options": self.options}
+        self, model: Any, completions: Completions, batch: TokenBatch, objective: Objective, normalizer: Tensor | Denominators,
+        seed: int = 0,
+    ) -> LossParts:  # fmt: skip
+        """The objective of one micro-batch: from hidden states, so that logits never exist, or from the model's logits. `seed`: of
+        columns that are drawn, another one for each call."""
+        how = replace(self.options, sparse=Sparse(self.sparse_step, seed)) if self.sparse_step else self.options
+        options: dict[str, Any] = {"transform": self.transform, "normalizer": normalizer, "options": how}
         with self.autocast():
             if objective.exact is not None:
                 options |= self.second_stream(completions)

@@ -191,7 +191,8 @@ class Trainer:
             for i, part in enumerate(parts):
                 batch = dataclasses.replace(part.batch, old_logps=old_logps[i], ref_logps=references[i])
                 with self.policy.reduction(i == len(parts) - 1), recomputing(self.model):
-                    out: LossParts = self.policy(self.losses.loss, part.completions, batch, self.objective, normalizer)
+                    seed = self.seed_of(k, i, len(parts))
+                    out: LossParts = self.policy(self.losses.loss, part.completions, batch, self.objective, normalizer, seed)
                     out.loss.backward()
                 outs.append(LossParts(out.loss.detach(), out.logps, out.metrics))
             if k == 0 and to_policy:
@@ -200,6 +201,11 @@ class Trainer:
             metrics = self.combined(outs) | moved
         self.mid_update = False
         return metrics | {"dropped": dropped}
+
+    def seed_of(self, update: int, part: int, parts: int) -> int:
+        """Another one for each piece of a batch, update, rank and step."""
+        update += (self.config.seed * 1_000_003 + self.step) * self.config.num_updates
+        return (update * self.ranks.world + self.ranks.rank) * parts + part
 
     def move(self, lr: float) -> dict[str, float]:
         """The optimizer step."""

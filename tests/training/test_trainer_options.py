@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from grpo_kernels import group_advantages
+from grpo_kernels import Sparse, group_advantages
 from grpo_kernels.rewards.estimators import ADVANTAGES, CORRECTIONS, Evidence
 from grpo_kernels.training.command_line import with_options
 from grpo_kernels.training.config import KNOWN, TRAINABLE
@@ -238,3 +238,32 @@ def test_options_as_text() -> None:
         "rejection_mask", {"metric": "k1", "low": -0.5, "high": float("inf")},
     )  # fmt: skip
     assert with_options("tis:normalize=True,high=3")[1] == {"normalize": True, "high": 3}
+
+
+def test_columns_of_the_head_are_drawn_anew_in_each_piece_and_step(
+    tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses are those of all columns; seeds differ, and are those of a run that does the same."""
+    seeds, seen, losses = [], [], []
+
+    class Seen(Sparse):
+        def __post_init__(self) -> None:
+            seeds.append(self.seed)
+            super().__post_init__()
+
+    monkeypatch.setattr("grpo_kernels.training.losses.Sparse", Seen)
+    for name, options in {"dense": {}, "sparse": {"sparse_step": 1 / 16}, "again": {"sparse_step": 1 / 16}}.items():
+        t = trainer(tok, tmp_path / name, micro_batch=5, num_updates=2, **options)
+        losses.append(t.train_step()["loss"])
+        t.train_step()
+        seen.append(seeds[:])
+        seeds.clear()
+    assert seen[0] == [] and seen[1] == seen[2] and len(set(seen[1])) == len(seen[1]) == 2 * 2 * 3
+    assert losses[1] == losses[2] != losses[0]  # of the second update, which begins from other weights
+
+
+def test_columns_are_drawn_for_a_loss_from_hidden_states() -> None:
+    for options in ({"loss": "logits"}, {"kl": "exact", "beta": 0.1}, {}):
+        step = {"sparse_step": 1 / 64} if options else {"sparse_step": 1e-6}
+        with pytest.raises(ValueError, match="sparse_step"):
+            config(Path("nowhere"), **options, **step)
