@@ -18,6 +18,7 @@ from ..head import plain_head
 from ..logprobs import linear_logprobs
 from ..losses import LossOutput, linear_grpo_loss
 from ..objective import Objective
+from ..options import Options
 from ..transform import LogitTransform
 from ._trl_replay import Replay
 from ._trl_specs import router
@@ -31,9 +32,9 @@ class LossCall:
     tensors."""
 
     def __init__(
-        self, batch: TokenBatch, objective: Objective, normalizer: float | Tensor, skip_inactive: bool, with_graph: bool = False
+        self, batch: TokenBatch, objective: Objective, normalizer: float | Tensor, options: Options, with_graph: bool = False
     ) -> None:
-        self.batch, self.objective, self.normalizer, self.skip_inactive = batch, objective, normalizer, skip_inactive
+        self.batch, self.objective, self.normalizer, self.options = batch, objective, normalizer, options
         self.with_graph = with_graph
         self.read: tuple[Tensor, Tensor] | None = None  # log-probs and entropies as TRL got them
         self.own: Any = None  # what TRL's own head gives
@@ -50,7 +51,7 @@ class LossCall:
             self.own = None if trls_own is None else trls_own(model, kwargs)
             self.output = out = model(**kwargs, grpo=self)
             detached = {name: x.detach() for name, x in out.items() if name != "loss"}
-            if self.skip_inactive:
+            if self.options.skip_inactive:
                 detached |= self.filled(detached["log_probs"], detached["entropy"])
             self.read = detached["log_probs"], detached["entropy"]
             if self.with_graph and torch.is_grad_enabled():
@@ -74,7 +75,7 @@ class LossCall:
     def loss(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> LossOutput:
         out = linear_grpo_loss(
             hidden, weight, self.batch, self.objective, bias=bias, transform=transform, normalizer=self.normalizer,
-            skip_inactive=self.skip_inactive,
+            options=self.options,
         )  # fmt: skip
         self.rows = out.rows
         return out

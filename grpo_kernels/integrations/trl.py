@@ -35,6 +35,8 @@ import torch
 
 from ..architectures import language_model
 from ..formulas.token_stage import TokenRows
+from ..options import Options
+from ..sparsity import Sparse
 from . import _trl_specs as specs
 from ._slots import Trial, untested
 from ._trial import Differs, alike
@@ -49,7 +51,8 @@ LOSS = "GRPOTrainer._compute_loss"
 
 
 def patch(
-    trainer: Any, *, strict: bool = False, skip_inactive: bool = False, replay: bool = False, any_version: bool = False
+    trainer: Any, *, strict: bool = False, skip_inactive: bool = False, replay: bool = False, sparse_step: float = 0.0,
+    any_version: bool = False,
 ) -> FusedLoss:  # fmt: skip
     """Make this GRPOTrainer, and no other, compute its loss in one pass. Call it after the trainer is made, before `train()` or
     between two calls of it. The result, which is also `trainer.fused_loss`, counts the paths and can undo the patch.
@@ -65,6 +68,8 @@ def patch(
     replay         True: completions are scored and trained over the sets that their tokens were sampled from, as vLLM in this
                    process or a rollout_func returns them; generation without them raises RuntimeError, and so does a
                    configuration that has to be left to TRL's own loss.
+    sparse_step    not 0: the gradient of the head takes columns drawn on a grid of this probability (`grpo_kernels.Sparse`), with
+                   another seed for each micro-batch, made of args.seed, the step and the process.
     any_version    True: go on with a version of TRL that this was not tested with, without the comparison below.
 
     Under a version that was not tested the first step is computed by TRL's own head (not with replay) and arithmetic too. One
@@ -85,7 +90,7 @@ def patch(
             f"{type(trainer).__name__} has a _compute_loss of its own, which this patch would replace by GRPOTrainer's: for the "
             "log-probs of any trainer use integrations.trl.fused_lm_head."
         )
-    return FusedLoss(trainer, strict, skip_inactive, replay, version)
+    return FusedLoss(trainer, strict, skip_inactive, replay, version, sparse_step)
 
 
 def check_trl(any_version: bool = False) -> str | None:
@@ -113,12 +118,14 @@ class FusedLoss:
     """
 
     def __init__(
-        self, trainer: Any, strict: bool, skip_inactive: bool, replay: bool = False, version: str | None = None
+        self, trainer: Any, strict: bool, skip_inactive: bool, replay: bool = False, version: str | None = None,
+        sparse_step: float = 0.0,
     ) -> None:  # fmt: skip
         self.trial = Trial(version, self.undo)
-        self.trainer, self.strict, self.skip_inactive = trainer, strict, skip_inactive
-        self.replay = Replay(trainer) if replay else None
+        self.trainer, self.strict, self.skip_inactive, self.sparse_step = trainer, strict, skip_inactive, sparse_step
         self.counts: Counter[str] = Counter()
+        self._columns()  # refuses a wrong step now
+        self.replay = Replay(trainer) if replay else None
         models = [trainer.model] + [trainer.ref_model] * (trainer.ref_model is not None)
         self._forwards = [
             Forward(language_model(trainer.accelerator.unwrap_model(model)), self.counts, self.replay) for model in models
@@ -143,6 +150,15 @@ class FusedLoss:
 
     # ---- the loss of a micro-batch
 
+    def _columns(self) -> Sparse | None:
+        """How columns are drawn for the gradient of the head; None: all of them count."""
+        if not self.sparse_step:
+            return None
+        trainer, processes = self.trainer, self.trainer.accelerator
+        step = trainer.args.seed * 1_000_003 + trainer.state.global_step
+        seed = (step * processes.num_processes + processes.process_index << 20) + self.counts["fused"] % (1 << 20)
+        return Sparse(self.sparse_step, seed)
+
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         trainer = self.trainer
         reason, objective = specs.objective_of(specs.Settings.of(trainer))
@@ -159,7 +175,8 @@ class FusedLoss:
         # Without active tokens all are projected: TRL logs a mean entropy, which needs some tokens.
         first = self.trial.pending(LOSS)
         skip = self.skip_inactive and not first and objective.one_pass and batch.count(objective.active_rows) > 0
-        call = LossCall(batch, objective, specs.denominator(trainer, inputs, batch), skip, with_graph=self.strict or first)
+        options = Options(skip_inactive=skip, sparse=self._columns())
+        call = LossCall(batch, objective, specs.denominator(trainer, inputs, batch), options, with_graph=self.strict or first)
         theirs = self._theirs(call.through(model, self._trls_own if first and self.replay is None else None), inputs)
         assert call.output is not None and call.rows is not None
         loss, aux_loss = call.output.loss, call.output.aux_loss
@@ -257,8 +274,8 @@ def _trainer_class() -> type:
     from trl import GRPOTrainer
 
     class FusedGRPOTrainer(GRPOTrainer):
-        """trl.GRPOTrainer, patched as `patch` does it; `strict`, `skip_inactive`, `replay` and `any_version` go there, args and
-        kwargs to TRL."""
+        """trl.GRPOTrainer, patched as `patch` does it; `strict`, `skip_inactive`, `replay`, `sparse_step` and `any_version` go
+        there, args and kwargs to TRL."""
 
         def __init__(
             self,
@@ -266,12 +283,14 @@ def _trainer_class() -> type:
             strict: bool = False,
             skip_inactive: bool = False,
             replay: bool = False,
+            sparse_step: float = 0.0,
             any_version: bool = False,
             **kwargs: Any,
         ) -> None:
             check_trl(any_version)
             super().__init__(*args, **kwargs)
-            patch(self, strict=strict, skip_inactive=skip_inactive, replay=replay, any_version=any_version)
+            given = {"strict": strict, "skip_inactive": skip_inactive, "replay": replay, "sparse_step": sparse_step}
+            patch(self, **given, any_version=any_version)  # type: ignore[arg-type]
 
     FusedGRPOTrainer.__module__, FusedGRPOTrainer.__qualname__ = __name__, "FusedGRPOTrainer"
     return FusedGRPOTrainer

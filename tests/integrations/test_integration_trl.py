@@ -136,6 +136,18 @@ def test_rows_that_are_projected(patched: FusedLoss, plain: Any, monkeypatch: py
     assert both(patched, case, data)[1].metrics == both(patched, case, data)[0].metrics
 
 
+def test_columns_of_the_head_are_drawn(patched: FusedLoss, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Values are those of all columns; the gradient has other columns in each micro-batch."""
+    monkeypatch.setattr(patched, "sparse_step", 0.0)
+    dense = both(patched, Case("dapo"), plain)[1]
+    monkeypatch.setattr(patched, "sparse_step", 1 / 16)
+    one, other = (both(patched, Case("dapo"), plain)[1] for _ in range(2))
+    assert one.loss == pytest.approx(dense.loss, rel=1e-5) and other.loss == one.loss
+    for x in (dense, other):
+        assert (one.d_head - x.d_head).norm() > 0.01 * dense.d_head.norm()
+    assert (one.d_head - dense.d_head).norm() < dense.d_head.norm()
+
+
 def test_strict_compares_with_trls_arithmetic(patched: FusedLoss, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """A denominator that is wrong by a factor, as after a change in TRL, is noticed at the first step."""
     monkeypatch.setattr(specs, "accumulation", lambda _: 1.0)
