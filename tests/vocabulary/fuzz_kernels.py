@@ -584,6 +584,64 @@ class SparseCall:
         assert not np.isfinite(found[np.isnan(size) | np.isinf(size)]).any(), "a NaN or an infinity has vanished"
 
 
+class SelectCall(RowCalls):
+    """Columns of rows, from their statistics: what is drawn has the mass that the probabilities have."""
+
+    def run(self) -> None:
+        self.module.use_isa(str(self.rng.choice(self.module.isas())))
+        for a in range(self.outer):  # rows of one stride
+            at = self.at[self.at // self.inner == a]
+            if len(at):
+                self.select(at)
+
+    def select(self, at: Array) -> None:
+        m, memory, k, vocab = self.module, self.memory, len(at), self.vocab
+        own, t = at - self.first, self.transform
+        step = float(self.rng.choice([1.0, 0.5, 1 / 16, 1 / 256, 1 / 4096]))
+        capacity = int(1 / step) + 3
+        per_row = memory.holding(t.inverse[own].copy()).address if t.per_row else 0
+        numbers = (*self.numbers[:3], per_row)
+        targets, starts = memory.holding(self.targets[own].copy()), memory.holding(self.rng.integers(0, 2**40, k))
+        top, total, target, masses = (memory.take(width * k) for width in (4, 4, 4, 8))
+        first = self.logits.buffer.address + int(self.logits.starts[at[0]]) * SIZE[self.dtype]
+        rows = (first, self.dtype, k, 0, self.logits.strides[1], vocab, 0, k)
+        m.stats(*rows, targets.address, 0, *numbers, top.address, total.address, target.address, 0, 0, 0, self.threads)
+        ids, taken = memory.take(4 * k * capacity), memory.take(4 * k * capacity)
+        before = memory.snapshot()
+        m.select(
+            first, self.dtype, self.logits.strides[1], vocab, k, targets.address, *numbers, top.address, total.address, 2.0**31 / step,
+            starts.address, capacity, ids.address, taken.address, masses.address, self.threads,
+        )  # fmt: skip
+        memory.check(before, {ids: None, taken: None, masses: None})
+        found, x = ids.typed(np.int32).reshape(k, capacity), widen(self.logits.read(at), FP32)
+        inverse = np.float32(1) / total.typed(np.float32)
+        usable = np.isfinite(inverse) & np.isfinite(top.typed(np.float32))
+        for i in range(k):
+            columns = found[i][found[i] >= 0]
+            assert (found[i][len(columns) :] == -1).all() and (np.diff(columns) > 0).all() and (columns < vocab).all()
+            assert np.array_equal(
+                taken.typed(np.float32).reshape(k, capacity)[i, : len(columns)], x[i, columns], equal_nan=True
+            )
+            inside = 0 <= self.targets[own][i] < vocab
+            assert not inside or self.targets[own][i] in columns
+            mass, start = int(masses.typed(np.int64)[i]), int(starts.typed(np.int64)[i])
+            if not usable[i]:
+                assert len(columns) == inside and mass == 0
+                continue
+            p = np.exp(np.minimum(self.z[own][i] - top.typed(np.float32)[i], 0)) * inverse[i]
+            whole = p >= step * (1 - 1e-4)
+            sure, small = (
+                p >= step * (1 + 1e-4),
+                np.where(np.arange(vocab) == self.targets[own][i], 0.0, np.where(whole, 0.0, p)),
+            )
+            assert np.isin(np.flatnonzero(sure), columns).all()
+            if np.array_equal(whole, sure):
+                assert abs(mass - small.sum() / step * 2**31) <= vocab + 2e-4 * 2**31 / step
+                crossings = ((start + mass) >> 31) - (start >> 31)
+                drawn = len(columns) - int((whole | (np.arange(vocab) == self.targets[own][i])).sum())
+                assert drawn == crossings, (drawn, crossings)
+
+
 def refusals(module: ModuleType, memory: Memory) -> int:
     """Calls whose arguments cannot be right raise ValueError and write nothing."""
     memory.reset(np.random.default_rng(0))
@@ -647,17 +705,27 @@ def refusals(module: ModuleType, memory: Memory) -> int:
         values=buffers[3], **slots, count=4, source=buffers[0], dtype=0, hs=4, vocab=4, out=buffers[2], out_dtype=0, os=4,
         rows=4, width=4, threads=1,
     )  # fmt: skip
-    calls = [(module.stats, stats), (module.pull, grads), (module.fused, fused), (module.scale, scale)]
+    select = dict(
+        logits=buffers[0], dtype=0, hs=4, vocab=4, count=4, targets=buffers[1], scale=1.0, softcap=0.0, inverse=1.0, inverses=0,
+        max=buffers[2], sum=buffers[3], per_unit=2.0**35, starts=buffers[4], capacity=4, found=buffers[5], taken=buffers[6],
+        masses=buffers[7], threads=1,
+    )  # fmt: skip
+    calls = [(module.stats, stats), (module.select, select), (module.pull, grads), (module.fused, fused), (module.scale, scale)]
     calls += [(module.slot_logits, slot_logits), (module.add_weight_rows, sums), (module.add_hidden_rows, sums)]
     if module.has_products():
         calls += [(module.logits_product, logits), (module.d_hidden, d_hidden), (module.d_weight, d_weight)]
-    optional = {"read", "inverses", "weighted", "squares", "top", "constant", "log", "prob", "bias", "start"}
+    optional = {"read", "inverses", "weighted", "squares", "top", "constant", "log", "prob", "bias", "start", "found", "masses"}
     refused = 0
     for function, good in calls:
         function(*good.values())
         before = memory.snapshot()
         bad: list[tuple[str, object]] = [("threads", 0), ("threads", -1)]
-        bad += [(k, v) for k in ("count", "first", "rows", "width") if type(good.get(k)) is int for v in (-1, -(2**63), 2**62)]
+        bad += [
+            (k, v)
+            for k in ("count", "first", "rows", "width", "capacity")
+            if type(good.get(k)) is int
+            for v in (-1, -(2**63), 2**62)
+        ]
         bad += [("vocab", v) for v in (-1, -(2**63), 2**62) if "vocab" in good]
         bad += [(k, v) for k in ("vocab", "inner") if "inner" in good for v in (0, -3)]
         bad += [(k, v) for k in ("dtype", "out_dtype") if k in good for v in (-1, 3, 2**31 - 1)]
@@ -699,7 +767,7 @@ def load(path: str) -> ModuleType:
 def main(path: str, seed: str, first: str, calls: str) -> None:
     module, memory = load(path), Memory(32 << 20)
     print(f"{refusals(module, memory)} calls refused")
-    kinds: list[Any] = [RowCalls, RowCalls, FusedCall, RowCalls, FusedCall, ScaleCall, SparseCall, SparseCall]
+    kinds: list[Any] = [RowCalls, RowCalls, FusedCall, RowCalls, FusedCall, ScaleCall, SparseCall, SparseCall, SelectCall]
     if module.has_products():
         kinds.append(ProductCall)
     for i in range(int(first), int(first) + int(calls)):
