@@ -63,12 +63,15 @@ def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return empty(x.shape, dtype, x.device) if x.is_contiguous() else torch.empty_like(x, dtype=dtype)
 
 
-def zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device, touched: int = 0) -> Tensor:
     """torch.zeros. On a CPU the zeros of a large tensor are not written: they are pages of the system, of which only those that
-    are written to, or read, cost time and memory."""
+    are written to, or read, cost time and memory. Where an eighth of the rows or more, `touched`, is to be written, that costs more
+    than zeros in memory that an earlier large result may have left."""
     size = math.prod(shape) * dtype.itemsize
     if not _is_large(size, device):
         return torch.zeros(shape, dtype=dtype, device=device)
+    if 8 * touched >= shape[0]:
+        return empty(shape, dtype, device).zero_()
     return torch.frombuffer(_mapped(size), dtype=dtype).view(shape)
 
 

@@ -76,8 +76,8 @@ class WeightGradient:
 
     dense   of rows over the whole vocabulary, None if there are none; `into.total` itself where it was added to that.
     into    what the gradient is added into; None: memory of its own.
-    slots, values   of rows with sets: `values` [m] is the gradient of their logits at `slots`, from which a few rows of d_weight
-            follow with `hidden`. None if there are none.
+    slots, values   of rows with sets, or columns that were drawn: `values` [m] is the gradient of the logits at `slots`, from which a few
+            rows of d_weight follow with `hidden`. None if there are none.
     """
 
     backend: SparseBackend
@@ -111,8 +111,9 @@ class WeightGradient:
         out = dense
         if total is not None:
             out = total if dense is None or dense is total else total.add_(dense)
-        elif out is None:  # touched in the rows of sets alone
-            out = zeros(self.shape, self.dtype, self.device)
+        elif out is None:  # touched in the rows of slots alone
+            touched = 0 if values is None else values.numel()
+            out = zeros(self.shape, self.dtype, self.device, touched)
         if values is not None:
             assert self.slots is not None and self.hidden is not None
             self.backend.add_hidden_rows(values, self.slots, self.hidden, out)

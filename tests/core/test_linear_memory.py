@@ -21,7 +21,7 @@ import json
 import torch
 from benchmarks.harness import peak_memory
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: no page is larger than what was touched
-from grpo_kernels import Objective, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Objective, Options, Sparse, TokenBatch, linear_grpo_loss, linear_logprobs
 from grpo_kernels.vocabulary import blocks
 
 torch.manual_seed(0)
@@ -29,7 +29,8 @@ blocks.CHUNK_BYTES["cpu"] = {LOGITS}
 blocks.WEIGHT_BLOCK_BYTES = {LOGITS}
 dtypes = {{"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}}
 
-def measure(layer, dtype, n, frozen=False, grad=True, backend="auto"):
+def measure(layer, dtype, n, frozen=False, grad=True, backend="auto", sparse=False):
+    options = Options(sparse=Sparse() if sparse else None)
     hidden = torch.randn(n, {H}).to(dtypes[dtype]).requires_grad_()
     weight = (torch.randn({V}, {H}) / 16).to(dtypes[dtype]).requires_grad_(not frozen)
     targets, advantages = torch.randint({V}, (n,)), torch.randn(n)
@@ -39,9 +40,9 @@ def measure(layer, dtype, n, frozen=False, grad=True, backend="auto"):
         hidden.grad = weight.grad = None
         with torch.set_grad_enabled(grad):
             if layer == 2:
-                loss = linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), backend=backend).loss
+                loss = linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), backend=backend, options=options).loss
             else:
-                logps, entropy = linear_logprobs(hidden, weight, targets, entropy=True, backend=backend)
+                logps, entropy = linear_logprobs(hidden, weight, targets, entropy=True, backend=backend, options=options)
                 loss = (logps * advantages).sum() + entropy.sum()
         if grad:
             loss.backward()
@@ -60,6 +61,7 @@ DENSE = [{"layer": layer, "dtype": dtype, "n": n} for layer in (1, 2) for dtype 
 FROZEN = [{"layer": layer, "dtype": "fp32", "n": SMALL, "frozen": True} for layer in (1, 2)]
 FORWARD = [{"layer": layer, "dtype": dtype, "n": LARGE, "grad": False} for layer in (1, 2) for dtype in DTYPES]
 EAGER = [{"layer": 2, "dtype": "fp32", "n": n, "backend": "eager"} for n in (SMALL, LARGE)]
+SPARSE = [{"layer": layer, "dtype": dtype, "n": LARGE, "sparse": True} for layer in (1, 2) for dtype in DTYPES]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def peaks() -> dict[str, float]:
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", MEASURE],
-        input=json.dumps(DENSE + FROZEN + FORWARD + EAGER),
+        input=json.dumps(DENSE + FROZEN + FORWARD + EAGER + SPARSE),
         env=env,
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -97,6 +99,14 @@ def test_flat_in_the_number_of_rows(layer: int, dtype: str, peaks: dict[str, flo
         beyond[n] = peaks[json.dumps({"layer": layer, "dtype": dtype, "n": n})] - d_hidden
     assert abs(beyond[LARGE] - beyond[SMALL]) < 4 * MIB < 4 * V * (LARGE - SMALL) / 10
     assert HEAD < beyond[LARGE] < HEAD + held(dtype) + 4 * MIB
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layer", [1, 2])
+def test_sparse_gradients_take_no_more_than_dense_ones(layer: int, dtype: str, peaks: dict[str, float]) -> None:
+    """Of rows as flat as they get, which draw the most columns."""
+    call = {"layer": layer, "dtype": dtype, "n": LARGE}
+    assert peaks[json.dumps(call | {"sparse": True})] <= peaks[json.dumps(call)]
 
 
 def test_flat_with_the_eager_backend(peaks: dict[str, float]) -> None:
