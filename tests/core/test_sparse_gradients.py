@@ -244,6 +244,26 @@ def test_checkpointing_draws_the_same_columns(backend: str) -> None:
     assert all(same_bits(x, expected[name]) for name, x in gradients_of(leaves).items())
 
 
+def test_other_ways_to_a_gradient(backend: str) -> None:
+    """torch.func, a second backward through a graph that was kept, and no rows at all."""
+    case = build_linear(bias=False)
+    hidden, weight, targets = case.hidden.flatten(0, 1), case.weight, case.tokens.targets.flatten()
+
+    def total(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_logprobs(hidden, weight, targets[: len(hidden)], backend=backend, **DRAWN)[0].sum()
+
+    found = torch.func.grad(total, argnums=(0, 1))(hidden, weight)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    loss = total(*leaves)
+    loss.backward(retain_graph=True)
+    assert all(same_bits(x, leaf.grad) for x, leaf in zip(found, leaves, strict=True))
+    loss.backward()
+    assert all(same_bits(2 * x, leaf.grad) for x, leaf in zip(found, leaves, strict=True))
+    nothing = hidden[:0].clone().requires_grad_()
+    total(nothing, weight).backward()
+    assert nothing.grad is not None and nothing.grad.shape == nothing.shape
+
+
 def test_the_head_as_a_module() -> None:
     case = build_linear(bias=False)
     linear = torch.nn.Linear(24, 61, bias=False)
