@@ -161,7 +161,8 @@ class Case:
     def before_wait(self) -> float:
         """The share of the loads of a tile that a thread issues before it waits for the first. Tanh takes so long that half of a
         tile keeps memory busy, and the gradient of an entropy in odd rows has registers for half of one."""
-        half = self.kernel == "fused" and (self.transform == "softcap" or (self.entropy and not self.aligned))
+        odd = not self.aligned or self.vocab % 8 != 0
+        half = self.kernel == "fused" and (self.transform == "softcap" or (self.entropy and odd))
         return 0.5 if half else 1.0
 
     def __str__(self) -> str:
