@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from .options import (
     refuse_fewer,
 )
 from .projection import Head
-from .reference import Policy, TopK, linear_teacher, logits_teacher, second, squared
+from .reference import Policy, Teachers, divergence_of, knows_ids_only, linear_teacher, logits_teacher, second, squared
 from .token_sets import TokenSets, check_sets
 from .transform import LogitTransform, as_transform
 from .vocabulary.hidden import check_head
@@ -30,7 +31,7 @@ from .vocabulary.kept import KeptRows
 from .vocabulary.rows import RowTransform
 from .vocabulary.shard import VocabShard
 from .vocabulary.sources import Source
-from .vocabulary.stage import vocabulary_stage
+from .vocabulary.teachers import Several
 from .vocabulary.weight_gradient import check_weight_grad
 
 Tensor = torch.Tensor
@@ -78,8 +79,13 @@ def token_divergence(
     policy = Policy(shape, device, vocab, rows.shape[-1], as_transform(transform), mask, None, shard)
     teacher = logits_teacher(ref_logits, exact, policy)
     sets, targets = _kept(kept, policy, teacher)
-    source = logits_source(device, inplace, shard, options, sets, *second(teacher))
-    return _values(source, (rows,), targets, policy, teacher, exact)
+    if inplace and isinstance(teacher, Several):
+        raise ValueError("inplace=True, but each of several teachers needs the logits again: pass inplace=False.")
+
+    def source_of(teacher: Any, read: Tensor | None) -> Source:
+        return logits_source(device, inplace, shard, options, sets, *second(teacher))
+
+    return _values(source_of, (rows,), targets, policy, teacher, exact)
 
 
 def linear_divergence(
@@ -124,8 +130,11 @@ def linear_divergence(
     teacher = linear_teacher(reference, exact, policy)
     sets, targets = _kept(kept, policy, teacher)
     memory = None if weight_grad is None else check_weight_grad(weight_grad, head.weight)
-    source = hidden_source(head, None if mask is None else flat(mask), options, None, sets, memory, *second(teacher))
-    return _values(source, head.tensors, targets, policy, teacher, exact)
+
+    def source_of(teacher: Any, read: Tensor | None) -> Source:
+        return hidden_source(head, read, options, None, sets, memory, *second(teacher))
+
+    return _values(source_of, head.tensors, targets, policy, teacher, exact)
 
 
 def _leading(name: str, x: Any) -> tuple[torch.Size, torch.device]:
@@ -150,21 +159,24 @@ def _kept(kept: TokenSets | None, policy: Policy, teacher: Any) -> tuple[KeptRow
     if kept is None:
         return None, targets.reshape(-1)
     check_sets("kept", kept, targets, policy.vocab)
-    only = isinstance(teacher, TopK)
-    require(not only, "kept", kept, "a teacher known at some ids has no distribution over a kept set: leave one of them out.")
+    require(
+        not knows_ids_only(teacher),
+        "kept",
+        kept,
+        "a teacher known at some ids has no distribution over a kept set: leave one of them out.",
+    )
     first = torch.cat([kept.ids, kept.ids.new_zeros(1)]).to(torch.int64)[kept.offsets[:-1].to(torch.int64)]
     targets = torch.where(kept.counts > 0, first, 0)
     return KeptRows.of(kept, targets, None if policy.mask is None else flat(policy.mask)), targets
 
 
 def _values(
-    source: Source, tensors: tuple[Tensor | None, ...], targets: Tensor, policy: Policy, teacher: Any, exact: Exact
+    source_of: Callable[[Any, Tensor | None], Source], tensors: tuple[Tensor | None, ...], targets: Tensor, policy: Policy,
+    teacher: Teachers, exact: Exact,
 ) -> Tensor:  # fmt: skip
     read = None if policy.mask is None else flat(policy.mask)
     transform: RowTransform = policy.transform.for_rows(policy.shape, policy.mask, None, policy.device)
-    names = () if isinstance(teacher, TopK) else ("divergence",)
-    _, found = vocabulary_stage(source, names, names, targets, read, transform, *tensors)
-    value = teacher.divergence(exact, found["at"], read) if isinstance(teacher, TopK) else found["divergence"]
+    value = divergence_of(source_of, teacher, exact, targets, read, transform, tensors)
     if exact.temperature_squared:
         value = value / squared(transform)
     return value.view(policy.shape)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,14 +17,14 @@ from .formulas.token_stage import TokenRows
 from .loss_output import LossOutput
 from .objective import Objective
 from .options import Options, is_traced
-from .reference import TopK
+from .reference import Teachers, TopK, divergence_of, knows_ids_only
 from .supports import statistics_of
-from .vocabulary.hidden import TeacherHead
 from .vocabulary.kept import KeptRows
 from .vocabulary.memory import converted
-from .vocabulary.rows import RowTransform, Teacher
+from .vocabulary.rows import RowTransform
 from .vocabulary.sources import Hidden, Logits, Source
 from .vocabulary.stage import gradient_once, with_signature
+from .vocabulary.teachers import Several
 
 Tensor = torch.Tensor
 
@@ -50,16 +50,26 @@ class Call(NamedTuple):
     options: Options
     transform: RowTransform
     one_visit: bool
-    teacher: Teacher | TeacherHead | TopK | None = None  # of an exact divergence
+    teacher: Teachers | None = None  # of an exact divergence
     certificate: Certificate | None = None  # of rows that may be left out
 
+    @property
+    def at_once(self) -> bool:
+        """Whether the gradient is made in the forward, in one visit of each row."""
+        over = self.kept is not None and self.options.over_vocabulary is not None
+        apart = isinstance(self.teacher, Several) and self.kept is not None
+        return self.one_visit and not (over or apart or knows_ids_only(self.teacher) or is_traced())
 
-def loss_of_source(
-    call: Call, source_of: Callable[[KeptRows | None], Source], tensors: tuple[Tensor | None, ...]
-) -> LossOutput:  # fmt: skip
+
+class SourceOf(Protocol):
+    """Makes the source of these rows beside this teacher, with these sets. `some`: of fewer rows than the batch has."""
+
+    def __call__(self, rows: TokenRows, teacher: Any, kept: KeptRows | None, some: bool = False) -> Source: ...
+
+
+def loss_of_source(call: Call, source_of: SourceOf, tensors: tuple[Tensor | None, ...]) -> LossOutput:
     """The loss of a source's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull."""
-    batch, objective, rows, kept, options, transform, one_visit, teacher, certificate = call
-    top_k = teacher if isinstance(teacher, TopK) else None
+    batch, objective, rows, kept, options, transform, _, teacher, certificate = call
     over = options.over_vocabulary if kept is not None else None
     if certificate is not None:
         two = 'entropy_over and reference_over of "vocabulary" make two gradients of a row, of which the bound covers one'
@@ -70,23 +80,27 @@ def loss_of_source(
         remedy = "pass a Kl without a weighting, of an estimator of logp and ref_logp alone, or reference_over='kept'."
         remedy = f"{kl} weighs the KL by a ratio or reads old_logp, and both are over the sets: {remedy}"
         require(not refused, "reference_over", options.reference_over, remedy)
-    if top_k is not None and kept is not None:
+    if knows_ids_only(teacher) and kept is not None:
         remedy = 'a teacher known at some ids has no distribution over a kept set: pass Options(reference_over="vocabulary").'
         require(options.reference_over == "vocabulary", "reference_over", options.reference_over, remedy)
     shape = batch.targets.shape
-    if one_visit and over is None and top_k is None and not is_traced():
-        source = source_of(kept)
+    if call.at_once:
+        several = teacher if isinstance(teacher, Several) else None
+        source = source_of(rows, None if several else teacher, kept)
         assert isinstance(source, (Logits, Hidden))
-        visit = OneVisit(source, rows, objective, transform)
+        visit = OneVisit(source, rows, objective, transform, several)
         loss, logps, entropy, divergence = _GradientInForward.apply(visit, *tensors)
         divergence = None if teacher is None else divergence.view(shape)
         return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, divergence=divergence)
+    if isinstance(teacher, Several):
+        return _beside_several(call, teacher, source_of, tensors)
+    top_k = teacher if isinstance(teacher, TopK) else None
     whole = ("divergence",) if teacher is not None and top_k is None else ()
     with_gradient = (*(("entropy",) if objective.needs_entropy else ()), *whole)
     if over is not None and options.reference_over == "vocabulary":
         over = (*over, *whole, "at")
-    names = ("entropy", *whole)
-    found = statistics_of(source_of, kept, names, with_gradient, over, rows.targets, rows.read, transform, tensors)
+    names, of_kept = ("entropy", *whole), functools.partial(source_of, rows, teacher)
+    found = statistics_of(of_kept, kept, names, with_gradient, over, rows.targets, rows.read, transform, tensors)
     entropy, divergence = found.named["entropy"], found.named.get("divergence")
     if top_k is not None:
         assert objective.exact is not None
@@ -98,6 +112,21 @@ def loss_of_source(
         return out
     out = replace(out, rows=rows, whole_logps=found.whole_logps.detach().view(shape), kl_apart=kl_apart)
     return replace(out, loss=out.loss + _kl_over_vocabulary(found.whole_logps, batch, objective, rows)) if kl_apart else out
+
+
+def _beside_several(
+    call: Call, several: Several, source_of: SourceOf, tensors: tuple[Tensor | None, ...]
+) -> LossOutput:  # fmt: skip
+    """The loss where the divergences of several teachers are computed apart from the rest, and one after the other."""
+    rows, exact = call.rows, call.objective.exact
+    assert exact is not None
+    kept = call.kept if call.options.reference_over == "kept" else None
+
+    def of_some(teacher: Any, read: Tensor | None) -> Source:
+        return source_of(replace(rows, read=read), teacher, kept, some=True)
+
+    out = loss_of_source(call._replace(teacher=None), source_of, tensors)
+    return with_divergence(out, divergence_of(of_some, several, exact, rows.targets, rows.read, call.transform, tensors))
 
 
 def _kl_over_vocabulary(logps: Tensor, batch: TokenBatch, objective: Objective, rows: TokenRows) -> Tensor:
@@ -169,6 +198,7 @@ class OneVisit:
     rows: TokenRows
     objective: Objective
     transform: RowTransform
+    several: Several | None = None  # teachers, in place of the one of the source
     gradients: bool = field(default_factory=torch.is_grad_enabled)
 
 
@@ -178,13 +208,14 @@ class _GradientInForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, visit: OneVisit, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         wanted = tuple(visit.gradients and needed for needed in ctx.needs_input_grad[1:])
-        result, ctx.gradients = visit.source.fused(tensors, wanted, visit.rows, visit.objective, visit.transform)
+        of_rows = (visit.rows, visit.objective, visit.transform, visit.several)
+        result, ctx.gradients = visit.source.fused(tensors, wanted, *of_rows)
         ctx.versions = [g._version if isinstance(g, Tensor) else None for g in ctx.gradients]
         ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in tensors], visit.source.backend
         ctx.set_materialize_grads(False)
-        of_rows = (result.logps, result.entropy, result.divergence)
-        ctx.mark_non_differentiable(*(x for x in of_rows if x is not None))
-        return total(result.losses), *of_rows
+        found = (result.logps, result.entropy, result.divergence)
+        ctx.mark_non_differentiable(*(x for x in found if x is not None))
+        return total(result.losses), *found
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:

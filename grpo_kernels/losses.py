@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +39,7 @@ from .reference import (
     scaled_by_temperature,
     second,
 )
-from .row_counts import whole
+from .row_counts import split_rows
 from .token_sets import TokenSets
 from .transform import IDENTITY, LogitTransform, as_transform
 from .vocabulary.hidden import FlatHead, check_head
@@ -48,6 +47,7 @@ from .vocabulary.kept import KeptRows
 from .vocabulary.shard import VocabShard
 from .vocabulary.sources import Source
 from .vocabulary.stage import vocabulary_stage
+from .vocabulary.teachers import Several
 from .vocabulary.weight_gradient import WeightMemory, check_weight_grad
 
 Tensor = torch.Tensor
@@ -130,13 +130,18 @@ def grpo_loss(
         teacher = logits_teacher(ref_logits, objective.exact, policy)
         rows = scaled_by_temperature(rows, objective.exact, row_transform)
 
-    def source_of(kept: KeptRows | None) -> Source:
+    def source_of(rows: TokenRows, teacher: Any, kept: KeptRows | None, some: bool = False) -> Source:
         return logits_source(device, inplace, shard, options, kept, *second(teacher))
 
     # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
     # visited twice anyway, with the exchange in between.
     late = shard is not None or (flat_logits.dtype == torch.float16 and torch.is_grad_enabled())
     call = Call(batch, objective, rows, kept, options, row_transform, objective.one_pass and not late, teacher)
+    if inplace and isinstance(teacher, Several) and not call.at_once:
+        raise ValueError(
+            "inplace=True, but beside several teachers the logits are needed again for each (an objective of one pass over fp32 or bf16 "
+            "logits, without sets, needs them once): pass inplace=False."
+        )
     return loss_of_source(call, source_of, (flat_logits,))
 
 
@@ -225,9 +230,12 @@ def linear_grpo_loss(
         row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
     memory = None if weight_grad is None else check_weight_grad(weight_grad, head.weight)
 
-    def source_of(a_head: FlatHead, rows: TokenRows, kept: KeptRows | None, into: WeightMemory | None = memory) -> Source:
-        index = None if is_traced() else split_rows(batch, rows, objective, kept)
-        return hidden_source(a_head, rows.read, options, index, kept, into, *second(teacher if a_head is head else None))
+    def source_of(
+        rows: TokenRows, teacher: Any, kept: KeptRows | None, some: bool = False, of: FlatHead = head,
+        into: WeightMemory | None = memory,
+    ) -> Source:  # fmt: skip
+        index = None if some or is_traced() else split_rows(batch, rows, objective, kept)
+        return hidden_source(of, rows.read, options, index, kept, into, *second(teacher))
 
     teacher = ref_head = None
     if exact is not None:
@@ -240,7 +248,8 @@ def linear_grpo_loss(
     kept = _kept_rows(batch, rows, head.vocab, options)
     if ref_head is not None:
         with torch.no_grad():
-            source = source_of(ref_head, rows, kept if options.reference_over == "kept" else None, None)
+            over = kept if options.reference_over == "kept" else None
+            source = source_of(rows, None, over, of=ref_head, into=None)
             ref_logps, _ = vocabulary_stage(source, (), (), rows.targets, rows.read, ref_transform, *ref_head.tensors)
         batch = batch.with_ref_logps(ref_logps.view(shape))
         rows = objective.token_rows(batch, normalizer, options.skip_inactive)
@@ -252,8 +261,9 @@ def linear_grpo_loss(
         certificate = Certificate.of(options.certified, head.hidden, whole_rows, row_transform)
     # Columns are drawn before the slopes are known, and rows are left out behind that.
     one_visit = objective.one_pass and draws(options, head) is None and certificate is None
+    one_visit = one_visit and not (isinstance(teacher, Several) and shard is not None)
     call = Call(batch, objective, rows, kept, options, row_transform, one_visit, teacher, certificate)
-    return loss_of_source(call, functools.partial(source_of, head, rows), head.tensors)
+    return loss_of_source(call, source_of, head.tensors)
 
 
 def objective_loss(
@@ -302,29 +312,6 @@ def objective_loss(
 
     out = loss_of_logps(flat_rows(logps), None if entropy is None else flat_rows(entropy), batch, objective, rows)
     return with_divergence(out, None if divergence is None else flat_rows(divergence))
-
-
-def split_rows(
-    batch: TokenBatch, rows: TokenRows, objective: Objective, kept: KeptRows | None
-) -> tuple[Tensor, int]:  # fmt: skip
-    """(indices of the rows that are read over the whole vocabulary, those that can have a gradient first, each kind in order;
-    how many of them can), without waiting for the device."""
-    n, device = rows.targets.numel(), rows.targets.device
-    read, active = rows.read, batch.marked(objective.active_rows) if rows.active is None else rows.active
-    same = read is active
-    if kept is not None:
-        if kept.has_all:
-            return torch.empty(0, dtype=torch.int64, device=device), 0
-        read, active = kept.others(read), kept.others(active)
-    if read is None and active is None:
-        return torch.arange(n, device=device), n
-    rank = torch.full_like(rows.targets, 2)
-    for value, mask in ((1, read), (0, active)):
-        rank = torch.full_like(rank, value) if mask is None else torch.where(mask, value, rank)
-    order = torch.argsort(rank, stable=True)
-    kind = str if kept is None else whole
-    can_have = batch.count(kind(objective.active_rows), active)
-    return order[: can_have if same else batch.count(kind("trained"), read)], can_have
 
 
 def _with_options(batch: TokenBatch, options: Options) -> TokenBatch:

@@ -58,8 +58,8 @@ def loss_from_model(
     temperature  divides the logits: a number or a tensor, see `LogitTransform`.
     transform    in place of `LogitTransform.of(model, temperature=temperature)`, for a model that it does not know.
     reference    the reference or teacher, a causal language model of the same vocabulary: it runs on the same inputs, without gradient,
-                 under its own softcap and scale and the same temperature. Or what `linear_grpo_loss` takes. Needed with
-                 kl=Exact(...); else in place of batch.ref_logps.
+                 under its own softcap and scale and the same temperature. Or what `linear_grpo_loss` takes; in a list of
+                 pairs (teacher, weight), too. Needed with kl=Exact(...); else in place of batch.ref_logps.
     inputs       what else the base model takes: attention_mask, position_ids (packed sequences need their own), pixel_values.
     backend      as in `grpo_loss`, like all that is not here: normalizer, skip_inactive, strict. weight_grad, options: `linear_grpo_loss`.
 
@@ -79,13 +79,19 @@ def loss_from_model(
                 f"{name} is given, but it is not used here: leave it out. Targets and mask are those of the batch."
             )
     hidden, weight, bias = _projected(inner, input_ids, batch, inputs)
-    if isinstance(reference, nn.Module):
+
+    def second(reference: Any) -> Any:
+        if not isinstance(reference, nn.Module):
+            return reference
         _check_wrappers(reference)
         inner = language_model(reference)
         with torch.no_grad():
             ref_hidden, ref_weight, ref_bias = _projected(inner, input_ids, batch, inputs)
-        own = LogitTransform.of(inner, temperature=transform.temperature)
-        reference = (ref_hidden, Head(ref_weight.detach(), ref_bias, own))
+        return ref_hidden, Head(ref_weight.detach(), ref_bias, LogitTransform.of(inner, temperature=transform.temperature))
+
+    if isinstance(reference, list):  # pairs (teacher, weight)
+        reference = [(second(x[0]), *x[1:]) if isinstance(x, tuple) and x else x for x in reference]
+    reference = second(reference)
     return linear_grpo_loss(
         hidden, weight, batch, objective, bias=bias, transform=transform, normalizer=normalizer, reference=reference,
         skip_inactive=skip_inactive, backend=backend, strict=strict, weight_grad=weight_grad, options=options,

@@ -13,13 +13,14 @@ from .missing import check_missing
 from .operators import TracedHidden, TracedLogits
 from .sparsity import Certified, Sparse
 from .vocabulary import backends
-from .vocabulary.hidden import FlatHead, TeacherHead
+from .vocabulary.hidden import FlatHead
 from .vocabulary.kept import KeptRows
 from .vocabulary.rows import Teacher
 from .vocabulary.sampled import SampledHidden
 from .vocabulary.shard import VocabShard, on_shard
 from .vocabulary.sources import Hidden, Logits, Source
 from .vocabulary.sparse import Slots
+from .vocabulary.teachers import TeacherHead
 from .vocabulary.weight_gradient import WeightMemory
 
 Tensor = torch.Tensor

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from .batch import TokenBatch
-from .checks import describe, require, values_are_checked
+from .checks import LARGEST, describe, require, require_number, values_are_checked
 from .formulas.divergence import Exact, divergence_at
+from .formulas.surrogates import NoPolicyTerm
 from .formulas.token_stage import TokenRows
-from .layout import logit_rows
+from .layout import logit_rows, per_token
 from .objective import Objective
 from .projection import Head
 from .token_sets import TokenSets, check_sets
 from .transform import LogitTransform, as_transform
-from .vocabulary.hidden import FlatHead, TeacherHead, check_head
+from .vocabulary.hidden import FlatHead, check_head
 from .vocabulary.rows import RowTransform, Teacher
 from .vocabulary.shard import VocabShard
+from .vocabulary.sources import Source
 from .vocabulary.sparse import Slots
+from .vocabulary.stage import vocabulary_stage
+from .vocabulary.teachers import Several, TeacherHead, Weighted
 
 Tensor = torch.Tensor
-T = TypeVar("T", Teacher, TeacherHead)
 
 
 class Policy(NamedTuple):
@@ -63,12 +67,42 @@ class TopK:
         return value if read is None else torch.where(read, value, 0.0)
 
 
-def second(teacher: T | TopK | None) -> tuple[Slots | None, T | None]:
+def second(teacher: Any) -> tuple[Slots | None, Any]:
     """(`at`, `teacher`) of a source."""
     return (teacher.slots, None) if isinstance(teacher, TopK) else (None, teacher)
 
 
-HOW = "(hidden, weight), (hidden, weight, bias), (hidden, Head(...)), or TokenSets whose values are a teacher's log-probs"
+#: Second streams of a loss: one, or several with weights.
+Teachers = Teacher | TeacherHead | TopK | Several
+
+
+def knows_ids_only(teacher: Teachers | None) -> bool:
+    """Whether a teacher, or one of several, is known at some ids."""
+    return (
+        any(isinstance(x.teacher, TopK) for x in teacher.parts) if isinstance(teacher, Several) else isinstance(teacher, TopK)
+    )
+
+
+def divergence_of(
+    source_of: Callable[[Any, Tensor | None], Source], teacher: Teachers, exact: Exact, targets: Tensor, read: Tensor | None,
+    transform: RowTransform, tensors: tuple[Tensor | None, ...],
+) -> Tensor:  # fmt: skip
+    """fp32 [n], differentiable: the divergence from a teacher, or the weighted sum of those from several, of which each is read in the
+    rows where it has a weight. `source_of` makes the source of (teacher, the rows that are read)."""
+    if isinstance(teacher, Several):
+        each = (
+            (x, divergence_of(source_of, x.teacher, exact, targets, x.read(read), transform, tensors)) for x in teacher.parts
+        )
+        return torch.stack([part.times(value) for part, value in each]).sum(0)
+    names = () if isinstance(teacher, TopK) else ("divergence",)
+    _, found = vocabulary_stage(source_of(teacher, read), names, names, targets, read, transform, *tensors)
+    return teacher.divergence(exact, found["at"], read) if isinstance(teacher, TopK) else found["divergence"]
+
+
+HOW = (
+    "(hidden, weight), (hidden, weight, bias), (hidden, Head(...)), TokenSets whose values are a teacher's log-probs, or a list of pairs "
+    "(one of these, weight)"
+)
 
 
 def reference_head(reference: Any, policy: Policy) -> tuple[FlatHead, RowTransform]:
@@ -92,8 +126,38 @@ def reference_head(reference: Any, policy: Policy) -> tuple[FlatHead, RowTransfo
     return head, _for_rows(transform, policy)
 
 
-def linear_teacher(reference: Any, exact: Exact, policy: Policy) -> TeacherHead | TopK:
-    """The second stream of a divergence from hidden states."""
+def several(name: str, given: list[Any], one: Callable[[Any], Any], policy: Policy) -> Several:
+    """The second streams of a list of pairs (stream, weight), of which `one` makes each."""
+    parts = []
+    for i, pair in enumerate(given):
+        if not isinstance(pair, tuple) or len(pair) != 2 or isinstance(pair[0], list):
+            raise ValueError(f"{name}[{i}] is {type(pair).__name__}: a list of teachers holds pairs (teacher, weight).")
+        parts.append(Weighted(one(pair[0]), _weight(f"{name}[{i}][1]", pair[1], policy)))
+    require(len(parts) > 0, name, given, "a list of teachers holds at least one pair (teacher, weight).")
+    return Several(tuple(parts), Objective(NoPolicyTerm()))
+
+
+def _weight(name: str, weight: Any, policy: Policy) -> Tensor:
+    """That of a teacher in each row, fp32 [n]; 0 where the mask is not set."""
+    if not isinstance(weight, Tensor):
+        require_number(name, weight, "the weight of a teacher is a finite number >= 0, or a tensor of such.", 0, LARGEST)
+        weight = torch.tensor(float(weight), device=policy.device)
+    if weight.device != policy.device:
+        raise ValueError(f"{name} is on {weight.device}, but the policy's rows are on {policy.device}: move it there.")
+    found = per_token(name, weight, policy.shape, policy.cu_seqlens)
+    found = found if policy.mask is None else torch.where(policy.mask.reshape(-1), found, 0.0)
+    if values_are_checked(found):
+        wrong = found[~((found >= 0) & (found < torch.inf))]
+        require(
+            wrong.numel() == 0, name, float(wrong[0]) if wrong.numel() else None, "weights of teachers are finite and >= 0."
+        )
+    return found
+
+
+def linear_teacher(reference: Any, exact: Exact, policy: Policy) -> TeacherHead | TopK | Several:
+    """The second stream of a divergence from hidden states, or several."""
+    if isinstance(reference, list):
+        return several("reference", reference, lambda x: linear_teacher(x, exact, policy), policy)
     if isinstance(reference, TokenSets):
         return top_k("reference", reference, exact, policy)
     require(
@@ -103,8 +167,10 @@ def linear_teacher(reference: Any, exact: Exact, policy: Policy) -> TeacherHead 
     return TeacherHead(head, transform, exact.direction, exact.share).plain()
 
 
-def logits_teacher(ref_logits: Any, exact: Exact, policy: Policy) -> Teacher | TopK:
-    """The second stream of a divergence from logits."""
+def logits_teacher(ref_logits: Any, exact: Exact, policy: Policy) -> Teacher | TopK | Several:
+    """The second stream of a divergence from logits, or several."""
+    if isinstance(ref_logits, list):
+        return several("ref_logits", ref_logits, lambda x: logits_teacher(x, exact, policy), policy)
     if isinstance(ref_logits, TokenSets):
         return top_k("ref_logits", ref_logits, exact, policy)
     transform = policy.transform
@@ -114,7 +180,7 @@ def logits_teacher(ref_logits: Any, exact: Exact, policy: Policy) -> Teacher | T
         got = "None" if ref_logits is None else f"a {type(ref_logits).__name__}"
         raise ValueError(
             f"ref_logits is {got}, but {exact} needs the whole distribution of a reference or teacher: pass its logits, "
-            "(logits, LogitTransform(...)), or TokenSets whose values are its log-probs."
+            "(logits, LogitTransform(...)), TokenSets whose values are its log-probs, or a list of pairs (one of these, weight)."
         )
     own = ref_logits if policy.shard is None else policy.shard.local("ref_logits", ref_logits, -1)
     try:
@@ -155,7 +221,7 @@ def check_given(given: str, value: Any, objective: Objective, batch: TokenBatch)
     if value is None:
         return
     require(objective.beta != 0, given, type(value).__name__, "with beta=0 nothing looks at it: leave it out.")
-    if given == "ref_logits" or isinstance(value, TokenSets):
+    if given == "ref_logits" or isinstance(value, (TokenSets, list)):
         raise ValueError(
             f"{given} is a whole distribution, but kl={objective.kl!r} is an estimate from the sampled token: pass kl=Exact(...), or the "
             "reference's log-probs as ref_logps of the batch."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,8 @@ from .products import Products, keeps_rows, products_for
 from .rows import RowStats, RowTransform, Slopes, Teacher
 from .selection import Draws
 from .shard import VocabShard, check_shard, refuse_managed
-from .sparse import Slots, plain
+from .sparse import Slots
+from .teachers import Several, TeacherHead, in_one_visit
 
 if TYPE_CHECKING:
     from ..formulas.token_stage import TokenRows
@@ -49,41 +50,6 @@ class FlatHead:
     def vocab(self) -> int:
         """Ids that a target may have."""
         return self.weight.shape[0] if self.shard is None else self.shard.vocab
-
-
-@dataclass(eq=False)
-class TeacherHead:
-    """A second stream of the same rows from hidden states of its own: `rows.Teacher` whose logits are made with the student's, a
-    chunk at a time. With the student's own weight and bias (adapters in the body of a model), both are one product."""
-
-    head: FlatHead
-    transform: RowTransform
-    kind: str
-    mixture: float
-
-    def plain(self) -> TeacherHead:
-        """Without gradients and the wrappers of torch.func, as a source takes it."""
-        head = self.head
-        bias = None if head.bias is None else plain(head.bias.detach())
-        head = replace(head, hidden=plain(head.hidden.detach()), weight=plain(head.weight.detach()), bias=bias)
-        return replace(self, head=head, transform=self.transform.plain())
-
-    def shares(self, head: FlatHead) -> bool:
-        """Whether the two heads are one."""
-        own = self.head
-        same = _same(own.weight, head.weight) and (own.bias is head.bias or _same(own.bias, head.bias))
-        return same and own.dtype == head.dtype
-
-    def of(self, logits: Tensor, rows: Tensor) -> Teacher:
-        """The stream whose logits of these rows are known, [c, V]."""
-        return Teacher(logits[None], self.transform.at(rows), self.kind, self.mixture)
-
-
-def _same(x: Tensor | None, y: Tensor | None) -> bool:
-    if x is None or y is None:
-        return False
-    place = x.data_ptr() == y.data_ptr() and x.device == y.device
-    return place and x.dtype == y.dtype and x.shape == y.shape and x.stride() == y.stride()
 
 
 def check_head(
@@ -170,9 +136,10 @@ class Engine:
 
     def __init__(
         self, head: FlatHead, backend: Backend, wanted: tuple[bool, bool, bool] = (False, False, False), rounded: bool = True,
-        teacher: TeacherHead | None = None,
+        teacher: TeacherHead | Several | None = None,
     ) -> None:  # fmt: skip
         self.head, self.backend, self.wanted, self.rounded, self.teacher = head, backend, wanted, rounded, teacher
+        self._of_teachers: dict[int, Products | None] = {}
         self.hidden = head.hidden.detach()
         # The gradient of the logits stays fp32 if the bias needs its sum, or if the row kernel cannot narrow it in place.
         self.exact = wanted[2] or not backend.WRITES_BEHIND_READS
@@ -189,7 +156,7 @@ class Engine:
         self.work = Work(
             head.vocab, head.weight.shape[1], keeps_rows(head.dtype, self.hidden.device),
             0 if self.d_hidden is None else self.d_hidden.element_size(), head.weight.element_size() if wanted[1] else 0,
-            rounded, 1 if head.shard is None else head.shard.ranks, 0 if teacher is None else teacher.head.vocab,
+            rounded, 1 if head.shard is None else head.shard.ranks, 0 if teacher is None else teacher.columns,
             head.dtype == torch.float16,
         )  # fmt: skip
         self.chunk_rows = self.work.plan(self.hidden.device.type, 0).chunk
@@ -202,23 +169,29 @@ class Engine:
         """Made for the first chunk: without one, nothing of the size of the weight is touched."""
         return _products(self.head)
 
-    @functools.cached_property
-    def of_teacher(self) -> Products | None:
-        """The teacher's own; None where its head is the student's."""
-        assert self.teacher is not None
-        return None if self.teacher.shares(self.head) else _products(self.teacher.head)
+    def _of_teacher(self, teacher: TeacherHead) -> Products | None:
+        """The products of a teacher's own head; None where it is the student's, but of one of several."""
+        if id(teacher) not in self._of_teachers:
+            shared = teacher is self.teacher and teacher.shares(self.head)
+            self._of_teachers[id(teacher)] = None if shared else _products(teacher.head)
+        return self._of_teachers[id(teacher)]
 
     def _logits(self, at: Tensor, hidden: Tensor) -> tuple[Tensor, Teacher | None]:
-        """Those of a chunk of rows, [c, V], and the teacher's."""
-        if self.teacher is None:
+        """Those of a chunk of rows, [c, V], and the teacher's, but of several teachers."""
+        if not isinstance(self.teacher, TeacherHead):
             return self.products.logits(hidden), None
-        second = self.teacher.head.hidden.detach()[at]
-        if self.of_teacher is None:
+        second, own = self.teacher.head.hidden.detach()[at], self._of_teacher(self.teacher)
+        if own is None:
             both = self.products.logits(torch.cat([hidden, second.to(self.products.dtype)]))
             logits, of_teacher = both[: at.numel()], both[at.numel() :]
         else:
-            logits, of_teacher = self.products.logits(hidden), self.of_teacher.logits(second.to(self.of_teacher.dtype))
+            logits, of_teacher = self.products.logits(hidden), own.logits(second.to(own.dtype))
         return logits, self.teacher.of(of_teacher, at)
+
+    def _one_of_several(self, at: Tensor, teacher: TeacherHead, here: Tensor | None) -> Teacher:
+        """A teacher's rows of a chunk, or of these places of it."""
+        at, own = at if here is None else at[here], self._of_teacher(teacher) or self.products
+        return teacher.of(own.logits(teacher.head.hidden.detach()[at].to(own.dtype)), at)
 
     def forward(
         self, index: Tensor, targets: Tensor, transform: RowTransform, names: tuple[str, ...], draws: Draws | None = None
@@ -248,10 +221,14 @@ class Engine:
         for at, hidden in self._chunks(index):
             logits, teacher = self._logits(at, hidden)
             d_logits = self._gradient(logits, index) if gradients else None
-            out = None if d_logits is None else d_logits[None]
-            part = self.backend.fused(logits[None], rows[at], objective, transform.at(at), out, teacher=teacher)
+            of_rows = (logits[None], rows[at], objective, transform.at(at), None if d_logits is None else d_logits[None])
+            if isinstance(self.teacher, Several):
+                each = functools.partial(self._one_of_several, at)
+                part = in_one_visit(self.backend, *of_rows, self.teacher.at(at), each)
+            else:
+                part = self.backend.fused(*of_rows, teacher=teacher)
             result.put(at, part)
-            del logits, teacher, out  # before the products of a block make theirs
+            del logits, teacher, of_rows  # before the products of a block make theirs
             if d_logits is not None:
                 d_logits = self._kept(d_logits)
                 self._accumulate(at, hidden, d_logits, index)

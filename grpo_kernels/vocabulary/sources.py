@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from .backends import FusedRows, SparseBackend, visit
-from .hidden import Engine, FlatHead, TeacherHead
+from .hidden import Engine, FlatHead
 from .kept import KeptRows, KeptStage
 from .memory import converted, empty_like, zeros
 from .rows import RowStats, RowTransform, Slopes, Teacher
 from .several import LogitsAt
 from .shard import VocabShard, of_own_part
 from .sparse import Slots, logits_at, merged
+from .teachers import Several, TeacherHead, fused_rows
 from .weight_gradient import LateGradient, SlotGradient, WeightGradient, WeightMemory
 
 if TYPE_CHECKING:
@@ -108,18 +109,19 @@ class Logits:
         return (self._written(logits, out, stage, of_sets),)
 
     def fused(
-        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], rows: TokenRows, objective: Objective, transform: RowTransform
-    ) -> tuple[FusedRows, tuple[Tensor | LateGradient | None, ...]]:
-        """Losses of all rows of an objective of one pass, and the gradient of the logits, None where not wanted."""
+        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], rows: TokenRows, objective: Objective, transform: RowTransform,
+        several: Several | None = None,
+    ) -> tuple[FusedRows, tuple[Tensor | LateGradient | None, ...]]:  # fmt: skip
+        """Losses of all rows, and the gradient of the logits, None where not wanted. `several`: in place of `teacher`, without sets."""
         (logits,) = tensors
         if self.kept is None:
             out = self._out(logits) if wanted[0] else None
-            result = self.backend.fused(logits, rows, objective, transform, out, teacher=self.teacher)
+            result = fused_rows(self.backend, logits, rows, objective, transform, out, several or self.teacher)
             return result, (None if out is None else self._written(logits, out, None, None),)
         stage = self._stage(logits)
         result, of_sets = stage.fused(logits_at(logits, stage.slots), rows, objective, transform, wanted[0])
         if of_sets is not None and self.kept.has_all and not self.inplace:
-            return result, (_of_slots(logits, stage, of_sets),)
+            return result, (SlotGradient.of(logits, stage.slots, of_sets),)
         out = self._out(logits) if wanted[0] else None
         if not self.kept.has_all:
             others = replace(rows.weighted((~self.kept.has).to(torch.float32)), read=self.kept.others(rows.read))
@@ -149,15 +151,10 @@ class Logits:
         """`out`, and in it the gradient of the logits of sets, where `out` holds 0 so far."""
         if stage is not None:
             assert of_sets is not None
-            _of_slots(logits, stage, of_sets).add_to(out)
+            SlotGradient.of(logits, stage.slots, of_sets).add_to(out)
         if self.inplace:
             torch.autograd.graph.increment_version(logits)
         return out
-
-
-def _of_slots(logits: Tensor, stage: KeptStage, of_sets: Tensor) -> SlotGradient:
-    own = torch.where(stage.slots.ids >= 0, of_sets, 0.0)
-    return SlotGradient(logits.shape, logits.dtype, stage.slots.positions(logits.shape[1]), own)
 
 
 def _whole_rows(source: Logits | Hidden, own: Slots, read: Tensor | None) -> Tensor:
@@ -262,14 +259,16 @@ class Hidden:
         return None, None
 
     def fused(
-        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], rows: TokenRows, objective: Objective, transform: RowTransform
-    ) -> tuple[FusedRows, tuple[Tensor | LateGradient | None, ...]]:
-        """Losses of all rows of an objective of one pass, and the gradients of `tensors`, None where not wanted."""
+        self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], rows: TokenRows, objective: Objective, transform: RowTransform,
+        several: Several | None = None,
+    ) -> tuple[FusedRows, tuple[Tensor | LateGradient | None, ...]]:  # fmt: skip
+        """Losses of all rows of an objective of one pass, and the gradients of `tensors`, None where not wanted. `several` as in
+        `Logits.fused`."""
         index, n, device = self._rows(rows.targets, rows.read), rows.targets.numel(), rows.targets.device
         active = index.numel() if self.active is None else self.active
-        result = FusedRows.zeros(n, device, self.teacher)
+        result = FusedRows.zeros(n, device, several or self.teacher)
         head = self._head(tensors)
-        engine = self._engine(head, wanted)
+        engine = self._engine(head, wanted, several)
         slots, of_sets = None, None
         with torch.autocast(device.type, enabled=False):
             engine.fused(index[:active], rows, objective, transform, result, any(wanted))
@@ -284,8 +283,9 @@ class Hidden:
     def _head(self, tensors: tuple[Any, ...]) -> FlatHead:
         return FlatHead(tensors[0], tensors[1], tensors[2], self.dtype, self.shard)
 
-    def _engine(self, head: FlatHead, wanted: tuple[bool, ...] = (False,) * 3) -> Engine:
-        return Engine(head, self.backend, wanted, self.into is None and self.kept is None, self.teacher)  # type: ignore[arg-type]
+    def _engine(self, head: FlatHead, wanted: tuple[bool, ...] = (False,) * 3, several: Several | None = None) -> Engine:
+        rounded = self.into is None and self.kept is None
+        return Engine(head, self.backend, wanted, rounded, several or self.teacher)  # type: ignore[arg-type]
 
     def rows_of(self, n: int, read: Tensor | None, device: torch.device) -> Tensor:
         """Indices of the rows that run over the whole vocabulary, of n. With `read` the host waits for a GPU, and where it does not

@@ -59,6 +59,12 @@ class SlotGradient:
     at: tuple[Tensor, ...]
     values: Tensor
 
+    @classmethod
+    def of(cls, logits: Tensor, slots: Slots, values: Tensor) -> SlotGradient:
+        """That of logits [A, T, V] whose gradient at slots is `values`; 0 where one is not in use."""
+        used = torch.where(slots.ids >= 0, values, 0.0)
+        return cls(logits.shape, logits.dtype, slots.positions(logits.shape[1]), used)
+
     def made(self, factor: Tensor | None = None) -> Tensor:
         return self.add_to(zeros(self.shape, self.dtype, self.values.device), factor)
 

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from grpo_kernels.vocabulary.hidden import FlatHead, TeacherHead
+from grpo_kernels.vocabulary.hidden import FlatHead
 from grpo_kernels.vocabulary.rows import RowTransform, Teacher
 from grpo_kernels.vocabulary.stage import vocabulary_stage
+from grpo_kernels.vocabulary.teachers import TeacherHead
 from support import oracle
 
 Tensor = torch.Tensor

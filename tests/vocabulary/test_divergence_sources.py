@@ -14,12 +14,13 @@ from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.loss_stages import OneVisit, _GradientInForward
 from grpo_kernels.vocabulary.backends import pick
 from grpo_kernels.vocabulary.blocks import CHUNK_BYTES
-from grpo_kernels.vocabulary.hidden import Engine, FlatHead, TeacherHead
+from grpo_kernels.vocabulary.hidden import Engine, FlatHead
 from grpo_kernels.vocabulary.kept import KeptRows
 from grpo_kernels.vocabulary.rows import RowTransform, Teacher
 from grpo_kernels.vocabulary.sources import Hidden, Logits
 from grpo_kernels.vocabulary.sparse import Slots
 from grpo_kernels.vocabulary.stage import vocabulary_stage
+from grpo_kernels.vocabulary.teachers import TeacherHead
 from support import oracle
 from support.allocations import Allocations
 from support.divergences import COLD, KINDS, READ, SETS, WARM, WIDTH, N, Rows, V, keep_of, near, through_stage, transformed
