@@ -41,7 +41,7 @@ __all__ = ["linear_divergence", "token_divergence"]
 
 def token_divergence(
     logits: Tensor,
-    ref_logits: Tensor | tuple[Tensor, LogitTransform] | TokenSets,
+    ref_logits: Tensor | tuple[Tensor, LogitTransform] | TokenSets | list[Any],
     divergence: str | Exact = "reverse",
     *,
     mask: Tensor | None = None,
@@ -58,7 +58,8 @@ def token_divergence(
 
     logits      [B, T, V] or [N, V], fp32, bf16 or fp16, any strides: the policy or student, which gets the gradient.
     ref_logits  the same shape, any of these dtypes: the reference or teacher, under the same transform; (logits, LogitTransform) under
-                one of their own; or `TokenSets` whose values are the log-probs of a teacher that is known at these ids only.
+                one of their own; or `TokenSets` whose values are the log-probs of a teacher that is known at these ids only; or a
+                list of pairs (one of these, weight), a number or a tensor [B] or [B, T]: the weighted sum.
     divergence  "reverse" (KL(policy || reference)), "forward", "jsd", or an `Exact` with its options.
     mask        bool [B, T] or [N]: rows where it is False are not read and give exactly 0, in value and gradient.
     kept        `TokenSets`, a set for each row: both sides are renormalised over it, and only the logits of its ids are read. A row
@@ -91,7 +92,7 @@ def token_divergence(
 def linear_divergence(
     hidden: Tensor,
     weight: Tensor | Head,
-    reference: tuple[Any, ...] | TokenSets,
+    reference: tuple[Any, ...] | TokenSets | list[Any],
     divergence: str | Exact = "reverse",
     *,
     bias: Tensor | None = None,
@@ -108,7 +109,8 @@ def linear_divergence(
 
     hidden     [B, T, H] or [N, H], and weight [V, H] or a `Head`, as in `linear_logprobs`.
     reference  (hidden, weight), (hidden, weight, bias) or (hidden, Head(...)) of the reference or teacher, as in `linear_grpo_loss`, with a
-               hidden size and dtype of its own; or `TokenSets` whose values are the log-probs of a teacher known at these ids only.
+               hidden size and dtype of its own; or `TokenSets` whose values are the log-probs of a teacher known at these ids only; or a
+               list of pairs (one of these, weight): six products for each.
     mask, kept, divergence  as in `token_divergence`; bias, transform, shard, weight_grad, options as in `linear_logprobs`.
 
     Masked rows take part in no product. The forward is a product for each side; the backward, which cannot know the upstream gradient

@@ -64,7 +64,7 @@ def grpo_loss(
     normalizer: float | Tensor | Denominators | None = None,
     inplace: bool = False,
     skip_inactive: bool = False,
-    ref_logits: Tensor | tuple[Tensor, LogitTransform] | TokenSets | None = None,
+    ref_logits: Tensor | tuple[Tensor, LogitTransform] | TokenSets | list[Any] | None = None,
     shard: VocabShard | None = None,
     backend: str = "auto",
     strict: bool = False,
@@ -86,8 +86,8 @@ def grpo_loss(
                  token level) are not read either; out.logps and out.entropy hold 0 there. Loss and gradient are the same.
     ref_logits   for kl=Exact(...): logits of the reference or teacher, the shape of logits and any of the three dtypes, under
                  the same transform; (logits, LogitTransform) under one of their own; or `TokenSets` whose values are the
-                 log-probs of a teacher that is known at these ids only (the logits are then read twice). No gradient flows to
-                 them.
+                 log-probs of a teacher that is known at these ids only (the logits are then read twice); or a list of pairs (one of
+                 these, weight): the weighted sum of the divergences. No gradient flows to them.
     shard        logits are [.., V / ranks], this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
                  The rows are then visited twice, with one all-gather in between.
     backend      "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
@@ -152,7 +152,7 @@ def linear_grpo_loss(
     objective: Objective,
     *,
     bias: Tensor | None = None,
-    reference: tuple[Any, ...] | TokenSets | None = None,
+    reference: tuple[Any, ...] | TokenSets | list[Any] | None = None,
     transform: LogitTransform | None = None,
     normalizer: float | Tensor | Denominators | None = None,
     skip_inactive: bool = False,
@@ -182,7 +182,8 @@ def linear_grpo_loss(
                  second stream of the divergence, a fourth product (weight the policy's own tensor: hidden states of both in one
                  product), of which no more than a chunk of logits exists; or `TokenSets` whose values are the log-probs of a
                  teacher that is known at these ids only: no product for the teacher, but the policy's logits are computed
-                 again.
+                 again. A list of pairs (one of these, weight) is the weighted sum of the divergences: a number >= 0, or a
+                 tensor [B] or the shape of targets.
     shard        weight, bias and those of `reference` are this rank's part of a vocabulary cut over a group: see
                  `distributed.VocabShard`. One all-gather per chunk of rows, and one all-reduce of the gradient of hidden.
     weight_grad  [V, H], fp32 or the weight's dtype: the backward, whatever it is asked for, adds the gradient of weight into

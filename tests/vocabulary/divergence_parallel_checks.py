@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from vocab_parallel_checks import assert_same_everywhere, cut, shards, whole
 
-from grpo_kernels import Objective
+from grpo_kernels import Exact, Objective, Options, TokenBatch, grpo_loss, linear_grpo_loss
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.loss_stages import OneVisit, _GradientInForward
@@ -20,7 +20,7 @@ from grpo_kernels.vocabulary.shard import on_shard
 from grpo_kernels.vocabulary.sources import Hidden, Logits
 from grpo_kernels.vocabulary.sparse import Slots
 from support.collectives import counted
-from support.divergences import COLD, KINDS, READ, SETS, WARM, N, Rows, keep_of, near, through_stage
+from support.divergences import COLD, KINDS, READ, SETS, WARM, N, Rows, V, keep_of, near, through_stage
 from support.sets import build
 
 Tensor = torch.Tensor
@@ -112,3 +112,35 @@ def check_divergence_from_logits_beside_ids(rank: int, ranks: int) -> None:
         alone = Logits(pick("eager", logits.device), kept=KeptRows.of(build(SETS), targets, READ), at=slots, teacher=teacher)
         expected = through_stage(alone, [logits[None].clone().requires_grad_()], upstream, targets, d_at)[1]
         near([joined], [expected[0][0].double()])
+
+
+def check_several_teachers(rank: int, ranks: int) -> None:
+    """Loss and gradient of the whole vocabulary, from hidden states and from logits."""
+    torch.manual_seed(8)
+    rows, weights = Rows(), (0.5, torch.rand(N))
+    seconds = [(torch.randn(N, w), torch.randn(V, w)) for w in (5, 7)]
+    logits = torch.nn.functional.linear(rows.hidden, rows.weight, rows.bias)
+    batch, results = TokenBatch(torch.zeros(N, dtype=torch.int64), torch.zeros(N), mask=READ), []
+    for widths, shard, backend, kind, mixture in calls(rank, ranks):
+        objective = Objective.preset("distillation", kl=Exact(kind, mixture=mixture or None))
+        given: Any = {"shard": shard, "options": Options(backend=backend)}
+        leaves: list[Any] = [rows.hidden.clone(), cut(rows.weight, widths, rank, 0), cut(rows.bias, widths, rank, 0)]  # type: ignore[arg-type]
+        part, whole_logits = cut(logits, widths, rank, -1), logits.clone().requires_grad_()
+        for leaf in (*leaves, part):
+            leaf.requires_grad_()
+        reference = [((h, cut(w, widths, rank, 0, 50.0)), weight) for (h, w), weight in zip(seconds, weights, strict=True)]
+        out = linear_grpo_loss(*leaves[:2], batch, objective, bias=leaves[2], reference=reference, **given)
+        out.loss.backward()
+        ref_logits = [(cut(h @ w.T, widths, rank, -1, 50.0), weight) for (h, w), weight in zip(seconds, weights, strict=True)]
+        again = grpo_loss(part, batch, objective, ref_logits=ref_logits, **given)
+        again.loss.backward()
+        of_all = [(h @ w.T, weight) for (h, w), weight in zip(seconds, weights, strict=True)]
+        alone = grpo_loss(whole_logits, batch, objective, ref_logits=of_all)
+        alone.loss.backward()
+        for loss in (out.loss, again.loss):
+            assert_same_everywhere(loss)
+            torch.testing.assert_close(loss, alone.loss, rtol=1e-5, atol=1e-6)
+        results.append((widths, leaves[0].grad, part.grad, whole_logits.grad))
+    for widths, d_hidden, d_part, exact in results:
+        joined = whole({"logits": d_part.t().contiguous()}, widths)["logits"].t()
+        near([d_hidden, joined], [exact.double() @ rows.weight.double(), exact.double()])

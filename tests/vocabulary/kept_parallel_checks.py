@@ -11,6 +11,7 @@ from divergence_parallel_checks import (  # noqa: F401
     check_divergence_from_hidden,
     check_divergence_from_logits_beside_ids,
     check_divergence_in_one_visit,
+    check_several_teachers,
 )
 from vocab_parallel_checks import BACKENDS, WIDTHS, V, assert_loss, assert_same_everywhere, cut, run_head, shards, whole
 

@@ -1,0 +1,139 @@
+"""verl: divergences to a teacher's top-k for its registry of distillation losses, computed from the logits by our kernels.
+
+    # my_losses.py
+    from grpo_kernels.integrations import verl_distillation
+    verl_distillation.register()
+    verl_distillation.bind()
+
+    VERL_USE_EXTERNAL_MODULES=my_losses python -m verl.trainer.main_ppo ... \\
+        distillation.distillation_loss.loss_mode=fused_reverse_kl_topk \\
+        distillation.distillation_loss.use_policy_gradient=False
+
+`register` adds a name for each of LOSSES, or for divergences of your own. verl computes every top-k loss by one function, whatever its
+name, inside of the forward where the logits are; `bind` takes its place for our names, and leaves verl's own `forward_kl_topk` to verl.
+The policy's log-probs at the teacher's ids come from one log-sum-exp over the logits as they are, where verl writes a log-softmax of all
+of them in their dtype.
+
+`fused_forward_kl_topk` is verl's formula, the sum over the ids alone, without what verl does to it: log-probs are not clamped at
+`log_prob_min_clamp`, which stops their gradient, nor the value at 0, which stops that of the whole token. `loss_max_clamp` remains
+verl's, and clamps to both sides; metrics are verl's, but for the overlap of both top-k, which is not measured. The estimators from the
+sampled token (k1, k3, ...) are verl's own: they have no vocabulary in them.
+
+Strategies fsdp and fsdp2, sequence parallelism among them. Megatron's logits and VeOmni's fused loss never come here: refused.
+Written for and tested with verl 0.9.1 on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..formulas.divergence import Exact, divergence_at
+from ..logprobs import token_logprobs
+from ..token_sets import TokenSets
+from ._shared import no_ids, plain
+from ._slots import NotCovered, Slots, check_version
+from .verl import TESTED
+
+Tensor = torch.Tensor
+
+#: Names that are registered, behind a prefix, and what they are.
+LOSSES: Mapping[str, Exact] = {
+    "forward_kl_topk": Exact("forward", tail="ignore"),
+    "forward_kl_topk_bin": Exact("forward"),
+    "forward_kl_topk_renormalised": Exact("forward", tail="renormalise"),
+    "reverse_kl_topk": Exact("reverse"),
+    "reverse_kl_topk_generalised": Exact("reverse", tail="generalised"),
+    "jsd_topk": Exact("jsd"),
+}
+
+HOME, SLOT = "verl.trainer.distillation.fsdp.losses", "compute_forward_kl_topk"
+
+_registered: dict[str, Exact] = {}
+
+
+def register(losses: Mapping[str, Exact] | None = None, prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
+    """Add losses to verl's registry, and return their names: `prefix` with each name of `losses` (None: LOSSES). A module that is imported
+    twice may register the same again; another divergence under a name raises ValueError. Raises RuntimeError for a version of verl that
+    was not tested, unless any_version."""
+    check_version("verl", TESTED, any_version)
+    from verl.trainer.distillation.losses import DistillationLossSettings, register_distillation_loss
+
+    named = {prefix + name: exact for name, exact in (LOSSES if losses is None else losses).items()}
+    for name, exact in named.items():
+        if not isinstance(exact, Exact):
+            raise ValueError(f"losses[{name!r}] is a {type(exact).__name__}: pass an Exact, for example Exact('reverse').")
+        if _registered.get(name, exact) != exact:
+            raise ValueError(
+                f"losses[{name!r}]={exact}, but {_registered[name]} is registered under that name: pass another prefix."
+            )
+        if name not in _registered:
+            register_distillation_loss(DistillationLossSettings(names=[name], use_topk=True))(_loss)
+            _registered[name] = exact
+    return list(named)
+
+
+def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
+    """Replace verl's function of top-k losses from logits by ours, for losses that `register` has added. The returned `Slots` restores
+    it, by `undo()` or as a context manager, and counts the calls. strict: a call of another loss raises RuntimeError. Raises
+    RuntimeError for a version of verl that was not tested, unless any_version, and where it is replaced already."""
+    check_version("verl", TESTED, any_version)
+    slots = Slots("verl", strict)
+    slots.bind(HOME, SLOT, topk_divergence)
+    return slots
+
+
+def topk_divergence(
+    student_logits: Tensor, teacher_topk_log_probs: Tensor, teacher_topk_ids: Tensor, config: Any, data_format: str
+) -> dict[str, Tensor]:
+    """`distillation_losses`, `student_mass` and `teacher_mass`, fp32 [1, n], of logits [1, n, V] and nested log-probs and ids [n, K] of the
+    teacher, as verl's function of this place takes them. A row whose ids repeat is padding, and has 0.
+
+    config   verl's DistillationConfig, whose loss_mode is one of ours."""
+    from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
+
+    exact = _registered.get(config.distillation_loss.loss_mode)
+    if exact is None:
+        raise NotCovered(f"loss_mode={config.distillation_loss.loss_mode!r}")
+    plain(student_logits)
+    ids, values = (x.values().unsqueeze(0) for x in (teacher_topk_ids, teacher_topk_log_probs))
+    if get_ulysses_sequence_parallel_world_size() > 1:
+        ids, values = slice_input_tensor(ids, dim=1), slice_input_tensor(values, dim=1)
+    in_order = ids.sort(-1).values
+    padding = (in_order[..., 1:] == in_order[..., :-1]).any(-1, keepdim=True)
+    sets = TokenSets.from_padded(torch.where(padding, -1, ids), values=values.to(torch.float32))
+    shape = student_logits.shape[:-1]
+    _, _, found = token_logprobs(student_logits, no_ids(student_logits[..., 0]), at=sets)
+    assert sets.values is not None
+    losses = divergence_at(exact, found["at"], sets.values, sets.offsets)
+    return {
+        "distillation_losses": losses.view(shape),
+        "student_mass": _mass(found["at"].detach(), sets).view(shape),
+        "teacher_mass": _mass(sets.values, sets).view(shape),
+    }
+
+
+def _mass(logps: Tensor, sets: TokenSets) -> Tensor:
+    """[rows]: the probability of each row's ids."""
+    return torch.segment_reduce(logps.to(torch.float32).exp(), "sum", offsets=sets.offsets, initial=0.0, unsafe=True)
+
+
+def _loss(config: Any, distillation_config: Any, model_output: Any, data: Any) -> tuple[Tensor, dict[str, Any]]:
+    """verl's contract of a registered loss: (losses [B, R], metrics), from what the forward has computed."""
+    from verl.trainer.distillation import losses as theirs
+    from verl.trainer.distillation.fsdp import losses as of_forward
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    mode = distillation_config.distillation_loss.loss_mode
+    if config.strategy not in ("fsdp", "fsdp2"):
+        raise ValueError(
+            f"loss_mode={mode!r} with strategy={config.strategy!r}: ours are for fsdp and fsdp2. Take forward_kl_topk."
+        )
+    if not getattr(getattr(of_forward, SLOT), "grpo_kernels", False):
+        raise RuntimeError(
+            f"loss_mode={mode!r}, but verl's own function computed it: call verl_distillation.bind() in the same module."
+        )
+    _, metrics = theirs.compute_forward_kl_topk(config, distillation_config, model_output, data)
+    return no_padding_2_padding(model_output["distillation_losses"], data), metrics
