@@ -164,7 +164,7 @@ class PolicyLoss:
         vocab_parallel_group: Any = None,
     ) -> tuple[Tensor, dict[str, float]]:
         """vocab_parallel_group: what a prepare_fn of yours hands on, in the place of megatron=True."""
-        shard = self._shard(logits, vocab_parallel_group)
+        shard = shard_of(logits, vocab_parallel_group, self.megatron)
 
         def column(name: str) -> Tensor:
             # The last position is masked. A view of the logits without it would cost a second copy of the gradient.
@@ -209,21 +209,6 @@ class PolicyLoss:
             named["outside_sampling_set"] = (dropped & mask).sum() / tokens.clamp(min=1)
         values = torch.stack([v.to(torch.float32) for v in named.values()]).tolist()
         return loss, dict(zip(named, values, strict=True))
-
-    def _shard(self, logits: Tensor, group: Any) -> VocabShard | None:
-        placements = getattr(logits, "placements", None)
-        if placements is not None:
-            if len(placements) != 1 or not placements[0].is_shard() or placements[0].dim % logits.dim() != logits.dim() - 1:
-                raise ValueError(
-                    f"logits is a DTensor with placements {placements}: it must be cut by Shard(-1), over a tensor-parallel "
-                    "mesh of one dimension."
-                )
-            return VocabShard.of(logits, dim=-1)
-        if group is None and self.megatron:
-            from megatron.core import parallel_state
-
-            group = parallel_state.get_tensor_model_parallel_group()
-        return even_shard(logits.shape[-1], group)
 
     def _filtered(self, logits: Tensor, batch: TokenBatch, shard: VocabShard | None) -> tuple[TokenBatch, Tensor | None]:
         """(the batch with what the filter keeps of these logits, bool [B, S]: targets that it drops), or (the batch, None)."""
@@ -288,3 +273,21 @@ class PolicyLoss:
         r = torch.where(d == bounded, r, r.detach())
         value, _ = spec.function(logps, sampler, logps + bounded)
         return ((r * value).clamp(-spec.clamp, spec.clamp) * kl_weight.view_as(logps)).sum()
+
+
+def shard_of(logits: Tensor, group: Any, megatron: bool) -> VocabShard | None:
+    """This rank's part of the vocabulary: of a DTensor with Shard(-1), of `group`, or with `megatron` of its tensor-parallel group; None
+    where logits are whole rows."""
+    placements = getattr(logits, "placements", None)
+    if placements is not None:
+        if len(placements) != 1 or not placements[0].is_shard() or placements[0].dim % logits.dim() != logits.dim() - 1:
+            raise ValueError(
+                f"logits is a DTensor with placements {placements}: it must be cut by Shard(-1), over a tensor-parallel mesh of one "
+                "dimension."
+            )
+        return VocabShard.of(logits, dim=-1)
+    if group is None and megatron:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_tensor_model_parallel_group()
+    return even_shard(logits.shape[-1], group)
