@@ -57,7 +57,7 @@ class Call(NamedTuple):
     def at_once(self) -> bool:
         """Whether the gradient is made in the forward, in one visit of each row."""
         over = self.kept is not None and self.options.over_vocabulary is not None
-        apart = isinstance(self.teacher, Several) and self.kept is not None
+        apart = isinstance(self.teacher, Several) and (self.kept is not None or self.teacher.cut)
         return self.one_visit and not (over or apart or knows_ids_only(self.teacher) or is_traced())
 
 

@@ -48,7 +48,7 @@ from .vocabulary.shard import VocabShard
 from .vocabulary.sources import Source
 from .vocabulary.stage import vocabulary_stage
 from .vocabulary.teachers import Several
-from .vocabulary.weight_gradient import WeightMemory, check_weight_grad
+from .vocabulary.weight_gradient import check_weight_grad
 
 Tensor = torch.Tensor
 
@@ -231,12 +231,9 @@ def linear_grpo_loss(
         row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
     memory = None if weight_grad is None else check_weight_grad(weight_grad, head.weight)
 
-    def source_of(
-        rows: TokenRows, teacher: Any, kept: KeptRows | None, some: bool = False, of: FlatHead = head,
-        into: WeightMemory | None = memory,
-    ) -> Source:  # fmt: skip
+    def source_of(rows: TokenRows, teacher: Any, kept: KeptRows | None, some: bool = False, of: FlatHead = head) -> Source:
         index = None if some or is_traced() else split_rows(batch, rows, objective, kept)
-        return hidden_source(of, rows.read, options, index, kept, into, *second(teacher))
+        return hidden_source(of, rows.read, options, index, kept, memory if of is head else None, *second(teacher))
 
     teacher = ref_head = None
     if exact is not None:
@@ -249,8 +246,7 @@ def linear_grpo_loss(
     kept = _kept_rows(batch, rows, head.vocab, options)
     if ref_head is not None:
         with torch.no_grad():
-            over = kept if options.reference_over == "kept" else None
-            source = source_of(rows, None, over, of=ref_head, into=None)
+            source = source_of(rows, None, kept if options.reference_over == "kept" else None, of=ref_head)
             ref_logps, _ = vocabulary_stage(source, (), (), rows.targets, rows.read, ref_transform, *ref_head.tensors)
         batch = batch.with_ref_logps(ref_logps.view(shape))
         rows = objective.token_rows(batch, normalizer, options.skip_inactive)
@@ -262,7 +258,6 @@ def linear_grpo_loss(
         certificate = Certificate.of(options.certified, head.hidden, whole_rows, row_transform)
     # Columns are drawn before the slopes are known, and rows are left out behind that.
     one_visit = objective.one_pass and draws(options, head) is None and certificate is None
-    one_visit = one_visit and not (isinstance(teacher, Several) and shard is not None)
     call = Call(batch, objective, rows, kept, options, row_transform, one_visit, teacher, certificate)
     return loss_of_source(call, source_of, head.tensors)
 

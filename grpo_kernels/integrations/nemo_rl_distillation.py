@@ -103,9 +103,10 @@ class DistillationLoss:
     def _scored(self, logits: Tensor, ids: Tensor, mask: Tensor, shard: Any) -> tuple[Tensor, Tensor | None]:
         """(log-probs at ids [B, S, k], entropies [B, S] or None), in one visit of each row that counts."""
         sets = TokenSets.from_padded(ids.flatten(0, 1))
-        _, entropy, found = token_logprobs(
+        scored: Any = token_logprobs(
             logits, no_ids(ids[..., 0]), mask=mask, entropy=self.zero_outside_topk, at=sets, shard=shard
         )
+        _, entropy, found = scored
         at = torch.where(mask[..., None], found["at"].view(ids.shape), OUTSIDE)  # a row that is not read has 0
         return (at if self.zero_outside_topk else torch.log_softmax(at, -1)), entropy
 

@@ -105,12 +105,13 @@ def topk_divergence(
     padding = (in_order[..., 1:] == in_order[..., :-1]).any(-1, keepdim=True)
     sets = TokenSets.from_padded(torch.where(padding, -1, ids), values=values.to(torch.float32))
     shape = student_logits.shape[:-1]
-    _, _, found = token_logprobs(student_logits, no_ids(student_logits[..., 0]), at=sets)
+    scored: Any = token_logprobs(student_logits, no_ids(student_logits[..., 0]), at=sets)
+    logps = scored[2]["at"]
     assert sets.values is not None
-    losses = divergence_at(exact, found["at"], sets.values, sets.offsets)
+    losses = divergence_at(exact, logps, sets.values, sets.offsets)
     return {
         "distillation_losses": losses.view(shape),
-        "student_mass": _mass(found["at"].detach(), sets).view(shape),
+        "student_mass": _mass(logps.detach(), sets).view(shape),
         "teacher_mass": _mass(sets.values, sets).view(shape),
     }
 

@@ -91,6 +91,11 @@ class Several:
         """What stands beside a row of the student's logits: those of each teacher, whose memory is used again, and two gradients."""
         return (len(self.parts) + 2) * self.parts[0].teacher.columns
 
+    @property
+    def cut(self) -> bool:
+        """Whether the heads are cut over ranks."""
+        return any(isinstance(x.teacher, TeacherHead) and x.teacher.head.shard is not None for x in self.parts)
+
     def at(self, rows: slice | Tensor) -> Several:
         """With the weights of these rows only."""
         return replace(self, parts=tuple(replace(part, weight=part.weight[rows]) for part in self.parts))
@@ -147,12 +152,10 @@ def in_one_visit(
         memory = None if gradient is None else torch.empty_like(z)
         found = backend.fused(z, own, several.alone, at, memory, teacher=rows_of(part.teacher, here))
         assert found.divergence is not None
+        if gradient is not None and memory is not None:
+            gradient = gradient.add_(memory) if here is None else gradient.index_add_(1, here, memory)
         if here is None:
             here = torch.arange(none.numel(), device=none.device)
-            if gradient is not None:
-                gradient += memory
-        elif gradient is not None:
-            gradient.index_add_(1, here, memory)
         losses = losses.index_add(0, here, found.losses)
         divergence = divergence.index_add(0, here, part.times(found.divergence))
     if out is not None and gradient is not None:
