@@ -40,6 +40,24 @@ def even_shard(width: int, group: Any, *, reduce_hidden: bool = True) -> VocabSh
     return VocabShard(torch.distributed.get_rank(group) * width, ranks * width, group, reduce_hidden)
 
 
+def shard_of(logits: Tensor, group: Any, megatron: bool) -> VocabShard | None:
+    """This rank's part of the vocabulary: of a DTensor with Shard(-1), of `group`, or with `megatron` of its tensor-parallel group; None
+    where logits are whole rows."""
+    placements = getattr(logits, "placements", None)
+    if placements is not None:
+        if len(placements) != 1 or not placements[0].is_shard() or placements[0].dim % logits.dim() != logits.dim() - 1:
+            raise ValueError(
+                f"logits is a DTensor with placements {placements}: it must be cut by Shard(-1), over a tensor-parallel mesh of one "
+                "dimension."
+            )
+        return VocabShard.of(logits, dim=-1)
+    if group is None and megatron:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_tensor_model_parallel_group()
+    return even_shard(logits.shape[-1], group)
+
+
 def default_group(group: Any) -> Any:
     """The group of all ranks in place of None, for trainers in which None means all ranks, as in torch.distributed."""
     if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():

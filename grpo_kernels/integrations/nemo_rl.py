@@ -44,7 +44,7 @@ from ..objective import Objective
 from ..rewards.corrections import importance_weights, rejection_mask
 from ._nemo_rl_metrics import metrics_of, normalizations
 from ._records import refiltered
-from ._shared import even_shard
+from ._shared import shard_of
 
 Tensor = torch.Tensor
 
@@ -273,21 +273,3 @@ class PolicyLoss:
         r = torch.where(d == bounded, r, r.detach())
         value, _ = spec.function(logps, sampler, logps + bounded)
         return ((r * value).clamp(-spec.clamp, spec.clamp) * kl_weight.view_as(logps)).sum()
-
-
-def shard_of(logits: Tensor, group: Any, megatron: bool) -> VocabShard | None:
-    """This rank's part of the vocabulary: of a DTensor with Shard(-1), of `group`, or with `megatron` of its tensor-parallel group; None
-    where logits are whole rows."""
-    placements = getattr(logits, "placements", None)
-    if placements is not None:
-        if len(placements) != 1 or not placements[0].is_shard() or placements[0].dim % logits.dim() != logits.dim() - 1:
-            raise ValueError(
-                f"logits is a DTensor with placements {placements}: it must be cut by Shard(-1), over a tensor-parallel mesh of one "
-                "dimension."
-            )
-        return VocabShard.of(logits, dim=-1)
-    if group is None and megatron:
-        from megatron.core import parallel_state
-
-        group = parallel_state.get_tensor_model_parallel_group()
-    return even_shard(logits.shape[-1], group)

@@ -27,8 +27,7 @@ from ..checks import require_number
 from ..formulas.divergence import Exact, divergence_at
 from ..logprobs import token_logprobs
 from ..token_sets import TokenSets
-from ._shared import no_ids
-from .nemo_rl import shard_of
+from ._shared import no_ids, shard_of
 
 Tensor = torch.Tensor
 

@@ -34,7 +34,7 @@ from ..formulas.divergence import Exact, divergence_at
 from ..logprobs import token_logprobs
 from ..token_sets import TokenSets
 from ._shared import no_ids, plain
-from ._slots import NotCovered, Slots, check_version
+from ._slots import NotCovered, Slots, untested
 from .verl import TESTED
 
 Tensor = torch.Tensor
@@ -58,7 +58,7 @@ def register(losses: Mapping[str, Exact] | None = None, prefix: str = "fused_", 
     """Add losses to verl's registry, and return their names: `prefix` with each name of `losses` (None: LOSSES). A module that is imported
     twice may register the same again; another divergence under a name raises ValueError. Raises RuntimeError for a version of verl that
     was not tested, unless any_version."""
-    check_version("verl", TESTED, any_version)
+    _check_version(any_version)
     from verl.trainer.distillation.losses import DistillationLossSettings, register_distillation_loss
 
     named = {prefix + name: exact for name, exact in (LOSSES if losses is None else losses).items()}
@@ -79,7 +79,7 @@ def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
     """Replace verl's function of top-k losses from logits by ours, for losses that `register` has added. The returned `Slots` restores
     it, by `undo()` or as a context manager, and counts the calls. strict: a call of another loss raises RuntimeError. Raises
     RuntimeError for a version of verl that was not tested, unless any_version, and where it is replaced already."""
-    check_version("verl", TESTED, any_version)
+    _check_version(any_version)
     slots = Slots("verl", strict)
     slots.bind(HOME, SLOT, topk_divergence)
     return slots
@@ -114,6 +114,13 @@ def topk_divergence(
         "student_mass": _mass(logps.detach(), sets).view(shape),
         "teacher_mass": _mass(sets.values, sets).view(shape),
     }
+
+
+def _check_version(any_version: bool) -> None:
+    """Of these losses verl has none to compare a first step with."""
+    version = untested("verl", TESTED, any_version)
+    if version is not None:
+        raise RuntimeError(f"{version}: install verl {TESTED[0]}, or pass any_version=True.")
 
 
 def _mass(logps: Tensor, sets: TokenSets) -> Tensor:
