@@ -99,10 +99,8 @@ def divergence_of(
     return teacher.divergence(exact, found["at"], read) if isinstance(teacher, TopK) else found["divergence"]
 
 
-HOW = (
-    "(hidden, weight), (hidden, weight, bias), (hidden, Head(...)), TokenSets whose values are a teacher's log-probs, or a list of pairs "
-    "(one of these, weight)"
-)
+HOW = "(hidden, weight), (hidden, weight, bias), (hidden, Head(...))"
+HOW_EXACT = f"{HOW}, TokenSets whose values are a teacher's log-probs, or a list of pairs (one of these, weight)"
 
 
 def reference_head(reference: Any, policy: Policy) -> tuple[FlatHead, RowTransform]:
@@ -161,7 +159,10 @@ def linear_teacher(reference: Any, exact: Exact, policy: Policy) -> TeacherHead 
     if isinstance(reference, TokenSets):
         return top_k("reference", reference, exact, policy)
     require(
-        reference is not None, "reference", None, f"{exact} needs the whole distribution of a reference or teacher: pass {HOW}."
+        reference is not None,
+        "reference",
+        None,
+        f"{exact} needs the whole distribution of a reference or teacher: pass {HOW_EXACT}.",
     )
     head, transform = reference_head(reference, policy)
     return TeacherHead(head, transform, exact.direction, exact.share).plain()
@@ -221,7 +222,7 @@ def check_given(given: str, value: Any, objective: Objective, batch: TokenBatch)
     if value is None:
         return
     require(objective.beta != 0, given, type(value).__name__, "with beta=0 nothing looks at it: leave it out.")
-    if given == "ref_logits" or isinstance(value, (TokenSets, list)):
+    if given == "ref_logits" or isinstance(value, TokenSets):
         raise ValueError(
             f"{given} is a whole distribution, but kl={objective.kl!r} is an estimate from the sampled token: pass kl=Exact(...), or the "
             "reference's log-probs as ref_logps of the batch."

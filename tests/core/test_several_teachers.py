@@ -264,5 +264,5 @@ def test_logits_that_are_needed_again_are_not_written_over() -> None:
         grpo_loss(logits, DATA.batch(), gspo, ref_logits=[(DATA.ref_logits[0], 1.0)], inplace=True)
     with pytest.raises(ValueError, match=r"inplace=True, but each of several teachers"):
         token_divergence(logits, [(DATA.ref_logits[0], 1.0)], inplace=True)
-    with pytest.raises(ValueError, match=r"reference is a whole distribution, but kl='k3'"):
+    with pytest.raises(ValueError, match=r"reference is list: pass \(hidden, weight\)"):
         linear_grpo_loss(DATA.hidden, DATA.weight, DATA.batch(), Objective.preset("dapo", beta=0.1), reference=[(ONE, 1.0)])
