@@ -1,0 +1,290 @@
+"""What the exact KL of whole distributions does to a run, and distillation with it.
+
+    python -m benchmarks.exact_kl [--seeds 0 1 ...] [--write]
+
+The reference trainer on the problems of examples/arithmetic.py, in three experiments: how much the KL and its gradient differ from
+batch to batch at policies that stand still; what reward and KL runs end with; and whether a small student reaches its teacher.
+Every result is kept in runs/exact_kl as soon as it is there, so that a command that was cut off goes on, and several may share the
+seeds. --write: benchmarks/results/exact_kl.json, and the tables and pictures of docs/exact_kl_experiment.md that are made from it."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+# As in the example: a small model, perhaps beside other processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
+from benchmarks import exact_kl_page, replay, results
+from benchmarks.machine import machine
+from examples import arithmetic
+from grpo_kernels import token_divergence
+from grpo_kernels.training.data import prompts_of_step
+from grpo_kernels.training.rewards import exact
+from grpo_kernels.training.sampling import completion_logits
+from grpo_kernels.training.trainer import TrainConfig, Trainer
+
+Record = dict[str, Any]
+
+FOLDER = results.ROOT / "runs" / "exact_kl"
+SEEDS = (0, 1, 2, 3, 4)
+#: Values of --kl. The gradients of k1+ and k3 are those of the two exact divergences above them, estimated from the sampled token.
+ARMS = ("exact", "exact-forward", "k1+", "k3")
+#: What all runs with rewards share.
+SETTINGS: Record = {
+    "preset": "dapo", "steps": 120, "prompts_per_step": 32, "group_size": 8, "max_new_tokens": 4, "lr": 5e-4, "warmup_steps": 5,
+    "lr_schedule": "linear",
+}  # fmt: skip
+#: Coefficients of the KL; and two settings in which noise counts for more: large steps to the end, and an eighth of the completions.
+REWARDS: dict[str, Record] = {
+    "beta=0.3": {"beta": 0.3},
+    "beta=1": {"beta": 1.0},
+    "beta=1, large steps": {"beta": 1.0, "lr": 1e-3, "lr_schedule": "constant"},
+    "beta=0.3, small batch": {"beta": 0.3, "prompts_per_step": 8, "group_size": 4},
+}
+#: Steps of a run without a KL after which its policy is looked at, and batches of completions that are drawn from it.
+STOPS, BATCHES = (1, 10, 120), 100
+#: Steps from one look at a run to the next, and completions of each held-out prompt that it takes.
+EVERY, LOOK = 10, 8
+#: Distillation: width and layers of teacher and student and their supervised steps; numbers in the problems; runs.
+TEACHER, STUDENT, TEACHER_STEPS, STUDENT_STEPS = (128, 2), (64, 2), 500, 300
+LARGEST, HELD_OUT = 19, 300
+DISTILLED: Record = {
+    "steps": 800, "prompts_per_step": 64, "group_size": 2, "max_new_tokens": 4, "warmup_steps": 5, "lr_schedule": "linear"
+}  # fmt: skip
+WAYS = {"exact": "distillation", "sampled token": "sampled_distillation"}
+RATES = (1e-3, 3e-3)
+
+
+def trainer(kind: type[Trainer], model: Any, rows: tuple[list[Any], list[Any]], folder: str, **changes: Any) -> Any:
+    """A trainer of a copy of the model."""
+    config = TrainConfig(**{
+        "out": folder, "progress": False, "device": "cpu", "eval_steps": EVERY, "eval_prompts": len(rows[1]), "checkpoint_steps": 0,
+        **{name: value for name, value in changes.items() if name != "teacher"},
+    })  # fmt: skip
+    return kind(
+        config, model=copy.deepcopy(model), tokenizer=arithmetic.tokenizer(), rows=rows, rewards=[exact],
+        teacher=copy.deepcopy(changes.get("teacher")),
+    )  # fmt: skip
+
+
+@functools.cache
+def warmed_up(seed: int) -> tuple[Any, list[Any], list[Any]]:
+    """The model, training problems and held-out problems that every run with rewards begins with: those of `replay`."""
+    return replay.warmed_up(seed, arithmetic.tokenizer())
+
+
+# ---- policies that stand still
+
+
+class Still(Trainer):
+    """An update leaves its gradient in `gradient`, and the policy where it is."""
+
+    gradient: torch.Tensor
+
+    def move(self, lr: float) -> dict[str, float]:
+        self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters()]).double()
+        self.optimizer.zero_grad()
+        return {}
+
+
+def gradients(seed: int, stops: tuple[int, ...] = STOPS, batches: int = BATCHES) -> list[Record]:
+    """At policies along a run without a KL: the spread over batches of the KL's value and gradient."""
+    model, training, held_out = warmed_up(seed)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        run = trainer(Trainer, model, (training, held_out), folder, seed=seed, **SETTINGS)
+        for stop in stops:
+            while run.step < stop:
+                run.train_step()
+            found.append({"step": stop} | spread(run.model, model, (training, held_out), seed, batches))
+    return found
+
+
+def spread(policy: Any, reference: Any, rows: tuple[list[Any], list[Any]], seed: int, batches: int) -> Record:
+    """Of batches of completions of the same prompts, as many as a step has: for each arm mean and standard deviation of the value,
+    and of the gradient what `moments` says."""
+    values: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    sums: dict[str, list[Any]] = {arm: [0.0, 0.0, 0.0, 0.0] for arm in ARMS}
+    with tempfile.TemporaryDirectory() as folder:
+        settings = SETTINGS | {"preset": "distillation", "kl": "exact", "seed": seed}  # the KL alone
+        t = trainer(Still, policy, rows, folder, teacher=reference, **settings)
+        objectives = {arm: replace(t.config, kl=arm).objective for arm in ARMS}
+        prompts = prompts_of_step(t.train_rows, 0, t.config.prompts_per_step, seed)
+        for number in range(batches):
+            generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) - number - 1)
+            completions = t.sample(prompts, t.config.group_size, 1.0, generator=generator)
+            exact_gradient = None
+            for arm, objective in objectives.items():
+                t.objective = objective
+                values[arm].append(t.update(completions, torch.zeros(len(completions.ids)))["loss"])
+                exact_gradient = t.gradient if exact_gradient is None else exact_gradient
+                apart = t.gradient - exact_gradient
+                for i, x in enumerate((t.gradient, t.gradient @ t.gradient, apart, apart @ apart)):
+                    sums[arm][i] = sums[arm][i] + x
+    unit = float(torch.linalg.vector_norm(sums["exact"][0] / batches))
+    return {arm: of_value(values[arm]) | of_gradient(*sums[arm], batches, unit) for arm in ARMS}
+
+
+def of_value(values: list[float]) -> Record:
+    x = torch.tensor(values, dtype=torch.float64)
+    return {"value": float(x.mean()), "value_sd": float(x.std())}
+
+
+def of_gradient(total: Any, squares: Any, apart: Any, squares_apart: Any, count: int, unit: float) -> Record:
+    """From sums over batches of gradients, of their squared lengths, and of the same of their distances from those of the exact KL:
+    deviation: root mean square distance of a batch's gradient from the mean gradient, by the length of the mean. bias: distance of
+    the mean from that of the exact KL, by the length of that (`unit`), with what so few batches add taken off; bias_noise is that."""
+    _, variance = moments(total, squares, count)
+    distance, noise = moments(apart, squares_apart, count)
+    return {
+        "deviation": math.sqrt(variance) / float(torch.linalg.vector_norm(total / count)),
+        "bias": math.sqrt(max(distance, 0.0)) / unit,
+        "bias_noise": math.sqrt(noise / count) / unit,
+    }
+
+
+def moments(total: Any, squares: Any, count: int) -> tuple[float, float]:
+    """(squared length of the expectation, sum of the variances) of vectors, unbiased, from their sum and that of their squared lengths."""
+    mean = total / count
+    variance = max(float(squares - count * (mean @ mean)), 0.0) / (count - 1)
+    return float(mean @ mean) - variance / count, variance
+
+
+# ---- runs with rewards
+
+
+def rewarded(seed: int, **changes: Any) -> Record:
+    """A run: the mean reward of each step; and, every few steps and at the end, reward and exact KL on held-out prompts."""
+    model, training, held_out = warmed_up(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        t = trainer(Trainer, model, (training, held_out), folder, seed=seed, **{**SETTINGS, **changes})
+        seen, reward = [look(t, model)], []
+        while t.step < t.config.steps:
+            reward.append(t.train_step()["reward"])
+            if t.step % EVERY == 0 or t.step == t.config.steps:
+                seen.append(look(t, model))
+    return {"reward": reward, "held_out_reward": [x for x, _ in seen], "kl": [x for _, x in seen]}
+
+
+@torch.no_grad()
+def look(t: Trainer, reference: Any) -> tuple[float, float]:
+    """(mean reward, KL(policy, reference) per token) of completions of the held-out prompts, the same numbers choosing them each time."""
+    completions = t.sample(t.eval_rows, LOOK, 1.0, generator=torch.Generator().manual_seed(0))
+    reward = float(t.score(t.eval_rows, completions, LOOK).totals.mean())
+    logits, of_reference = (completion_logits(model, completions) for model in (t.model, reference))
+    kl = token_divergence(logits, of_reference, "reverse", mask=completions.mask)
+    return reward, float(kl[completions.mask].mean())
+
+
+# ---- a student and its teacher
+
+
+@functools.cache
+def pair(seed: int, teacher_steps: int = TEACHER_STEPS) -> tuple[Any, Any, list[Any], list[Any]]:
+    """(teacher, student, training problems, held-out problems, which have no sum in common). The teacher has learnt from right answers;
+    the student, four times as small and not for as long, from those of the careless teacher of the example."""
+    training, held_out = (
+        [row for row in rows if all(abs(int(term)) <= LARGEST for term in row["sum"].split())]
+        for rows in arithmetic.problems(40_000, seed)
+    )
+    right = [row | {"slip": row["answer"]} for row in training]
+    tok, made = arithmetic.tokenizer(), []
+    for size, rows, steps in ((TEACHER, right, teacher_steps), (STUDENT, training, min(teacher_steps, STUDENT_STEPS))):
+        torch.manual_seed(seed)
+        made.append(arithmetic.policy(*size))
+        arithmetic.warm_up(made[-1], tok, rows, seed, steps, progress=False)
+    return made[0], made[1], training, held_out[:HELD_OUT]
+
+
+def distilled(seed: int, way: str, lr: float, teacher_steps: int = TEACHER_STEPS, **changes: Any) -> Record:
+    """Greedy accuracy on held-out problems of the teacher, and of the student at every twentieth of its run. The reward counts nothing."""
+    teacher, student, training, held_out = pair(seed, teacher_steps)
+    settings = {**DISTILLED, "preset": WAYS[way], "lr": lr, "seed": seed, "reward_weights": [0.0], **changes}
+    with tempfile.TemporaryDirectory() as folder:
+        t = trainer(Trainer, student, (training, held_out), folder, teacher=teacher, **settings)
+        steps = [t.config.steps * i // 20 for i in range(21)]
+        accuracy = []
+        for stop in steps:
+            while t.step < stop:
+                t.train_step()
+            accuracy.append(t.rollouts.evaluate(t.eval_rows)["accuracy"])
+    of_teacher = arithmetic.accuracy(teacher, arithmetic.tokenizer(), held_out)
+    return {"teacher": of_teacher, "steps": steps, "accuracy": accuracy}
+
+
+# ---- all of it
+
+
+def tasks() -> Iterator[tuple[Record, Callable[[int], Any]]]:
+    """What there is to do for each seed: (its name in parts, the function of the seed)."""
+    yield {"part": "gradients"}, gradients
+    yield {"part": "rewards", "setting": "beta=0", "arm": "no KL"}, functools.partial(rewarded, beta=0.0)
+    for setting, changes in REWARDS.items():
+        for arm in ARMS:
+            yield {"part": "rewards", "setting": setting, "arm": arm}, functools.partial(rewarded, kl=arm, **changes)
+    for lr in RATES:
+        for way in WAYS:
+            yield {"part": "distillation", "arm": way, "lr": lr}, functools.partial(distilled, way=way, lr=lr)
+
+
+def measure(seeds: tuple[int, ...] = SEEDS, folder: Path = FOLDER, parts: tuple[str, ...] = ()) -> list[Record]:
+    """All results of the seeds; those that are in the folder are not made again."""
+    found = []
+    for seed in seeds:
+        for name, task in tasks():
+            if parts and name["part"] not in parts:
+                continue
+            file = folder / ("-".join(str(x) for x in (seed, *name.values())) + ".json")
+            record = results.load(file)
+            if not record:
+                began = time.perf_counter()
+                record = {"seed": seed} | name | {"found": short(task(seed))}
+                results.save(file, record)
+                print(f"{file.stem}: {time.perf_counter() - began:.0f} s", flush=True)
+            found.append(record)
+    return found
+
+
+def short(x: Any) -> Any:
+    """Numbers to four digits."""
+    if isinstance(x, dict):
+        return {name: short(part) for name, part in x.items()}
+    if isinstance(x, list):
+        return [short(part) for part in x]
+    return float(f"{x:.4g}") if isinstance(x, float) else x
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--parts", nargs="+", default=(), choices=("gradients", "rewards", "distillation"), help="default: all")
+    parser.add_argument("--write", action="store_true", help="make the page and its pictures, of all seeds and parts")
+    args = parser.parse_args()
+    if not args.write:
+        measure(tuple(args.seeds), parts=tuple(args.parts))
+        return
+    record = {
+        "command": exact_kl_page.COMMAND,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine("cpu"),
+        "settings": SETTINGS,
+        "distillation": DISTILLED,
+        "runs": measure(),
+    }
+    exact_kl_page.write(record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""The page of `exact_kl`: its three tables, and its two pictures, which hold the means that they show."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from benchmarks import results
+from benchmarks.harness import RESULTS
+from benchmarks.plots import HIGHLIGHT, STYLE, TEXT, WIDTH
+from benchmarks.tables import replace_block
+
+Record = dict[str, Any]
+
+FILE = RESULTS / "exact_kl.json"
+COMMAND = "python -m benchmarks.exact_kl --write"
+PAGE = results.ROOT / "docs" / "exact_kl_experiment.md"
+PICTURES = {"kl": results.ROOT / "docs" / "exact_kl.svg", "distillation": results.ROOT / "docs" / "distillation.svg"}
+NAMES = {
+    "exact": "exact, reverse", "exact-forward": "exact, forward", "k1+": "k1+ (gradient of k2)", "k3": "k3", "no KL": "no KL",
+    "sampled token": "sampled token",
+}  # fmt: skip
+COLOURS = {
+    "exact": HIGHLIGHT, "exact-forward": "#3f9470", "k1+": "#8a76c9", "k3": "#bb6f2c", "no KL": TEXT, "sampled token": "#bb6f2c"
+}  # fmt: skip
+#: The setting whose curves are drawn.
+SHOWN = "beta=1"
+
+
+def chosen(record: Record, part: str) -> list[Record]:
+    return [run for run in record["runs"] if run["part"] == part]
+
+
+def by(runs: list[Record], *fields: str) -> dict[tuple, list[Record]]:
+    """The runs with the same values of these fields together, seed after seed."""
+    found: dict[tuple, list[Record]] = {}
+    for run in runs:
+        found.setdefault(tuple(run[field] for field in fields), []).append(run)
+    return found
+
+
+def mean(values: list[float]) -> float:
+    return statistics.fmean(values)
+
+
+def with_spread(values: list[float], form: str) -> str:
+    """Mean and standard deviation over the seeds."""
+    apart = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{mean(values):{form}} ± {apart:{form}}"
+
+
+# ---- the tables
+
+
+def block(record: Record) -> str:
+    if not record:
+        return f"Not measured yet: `{COMMAND}`."
+    m = record["machine"]
+    parts = [f"{m['name']}, {m['threads']} threads, torch {m['torch']}, {record['date']}; `{record['command']}`."]
+    for table in (of_gradients, of_rewards, of_distillation):
+        parts += ["", *table(record)]
+    return "\n".join(parts)
+
+
+def of_gradients(record: Record) -> Iterator[str]:
+    yield "| policy after | `--kl` | value of a batch | gradient: deviation | bias | completions for the noise of exact |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: |"
+    for (step, arm), found in at_policies(record).items():
+        exact = at_policies(record)[step, "exact"]
+        values = [f"{100 * x['value_sd'] / y['value']:.1f}" for x, y in zip(found, exact, strict=True)]
+        cells = [
+            f"{mean([x['value'] for x in found]):.3f} ± {mean([float(v) for v in values]):.1f} %",
+            f"{mean([x['deviation'] for x in found]):.2f}",
+            "0" if arm == "exact" else f"{mean([x['bias'] for x in found]):.2f}",
+            f"{mean([(x['deviation'] / y['deviation']) ** 2 for x, y in zip(found, exact, strict=True)]):.1f} x",
+        ]
+        yield f"| {step} steps | {NAMES[arm]} | {' | '.join(cells)} |"
+
+
+def at_policies(record: Record) -> dict[tuple[int, str], list[Record]]:
+    """(step, arm) -> what was found there, seed after seed."""
+    found: dict[tuple[int, str], list[Record]] = {}
+    for run in chosen(record, "gradients"):
+        for stop in run["found"]:
+            for arm in (name for name in stop if name in NAMES):
+                found.setdefault((stop["step"], arm), []).append(stop[arm])
+    return found
+
+
+def of_rewards(record: Record) -> Iterator[str]:
+    yield "| setting | `--kl` | reward at the end | less that of exact | KL to the reference at the end |"
+    yield "| --- | --- | ---: | ---: | ---: |"
+    runs = by(chosen(record, "rewards"), "setting", "arm")
+    for (setting, arm), found in runs.items():
+        rewards = [run["found"]["held_out_reward"][-1] for run in found]
+        less = ""
+        if (setting, "exact") in runs and arm != "exact":
+            exact = [run["found"]["held_out_reward"][-1] for run in runs[setting, "exact"]]
+            less = with_spread([x - y for x, y in zip(rewards, exact, strict=True)], ".3f")
+        cells = [with_spread(rewards, ".3f"), less, with_spread([run["found"]["kl"][-1] for run in found], ".3f")]
+        yield f"| {setting} | {NAMES[arm]} | {' | '.join(cells)} |"
+
+
+def of_distillation(record: Record) -> Iterator[str]:
+    yield "| KL to the teacher | learning rate | teacher | student: first | halfway | last |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    for (arm, lr), found in by(chosen(record, "distillation"), "arm", "lr").items():
+        accuracy = [run["found"]["accuracy"] for run in found]
+        cells = [with_spread([curve[at] for curve in accuracy], ".1%") for at in (0, len(accuracy[0]) // 2, -1)]
+        yield f"| {NAMES[arm]} | {lr:g} | {with_spread([run['found']['teacher'] for run in found], '.1%')} | {' | '.join(cells)} |"
+
+
+def insert(text: str, record: Record) -> str:
+    return replace_block(text, PAGE.name, "exact_kl", block(record), COMMAND)
+
+
+# ---- the pictures
+
+
+def over_seeds(curves: list[list[float]]) -> list[float]:
+    return [float(f"{mean(list(values)):.4g}") for values in zip(*curves, strict=True)]
+
+
+def best(record: Record) -> dict[str, list[Record]]:
+    """The runs of each way to distil, at the learning rate with the best last accuracy."""
+    found: dict[str, list[Record]] = {}
+    for (arm, _), runs in by(chosen(record, "distillation"), "arm", "lr").items():
+        if arm not in found or _last(runs) > _last(found[arm]):
+            found[arm] = runs
+    return found
+
+
+def _last(runs: list[Record]) -> float:
+    return mean([run["found"]["accuracy"][-1] for run in runs])
+
+
+def shown(record: Record, picture: str) -> dict[str, dict[str, list[float]]]:
+    """field -> arm -> the means over the seeds that a picture shows."""
+    if picture == "distillation":
+        return {"accuracy": {arm: over_seeds([run["found"]["accuracy"] for run in runs]) for arm, runs in best(record).items()}}
+    at, made = at_policies(record), {}
+    for field in ("deviation", "bias"):
+        made[field] = {
+            arm: [mean([x[field] for x in at[key]]) for key in at if key[1] == arm] for arm in dict.fromkeys(a for _, a in at)
+        }
+        made[field] = {arm: [float(f"{x:.4g}") for x in values] for arm, values in made[field].items()}
+    for field in ("held_out_reward", "kl"):
+        made[field] = {arm: over_seeds([run["found"][field] for run in runs]) for arm, runs in of_setting(record).items()}
+    return made
+
+
+def of_setting(record: Record) -> dict[str, list[Record]]:
+    """The runs with rewards that are drawn, by arm."""
+    runs = by(chosen(record, "rewards"), "setting", "arm")
+    return {arm: found for (setting, arm), found in runs.items() if setting in (SHOWN, "beta=0")}
+
+
+def draw(record: Record, picture: str) -> Figure:
+    with matplotlib.rc_context(STYLE):
+        page = Figure(figsize=(WIDTH, 5.6) if picture == "kl" else (WIDTH * 0.7, 3.2), layout="constrained")
+        FigureCanvasAgg(page)
+        page.patch.set_alpha(0)
+        (_kl if picture == "kl" else _distillation)(page, record)
+    return page
+
+
+def _kl(page: Figure, record: Record) -> None:
+    means, grid = shown(record, "kl"), list(page.subplots(2, 2).flat)
+    steps = sorted({step for step, _ in at_policies(record)})
+    for axes, field, title in (
+        (grid[0], "deviation", "gradient of the KL: deviation of a batch from the mean"),
+        (grid[1], "bias", "gradient of the KL: bias against that of the exact KL"),
+    ):
+        _framed(axes, title, "steps of the policy from the reference")
+        axes.set_xticks(range(len(steps)), [str(step) for step in steps])
+        for i, (arm, values) in enumerate(means[field].items()):
+            axes.bar([at + (i - 1.5) * 0.2 for at in range(len(steps))], values, 0.18, color=COLOURS[arm])
+    for axes, field, title in (
+        (grid[2], "held_out_reward", f"reward on held-out prompts, {SHOWN}"),
+        (grid[3], "kl", f"KL to the reference, {SHOWN}, nats per token"),
+    ):
+        _framed(axes, title, "step")
+        runs = of_setting(record)
+        _lines(axes, {arm: [run["found"][field] for run in found] for arm, found in runs.items()}, means[field], _looks(record))
+    _legend(page, grid[2])
+
+
+def _looks(record: Record) -> Callable[[int], list[float]]:
+    steps = record["settings"]["steps"]
+    return lambda count: [steps * i / (count - 1) for i in range(count)]
+
+
+def _distillation(page: Figure, record: Record) -> None:
+    axes = page.subplots()
+    _framed(axes, "greedy accuracy on held-out problems", "step")
+    runs = best(record)
+    curves = {arm: [run["found"]["accuracy"] for run in found] for arm, found in runs.items()}
+    steps = next(iter(runs.values()))[0]["found"]["steps"]
+    _lines(axes, curves, shown(record, "distillation")["accuracy"], lambda count: steps)
+    teacher = mean([run["found"]["teacher"] for run in next(iter(runs.values()))])
+    axes.axhline(teacher, color=TEXT, linestyle=(0, (4, 3)), label="teacher")
+    axes.set_ylim(0, 1)
+    _legend(page, axes)
+
+
+def _framed(axes: Axes, title: str, below: str) -> None:
+    axes.patch.set_alpha(0)
+    axes.set_title(title)
+    axes.set_xlabel(below)
+    axes.grid(color=TEXT, alpha=0.2, linewidth=0.5)
+
+
+def _lines(
+    axes: Axes, curves: dict[str, list[list[float]]], means: dict[str, list[float]], at: Callable[[int], list[float]]
+) -> None:
+    """A thin line for each seed, and their mean."""
+    for arm, of_seeds in curves.items():
+        for curve in of_seeds:
+            axes.plot(at(len(curve)), curve, color=COLOURS[arm], linewidth=0.5, alpha=0.5)
+        axes.plot(at(len(means[arm])), means[arm], color=COLOURS[arm], linewidth=1.8, label=NAMES[arm])
+
+
+def _legend(page: Figure, axes: Axes) -> None:
+    page.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, labelcolor=TEXT)
+
+
+def described(record: Record, picture: str) -> str:
+    """The field Description of a picture's file: the means that it shows."""
+    return json.dumps(shown(record, picture), separators=(",", ":"))
+
+
+def save_picture(record: Record, picture: str, path: Path) -> None:
+    with matplotlib.rc_context(STYLE):
+        draw(record, picture).savefig(
+            path, metadata={"Date": None, "Title": picture, "Description": described(record, picture)}
+        )
+
+
+def write(record: Record) -> None:
+    """The result file, the page and its pictures."""
+    results.save(FILE, record)
+    PAGE.write_text(insert(PAGE.read_text(), record))
+    for picture, path in PICTURES.items():
+        save_picture(record, picture, path)
