@@ -58,13 +58,13 @@ STOPS, BATCHES = (1, 10, 120), 100
 #: Steps from one look at a run to the next, and completions of each held-out prompt that it takes.
 EVERY, LOOK = 10, 8
 #: Distillation: width and layers of teacher and student and their supervised steps; numbers in the problems; runs.
-TEACHER, STUDENT, TEACHER_STEPS, STUDENT_STEPS = (128, 2), (64, 2), 500, 300
+TEACHER, STUDENT, TEACHER_STEPS, STUDENT_STEPS = (128, 2), (64, 2), 700, 300
 LARGEST, HELD_OUT = 19, 300
 DISTILLED: Record = {
-    "steps": 800, "prompts_per_step": 64, "group_size": 2, "max_new_tokens": 4, "warmup_steps": 5, "lr_schedule": "linear"
+    "steps": 1200, "prompts_per_step": 128, "group_size": 1, "max_new_tokens": 4, "warmup_steps": 5, "lr_schedule": "linear"
 }  # fmt: skip
 WAYS = {"exact": "distillation", "sampled token": "sampled_distillation"}
-RATES = (1e-3, 3e-3)
+RATES = (1e-3, 5e-3)
 
 
 def trainer(kind: type[Trainer], model: Any, rows: tuple[list[Any], list[Any]], folder: str, **changes: Any) -> Any:

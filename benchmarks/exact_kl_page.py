@@ -31,6 +31,8 @@ NAMES = {
 COLOURS = {
     "exact": HIGHLIGHT, "exact-forward": "#3f9470", "k1+": "#8a76c9", "k3": "#bb6f2c", "no KL": TEXT, "sampled token": "#bb6f2c"
 }  # fmt: skip
+#: Whose gradient an estimator's is in expectation.
+ESTIMATED = {"k1+": "exact", "k3": "exact-forward"}
 #: The setting whose curves are drawn.
 SHOWN = "beta=1"
 
@@ -71,18 +73,21 @@ def block(record: Record) -> str:
 
 
 def of_gradients(record: Record) -> Iterator[str]:
-    yield "| policy after | `--kl` | value of a batch | gradient: deviation | bias | completions for the noise of exact |"
+    yield "| policy after | `--kl` | value of a batch | gradient: deviation | bias | completions for the noise of the exact form |"
     yield "| --- | --- | ---: | ---: | ---: | ---: |"
-    for (step, arm), found in at_policies(record).items():
-        exact = at_policies(record)[step, "exact"]
-        values = [f"{100 * x['value_sd'] / y['value']:.1f}" for x, y in zip(found, exact, strict=True)]
+    policies = at_policies(record)
+    for (step, arm), found in policies.items():
+        spreads = [100 * x["value_sd"] / y["value"] for x, y in zip(found, policies[step, "exact"], strict=True)]
         cells = [
-            f"{mean([x['value'] for x in found]):.3f} ± {mean([float(v) for v in values]):.1f} %",
+            f"{mean([x['value'] for x in found]):.3f} ± {mean(spreads):.1f} %",
             f"{mean([x['deviation'] for x in found]):.2f}",
-            "0" if arm == "exact" else f"{mean([x['bias'] for x in found]):.2f}",
-            f"{mean([(x['deviation'] / y['deviation']) ** 2 for x, y in zip(found, exact, strict=True)]):.1f} x",
         ]
-        yield f"| {step} steps | {NAMES[arm]} | {' | '.join(cells)} |"
+        cells.append("0" if arm == "exact" else f"{mean([x['bias'] for x in found]):.2f}")
+        same = zip(found, policies[step, ESTIMATED.get(arm, arm)], strict=True)
+        cells.append(
+            f"{statistics.median([(x['deviation'] / y['deviation']) ** 2 for x, y in same]):.0f} x" if arm in ESTIMATED else ""
+        )
+        yield f"| {step} step{'s' * (step > 1)} | {NAMES[arm]} | {' | '.join(cells)} |"
 
 
 def at_policies(record: Record) -> dict[tuple[int, str], list[Record]]:

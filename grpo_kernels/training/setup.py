@@ -60,7 +60,7 @@ def check_teacher(config: TrainConfig, teacher: Any) -> None:
             "above 0 and ref_refresh_steps to 0."
         )
     if "distillation" in config.preset and not named and teacher is None:
-        raise ValueError(f"preset={config.preset!r}: it has no policy term; name a teacher, or pass it to Trainer.")
+        raise ValueError(f"preset={config.preset!r}: it learns from a teacher: name one, or pass it to Trainer.")
     if config.objective.exact is not None and config.parallel == "fsdp2":
         raise ValueError(
             f"kl={config.kl!r}: the head of a reference in shards is gathered in its own forward only: use parallel='ddp', or an "

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cell_tables, crossover, front, replay, results, swaps, tables
+from benchmarks import cell_tables, crossover, exact_kl_page, front, replay, results, swaps, tables
 from benchmarks.suites import SUITES
 from grpo_kernels import Objective, TokenBatch, TokenSets, grpo_loss, linear_grpo_loss
 from grpo_kernels.batch import shift_targets
@@ -50,6 +50,13 @@ def test_figures_and_picture_of_replay_are_current() -> None:
         "run `python -m benchmarks.replay --write`"
     )
     assert html.unescape(replay.PICTURE.read_text()).count(replay.described(record)) == 1
+
+
+def test_figures_and_pictures_of_the_exact_kl_are_current() -> None:
+    record, page = results.load(exact_kl_page.FILE), exact_kl_page.PAGE.read_text()
+    assert exact_kl_page.insert(page, record) == page, "run `python -m benchmarks.exact_kl --write`"
+    for picture, path in exact_kl_page.PICTURES.items():
+        assert html.unescape(path.read_text()).count(exact_kl_page.described(record, picture)) == 1
 
 
 # ---- examples, as they stand there, and what they are equal to

@@ -19,7 +19,7 @@ from support.runs import PROMPTS, config, evens, lines, parameters, tiny, traine
 
 
 def distilled(tok: Any, out: Path, given: Any, **changes: Any) -> Trainer:
-    settings = config(out, preset="distillation", **changes)
+    settings = config(out, **{"preset": "distillation", **changes})
     rows = (PROMPTS[:16], PROMPTS[16:])
     return Trainer(settings, model=tiny(tok), tokenizer=tok, rows=rows, rewards=[evens], teacher=given)
 
@@ -79,7 +79,8 @@ def test_a_teacher_by_its_path(tok: Any, tmp_path: Path) -> None:
 
 def test_what_does_not_go_together_is_refused(tok: Any, tmp_path: Path) -> None:
     for changes, teacher, message in (
-        ({}, None, "preset='distillation': it has no policy term; name a teacher"),
+        ({}, None, "preset='distillation': it learns from a teacher: name one"),
+        ({"preset": "sampled_distillation"}, None, "preset='sampled_distillation': it learns from a teacher: name one"),
         ({"teacher": "a/b"}, tiny(tok), "teacher='a/b', but a model is passed as well"),
         ({"beta": 0.0}, tiny(tok), "at beta=0 nothing looks at it"),
         ({"ref_refresh_steps": 3}, tiny(tok), "set beta above 0 and ref_refresh_steps to 0"),
