@@ -33,8 +33,10 @@ COLOURS = {
 }  # fmt: skip
 #: Whose gradient an estimator's is in expectation.
 ESTIMATED = {"k1+": "exact", "k3": "exact-forward"}
-#: The setting whose curves are drawn.
-SHOWN = "beta=1"
+#: Looks at a run, the last ones, that its end is the mean of.
+LAST = 3
+#: The settings whose curves are drawn.
+SHOWN = ("beta=1", "beta=1, large steps")
 
 
 def chosen(record: Record, part: str) -> list[Record]:
@@ -54,9 +56,10 @@ def mean(values: list[float]) -> float:
 
 
 def with_spread(values: list[float], form: str) -> str:
-    """Mean and standard deviation over the seeds."""
-    apart = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{mean(values):{form}} ± {apart:{form}}"
+    """Mean and standard deviation over the seeds, which one seed has not; "" of nothing."""
+    if len(values) < 2:
+        return "".join(format(value, form) for value in values)
+    return f"{mean(values):{form}} ± {statistics.stdev(values):{form}}"
 
 
 # ---- the tables
@@ -73,8 +76,8 @@ def block(record: Record) -> str:
 
 
 def of_gradients(record: Record) -> Iterator[str]:
-    yield "| policy after | `--kl` | value of a batch | gradient: deviation | bias | completions for the noise of the exact form |"
-    yield "| --- | --- | ---: | ---: | ---: | ---: |"
+    yield "| policy after | `--kl` | seeds | value of a batch | gradient: deviation | bias | completions for the noise of the exact form |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
     policies = at_policies(record)
     for (step, arm), found in policies.items():
         spreads = [100 * x["value_sd"] / y["value"] for x, y in zip(found, policies[step, "exact"], strict=True)]
@@ -87,7 +90,7 @@ def of_gradients(record: Record) -> Iterator[str]:
         cells.append(
             f"{statistics.median([(x['deviation'] / y['deviation']) ** 2 for x, y in same]):.0f} x" if arm in ESTIMATED else ""
         )
-        yield f"| {step} step{'s' * (step > 1)} | {NAMES[arm]} | {' | '.join(cells)} |"
+        yield f"| {step} step{'s' * (step > 1)} | {NAMES[arm]} | {len(found)} | {' | '.join(cells)} |"
 
 
 def at_policies(record: Record) -> dict[tuple[int, str], list[Record]]:
@@ -101,26 +104,34 @@ def at_policies(record: Record) -> dict[tuple[int, str], list[Record]]:
 
 
 def of_rewards(record: Record) -> Iterator[str]:
-    yield "| setting | `--kl` | reward at the end | less that of exact | KL to the reference at the end |"
-    yield "| --- | --- | ---: | ---: | ---: |"
+    yield "| setting | `--kl` | seeds | reward at the end | less that of exact | KL to the reference at the end |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: |"
     runs = by(chosen(record, "rewards"), "setting", "arm")
     for (setting, arm), found in runs.items():
-        rewards = [run["found"]["held_out_reward"][-1] for run in found]
-        less = ""
-        if (setting, "exact") in runs and arm != "exact":
-            exact = [run["found"]["held_out_reward"][-1] for run in runs[setting, "exact"]]
-            less = with_spread([x - y for x, y in zip(rewards, exact, strict=True)], ".3f")
-        cells = [with_spread(rewards, ".3f"), less, with_spread([run["found"]["kl"][-1] for run in found], ".3f")]
-        yield f"| {setting} | {NAMES[arm]} | {' | '.join(cells)} |"
+        ends = of_seeds(found, "held_out_reward")
+        exact = of_seeds(runs.get((setting, "exact"), []), "held_out_reward")
+        apart = [ends[seed] - exact[seed] for seed in ends if seed in exact and arm != "exact"]
+        cells = [
+            with_spread([*ends.values()], ".3f"),
+            with_spread(apart, ".3f"),
+            with_spread([*of_seeds(found, "kl").values()], ".3f"),
+        ]
+        yield f"| {setting} | {NAMES[arm]} | {len(found)} | {' | '.join(cells)} |"
+
+
+def of_seeds(runs: list[Record], field: str) -> dict[int, float]:
+    """seed -> the mean of the last numbers of a curve."""
+    return {run["seed"]: mean(run["found"][field][-LAST:]) for run in runs}
 
 
 def of_distillation(record: Record) -> Iterator[str]:
-    yield "| KL to the teacher | learning rate | teacher | student: first | halfway | last |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    yield "| KL to the teacher | learning rate | seeds | teacher | student: first | halfway | last |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for (arm, lr), found in by(chosen(record, "distillation"), "arm", "lr").items():
         accuracy = [run["found"]["accuracy"] for run in found]
-        cells = [with_spread([curve[at] for curve in accuracy], ".1%") for at in (0, len(accuracy[0]) // 2, -1)]
-        yield f"| {NAMES[arm]} | {lr:g} | {with_spread([run['found']['teacher'] for run in found], '.1%')} | {' | '.join(cells)} |"
+        cells = [with_spread([run["found"]["teacher"] for run in found], ".1%")]
+        cells += [with_spread([curve[at] for curve in accuracy], ".1%") for at in (0, len(accuracy[0]) // 2, -1)]
+        yield f"| {NAMES[arm]} | {lr:g} | {len(found)} | {' | '.join(cells)} |"
 
 
 def insert(text: str, record: Record) -> str:
@@ -157,15 +168,15 @@ def shown(record: Record, picture: str) -> dict[str, dict[str, list[float]]]:
             arm: [mean([x[field] for x in at[key]]) for key in at if key[1] == arm] for arm in dict.fromkeys(a for _, a in at)
         }
         made[field] = {arm: [float(f"{x:.4g}") for x in values] for arm, values in made[field].items()}
-    for field in ("held_out_reward", "kl"):
-        made[field] = {arm: over_seeds([run["found"][field] for run in runs]) for arm, runs in of_setting(record).items()}
+    for setting in SHOWN:
+        made[setting] = {arm: over_seeds(curves) for arm, curves in rewards(record, setting).items()}
     return made
 
 
-def of_setting(record: Record) -> dict[str, list[Record]]:
-    """The runs with rewards that are drawn, by arm."""
+def rewards(record: Record, setting: str) -> dict[str, list[list[float]]]:
+    """arm -> the curve of each seed."""
     runs = by(chosen(record, "rewards"), "setting", "arm")
-    return {arm: found for (setting, arm), found in runs.items() if setting in (SHOWN, "beta=0")}
+    return {arm: [run["found"]["held_out_reward"] for run in found] for (name, arm), found in runs.items() if name == setting}
 
 
 def draw(record: Record, picture: str) -> Figure:
@@ -188,18 +199,14 @@ def _kl(page: Figure, record: Record) -> None:
         axes.set_xticks(range(len(steps)), [str(step) for step in steps])
         for i, (arm, values) in enumerate(means[field].items()):
             axes.bar([at + (i - 1.5) * 0.2 for at in range(len(steps))], values, 0.18, color=COLOURS[arm])
-    for axes, field, title in (
-        (grid[2], "held_out_reward", f"reward on held-out prompts, {SHOWN}"),
-        (grid[3], "kl", f"KL to the reference, {SHOWN}, nats per token"),
-    ):
-        _framed(axes, title, "step")
-        runs = of_setting(record)
-        _lines(axes, {arm: [run["found"][field] for run in found] for arm, found in runs.items()}, means[field], _looks(record))
+    for axes, setting in zip(grid[2:], SHOWN, strict=True):
+        _framed(axes, f"reward on held-out prompts, {setting}", "step")
+        _lines(axes, rewards(record, setting), means[setting], _looks(record))
     _legend(page, grid[2])
 
 
 def _looks(record: Record) -> Callable[[int], list[float]]:
-    steps = record["settings"]["steps"]
+    steps = record["settings"]["run"]["steps"]
     return lambda count: [steps * i / (count - 1) for i in range(count)]
 
 

@@ -93,12 +93,22 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest
         return [seed + 0.123456]
 
     monkeypatch.setattr(exact_kl, "tasks", lambda: iter([({"part": "rewards", "arm": "k3"}, task)]))
-    made = exact_kl.measure((0, 1), tmp_path)
-    assert made == [
-        {"seed": seed, "part": "rewards", "arm": "k3", "found": [seed + 0.1235 if seed == 0 else 1.123]} for seed in (0, 1)
+    monkeypatch.setattr(exact_kl_page, "FILE", tmp_path / "kept" / "exact_kl.json")
+    made = [
+        {"seed": seed, "part": "rewards", "arm": "k3", "found": [found]}
+        for seed, found in ((0, 0.1235), (1, 1.123), (2, 2.123))
     ]
-    assert exact_kl.measure((1, 0, 2), tmp_path)[:2] == made[::-1] and calls == [0, 1, 2]
-    assert exact_kl.measure((5,), tmp_path, ("gradients",)) == [] and calls == [0, 1, 2]
+    exact_kl.measure((1, 0), tmp_path)
+    assert exact_kl.known(tmp_path) == made[:2] and calls == [1, 0]
+    exact_kl.measure((4,), tmp_path, ("gradients",))
+    exact_kl.measure((2, 1), tmp_path)
+    assert exact_kl.known(tmp_path) == made and calls == [1, 0, 2]
+    # Nor what the result file has, if it has the same settings.
+    exact_kl.results.save(exact_kl_page.FILE, {"settings": exact_kl.setup(), "runs": made})
+    exact_kl.measure((0, 1, 2), tmp_path / "new")
+    assert exact_kl.known(tmp_path / "new") == made and calls == [1, 0, 2]
+    exact_kl.results.save(exact_kl_page.FILE, {"settings": exact_kl.setup() | {"batches": 1}, "runs": made})
+    assert exact_kl.known(tmp_path / "new") == []
 
 
 # ---- the page
@@ -119,9 +129,9 @@ def record() -> dict[str, Any]:
             for i, arm in enumerate(exact_kl.ARMS)
         }
         runs.append({"seed": seed, "part": "gradients", "found": [{"step": 1} | of_arm, {"step": 9} | of_arm]})
-        for setting, arm in [("beta=0", "no KL"), *(("beta=1", arm) for arm in exact_kl.ARMS)]:
+        for setting, arm in ((setting, arm) for setting in exact_kl_page.SHOWN for arm in exact_kl.ARMS):
             end = 0.5 + 0.1 * seed + 0.02 * len(arm)
-            found = {"reward": [0.5] * 2, "held_out_reward": [0.4, 0.45, end], "kl": [0.0, 0.1, 0.2]}
+            found = {"reward": [0.5] * 2, "held_out_reward": [0.4, end - 0.1, end, end + 0.1], "kl": [0.0, 0.1, 0.2, 0.3]}
             runs.append({"seed": seed, "part": "rewards", "setting": setting, "arm": arm, "found": found})
         for way in exact_kl.WAYS:
             for lr in (0.001, 0.003):
@@ -132,7 +142,7 @@ def record() -> dict[str, Any]:
         "command": exact_kl_page.COMMAND,
         "date": "2026-01-01",
         "machine": machine,
-        "settings": {"steps": 120},
+        "settings": {"run": {"steps": 120}},
         "runs": runs,
     }
 
@@ -140,17 +150,17 @@ def record() -> dict[str, Any]:
 def test_the_tables_hold_means_and_spreads_over_the_seeds(record: dict[str, Any]) -> None:
     lines = exact_kl_page.block(record).splitlines()
     # Deviations of k3 are 0.4 and 0.5, of the exact forward KL 0.2 and 0.3: 4 and 2.8 times the completions.
-    assert "| 9 steps | k3 | 0.200 ± 20.0 % | 0.45 | 0.15 | 3 x |" in lines
-    assert "| 1 step | exact, reverse | 0.200 ± 5.0 % | 0.15 | 0 |  |" in lines
-    assert "| beta=1 | k3 | 0.590 ± 0.071 | -0.060 ± 0.000 | 0.200 ± 0.000 |" in lines
-    assert "| sampled token | 0.003 | 90.0% ± 0.0% | 30.0% ± 0.0% | 50.0% ± 0.0% | 76.0% ± 1.4% |" in lines
+    assert "| 9 steps | k3 | 2 | 0.200 ± 20.0 % | 0.45 | 0.15 | 3 x |" in lines
+    assert "| 1 step | exact, reverse | 2 | 0.200 ± 5.0 % | 0.15 | 0 |  |" in lines
+    assert "| beta=1 | k3 | 2 | 0.590 ± 0.071 | -0.060 ± 0.000 | 0.200 ± 0.000 |" in lines
+    assert "| sampled token | 0.003 | 2 | 90.0% ± 0.0% | 30.0% ± 0.0% | 50.0% ± 0.0% | 76.0% ± 1.4% |" in lines
 
 
 @pytest.mark.parametrize("picture", exact_kl_page.PICTURES)
 def test_the_pictures_hold_the_means(record: dict[str, Any], picture: str, tmp_path: Path) -> None:
     shown = exact_kl_page.shown(record, picture)
     if picture == "kl":
-        assert shown["deviation"]["k1+"] == [0.35, 0.35] and shown["held_out_reward"]["no KL"] == [0.4, 0.45, 0.65]
+        assert shown["deviation"]["k1+"] == [0.35, 0.35] and shown["beta=1"]["k3"] == [0.4, 0.49, 0.59, 0.69]
     else:
         assert shown["accuracy"]["exact"] == [0.3, 0.5, 0.76]  # at the better learning rate
     exact_kl_page.save_picture(record, picture, tmp_path / "a.svg")
