@@ -68,6 +68,7 @@ def test_rows_leave_in_the_order_of_their_bounds() -> None:
     gone = (found["hidden"] == 0).all(-1) & (slope != 0)
     spent = bounds[gone].sum() / bounds.sum()
     torch.testing.assert_close(out.metrics["dropped"].double(), spent, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(out.metrics["dropped_bound"].double(), bounds[gone].sum(), rtol=1e-4, atol=0.0)
     stay = bounds[~gone & (slope != 0)]
     assert 0 < spent <= 0.2 < spent + stay.min() / bounds.sum() and bounds[gone].max() <= stay.min()
 

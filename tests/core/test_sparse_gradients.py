@@ -214,6 +214,10 @@ def test_nan_shows(backend: str) -> None:
     *_, found = run_logprobs(broken, upstream(case), None, backend, mask=None, **DRAWN)
     assert found["hidden"][0, 0].isnan().all() and found["weight"].isnan().any()
     assert found["hidden"].flatten(0, 1)[1:].isfinite().all()
+    without = upstream(case)
+    without[0, 0] = 0.0  # as in the row kernels: nothing arrives there
+    *_, found = run_logprobs(broken, without, None, backend, mask=None, **DRAWN)
+    assert all(x.isfinite().all() for x in found.values()) and not found["hidden"][0, 0].any()
 
 
 def test_without_gradient_nothing_is_drawn(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
