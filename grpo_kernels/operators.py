@@ -4,6 +4,8 @@
     torch.ops.grpo_kernels.linear_stats, linear_pull     from hidden states and a head
     torch.ops.grpo_kernels.linear_draw, linear_pull_drawn  the same with columns that are drawn for a sparse gradient
 
+The namespace is the name that the package is imported by: two copies under two names have operators of their own.
+
 What crosses this border are tensors, numbers and names. Each operator has a schema and a fake implementation, so that a graph
 goes through without a break and with symbolic row counts. `VocabularyStage` calls them in place of the kernels, and gives the
 gradient; the operators themselves have none.
@@ -27,6 +29,7 @@ from .vocabulary.sources import Hidden, Logits
 
 Tensor = torch.Tensor
 
+NAMESPACE = __name__.partition(".")[0]
 ROWS = "Tensor targets, Tensor? read"
 SLOPES = "Tensor partials, str[] names, Tensor slope, Tensor? constant, Tensor? log, Tensor? prob"
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias, ScalarType dtype"
@@ -43,7 +46,7 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
         # From hidden states the host waits for row counts, which a CUDA graph cannot capture.
         unsafe = getattr(torch.Tag, "cudagraph_unsafe", None) if name.startswith("linear") else None
         options: dict[str, Any] = {} if unsafe is None else {"tags": (unsafe,)}
-        operator = torch.library.custom_op(f"grpo_kernels::{name}", function, mutates_args=(), schema=schema, **options)
+        operator = torch.library.custom_op(f"{NAMESPACE}::{name}", function, mutates_args=(), schema=schema, **options)
         operator.register_fake(fake)
         return operator
 

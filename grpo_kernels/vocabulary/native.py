@@ -20,7 +20,9 @@ from typing import Any
 
 from .._version import __version__
 
-NAME = "grpo_kernels._cpu"
+#: The name that this package was imported by: another one in a build for the Hub, which has no compiled module.
+HOME = __name__.partition(".")[0]
+NAME = f"{HOME}._cpu"
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -38,13 +40,15 @@ def load() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules[NAME] = module
-    sys.modules["grpo_kernels"]._cpu = module  # type: ignore[attr-defined]  # as an ordinary import does
+    sys.modules[HOME]._cpu = module  # type: ignore[attr-defined]  # as an ordinary import does
     return module
 
 
 def why_missing(error: str) -> str:
     """`error`: what the import of the module beside this file said."""
     files = module_files()
+    if HOME != "grpo_kernels":
+        return "a build for the Hub has none"
     if not files:
         return f"it was not built in {PACKAGE} ({error})"
     if any(name == "_cpu" + suffix for name in files for suffix in importlib.machinery.EXTENSION_SUFFIXES):
@@ -100,6 +104,8 @@ def package() -> dict[str, Any]:
 
 def build_command(found: dict[str, Any]) -> str:
     """The command that rebuilds the module, for the result of `package()`."""
+    if HOME != "grpo_kernels":
+        return "pip install grpo_kernels"
     if found["kind"] != "install":
         return f"pip install -v --no-deps -e {PACKAGE.parent}"
     return f"pip install -v --no-deps --no-cache-dir --force-reinstall {found['source'] or 'grpo_kernels'}"
@@ -107,6 +113,8 @@ def build_command(found: dict[str, Any]) -> str:
 
 def installed_module() -> tuple[Path | None, str | None]:
     """(the installed copy's module, None) if this checkout may use it, else (None, why not); (None, None): there is no copy."""
+    if HOME != "grpo_kernels":
+        return None, None
     try:
         distribution = importlib.metadata.distribution("grpo_kernels")
     except importlib.metadata.PackageNotFoundError:
