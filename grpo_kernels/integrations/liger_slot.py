@@ -23,7 +23,7 @@ from ._slots import Slots, untested
 from .liger import LigerFusedLinearGRPOLoss
 
 #: By package, the versions whose object was compared with ours.
-KNOWN = {"liger-kernel": ("0.8.5",), "trl": ()}
+KNOWN = {"liger-kernel": ("0.8.5",), "trl": ("1.13",)}
 HOME, NAME = "liger_kernel.chunked_loss", "LigerFusedLinearGRPOLoss"
 #: What trainers call the attribute, the newest first.
 ATTRIBUTES = ("liger_loss", "liger_grpo_loss")

@@ -21,7 +21,7 @@ Replay. TRL's vLLM gives log-probs of what top-k and top-p left, and TRL scores 
 replay=True)` the sets of the generation (`sampling_mask`: of vLLM in this process, or an extra field of a rollout_func) go to
 every log-prob of the run: old policy, reference, loss. The entropies that TRL logs are then those of the sets.
 
-Written for and tested with TRL 1.16.0, transformers 5.23 and PEFT 0.21.
+Written for TRL 1.16.0 and tested with it, and with 1.15.0; transformers 5.23, PEFT 0.21.
 """
 
 from __future__ import annotations

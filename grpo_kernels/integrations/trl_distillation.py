@@ -26,10 +26,12 @@ from ..projection import Head
 from ..transform import LogitTransform
 from ._shared import divergence_of, plain
 from ._slots import NotCovered, Slots, untested
-from .trl_head import TESTED, gathered
+from .trl_head import gathered
 
 Tensor = torch.Tensor
 
+#: What this was tested with.
+KNOWN = ("1.16",)
 MODULE, SLOT = "trl.trainer.distillation_trainer", "_chunked_divergence_loss"
 
 
@@ -41,14 +43,14 @@ def fused_divergence(*, strict: bool = False, any_version: bool = False) -> Slot
              did not call ours.
     any_version   True: no comparison under a version of TRL that was not tested, see `_slots.Trial`.
     Raises RuntimeError for a TRL whose function has other arguments, and in the first step where such a comparison fails."""
-    version = untested("trl", TESTED, any_version)
+    version = untested("trl", KNOWN, any_version)
     from trl.trainer import distillation_trainer as theirs
 
     found = list(inspect.signature(getattr(theirs, SLOT)).parameters)
     wanted = list(inspect.signature(divergence_loss).parameters)
     if found != wanted:
         raise RuntimeError(
-            f"{MODULE}.{SLOT} takes ({', '.join(found)}), but ours takes ({', '.join(wanted)}): install TRL {TESTED[0]}."
+            f"{MODULE}.{SLOT} takes ({', '.join(found)}), but ours takes ({', '.join(wanted)}): install TRL {KNOWN[-1]}."
         )
     slots = Slots("trl", strict, "TRL", version)
     slots.bind(MODULE, SLOT, divergence_loss)

@@ -13,7 +13,7 @@ head that FSDP2 shards TRL would keep each rank's own gradient, see `average_gat
 a CPU TRL hands over padding and prompts as well, to keep the shapes of its tiles; while the slot is ours it hands over the
 rows that it wants, as it does on a GPU.
 
-Written for and tested with TRL 1.16.0. For the whole loss in one pass see `integrations.trl`.
+Written for TRL 1.16.0 and tested with it, and with 1.15.0. For the whole loss in one pass see `integrations.trl`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ._slots import NotCovered, Slots, untested
 Tensor = torch.Tensor
 
 #: What these adapters were tested with.
-TESTED = ("1.16",)
+TESTED = ("1.15", "1.16")
 SLOT = "_ChunkedLogProbFunction"
 EVERY_OUTPUT = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 #: What the fused head makes of them, and the statistic of `linear_logprobs(also=)` that it needs for it.
@@ -61,11 +61,12 @@ def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
     if found[1:] != wanted[1:]:  # the first is called last_hidden or hidden, and passed by position
         raise RuntimeError(
             f"trl is {trl.__version__}, whose trl.trainer.utils.{SLOT} takes ({', '.join(found)}), but ours takes "
-            f"({', '.join(wanted)}) and returns as many results as there are in TRL {TESTED[0]}: install that one."
+            f"({', '.join(wanted)}) and returns as many results as there are in TRL {TESTED[-1]}: install that one."
         )
     slots = Slots("trl", strict, "TRL", version)
     slots.bind(utils.__name__, SLOT, log_probs, attribute="apply")
-    slots.put(utils, "_use_triton", _wanted_rows_only(utils._use_triton))
+    if hasattr(utils, "_use_triton"):  # from 1.16 on
+        slots.put(utils, "_use_triton", _wanted_rows_only(utils._use_triton))
     return slots
 
 

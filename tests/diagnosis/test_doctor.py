@@ -644,7 +644,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"torch": "2.13.0+cu130", "triton": "3.9.0"}
     text = problems(environment.version_findings(found, ["sympy", 'triton==3.6.0; platform_system == "Linux"']))
     assert "slight: triton is 3.9.0, but this torch was built for 3.6.0" in text
-    assert "slight: trl is 0.19.1, but its adapter was tested with 1.16 " in text and "verl" not in text
+    assert "slight: trl is 0.19.1, but its adapter was tested with 1.15, 1.16" in text and "verl" not in text
     installed["trl"] = "1.16.2"
     assert environment.version_findings(found, ["triton==3.9.1"]) == []
     (old,) = environment.version_findings({"torch": "2.7.1", "triton": None}, ["triton==3.3.1"])
