@@ -25,8 +25,7 @@ class Sparse:
     have their own factor of the same p_j, and are unbiased too; log p_j is one that is not bounded, so that their variance is that
     of p (log p)^2.
 
-    step      the grid, a number in [1/4096, 1]. Smaller: more columns, less noise. Noise and time of three of them are measured by
-              `python -m benchmarks --suite sparse`.
+    step      the grid, a number in [1/4096, 1]. Smaller: more columns, less noise.
     seed      a whole number in [0, 2^63). The same seed, rows and step draw the same columns, whatever the threads, chunks and
               ranks that share the vocabulary: a forward that is computed again for checkpointing does. Give each step of a
               training another seed, and each rank that has rows of its own.
