@@ -15,7 +15,7 @@ struct Rows {
     int dtype;
     int64_t inner_count, outer_stride, inner_stride;  // T; elements from one [T, V] to the next; from one row to the next
 
-    char* row(int64_t i) const {
+    [[gnu::always_inline]] char* row(int64_t i) const {
         const int64_t element = (i / inner_count) * outer_stride + (i % inner_count) * inner_stride;
         return base + element * (dtype == FP32 ? 4 : 2);
     }
@@ -26,7 +26,7 @@ struct Transform {
     float scale, softcap, inv_temperature;
     const float* inv_temperatures;  // per row, or null
 
-    float inverse(int64_t i) const { return inv_temperatures ? inv_temperatures[i] : inv_temperature; }
+    [[gnu::always_inline]] float inverse(int64_t i) const { return inv_temperatures ? inv_temperatures[i] : inv_temperature; }
 };
 
 // Per-row vectors are indexed from 0: entry i belongs to row first + i of the logits.
@@ -76,7 +76,7 @@ struct Segment {
 
 constexpr int64_t SHORTEST_SEGMENT = 16;  // but for the last ones
 
-inline int64_t most_segments(int64_t vocab) { return vocab / SHORTEST_SEGMENT + 8; }
+static inline int64_t most_segments(int64_t vocab) { return vocab / SHORTEST_SEGMENT + 8; }
 
 // Memory of a thread: a row of fp32 where rows are not kept elsewhere, and segments. Null where there is none, which costs time.
 struct Scratch {

@@ -14,7 +14,7 @@ struct Operand {
     bool is_bf16;
     int64_t stride;
 
-    template <class T> const T* at(int64_t i, int64_t j) const { return reinterpret_cast<const T*>(data) + i * stride + j; }
+    template <class T> [[gnu::always_inline]] const T* at(int64_t i, int64_t j) const { return reinterpret_cast<const T*>(data) + i * stride + j; }
 };
 
 struct Fp32Matrix {

@@ -23,14 +23,12 @@ struct Program {
     const Instruction* instructions;
     int count, numbers, inputs, outputs;
     const uint16_t* output;  // registers
-
-    int registers() const { return numbers + inputs + count; }
 };
 
 extern const char* const operation_names[OPERATIONS];
 
 // The number of operands: registers a, b, c in this order.
-inline int operands(int operation) { return operation <= NOT ? 1 : operation < SELECT ? 2 : 3; }
+static inline int operands(int operation) { return operation <= NOT ? 1 : operation < SELECT ? 2 : 3; }
 
 // Each operation rounds to fp32 as torch does; exp and log are those of fp64, rounded.
 void evaluate(const Program& program, const float* numbers, const float* inputs, float* outputs);
