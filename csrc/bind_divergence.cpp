@@ -1,10 +1,13 @@
 // The binding of the kernels over two streams; see module.cpp. vocabulary/backends/cpu_divergence.py knows the tensors.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
 
 #include <string>
+#include <vector>
 
 #include "binding.h"
 #include "divergence.h"
+#include "formula.h"
 #include "parallel.h"
 
 namespace nb = nanobind;
@@ -64,12 +67,14 @@ struct Vectors {
     }
 };
 
+// What rows_at_once looks at.
+struct Size {
+    int64_t vocab;
+    const Rows& logits;
+};
+
 template <class Job>
 void each_row(const Job& job, const Rows& logits, int64_t vocab, int64_t count, int threads, void (*visit)(const Job&, int64_t)) {
-    struct Size {
-        int64_t vocab;
-        const Rows& logits;
-    };
     nb::gil_scoped_release release;
     each_range(count, rows_at_once(Size{vocab, logits}), threads, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) visit(job, i);
@@ -131,6 +136,50 @@ void pull(const Stream& student, const Stream& teacher, int direction, float mix
     each_row(job, student.rows, vocab, count, threads, divergence->pull);
 }
 
+// Memory for the terms of one row. Only the reverse KL keeps them, and only where no slope takes the logits themselves.
+TwoScratch scratch_of(const TwoFused& job) {
+    const FusedJob& of = job.student;
+    if (!of.out.base || of.with_entropy || job.teacher.direction != REVERSE) return {nullptr, nullptr, nullptr};
+    const size_t row = bytes_of_floats(of.vocab), of_p = of.out.dtype == FP32 ? 0 : row;
+    char* memory = memory_of_thread(of_p + row + size_t(ceil_div(of.vocab, LOGITS)) * sizeof(KeptMaxima));
+    if (!memory) return {nullptr, nullptr, nullptr};
+    return {reinterpret_cast<float*>(memory), reinterpret_cast<float*>(memory + of_p),
+            reinterpret_cast<KeptMaxima*>(memory + of_p + row)};
+}
+
+void fused(const Formula& formula, const std::vector<float>& numbers, const std::vector<uintptr_t>& inputs, bool with_entropy,
+           const Stream& student, const Stream& teacher, int direction, float mixture, uintptr_t out, int out_dtype,
+           int64_t out_outer_stride, int64_t out_inner_stride, int64_t vocab, int64_t count, uintptr_t targets, uintptr_t read,
+           uintptr_t weight, uintptr_t logps, uintptr_t entropy, uintptr_t losses, uintptr_t divergence_at, int threads) {
+    const std::vector<const float*> vectors = token_inputs(formula, numbers, inputs, count);
+    check_streams(student, teacher, vocab, 0, count, threads);
+    const Vectors of{count};
+    const TwoFused job{{student.rows,
+                        {at<char>(out), out_dtype, student.rows.inner_count, out_outer_stride, out_inner_stride},
+                        vocab,
+                        student.transform,
+                        of.targets(targets),
+                        at<uint8_t>(read),
+                        &formula.program,
+                        numbers.data(),
+                        vectors.data(),
+                        with_entropy,
+                        of.needed("logps", logps),
+                        of.needed("entropy", entropy),
+                        of.needed("losses", losses)},
+                       teacher_of(teacher, direction, mixture),
+                       of.or_null("weight", weight),
+                       of.needed("divergence", divergence_at),
+                       kernels->pull};
+    element_size("out_dtype", out_dtype);
+    if (out) check_rows("out", job.student.out, vocab, 0, count);
+    nb::gil_scoped_release release;
+    each_range(count, rows_at_once(Size{vocab, student.rows}), threads, [&](int64_t begin, int64_t end) {
+        const TwoScratch scratch = scratch_of(job);
+        for (int64_t i = begin; i < end; i++) divergence->fused(job, i, scratch);
+    });
+}
+
 }  // namespace
 
 void use_divergence_kernels(const std::string& isa) {
@@ -147,6 +196,7 @@ void bind_divergence(nb::module_& m) {
     m.def("divergence_stats", &stats);
     m.def("divergence_mixed", &mixed);
     m.def("divergence_pull", &pull);
+    m.def("divergence_fused", &fused);
 }
 
 }  // namespace grpo

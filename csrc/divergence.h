@@ -45,11 +45,35 @@ struct TwoPull {
     void (*without)(const PullJob&, int64_t i);  // for rows whose slope is 0
 };
 
+// The loss and its gradient in one visit of each row, as FusedJob.
+struct TwoFused {
+    FusedJob student;
+    Teacher teacher;
+    const float* weight;  // of the divergence in the loss; null: 0
+    float* divergence;
+    void (*without)(const PullJob&, int64_t i);  // as in TwoPull
+};
+
+// What terms of one block of a row are relative to.
+struct KeptMaxima {
+    float student, teacher;
+};
+
+constexpr int64_t LOGITS = 1024;  // elements of a block
+
+// Memory of a thread for the terms of one row: p where the gradient is not fp32, else null, and p times the difference of log-probs.
+// Null where there is none, which costs time.
+struct TwoScratch {
+    float *p, *k;
+    KeptMaxima* maxima;
+};
+
 struct DivergenceKernels {
     const char* name;
     void (*stats)(const TwoStats&, int64_t i);
     void (*mixed)(const MixedJob&, int64_t i);
     void (*pull)(const TwoPull&, int64_t i);
+    void (*fused)(const TwoFused&, int64_t i, const TwoScratch&);
 };
 
 }  // namespace grpo

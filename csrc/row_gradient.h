@@ -57,5 +57,18 @@ template <class O> void fill_nan(O* out, int64_t vocab) {
     for (int64_t j = 0; j < vocab; j++) out[j] = nan[0];
 }
 
+// What the program makes of a row's log-prob and entropy: its loss is stored, its slopes are returned.
+inline Slopes token_of(const FusedJob& job, int64_t i, float logp, float entropy) {
+    float inputs[MOST_REGISTERS], found[TOKEN_OUTPUTS];
+    inputs[0] = job.logps[i] = logp;
+    inputs[1] = job.entropy[i] = entropy;
+    for (int k = 2; k < job.program->inputs; k++) inputs[k] = job.inputs[k - 2][i];
+    evaluate(*job.program, job.numbers, inputs, found);
+    job.losses[i] = found[0];
+    const double d_entropy = job.with_entropy ? found[2] : 0.0;
+    const double constant = d_entropy != 0 ? -d_entropy * entropy : 0;  // dH/dz_j = -p_j (log p_j + H), and H may be NaN
+    return {found[1], constant, -d_entropy, 0};
+}
+
 }  // namespace
 }  // namespace grpo

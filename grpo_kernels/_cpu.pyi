@@ -51,6 +51,12 @@ def fused(
     targets: int, read: int, scale: float, softcap: float, inv_temperature: float, inv_temperatures: int,
     logps: int, entropy: int, losses: int, threads: int, /,
 ) -> None: ...  # fmt: skip
+def divergence_fused(
+    program: Program, numbers: list[float], inputs: list[int], with_entropy: bool,
+    student: Stream, teacher: Stream, direction: int, mixture: float,
+    out: int, out_dtype: int, out_outer_stride: int, out_inner_stride: int, vocab: int, count: int,
+    targets: int, read: int, weight: int, logps: int, entropy: int, losses: int, divergence: int, threads: int, /,
+) -> None: ...  # fmt: skip
 def scale(data: int, dtype: int, count: int, factor: float, threads: int, /) -> None: ...
 def has_products() -> bool: ...
 def logits_product(

@@ -126,8 +126,7 @@ def fused(
 ) -> FusedRows:  # fmt: skip
     """Both visits of a row, one after the other, with the formulas between them, by the thread that has taken the row."""
     try:
-        if teacher is None:
-            return _by_program(logits, rows, objective, transform, out)
+        return _by_program(logits, rows, objective, transform, out, teacher)
     except FormulaRefused as refusal:
         fall_back("a second visit of the logits, with the formulas in PyTorch, which is slower", str(refusal).rstrip("."))
     threads = torch.get_num_threads()
@@ -146,10 +145,8 @@ class _Strict:
         self, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None,
         *, teacher: Teacher | None = None,
     ) -> FusedRows:  # fmt: skip
-        if teacher is not None:  # there is no program for it, so that nothing falls back
-            return fused(logits, rows, objective, transform, out, teacher=teacher)
         compare_once(objective, rows, _run)
-        return _by_program(logits, rows, objective, transform, out)
+        return _by_program(logits, rows, objective, transform, out, teacher)
 
 
 strict = _Strict()
@@ -172,7 +169,7 @@ def _run(program: Program, numbers: list[float], inputs: list[Tensor]) -> list[T
 
 
 def _by_program(
-    logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None
+    logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None, teacher: Teacher | None
 ) -> FusedRows:
     assert objective.one_pass, objective
     program, numbers = token_program(objective, rows)
@@ -187,12 +184,14 @@ def _by_program(
     check(rows.targets, torch.int64, n)
     if rows.read is not None:
         check(rows.read, torch.bool, n)
+    by = (compiled, numbers, [x.data_ptr() for x in vectors], rows.entropy_weight is not None)
+    to = (address(out), DTYPES[logits.dtype if out is None else out.dtype], out_outer_stride, out_inner_stride, vocab, n)
+    if teacher is not None:
+        return cpu_divergence.fused(logits, rows, transform, teacher, by, to)
     fixed, per_row = inverse_temperature(transform, n)
     result = FusedRows(*(torch.empty(n, dtype=torch.float32) for _ in range(3)))
     _cpu.fused(
-        compiled, numbers, [x.data_ptr() for x in vectors], rows.entropy_weight is not None,
-        logits.data_ptr(), DTYPES[logits.dtype], inner, outer_stride, inner_stride,
-        address(out), DTYPES[logits.dtype if out is None else out.dtype], out_outer_stride, out_inner_stride, vocab, n,
+        *by, logits.data_ptr(), DTYPES[logits.dtype], inner, outer_stride, inner_stride, *to,
         rows.targets.data_ptr(), address(rows.read), transform.scale, transform.softcap, fixed, per_row,
         result.logps.data_ptr(), result.entropy.data_ptr(), result.losses.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ..divergence import KINDS
 from ..rows import RowStats, RowTransform, Slopes, Teacher
+from . import FusedRows
 from .cpu_module import DTYPES, _cpu
 from .cpu_rows import address, check, inverse_temperature, layout
+
+if TYPE_CHECKING:
+    from ...formulas.token_stage import TokenRows
 
 Tensor = torch.Tensor
 
@@ -102,6 +108,24 @@ def pull(
         teacher_top.data_ptr(), teacher_total.data_ptr(), log_sums.data_ptr(), center.data_ptr(), slopes.teacher.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
+
+
+def fused(
+    logits: Tensor, rows: TokenRows, transform: RowTransform, teacher: Teacher,
+    by: tuple[_cpu.Program, list[float], list[int], bool], to: tuple[int, int, int, int, int, int],
+) -> FusedRows:  # fmt: skip
+    """Loss, divergence and gradient of all rows, as `cpu.fused`: by a program with its numbers and inputs, to where `to` says."""
+    n = to[-1]
+    weight = None if rows.divergence_weight is None else rows.divergence_weight.contiguous()
+    if weight is not None:
+        check(weight, torch.float32, n)
+    logps, entropy, losses, divergence = torch.empty(4, n, dtype=torch.float32).unbind()
+    _cpu.divergence_fused(
+        *by, *_streams(logits, transform, teacher, n), KINDS.index(teacher.kind), teacher.mixture, *to,
+        rows.targets.data_ptr(), address(rows.read), address(weight),
+        logps.data_ptr(), entropy.data_ptr(), losses.data_ptr(), divergence.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return FusedRows(logps, entropy, losses, divergence)
 
 
 def _range(logits: Tensor, rows: tuple[int, int] | None) -> tuple[int, int]:

@@ -1,0 +1,219 @@
+// The first visit of two rows, which makes all sums over both, and the last one of rows whose terms were kept. Compiled once per
+// instruction set, like simd.h.
+#pragma once
+#include "two_gradients.h"
+
+namespace grpo {
+namespace {
+
+struct TwoSums {
+    double sum, weighted, squares, teacher_sum, cross, excess;
+};
+
+// g - f and g - f + f a with g = f e^-a, of one stream's sums relative to other maxima: see merged_sums in vocabulary/divergence.py.
+void rescale(double f, double g, double a, double sum, double other_sum, double& cross, double& excess) {
+    if (f == 0) {
+        cross = 0, excess = g * other_sum;
+        return;
+    }
+    const bool near = fabs(a) <= SMALL;
+    const double less = expm1(-a);
+    const double of_cross = near ? f * less : g - f, of_sum = near ? f * (less + a) : (g - f) + f * a;
+    excess = g * excess - of_cross * cross + of_sum * sum;
+    cross = f * (cross + a * sum);
+    if (cross == INFINITY) excess = INFINITY;
+}
+
+// Where a first visit leaves p = e^(z - max), and p d for the reverse KL, times the slope of the softcap if there is one, with the
+// maxima that they are relative to.
+struct KeptTerms {
+    float *p, *k;
+    KeptMaxima* maxima;  // of each block
+};
+
+// The sums over both rows, relative to the maxima so far.
+template <bool FORWARD, Kind KIND, bool KEEPS> struct RunningPair {
+    float max = -INFINITY, teacher_max = -INFINITY;
+    int64_t top_block = -1;
+    TwoSums total = {};
+    const KeptTerms* kept = nullptr;
+
+    // Both maxima move at once, so that nearly equal rows stay so.
+    void raise(float to, float teacher_to) {
+        const double f = max > -INFINITY ? exp(double(max) - to) : 0.0;
+        const double g = teacher_max > -INFINITY ? exp(double(teacher_max) - teacher_to) : 0.0;
+        const bool empty = max == -INFINITY || teacher_max == -INFINITY;
+        const double a = empty ? 0.0 : (double(max) - teacher_max) - (double(to) - teacher_to);
+        if (FORWARD) {
+            rescale(g, f, -a, total.teacher_sum, total.sum, total.cross, total.excess);
+        } else {
+            rescale(f, g, a, total.sum, total.teacher_sum, total.cross, total.excess);
+        }
+        if (KIND >= WEIGHTED) total.weighted = f > 0 ? f * (total.weighted + (double(max) - to) * total.sum) : 0.0;
+        total.sum *= f, total.squares *= f * f, total.teacher_sum *= g;
+        max = to, teacher_max = teacher_to;
+    }
+
+    // Of n elements from j on.
+    void take(const Logits& of_student, const Logits& of_teacher, int64_t j, int64_t n, const Stream& student, const Stream& teacher,
+              const float* slopes) {
+        if (of_student.max > max) top_block = j;
+        if (of_student.max > max || of_teacher.max > teacher_max) {
+            raise(of_student.max > max ? of_student.max : max, of_teacher.max > teacher_max ? of_teacher.max : teacher_max);
+        }
+        if (KEEPS) kept->maxima[j / LOGITS] = {max, teacher_max};
+        const Shifts shifts(max, teacher_max);
+        for (int64_t at = 0; at < n; at += SUMMED) {
+            const float *z = of_student.z + at, *w = of_teacher.z + at, *slopes_at = slopes ? slopes + at : nullptr;
+            const int64_t count = min(SUMMED, n - at);
+            if (shifts.close) {
+                add_up<true>(z, w, j + at, count, student, teacher, shifts, slopes_at);
+            } else {
+                add_up<false>(z, w, j + at, count, student, teacher, shifts, slopes_at);
+            }
+        }
+    }
+
+    template <bool CLOSE>
+    void add_up(const float* z, const float* w, int64_t j, int64_t n, const Stream& student, const Stream& teacher, const Shifts& shifts,
+                const float* slopes) {
+        F sums[6];
+        for (F& sum : sums) sum = all(0.0f);
+        int64_t at = 0;
+        for (; at + GROUP <= n; at += GROUP) {
+            student.prefetch(j + at), teacher.prefetch(j + at);
+            group<SIDE, CLOSE>(z + at, w + at, shifts, sums, slopes ? slopes + at : nullptr, j + at, GROUP);
+        }
+        for (; at < n; at += W) {
+            group<1, CLOSE>(z + at, w + at, shifts, sums, slopes ? slopes + at : nullptr, j + at, int(min(W, n - at)));
+        }
+        total.sum += sum_lanes(sums[0]), total.teacher_sum += sum_lanes(sums[1]);
+        total.cross += sum_lanes(sums[2]), total.excess += sum_lanes(sums[3]);
+        if (KIND >= WEIGHTED) total.weighted += sum_lanes(sums[4]);
+        if (KIND >= SQUARES) total.squares += sum_lanes(sums[5]);
+    }
+
+    // N vectors, step by step: a vector's own instructions wait for each other.
+    template <int N, bool CLOSE>
+    void group(const float* z, const float* w, const Shifts& shifts, F (&sums)[6], const float* slopes, int64_t j, int count) const {
+        F x[N], y[N], d[N], p[N], q[N], first[N], excess[N];
+        Keep keep[N], teacher_keep[N];
+        for (int k = 0; k < N; k++) {
+            const F of_z = load(z + k * W), of_w = load(w + k * W);
+            x[k] = sub(of_z, shifts.student), y[k] = sub(of_w, shifts.teacher), d[k] = shifts.between<CLOSE>(of_z, of_w, x[k], y[k]);
+            keep[k] = not_below(x[k], all(EXP_CUTOFF)), teacher_keep[k] = not_below(y[k], all(EXP_CUTOFF));
+        }
+        exp_where(keep, x, p);
+        exp_where(teacher_keep, y, q);
+        for (int k = 0; k < N; k++) {
+            // The stream whose probabilities weigh the terms, and the other one.
+            const F lead = FORWARD ? q[k] : p[k], other = FORWARD ? p[k] : q[k], of = FORWARD ? minus(d[k]) : d[k];
+            first[k] = mul_where(FORWARD ? teacher_keep[k] : keep[k], lead, of);
+            const F near = mul(lead, psi_near_0(minus(of))), far = add(sub(other, lead), first[k]);
+            excess[k] = choose(not_below(magnitude(of), all(SMALL)), far, near);
+        }
+        sums[0] = add(sums[0], sum_of(p)), sums[1] = add(sums[1], sum_of(q));
+        if (KIND >= WEIGHTED) {
+            F weighted = mul_where(keep[0], p[0], x[0]);
+            for (int k = 1; k < N; k++) weighted = fma_where(keep[k], p[k], x[k], weighted);
+            sums[4] = add(sums[4], weighted);
+        }
+        if (KIND >= SQUARES) {
+            F squares = mul(p[0], p[0]);
+            for (int k = 1; k < N; k++) squares = fma(p[k], p[k], squares);
+            sums[5] = add(sums[5], squares);
+        }
+        if (KEEPS) {
+            for (int k = 0; k < N; k++) {
+                F of_p = p[k], of_k = first[k];
+                if (slopes) of_p = mul(of_p, load(slopes + k * W)), of_k = mul(of_k, load(slopes + k * W));
+                if (count >= W) {
+                    store(kept->p + j + k * W, of_p), store(kept->k + j + k * W, of_k);
+                } else {
+                    store_some(kept->p + j, of_p, count), store_some(kept->k + j, of_k, count);
+                }
+            }
+        }
+        sums[2] = add(sums[2], sum_of(first)), sums[3] = add(sums[3], sum_of(excess));
+    }
+    static F sum_of(const F (&of)[1]) { return of[0]; }
+    static F sum_of(const F (&of)[2]) { return add(of[0], of[1]); }
+    static F sum_of(const F (&of)[4]) { return add(add(of[0], of[1]), add(of[2], of[3])); }
+
+    void visit(const Stream& student, const Stream& teacher, int64_t vocab) {
+        Block block;
+        float* slopes = KEEPS && student.t.mode == CAPPED ? block.slopes : nullptr;
+        for (int64_t j = 0; j < vocab; j += LOGITS) {
+            const int64_t n = min(LOGITS, vocab - j);
+            const Logits of_student = student.logits(j, n, block.z, slopes);
+            take(of_student, teacher.logits(j, n, block.w), j, n, student, teacher, slopes);
+        }
+        if (max > -INFINITY && total.sum < 1) total.sum = 1;  // as in visits.h
+        if (teacher_max > -INFINITY && total.teacher_sum < 1) total.teacher_sum = 1;
+    }
+    Known known() const {
+        return {max, float(total.sum), teacher_max, float(total.teacher_sum), float(total.cross), float(total.excess)};
+    }
+};
+
+// ---- the last visit of rows whose terms were kept
+
+// What p and p d of one block count in the gradient. Numbers below the normal range are slow, and count as 0.
+struct OfBlock {
+    F of_p, of_k;
+    bool none;
+
+    OfBlock(const PairGradient& g, const KeptMaxima& at) {
+        // As in `raise`: where there was nothing in one of the rows so far, their differences say nothing.
+        const bool empty = at.student == -INFINITY || at.teacher == -INFINITY;
+        const double f = at.student > -INFINITY ? exp(double(at.student) - g.known.max) : 0.0;
+        const double apart = empty ? 0.0 : (double(at.student) - g.known.max) - (double(at.teacher) - g.known.teacher_max);
+        const double constant = g.c == 0 ? 0.0 : g.per_p * ((apart + g.log_sums) - g.center);
+        none = f < SMALLEST, of_p = all(normal(f * (g.own.k0 + constant))), of_k = all(normal(f * g.per_p));
+    }
+    static float normal(double x) { return fabs(x) < SMALLEST ? 0.0f : float(x); }
+};
+
+template <bool WITH_K, bool INFINITE> F scaled_sum(F p, F k, const OfBlock& of) {
+    if (!WITH_K) return mul(p, of.of_p);
+    if (INFINITE) return mul_where(not_below(magnitude(p), all(SMALLEST)), all(1.0f), fma(of.of_k, k, mul(p, of.of_p)));
+    return fma(of.of_k, k, mul(p, of.of_p));
+}
+
+template <class O, bool WITH_K, bool INFINITE> void scaled_block(const float* p, const float* k, O* out, int64_t n, const OfBlock& of) {
+    int64_t j = 0;
+    for (; j + 2 * W <= n; j += 2 * W) {
+        for (int v = 0; v < 2; v++) {
+            const int64_t at = j + v * W;
+            store(out + at, scaled_sum<WITH_K, INFINITE>(load(p + at), load(k + at), of));
+        }
+    }
+    for (; j < n; j += W) {
+        const int rest = int(min(W, n - j));
+        store_some(out + j, scaled_sum<WITH_K, INFINITE>(load_some(p + j, rest), load_some(k + j, rest), of), rest);
+    }
+}
+
+// The gradient of a row of reverse KL from the terms that were kept.
+template <class O> void from_kept(const KeptTerms& kept, O* out, int64_t vocab, const PairGradient& gradient) {
+    KeptMaxima at = kept.maxima[0];
+    OfBlock of(gradient, at);
+    const bool infinite = gradient.infinite() && gradient.c != 0;
+    for (int64_t j = 0; j < vocab; j += LOGITS) {
+        const int64_t n = min(LOGITS, vocab - j);
+        const KeptMaxima now = kept.maxima[j / LOGITS];
+        if (now.student != at.student || now.teacher != at.teacher) at = now, of = OfBlock(gradient, at);
+        if (of.none) {
+            memset(out + j, 0, size_t(n) * sizeof(O));
+        } else if (infinite) {
+            scaled_block<O, true, true>(kept.p + j, kept.k + j, out + j, n, of);
+        } else if (gradient.c != 0) {
+            scaled_block<O, true, false>(kept.p + j, kept.k + j, out + j, n, of);
+        } else {
+            scaled_block<O, false, false>(kept.p + j, kept.k + j, out + j, n, of);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace grpo
