@@ -114,7 +114,13 @@ def test_addresses_and_undefined_behaviour(tmp_path: Path) -> None:
     fuzz(module, 4, 1000, **environment)
     tests = [
         str(HERE / name)
-        for name in ("test_cpu_kernels.py", "test_cpu_fused.py", "test_cpu_products.py", "test_divergence_cpu.py")
+        for name in (
+            "test_cpu_kernels.py",
+            "test_cpu_fused.py",
+            "test_cpu_products.py",
+            "test_divergence_cpu.py",
+            "test_divergence_fused.py",
+        )
     ]
     # Of the sparse products those of this module in this process, and no backend twice.
     tests += [str(HERE / "test_sparse.py"), "-k", "not (eager or triton or beyond_a_matrix)"]
