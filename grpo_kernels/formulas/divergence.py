@@ -112,7 +112,9 @@ def _terms(exact: Exact, log_p: Tensor, log_q: Tensor) -> Tensor:
     if exact.direction == "reverse":
         return _term(log_p, log_q)
     share = exact.share
-    log_m = torch.logaddexp(log_q + math.log(share), log_p + math.log1p(-share))
+    neither = (log_p == -torch.inf) & (log_q == -torch.inf)  # where logaddexp would have a slope of NaN
+    a, b = (torch.where(neither, 0.0, x) for x in (log_q, log_p))
+    log_m = torch.where(neither, -torch.inf, torch.logaddexp(a + math.log(share), b + math.log1p(-share)))
     return share * _term(log_q, log_m) + (1.0 - share) * _term(log_p, log_m)
 
 

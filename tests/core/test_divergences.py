@@ -344,6 +344,18 @@ def test_a_teacher_that_covers_everything_has_no_tail() -> None:
         assert_near(listed, whole.double(), direction, 1e-5)
 
 
+@pytest.mark.parametrize("exact", TAILED, ids=lambda e: f"{e.direction}-{e.tail}")
+def test_an_id_that_neither_side_can_choose_changes_nothing(exact: Exact) -> None:
+    """In value and gradient: the policy's logit and the teacher's log-prob are -inf there."""
+    logits = torch.tensor([[0.3, 1.0, -0.4, -math.inf, 0.5]]).requires_grad_()
+    ids, values = torch.tensor([[0, 1, 3]]), torch.tensor([[-1.0, -2.0, -math.inf]])
+    value, without = (token_divergence(logits, TokenSets.from_padded(ids[:, :k], values=values[:, :k]), exact) for k in (3, 2))
+    gradient, expected = (torch.autograd.grad(x.sum(), logits)[0] for x in (value, without))
+    assert torch.isfinite(expected).all() and expected.abs().max() > 1e-3
+    torch.testing.assert_close(value, without)
+    torch.testing.assert_close(gradient, expected)
+
+
 # ---- the objective
 
 
@@ -396,6 +408,16 @@ def from_logits(objective: Objective = OBJECTIVE, **given: Any) -> Any:
 BAD: dict[str, tuple[Any, str]] = {
     "no stream": (lambda: linear(), r"reference=None.*needs the whole distribution"),
     "no logits": (lambda: from_logits(), r"ref_logits is None.*needs the whole distribution"),
+    "no stream for values": (lambda: linear_divergence(DATA.hidden, DATA.weight, None), r"reference=None.*needs the whole"),
+    "no logits for values": (lambda: token_divergence(DATA.logits, None), r"ref_logits is None.*needs the whole"),
+    "ids outside, logits": (
+        lambda: from_logits(ref_logits=TokenSets.from_padded(torch.full((B * T, 1), V), values=torch.zeros(B * T, 1))),
+        r"ref_logits holds id 53 in row 0",
+    ),
+    "a bias that does not fit": (
+        lambda: linear(reference=(DATA.ref_hidden, DATA.ref_weight, torch.zeros(V - 1))),
+        r"reference: bias has shape \[52\]",
+    ),
     "an estimator": (
         lambda: from_logits(Objective.preset("dapo", beta=0.1), ref_logits=DATA.ref_logits),
         r"ref_logits is a whole distribution.*kl='k3' is an estimate",

@@ -83,6 +83,27 @@ def test_a_model_as_the_reference_has_its_own_head(names: tuple[str, str]) -> No
     assert all(p.grad is None for p in reference.parameters())
 
 
+def test_models_with_weights_as_teachers() -> None:
+    """The loss is the weighted sum of the losses to each, and so is its gradient."""
+    policy, *teachers = (build(name) for name in ("LlamaForCausalLM", "Gemma2ForCausalLM", "GraniteForCausalLM"))
+    inputs, completion = make_inputs()
+    targets, mask = shift_targets(inputs["input_ids"], mask=completion)
+    batch, objective = TokenBatch(targets, torch.ones(B), mask=mask), Objective.preset("distillation")
+    weights = (0.25, torch.linspace(0.0, 2.0, targets.shape[0]))
+
+    def gradient_of(reference: Any) -> tuple[Tensor, Tensor]:
+        out = loss_from_model(policy, batch=batch, objective=objective, reference=reference, **inputs)
+        assert out.divergence is not None
+        return out.divergence, torch.autograd.grad(out.loss, policy.get_output_embeddings().weight)[0]
+
+    found, gradient = gradient_of(list(zip(teachers, weights, strict=True)))
+    first, second = (gradient_of([(teacher, weight)]) for teacher, weight in zip(teachers, weights, strict=True))
+    assert first[0].abs().max() > 1e-3 and second[0].abs().max() > 1e-3
+    torch.testing.assert_close(found, first[0] + second[0])
+    torch.testing.assert_close(gradient, first[1] + second[1])
+    torch.testing.assert_close(gradient_of(teachers[0])[0] * 0.25, first[0])
+
+
 def test_targets_may_be_the_last_tokens() -> None:
     model, (inputs, completion) = build("GraniteForCausalLM"), make_inputs()
     batch = make_batch(inputs["input_ids"][:, -6:], completion[:, -6:])
