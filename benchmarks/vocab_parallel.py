@@ -34,7 +34,8 @@ from benchmarks.scaling import PAGE
 from benchmarks.tables import replace_block
 from grpo_kernels import grpo_loss, linear_grpo_loss, token_logprobs
 from grpo_kernels.distributed import VocabShard
-from grpo_kernels.vocabulary.rows import merge, partials_of
+from grpo_kernels.vocabulary.merging import merge
+from grpo_kernels.vocabulary.rows import partials_of
 from grpo_kernels.vocabulary.shard import all_gather
 
 FILE = RESULTS / "vocab_parallel.json"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import os
 import sys
 from dataclasses import fields
 from typing import Any
@@ -53,12 +52,3 @@ def describe(spec: Any) -> str:
         return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
 
     return f"{type(spec).__name__}({', '.join(f'{name}={text(x)}' for name, x in given.items())})"
-
-
-def values_are_checked(tensor: torch.Tensor) -> bool:
-    """Whether values (ids, temperatures, offsets) are checked: always on the CPU; on a GPU, where reading them is a host sync,
-    only with GRPO_KERNELS_CHECK=1 in the environment. Shapes, dtypes and devices are always checked. Under torch.compile there
-    are no values while tracing; the operators check them when they run."""
-    if torch.compiler.is_compiling():
-        return False
-    return tensor.device.type == "cpu" or os.environ.get("GRPO_KERNELS_CHECK", "0") == "1"

@@ -9,11 +9,12 @@ import torch
 
 from .checks import require
 from .formulas.divergence import Exact, as_exact
-from .layout import as_mask, checked_logits, flat
+from .layout import flat, mask_of_rows
 from .options import (
     NO_PRODUCT,
     NOT_BOUNDED,
     Options,
+    checked_logits,
     hidden_source,
     is_traced,
     leaves_the_graph,
@@ -76,7 +77,7 @@ def token_divergence(
         return outside(token_divergence, logits, ref_logits, exact, options=options, **given)
     shape, device = _leading("logits", logits)
     rows = checked_logits(logits, shape, device, inplace, shard)
-    vocab, mask = rows.shape[-1] if shard is None else shard.vocab, _mask(mask, shape, device)
+    vocab, mask = rows.shape[-1] if shard is None else shard.vocab, mask_of_rows(mask, shape, device)
     policy = Policy(shape, device, vocab, rows.shape[-1], as_transform(transform), mask, None, shard)
     teacher = logits_teacher(ref_logits, exact, policy)
     sets, targets = _kept(kept, policy, teacher)
@@ -127,7 +128,7 @@ def linear_divergence(
         given["weight_grad"] = weight_grad
         return outside(linear_divergence, hidden, weight, reference, exact, options=options, **given)
     shape, device = _leading("hidden", hidden)
-    head, mask = check_head(hidden, weight, bias, shape, device, shard), _mask(mask, shape, device)
+    head, mask = check_head(hidden, weight, bias, shape, device, shard), mask_of_rows(mask, shape, device)
     policy = Policy(shape, device, head.vocab, head.weight.shape[0], as_transform(transform), mask, None, shard)
     teacher = linear_teacher(reference, exact, policy)
     sets, targets = _kept(kept, policy, teacher)
@@ -144,15 +145,6 @@ def _leading(name: str, x: Any) -> tuple[torch.Size, torch.device]:
         got = f"of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise ValueError(f"{name} is {got}: pass a tensor [B, T, ..] or [N, ..], one row for each token.")
     return x.shape[:-1], x.device
-
-
-def _mask(mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
-    if mask is None:
-        return None
-    mask = as_mask("mask", mask, shape)
-    if mask.device != device:
-        raise ValueError(f"mask is on {mask.device}, but the rows are on {device}: move it there.")
-    return mask
 
 
 def _kept(kept: TokenSets | None, policy: Policy, teacher: Any) -> tuple[KeptRows | None, Tensor]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 
 import torch
 
-from .checks import values_are_checked
-from .vocabulary.shard import VocabShard, check_shard
-
 Tensor = torch.Tensor
+
+
+def values_are_checked(tensor: Tensor) -> bool:
+    """Whether values (ids, temperatures, offsets) are checked: always on the CPU; on a GPU, where reading them is a host sync,
+    only with GRPO_KERNELS_CHECK=1 in the environment. Shapes, dtypes and devices are always checked. Under torch.compile there
+    are no values while tracing; the operators check them when they run."""
+    if torch.compiler.is_compiling():
+        return False
+    return tensor.device.type == "cpu" or os.environ.get("GRPO_KERNELS_CHECK", "0") == "1"
 
 
 def check_targets(targets: Tensor, mask: Tensor | None, vocab: int, logits: bool = False) -> None:
@@ -42,6 +49,16 @@ def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
     if mask.is_floating_point() or mask.is_complex():
         raise ValueError(f"{name} has dtype {mask.dtype}: pass a bool (or 0/1 integer) tensor, for example {name}.bool().")
     return mask if mask.dtype == torch.bool else mask != 0
+
+
+def mask_of_rows(mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
+    """The mask of a function of rows on `device`, as bool of `shape`."""
+    if mask is None:
+        return None
+    mask = as_mask("mask", mask, shape)
+    if mask.device != device:
+        raise ValueError(f"mask is on {mask.device}, but the rows are on {device}: move it there.")
+    return mask
 
 
 def check_offsets(name: str, packed: Tensor, cu_seqlens: Tensor) -> None:
@@ -95,14 +112,6 @@ def of_a_leaf(logits: Tensor) -> bool:
     memory; torch refuses in-place operations on a leaf, too."""
     owner = logits if logits._base is None else logits._base
     return torch.is_grad_enabled() and owner.is_leaf and owner.requires_grad
-
-
-def checked_logits(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, shard: VocabShard | None) -> Tensor:
-    """`logit_rows` of a caller's logits, or of this rank's part of them."""
-    if shard is not None:
-        check_shard(shard)
-        logits = shard.local("logits", logits, -1)
-    return logit_rows(logits, shape, device, inplace, shard is None)
 
 
 def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, whole: bool = True) -> Tensor:

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple, overload
 import torch
 
 from .checks import require
-from .layout import as_mask, check_targets, checked_logits, flat
+from .layout import check_targets, flat, mask_of_rows
 from .missing import check_kept, narrowed, rows_with_sets
 from .options import (
     NO_LOSS,
     NO_PRODUCT,
     Options,
+    checked_logits,
     hidden_source,
     is_traced,
     leaves_the_graph,
@@ -250,14 +251,10 @@ def _check_targets(targets: Tensor, mask: Tensor | None, entropy: bool | str, al
         )
     if entropy not in (False, True, "detached"):
         raise ValueError(f'entropy={entropy!r}: it must be False, True or "detached".')
-    known = isinstance(also, tuple) and len(set(also)) == len(also) and all(name in ALSO for name in also)
-    require(known, "also", also, f"pass a tuple of {', '.join(map(repr, ALSO))}, each once at most.")
-    if mask is None:
-        return None
-    mask = as_mask("mask", mask, targets.shape)
-    if mask.device != targets.device:
-        raise ValueError(f"mask is on {mask.device}, but targets is on {targets.device}: move it there.")
-    return mask
+    if also != ():
+        known = isinstance(also, tuple) and len(set(also)) == len(also) and all(name in ALSO for name in also)
+        require(known, "also", also, f"pass a tuple of {', '.join(map(repr, ALSO))}, each once at most.")
+    return mask_of_rows(mask, targets.shape, targets.device)
 
 
 def _kept(

@@ -23,7 +23,7 @@ from .vocabulary.kept import KeptRows
 from .vocabulary.memory import converted
 from .vocabulary.rows import RowTransform
 from .vocabulary.sources import Hidden, Logits, Source
-from .vocabulary.stage import gradient_once, with_signature
+from .vocabulary.stage import NO_SECOND, applied, gradient_once
 from .vocabulary.teachers import Several
 
 Tensor = torch.Tensor
@@ -58,7 +58,9 @@ class Call(NamedTuple):
         """Whether the gradient is made in the forward, in one visit of each row."""
         over = self.kept is not None and self.options.over_vocabulary is not None
         apart = isinstance(self.teacher, Several) and (self.kept is not None or self.teacher.cut)
-        return self.one_visit and not (over or apart or knows_ids_only(self.teacher) or is_traced())
+        return self.one_visit and not (
+            over or apart or is_traced() or (self.teacher is not None and knows_ids_only(self.teacher))
+        )
 
 
 class SourceOf(Protocol):
@@ -80,7 +82,7 @@ def loss_of_source(call: Call, source_of: SourceOf, tensors: tuple[Tensor | None
         remedy = "pass a Kl without a weighting, of an estimator of logp and ref_logp alone, or reference_over='kept'."
         remedy = f"{kl} weighs the KL by a ratio or reads old_logp, and both are over the sets: {remedy}"
         require(not refused, "reference_over", options.reference_over, remedy)
-    if knows_ids_only(teacher) and kept is not None:
+    if kept is not None and knows_ids_only(teacher):
         remedy = 'a teacher known at some ids has no distribution over a kept set: pass Options(reference_over="vocabulary").'
         require(options.reference_over == "vocabulary", "reference_over", options.reference_over, remedy)
     shape = batch.targets.shape
@@ -162,13 +164,12 @@ def loss_of_logps(
         gone, left_out = certificate.left_out(L, H, d_logps, d_entropy)
         d_logps = torch.where(gone, 0.0, d_logps)
         d_entropy = None if d_entropy is None else torch.where(gone, 0.0, d_entropy)
-    loss = _TokenStage.apply(logps, entropy, losses, d_logps, d_entropy)
+    loss = applied(_TokenStage, logps, entropy, losses, d_logps, d_entropy)
     H = torch.full_like(L, math.nan) if H is None else H
     shape = batch.targets.shape
     return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x, _left_out=left_out)
 
 
-@with_signature
 class _TokenStage(torch.autograd.Function):
     """The sum of per-token losses, differentiable in log-probs and entropy: their slopes were computed beside the losses."""
 
@@ -221,7 +222,9 @@ class _GradientInForward(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if d_loss is None:
             return (None,) * (1 + len(ctx.dtypes))
-        return None, *gradient_once(_hand_over, ctx, d_loss)
+        if torch.is_grad_enabled():  # torch.func does not come here
+            raise RuntimeError(f"{NO_SECOND} Call backward without create_graph=True.")
+        return None, *_hand_over(ctx, d_loss)
 
 
 def _hand_over(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
@@ -240,4 +243,6 @@ def _hand_over(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
                 "Call backward first, or pass inplace=False."
             )
         ctx.backend.scale_(gradient, d_loss)
-    return tuple(None if g is None else converted(g, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))
+    return tuple(
+        g if g is None or g.dtype == dtype else converted(g, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)
+    )

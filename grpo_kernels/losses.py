@@ -11,7 +11,7 @@ from .batch import TokenBatch
 from .certificate import Certificate
 from .checks import require
 from .formulas.token_stage import TokenRows
-from .layout import check_targets, checked_logits, per_token
+from .layout import check_targets, per_token
 from .loss_output import LossOutput
 from .loss_stages import Call, loss_of_logps, loss_of_source, with_divergence
 from .missing import check_kept, rows_with_sets
@@ -20,6 +20,7 @@ from .options import (
     NO_PRODUCT,
     NOT_BOUNDED,
     Options,
+    checked_logits,
     draws,
     hidden_source,
     is_traced,
@@ -104,8 +105,7 @@ def grpo_loss(
     and no host sync. The gradient is handed over once: a second backward raises RuntimeError (fp16: with
     retain_graph=True it works). Raises ValueError naming the argument that is wrong, before any work.
     """
-    _check_specs(batch, objective)
-    check_given("ref_logits", ref_logits, objective, batch)
+    _check_specs(batch, objective, "ref_logits", ref_logits)
     options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
     refuse_fewer(options, NO_PRODUCT)
     sets = batch.kept if ref_logits is None else ref_logits
@@ -131,7 +131,7 @@ def grpo_loss(
         rows = scaled_by_temperature(rows, objective.exact, row_transform)
 
     def source_of(rows: TokenRows, teacher: Any, kept: KeptRows | None, some: bool = False) -> Source:
-        return logits_source(device, inplace, shard, options, kept, *second(teacher))
+        return logits_source(device, inplace, shard, options, kept, *(() if teacher is None else second(teacher)))
 
     # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
     # visited twice anyway, with the exchange in between.
@@ -209,8 +209,7 @@ def linear_grpo_loss(
     On a GPU, make the batch before the model's forward: its row counts are then on the host when they are needed here.
     As in `grpo_loss` the gradients are handed over once. Raises ValueError naming the argument that is wrong.
     """
-    _check_specs(batch, objective)
-    check_given("reference", reference, objective, batch)
+    _check_specs(batch, objective, "reference", reference)
     if isinstance(weight, Head):
         beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
         weight, bias, transform, shard, weight_grad = weight.parts(**beside)
@@ -233,7 +232,8 @@ def linear_grpo_loss(
 
     def source_of(rows: TokenRows, teacher: Any, kept: KeptRows | None, some: bool = False, of: FlatHead = head) -> Source:
         index = None if some or is_traced() else split_rows(batch, rows, objective, kept)
-        return hidden_source(of, rows.read, options, index, kept, memory if of is head else None, *second(teacher))
+        streams = () if teacher is None else second(teacher)
+        return hidden_source(of, rows.read, options, index, kept, memory if of is head else None, *streams)
 
     teacher = ref_head = None
     if exact is not None:
@@ -326,8 +326,10 @@ def _kept_rows(batch: TokenBatch, rows: TokenRows, vocab: int, options: Options)
     return rows_with_sets(batch.kept, rows.targets, rows.read, batch.missing)
 
 
-def _check_specs(batch: TokenBatch, objective: Objective) -> None:
+def _check_specs(batch: TokenBatch, objective: Objective, second_stream: str = "", given: Any = None) -> None:
     if not isinstance(batch, TokenBatch):
         raise ValueError(f"batch is a {type(batch).__name__}: pass a TokenBatch.")
     if not isinstance(objective, Objective):
         raise ValueError(f"objective is a {type(objective).__name__}: pass an Objective, for example Objective.preset('grpo').")
+    if second_stream and (given is not None or objective.exact is not None):
+        check_given(second_stream, given, objective, batch)

@@ -10,8 +10,8 @@ from torch import nn
 
 from .architectures import language_model
 from .batch import TokenBatch
-from .checks import values_are_checked
 from .head import CALL_HOOKS, plain_head
+from .layout import values_are_checked
 from .losses import LossOutput, linear_grpo_loss
 from .objective import Denominators, Objective
 from .options import Options

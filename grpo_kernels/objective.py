@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .batch import TokenBatch
-from .checks import LARGEST, SMALLEST, as_number, require, require_number, require_whole, values_are_checked
+from .checks import LARGEST, SMALLEST, as_number, require, require_number, require_whole
 from .formulas import token_stage
 from .formulas.divergence import Exact
 from .formulas.filters import Filter, OffPolicySequences, TrustRegion, check_filters
 from .formulas.kl import Kl, as_kl
 from .formulas.surrogates import LEVELS, Clip, Surrogate, check_log_ratio_bounds
 from .formulas.token_stage import TokenRows
-from .layout import flat
+from .layout import flat, values_are_checked
 from .published import preset_fields
 
 Tensor = torch.Tensor

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .checks import require
+from .layout import logit_rows
 from .missing import check_missing
 from .operators import TracedHidden, TracedLogits
 from .sparsity import Certified, Sparse
@@ -17,7 +18,7 @@ from .vocabulary.hidden import FlatHead
 from .vocabulary.kept import KeptRows
 from .vocabulary.rows import Teacher
 from .vocabulary.sampled import SampledHidden
-from .vocabulary.shard import VocabShard, on_shard
+from .vocabulary.shard import VocabShard, check_shard, on_shard
 from .vocabulary.sources import Hidden, Logits, Source
 from .vocabulary.sparse import Slots
 from .vocabulary.teachers import TeacherHead
@@ -97,7 +98,8 @@ DEFAULTS = Options()
 def refuse_fewer(options: Options, reason: str, *names: str) -> None:
     """Raise ValueError where columns or rows (the fields `names`) are to be left out and cannot be."""
     for name in names or ("sparse", "certified"):
-        require(getattr(options, name) is None, name, getattr(options, name), f"{reason}; leave it out of the options.")
+        if getattr(options, name) is not None:
+            raise ValueError(f"{name}={getattr(options, name)!r}: {reason}; leave it out of the options.")
 
 
 def merged(options: Options | None, *, backend: str = "auto", strict: bool = False, skip_inactive: bool = False) -> Options:
@@ -144,6 +146,14 @@ def outside(function: Callable[..., Any], *arguments: Any, **options: Any) -> An
 
 # The attribute that torch.compiler.disable sets. Used as a decorator, it would import the whole compiler with this package.
 outside._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def checked_logits(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, shard: VocabShard | None) -> Tensor:
+    """`logit_rows` of a caller's logits, or of this rank's part of them."""
+    if shard is not None:
+        check_shard(shard)
+        logits = shard.local("logits", logits, -1)
+    return logit_rows(logits, shape, device, inplace, shard is None)
 
 
 def logits_source(

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .batch import TokenBatch
-from .checks import LARGEST, describe, require, require_number, values_are_checked
+from .checks import LARGEST, describe, require, require_number
 from .formulas.divergence import Exact, divergence_at
 from .formulas.surrogates import NoPolicyTerm
 from .formulas.token_stage import TokenRows
-from .layout import logit_rows, per_token
+from .layout import logit_rows, per_token, values_are_checked
 from .objective import Objective
 from .projection import Head
 from .token_sets import TokenSets, check_sets

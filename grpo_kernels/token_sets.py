@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from .checks import describe, require, require_whole, values_are_checked
+from .checks import describe, require, require_whole
+from .layout import values_are_checked
 from .token_set_checks import check_form, check_ids, check_rows, read_facts
 from .token_set_formats import alone, flat_lists, lengths_of, offsets_of, row_numbers, saveable, unpadded
 from .token_set_rules import kept_ids

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from .architectures import language_model, logits_of
-from .checks import LARGEST, SMALLEST, as_number, describe, require, require_number, values_are_checked
-from .layout import per_token
+from .checks import LARGEST, SMALLEST, as_number, describe, require, require_number
+from .layout import per_token, values_are_checked
 from .vocabulary.rows import RowTransform
 
 Tensor = torch.Tensor

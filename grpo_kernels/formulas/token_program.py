@@ -30,9 +30,8 @@ _compared: set[Any] = set()
 def token_program(objective: Objective, rows: TokenRows) -> tuple[Program, list[float]]:
     """(the program, its numbers) for an objective of one pass: (loss, d loss / d log-prob, d loss / d entropy) from the log-prob,
     the entropy and those of INPUTS that `rows` has. Raises FormulaRefused where a formula cannot be traced."""
-    known = remembered(objective, "_programs", lambda _: {})
     present = tuple([name for name in INPUTS if getattr(rows, name) is not None])
-    found = known.get(present)
+    found = objective.__dict__.get("_programs", {}).get(present)
     if found is not None:
         return found
     chosen, given = formulas(objective), scalars(objective)
@@ -42,7 +41,7 @@ def token_program(objective: Objective, rows: TokenRows) -> tuple[Program, list[
     program = (_traced_once if fixed else _traced)(tuple(chosen.items()), present, shape)
     found = program, program.numbers(_flat(given))
     if fixed:
-        known[present] = found
+        remembered(objective, "_programs", lambda _: {})[present] = found
     return found
 
 

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from ..batch import TokenBatch
-from ..checks import require, values_are_checked
+from ..checks import require
 from ..formulas.kl import Kl
 from ..formulas.surrogates import Cispo, Clip, Sapo, Surrogate, Vespo
 from ..formulas.token_stage import TokenRows
+from ..layout import values_are_checked
 from ..objective import Objective
 
 Tensor = torch.Tensor

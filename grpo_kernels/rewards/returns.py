@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..checks import LARGEST, require, require_number, values_are_checked
+from ..checks import LARGEST, require, require_number
 from ..formulas.kl import Kl, as_kl, kl_terms
-from ..layout import as_mask, check_offsets, per_token, sequence_ids
+from ..layout import as_mask, check_offsets, per_token, sequence_ids, values_are_checked
 from .advantages import group_advantages
 from .groups import Groups, group_ids
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..checks import LARGEST, require, require_number, values_are_checked
+from ..checks import LARGEST, require, require_number
+from ..layout import values_are_checked
 
 Tensor = torch.Tensor
 

@@ -61,7 +61,8 @@ def check_head(
     shard: VocabShard | None = None,
 ) -> FlatHead:
     """Check hidden states and head, and return them as flat rows and local tensors. Raises ValueError with the remedy."""
-    check_shard(shard)
+    if shard is not None:
+        check_shard(shard)
     for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if x is None and name == "bias":
             continue

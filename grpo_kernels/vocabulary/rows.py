@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .divergence import SMALL, merged_sums, phi
+from .divergence import SMALL, phi
 from .sparse import plain
 
 Tensor = torch.Tensor
@@ -165,17 +165,22 @@ class RowStats(NamedTuple):
     def lse(self) -> Tensor:
         return self.max + torch.log(self.sum)
 
+    def softmax(self, entropy: bool) -> tuple[Tensor, ...]:
+        """Log-probs and, if asked for, the entropy."""
+        top, total, target, *more = self._wide().unbind()
+        log = torch.log(total)
+        logps = ((target - top) - log).to(torch.float32)
+        # Rounding may take the entropy of a one-hot row a hair below 0. clamp keeps NaN. `weighted` is the first of the others.
+        return (logps, (log - more[0] / total).clamp(min=0.0).to(torch.float32)) if entropy else (logps,)
+
     @property
     def logps(self) -> Tensor:
-        top, total, target = self._wide().unbind()[:ALWAYS]
-        return ((target - top) - torch.log(total)).to(torch.float32)
+        return self.softmax(False)[0]
 
     @property
     def entropy(self) -> Tensor:
         assert "weighted" in self.names, self.names
-        _, total, _, weighted, *_ = self._wide().unbind()
-        # Rounding may take the entropy of a one-hot row a hair below 0. clamp keeps NaN.
-        return (torch.log(total) - weighted / total).clamp(min=0.0).to(torch.float32)
+        return self.softmax(True)[1]
 
     def _wide(self) -> Tensor:
         """On a CPU fp64, whose logarithm rounds to the same fp32 in torch and in the C++ kernels: log-probs of the two are equal."""
@@ -238,10 +243,13 @@ class RowStats(NamedTuple):
             return student
         return self.divergence if self.kind == "reverse" else torch.zeros_like(self.sum)
 
-    def statistic(self, name: str, read: Tensor | None) -> Tensor:
-        """A statistic of STATISTICS by name; 0 for a row that is not read, an id -1."""
-        value = getattr(self, name)
-        return torch.where(read, value, 0.0) if name == "top_prob" and read is not None else value
+    def found(self, statistics: tuple[str, ...], read: Tensor | None) -> tuple[Tensor, ...]:
+        """Log-probs and these of STATISTICS; 0 for a row that is not read, an id -1."""
+        logps, *entropy = self.softmax("entropy" in statistics)
+        values = {name: entropy[0] if name == "entropy" else getattr(self, name) for name in statistics}
+        if "top_prob" in values and read is not None:
+            values["top_prob"] = torch.where(read, values["top_prob"], 0.0)
+        return logps, *values.values()
 
 
 class Slopes(NamedTuple):
@@ -295,55 +303,3 @@ class Slopes(NamedTuple):
             if x is not None:
                 found = found | (x != 0)
         return found
-
-
-def merge(
-    values: Tensor, names: tuple[str, ...], read: Tensor | None, starts: Tensor | None = None, teacher: Any = None
-) -> RowStats:
-    """Partials of parts of a row, `values` [parts, q, n], as those of the whole row.
-
-    A part of only -inf, or of no column, adds nothing. The target is that of the part that has it, NaN where none has it or
-    (parts that overlap) several do. `starts` int32 [parts, n]: the id of each part's first column, for `top`. `teacher`: anything
-    with a kind and a mixture; MIXED are sums, and simply add up."""
-    parts = {name: values[:, i] for i, name in enumerate(names)}
-    merged = RowStats.empty(names, values.shape[2], values.device, teacher)
-    tops = parts["max"]
-    top, shift, share = _shares(tops)
-    here = ~parts["target"].isnan()
-    found: dict[str, Any] = {
-        "max": top,
-        "sum": (share * parts["sum"]).sum(0),  # a NaN in any part stays one
-        "target": torch.where(here.sum(0) == 1, torch.where(here, parts["target"], 0.0).sum(0), torch.nan),
-    }
-    if "weighted" in parts:
-        found["weighted"] = (share * (parts["weighted"] + parts["sum"] * shift)).sum(0)
-    if "squares" in parts:
-        found["squares"] = (share * share * parts["squares"]).sum(0)
-    if "top" in parts:
-        assert starts is not None
-        ids = parts["top"].view(torch.int32)
-        last = torch.iinfo(torch.int32).max
-        first = torch.where((tops == top) & (ids >= 0), ids + starts, last).amin(0)
-        found["top"] = torch.where(first == last, -1, first)
-    if "cross" in parts:
-        teacher_top, _, teacher_share = _shares(parts["teacher_max"])
-        apart = (tops - parts["teacher_max"]) - (top - teacher_top)  # d of the whole row less d of the part
-        apart = torch.where((tops == -torch.inf) | (parts["teacher_max"] == -torch.inf), 0.0, apart)
-        found["teacher_max"], found["teacher_sum"] = teacher_top, (teacher_share * parts["teacher_sum"]).sum(0)
-        sums = (parts["sum"], parts["teacher_sum"], parts["cross"], parts["excess"])
-        found["cross"], found["excess"] = merged_sums(teacher.kind, share, teacher_share, apart, *sums)
-    for name in MIXED:
-        if name in parts:
-            found[name] = parts[name].sum(0)
-    for name in names:
-        x = found[name]
-        merged.get(name).copy_(x if read is None else torch.where(read, x, NOT_READ[name]))  # type: ignore[union-attr]
-    return merged
-
-
-def _shares(tops: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(the largest of the parts' maxima [parts, n], each one's distance to it, e to the power of that), 0 of a part of only -inf."""
-    top = tops.amax(0)
-    empty = tops == -torch.inf
-    shift = torch.where(empty, 0.0, tops - top)
-    return top, shift, torch.where(empty, 0.0, shift.exp())

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from ..checks import as_number, require, require_whole
 from .backends import FusedRows, SparseBackend, two_visits
-from .rows import MIXED, RowStats, RowTransform, Slopes, Teacher, merge
+from .merging import merge
+from .rows import MIXED, RowStats, RowTransform, Slopes, Teacher
 from .selection import Drawn
 
 if TYPE_CHECKING:
@@ -132,8 +133,8 @@ class VocabShard:
         return self.sum_over_ranks(d_hidden) if self.reduce_hidden else d_hidden
 
 
-def check_shard(shard: VocabShard | None) -> None:
-    if shard is not None and not isinstance(shard, VocabShard):
+def check_shard(shard: object) -> None:
+    if not isinstance(shard, VocabShard):
         raise ValueError(
             f"shard={shard!r}: pass a VocabShard, for example VocabShard.of(lm_head.weight, group), or leave it out."
         )

@@ -237,8 +237,9 @@ class Hidden:
                 of_sets = stage.pull(self._at(head, stage.slots), stats, slopes, transform)
                 of_sets = self.kept.replaced(of_sets, self.at, several)
                 slots, at_slots = merged(slots, at_slots, stage.slots, of_sets)
-        d_hidden, late, d_bias = self._gradients(engine, slots, at_slots)
-        gradients = zip((d_hidden, None if late is None else late.made(), d_bias), tensors, strict=True)
+        d_hidden, d_weight, d_bias = self._gradients(engine, slots, at_slots)
+        d_weight = d_weight.made() if isinstance(d_weight, WeightGradient) else d_weight
+        gradients = zip((d_hidden, d_weight, d_bias), tensors, strict=True)
         return tuple(None if g is None else converted(g, x.dtype) for g, x in gradients)
 
     def _backward(
@@ -329,7 +330,7 @@ class Hidden:
 
     def _gradients(
         self, engine: Engine, slots: Slots | None, of_sets: Tensor | None
-    ) -> tuple[Tensor | None, WeightGradient | None, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | WeightGradient | None, Tensor | None]:
         """(d_hidden, d_weight, d_bias) of all rows. `of_sets`: the gradient of the logits at `slots`."""
         head = engine.head
         if head.weight.shape[0] == 0:  # of a rank without a part of the vocabulary
@@ -340,11 +341,9 @@ class Hidden:
             if engine.d_bias is not None:
                 ones = torch.ones(engine.hidden.shape[0], 1, device=engine.hidden.device)
                 self.backend.add_hidden_rows(of_sets, slots, ones, engine.d_bias[:, None])
-        d_weight = None
-        if engine.wanted[1]:
-            shape, dtype = head.weight.shape, head.weight.dtype
+        d_weight: Tensor | WeightGradient | None = engine.d_weight
+        if engine.wanted[1] and (d_weight is None or of_sets is not None or self.into is not None):
             hidden = None if of_sets is None else engine.hidden  # else nothing has to be held until the backward
-            d_weight = WeightGradient(
-                self.backend, shape, dtype, engine.d_weight, self.into, engine.hidden.device, hidden, slots, of_sets
-            )
+            like = (self.backend, head.weight.shape, head.weight.dtype)
+            d_weight = WeightGradient(*like, engine.d_weight, self.into, engine.hidden.device, hidden, slots, of_sets)
         return engine.whole_d_hidden(), d_weight, engine.d_bias

@@ -8,7 +8,6 @@ A source is one of `sources.py`, which compute at once, or one of `operators.py`
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -54,36 +53,14 @@ def gradient_once(function: Callable[..., Any], *arguments: Any) -> Any:
     raise RuntimeError(f"{NO_SECOND} Call backward without create_graph=True.")
 
 
-class _Positional(inspect.Signature):
-    """A signature for calls that pass every argument, by position: to bind them is to keep them."""
-
-    def bind(self, *arguments: Any) -> Any:
-        return _Bound(arguments)
-
-
-class _Bound(NamedTuple):
-    """What torch asks of inspect.BoundArguments."""
-
-    args: tuple[Any, ...]
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        return {}
-
-    def apply_defaults(self) -> None:
-        pass
+def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`function.apply(*arguments)`; in eager code without what `apply` does for torch.func and for arguments by name, which takes
+    longer than a small batch."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
-def with_signature(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Decorator for an autograd Function that is called with every argument, by position. In each call torch reads the signature
-    of `forward` and binds the arguments to it, which takes longer than a small batch: here the signature is made once, and binding
-    costs nothing."""
-    parameters = list(inspect.signature(function.forward).parameters.values())
-    function.forward.__signature__ = _Positional(parameters)  # type: ignore[attr-defined]
-    return function
-
-
-@with_signature
 class VocabularyStage(torch.autograd.Function):
     """(log-probs, the statistics asked for, partials), each fp32 with one entry a row. The partials have no gradient, and of the
     statistics those in `with_gradient` have one."""
@@ -103,7 +80,7 @@ class VocabularyStage(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         transform = RowTransform(scale, softcap, inv_temperature)
         stats = source.stats(tensors, targets, read, transform, names)
-        found = (stats.logps, *(stats.statistic(name, read) for name in statistics))
+        found = stats.found(statistics, read)
         if source.at is None:
             return *found, *stats.draws, stats.values
         several = source.logits_at(tensors)
@@ -161,7 +138,7 @@ def vocabulary_stage(
         logps, *values = stage(source, statistics, with_gradient, names, *rows, *tensors)
     elif needed or torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         rows = tuple(map(_savable, rows))
-        logps, *values = VocabularyStage.apply(source, statistics, with_gradient, names, *rows, *tensors)
+        logps, *values = applied(VocabularyStage, source, statistics, with_gradient, names, *rows, *tensors)
     else:  # a small batch takes less time than a Function
         with torch.no_grad():
             logps, *values = VocabularyStage.forward(source, statistics, with_gradient, names, *rows, *tensors)

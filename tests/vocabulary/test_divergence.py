@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from grpo_kernels.vocabulary.backends import load, pick
-from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, Teacher, merge, partials_of
+from grpo_kernels.vocabulary.merging import merge
+from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, Teacher, partials_of
 from grpo_kernels.vocabulary.sources import Logits
 from grpo_kernels.vocabulary.stage import vocabulary_stage
 from support.divergences import KINDS, PLAIN, check, expected, row_pairs

@@ -11,7 +11,8 @@ import torch
 from grpo_kernels import Objective, grpo_loss
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.rows import RowTransform, merge
+from grpo_kernels.vocabulary.merging import merge
+from grpo_kernels.vocabulary.rows import RowTransform
 from grpo_kernels.vocabulary.shard import on_shard
 from support.cases import build, same_bits
 from support.processes import checks_of

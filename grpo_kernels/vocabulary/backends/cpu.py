@@ -18,8 +18,7 @@ from ...formulas.token_program import compare_once, token_program
 from ..rows import RowStats, RowTransform, Slopes, Teacher
 from . import FusedRows, cpu_divergence, fall_back, two_visits
 from .cpu_divergence import mixed  # noqa: F401
-from .cpu_module import DTYPES, _cpu, available  # noqa: F401
-from .cpu_rows import address, check, inverse_temperature, layout
+from .cpu_module import DTYPES, _cpu, address, available, check, inverse_temperature, layout  # noqa: F401
 from .cpu_select import masses, select  # noqa: F401
 from .cpu_sparse import add_hidden_rows, add_weight_rows, slot_logits  # noqa: F401
 

@@ -9,8 +9,7 @@ import torch
 from ..divergence import KINDS
 from ..rows import RowStats, RowTransform, Slopes, Teacher
 from . import FusedRows
-from .cpu_module import DTYPES, _cpu
-from .cpu_rows import address, check, inverse_temperature, layout
+from .cpu_module import DTYPES, _cpu, address, check, inverse_temperature, layout
 
 if TYPE_CHECKING:
     from ...formulas.token_stage import TokenRows

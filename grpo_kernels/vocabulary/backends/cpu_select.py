@@ -6,8 +6,7 @@ import torch
 
 from ..rows import RowStats, RowTransform
 from ..selection import Drawn, capacity, per_unit
-from .cpu_module import DTYPES, _cpu
-from .cpu_rows import address, check, inverse_temperature
+from .cpu_module import DTYPES, _cpu, address, check, inverse_temperature
 
 Tensor = torch.Tensor
 
