@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> None:
             for cell, _ in SUITES[name].plan(args.device, args.quick):
                 shape = " x ".join(f"{n:,}" for n in (cell.rows, cell.hidden, cell.vocab) if n)
                 notes = [f", {cell.active:.1%} active"] if cell.active < 1 else []
+                notes += [f", {cell.entropy:g} nats"] if cell.entropy is not None else []
                 notes += [", one sequence"] if cell.sequences == 1 else []
                 print(f"  {shape} {str(cell.dtype).removeprefix('torch.')}{''.join(notes)}")
         return

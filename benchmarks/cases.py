@@ -28,6 +28,7 @@ CONTRACTS = {
     "hidden-frozen": "DAPO loss from hidden states with a frozen head: value, gradient of the hidden states",
     "hidden-forward": "log-probs from hidden states and the head's weight, no gradient",
     "kept": "DAPO loss over kept sets from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
+    "sparse": "DAPO loss from hidden states [N, H] of rows of a mean entropy and the head's weight [V, H]: value, gradients of both",
     "cross-entropy": "mean cross-entropy from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
     "divergence": "mean KL(policy, teacher) from hidden states and weights of both: value, gradients of the policy's",
     "divergence-forward": "mean KL(teacher, policy) from hidden states and weights of both: value, gradients of the policy's",
@@ -47,6 +48,7 @@ class Cell:
     active: float = 1.0  # share of sequences whose advantage is not 0
     layers: int | None = None  # of the model in a training step
     sequences: int = 16
+    entropy: float | None = None  # mean of the rows, in nats, of the suite "sparse"
 
     def __post_init__(self) -> None:
         if self.contract not in CONTRACTS:
@@ -55,6 +57,10 @@ class Cell:
             raise ValueError(f"rows={self.rows}: they are {self.sequences} sequences of equal length, pass a multiple of that.")
         if (self.hidden is None) != self.contract.startswith("logits"):
             raise ValueError(f"hidden={self.hidden}: contracts on hidden states need a width, those on logits have none.")
+        if (self.entropy is None) == (self.contract == "sparse"):
+            raise ValueError(
+                f"entropy={self.entropy}: the contract sparse needs the mean of its rows in nats, others have none."
+            )
 
     @property
     def beta(self) -> float:
@@ -166,12 +172,12 @@ def _logits_case(cell: Cell, device: str, g: torch.Generator) -> LogitsCase:
     pristine = torch.empty(cell.rows, cell.vocab, dtype=cell.dtype, device=device)
     targets = torch.empty(cell.rows, dtype=torch.int64, device=device)
     likely = torch.randperm(cell.vocab, generator=g, device=device)[: min(50, cell.vocab // 4)]
-    for part in _blocks(cell, 4, device):
+    for part in row_blocks(cell, 4, device):
         x = torch.randn(pristine[part].shape, generator=g, device=device)
         x[:, likely] += 8
         pristine[part] = x
         targets[part] = torch.multinomial(x.softmax(-1), 1, generator=g)[:, 0]
-    now = torch.cat([_chosen(pristine[part].float(), targets[part]) for part in _blocks(cell, 4, device)])
+    now = torch.cat([_chosen(pristine[part].float(), targets[part]) for part in row_blocks(cell, 4, device)])
     logits = pristine.clone().requires_grad_(cell.contract == "logits")
     return LogitsCase(cell, tokens(cell, targets, now, g), logits, pristine, torch.empty_like(pristine).copy_(pristine))
 
@@ -246,7 +252,7 @@ def log_ratios(rows: int, g: torch.Generator) -> Tensor:
 
 
 def _head_logps(cell: Cell, hidden: Tensor, weight: Tensor, targets: Tensor, device: str) -> Tensor:
-    parts = _blocks(cell, 4, device)
+    parts = row_blocks(cell, 4, device)
     return torch.cat([_chosen((hidden[part] @ weight.t()).float(), targets[part]) for part in parts])
 
 
@@ -254,7 +260,7 @@ def _chosen(logits: Tensor, targets: Tensor) -> Tensor:
     return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-def _blocks(cell: Cell, size: int, device: str) -> Iterator[slice]:
+def row_blocks(cell: Cell, size: int, device: str) -> Iterator[slice]:
     """Rows whose logits take some hundred MB at `size` bytes each (2 GB on CUDA)."""
     step = max(1, (2 << 30 if device == "cuda" else 256 << 20) // (size * cell.vocab))
     for lo in range(0, cell.rows, step):
@@ -284,7 +290,7 @@ def reference(case: Case) -> Result:
         found["d_logits"] = torch.empty(case.pristine.shape, device=device)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     logps, entropy = (torch.empty(cell.rows, dtype=torch.float64, device=device) for _ in range(2))
-    for part in _blocks(cell, 8, device):
+    for part in row_blocks(cell, 8, device):
         z = case.pristine[part].double() if isinstance(case, LogitsCase) else hidden[part] @ weight.t()
         targets = batch.targets[part, None]
         z -= z.logsumexp(-1, keepdim=True)

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from benchmarks.printing import ways
+from benchmarks.printing import DRAWN, entropy, ways, worst
 from benchmarks.roofline import render
 from benchmarks.suites import EAGER
 
@@ -37,7 +37,7 @@ def shapes(record: Record) -> list[list[Cell]]:
     """The cells, those of one shape together: they differ in their dtype."""
     found: dict[tuple, list[Cell]] = {}
     for cell in record["cells"]:
-        found.setdefault((cell["rows"], cell["hidden"], cell["vocab"], cell["active"]), []).append(cell)
+        found.setdefault((cell["rows"], cell["hidden"], cell["vocab"], cell["active"], cell.get("entropy")), []).append(cell)
     return list(found.values())
 
 
@@ -49,7 +49,7 @@ def headline(record: Record) -> list[list[Cell]]:
 
 
 def size(cell: Cell) -> str:
-    return " x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x])
+    return " x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x]) + entropy(cell)
 
 
 def fixed(cell: Cell, varied: str) -> str:
@@ -125,10 +125,6 @@ def megabytes(row: Row) -> str:
     return "" if row.get("extra_mb") is None else f"{row['extra_mb']:,.0f}"
 
 
-def worst(row: Row) -> str:
-    return f"{max(row['errors'].values()):.0e}" if row.get("errors") else ""
-
-
 # ---- tables
 
 
@@ -188,6 +184,7 @@ def details(cell: Cell) -> str:
         )
     kept = [i for i in range(len(head)) if i == 0 or any(line[i] for line in lines[1:])]
     sums = [f"{row['name']} (limit), ms: {ways(row)}." for row in timed if row.get("ways")]
+    sums += [f"{DRAWN}."] if any(row.get("drawn") for row in timed) else []
     return "\n\n".join([render([[line[i] for i in kept] for line in lines], markdown=True), *sums]) + _without(reasons([cell]))
 
 

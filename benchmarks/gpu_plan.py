@@ -69,7 +69,7 @@ REHEARSED = (
 HEADLINE = ("logits", "hidden", "kept")
 COMPARED = ("logits", "hidden", "active", "kept")
 FURTHER = (
-    "step", "divergence", "logits-divergence", "length", "cross-entropy", "hidden-frozen", "logits-forward", "hidden-forward",
+    "step", "divergence", "sparse", "logits-divergence", "length", "cross-entropy", "hidden-frozen", "logits-forward", "hidden-forward",
     "divergence-forward", "divergence-jsd", "rows", "vocab",
 )  # fmt: skip
 REHEARSED_SUITES = ("kept", "length")  # of them, on a CPU

@@ -10,6 +10,25 @@ limit: what the hardware needs for the least that the contract asks for, measure
 error: the worst of the loss (by the mean |advantage|), gradients and their worst row (relative), log-probs and entropy (absolute)."""
 
 
+#: Said below a table with rows whose gradient is drawn.
+DRAWN = "Errors of gradients in sparse rows are those of one draw: unbiased noise around the dense gradient, not a wrong result"
+
+
+def entropy(cell: dict) -> str:
+    """Of a cell whose rows were made for a mean entropy: what they have."""
+    wanted = cell.get("entropy")
+    return "" if wanted is None else f", mean entropy {cell.get('entropy_reached', wanted):.2f} nats"
+
+
+def worst(row: dict) -> str:
+    """The largest error of a row; of a gradient that is drawn the relative noise of all rows together."""
+    if not row.get("errors"):
+        return ""
+    if row.get("drawn"):
+        return f"noise {max(x for name, x in row['errors'].items() if 'worst row' not in name):.1%}"
+    return f"{max(row['errors'].values()):.0e}"
+
+
 def ways(row: dict) -> str:
     """What a limit is the sum of, and the ways that took longer, in ms."""
     found = []
@@ -60,16 +79,19 @@ def table(cell: dict) -> str:
                 *(f"{r[key]:.3g}" for key in rates),
                 f"{100 / r['x_limit']:.0f}" if r["x_limit"] else "",
                 f"{r['extra_mb']:.0f}" if "extra_mb" in r else "",
-                f"{max(r['errors'].values()):.0e}" if "errors" in r else "",
+                worst(r),
                 *("" if r.get(key) is None else str(r[key]) for key in ("compiles", "syncs")),
             ]
         )
     kept = [i for i, name in enumerate(lines[0]) if i == 0 or any(line[i] for line in lines[1:])]
     widths = [max(len(line[i]) for line in lines) for i in kept]
-    text = [f"{contract}, {shape}, {cell['dtype']}{active}" + (f"; TFLOP/s of {convention}" if convention else "")]
+    text = [
+        f"{contract}, {shape}, {cell['dtype']}{active}{entropy(cell)}" + (f"; TFLOP/s of {convention}" if convention else "")
+    ]
     for line in lines:
         text.append("  ".join(line[i].rjust(w) if i else line[i].ljust(w) for i, w in zip(kept, widths, strict=True)).rstrip())
     text += [f"  {r['name']} (limit): {ways(r)}" for r in timed if r.get("ways")]
+    text += [f"  {DRAWN}"] if any(r.get("drawn") for r in timed) else []
     text += [f"  {r['name']}: {r['status']}, {r['reason']}" for r in rows if r["status"] != "ok"]
     text += (
         [f"  CUDA's allocator asked again {cell['alloc_retries']} times while this was timed"]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 #: What a figure depends on: the library, and those parts of the benchmarks that make figures.
 SOURCES = (
     "grpo_kernels/**/*.py", "csrc/*", "benchmarks/cases.py", "benchmarks/errors.py", "benchmarks/harness.py",
-    "benchmarks/inputs.py", "benchmarks/kept_cases.py", "benchmarks/measure.py", "benchmarks/suites.py", "benchmarks/providers/*.py",
+    "benchmarks/inputs.py", "benchmarks/*_cases.py", "benchmarks/measure.py", "benchmarks/suites.py", "benchmarks/providers/*.py",
 )  # fmt: skip
 
 

@@ -115,6 +115,20 @@ def _kept(device: str, quick: bool) -> list[Planned]:
     ]
 
 
+def _sparse(device: str, quick: bool) -> list[Planned]:
+    """By the mean entropy of the rows. Many rows are measured at two of them, with nobody beside ours: it takes minutes a cell."""
+    if device == "cuda":
+        return [
+            Planned(_head("sparse", 8192, 4096, QWEN, BF16, entropy=e)) for e in ((0.6,) if quick else (0.6, 0.3, 2.0, 6.0))
+        ]
+    if quick:
+        return [Planned(_head("sparse", 64, 256, 32768, dtype, entropy=0.6)) for dtype in (FP32, BF16)]
+    few = [_head("sparse", 256, 1024, QWEN, dtype, entropy=e) for e in (0.6, 0.3, 2.0, 6.0) for dtype in (FP32, BF16)]
+    many = [_head("sparse", 2048, 1024, QWEN, dtype, entropy=e) for e in (0.6, 6.0) for dtype in (FP32, BF16)]
+    ours = tuple(p.name for p in providers("sparse") if p.name.startswith(OURS))
+    return [*map(Planned, few), *(Planned(cell, ours) for cell in many)]
+
+
 def _divergence(contract: str) -> Callable[[str, bool], list[Planned]]:
     def plan(device: str, quick: bool) -> list[Planned]:
         if device == "cuda":
@@ -169,9 +183,10 @@ def _step(device: str, quick: bool) -> list[Planned]:
 
 
 def _head(
-    contract: str, rows: int, hidden: int, vocab: int, dtype: torch.dtype, active: float = 1.0, sequences: int = 16
-) -> Cell:
-    return Cell(contract, rows, vocab, dtype, hidden, active, sequences=sequences)
+    contract: str, rows: int, hidden: int, vocab: int, dtype: torch.dtype, active: float = 1.0, sequences: int = 16,
+    entropy: float | None = None,
+) -> Cell:  # fmt: skip
+    return Cell(contract, rows, vocab, dtype, hidden, active, sequences=sequences, entropy=entropy)
 
 
 SUITES = {
@@ -181,6 +196,7 @@ SUITES = {
         Suite("logits-forward", "Log-probs and entropy from logits", "logits-forward", _logits("logits-forward")),
         Suite("hidden", "Loss and gradients from hidden states", "hidden", _hidden),
         Suite("kept", "Loss and gradients over kept sets, from hidden states", "kept", _kept),
+        Suite("sparse", "Loss and sparse gradients, by the mean entropy of the rows", "sparse", _sparse),
         Suite("divergence", "Exact KL to a teacher, from hidden states", "divergence", _divergence("divergence")),
         Suite("divergence-forward", "The same, forward", "divergence-forward", _divergence("divergence-forward")),
         Suite("divergence-jsd", "The same, Jensen-Shannon", "divergence-jsd", _divergence("divergence-jsd")),

@@ -36,6 +36,7 @@ class Provider:
     limit: bool = False  # not a contender: the least time that the hardware needs for the contract
     part: str | None = None  # of a limit: one way to do this part of it, whose fastest way counts
     beside: bool = False  # it computes another contract, which its name says: timed beside, and not checked here
+    drawn: bool = False  # its gradient is unbiased noise around the dense one: errors are shown, and judged as such
     memory: Callable[[Cell], float] | None = None  # bytes beyond the inputs, for providers that may need more than is free
 
     @property
@@ -91,6 +92,7 @@ def providers(contract: str) -> list[Provider]:
     order = (
         "ours",
         "kept",
+        "sparse",
         "divergence",
         "pytorch",
         "linear_cross_entropy",

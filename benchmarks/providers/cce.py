@@ -24,7 +24,7 @@ def _loss(case: HiddenCase, **how: object) -> Call:
     return lambda: case.gradients(policy_loss(logps(), case.batch, case.cell.beta))
 
 
-@provider("CCE, filtered (flat states) + loss", "hidden", "hidden-frozen", devices=("cuda",), dtypes=HALF)
+@provider("CCE, filtered (flat states) + loss", "hidden", "hidden-frozen", "sparse", devices=("cuda",), dtypes=HALF)
 def filtered(case: HiddenCase) -> Call:
     return _loss(case)
 
@@ -34,7 +34,7 @@ def unfiltered(case: HiddenCase) -> Call:
     return _loss(case, filter_eps=None)
 
 
-@provider("CCE (torch.compile) + loss", "hidden", "hidden-frozen")
+@provider("CCE (torch.compile) + loss", "hidden", "hidden-frozen", "sparse")
 def compiled(case: HiddenCase) -> Call:
     return _loss(case, impl="torch_compile")
 

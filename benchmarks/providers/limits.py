@@ -119,12 +119,12 @@ def _teacher(case: TeacherCase, way: type[_Torch]) -> Run:
 
 
 DIVERGENCES = ("divergence", "divergence-forward", "divergence-jsd")
-BACKWARD = ("hidden", "hidden-frozen", "cross-entropy", *DIVERGENCES)
+BACKWARD = ("hidden", "hidden-frozen", "sparse", "cross-entropy", *DIVERGENCES)
 PARTS: dict[str, tuple[tuple[str, ...], Callable[[Any, type[_Torch]], Run]]] = {
     "teacher logits": (DIVERGENCES, _teacher),
     "logits": ((*BACKWARD, "hidden-forward"), _logits),
     "d_hidden": (BACKWARD, lambda case, way: _backward(case, way, of_weight=False)),
-    "d_weight": (("hidden", "cross-entropy", *DIVERGENCES), lambda case, way: _backward(case, way, of_weight=True)),
+    "d_weight": (("hidden", "sparse", "cross-entropy", *DIVERGENCES), lambda case, way: _backward(case, way, of_weight=True)),
 }
 WAYS: dict[str, tuple[type[_Torch], tuple[str, ...]]] = {
     "torch.mm": (_Torch, ("cpu", "cuda")),

@@ -115,7 +115,7 @@ def _linear(case: HiddenCase, backend: str, upstream: float = 1.0) -> Call:
     return run
 
 
-@provider("grpo_kernels", "hidden", "hidden-frozen")
+@provider("grpo_kernels", "hidden", "hidden-frozen", "sparse")
 def linear(case: HiddenCase) -> Call:
     return _linear(case, native(case))
 

@@ -262,7 +262,7 @@ def test_one_advantage_per_sequence_and_the_share_that_was_asked_for(active: flo
 @pytest.mark.parametrize("contract", ["logits", "logits-forward", "hidden", "hidden-frozen", "hidden-forward", "cross-entropy"])
 def test_the_reference_is_what_autograd_says_in_float64(contract: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(tiny(contract, active=0.5), "cpu")
-    monkeypatch.setattr("benchmarks.cases._blocks", lambda cell, size, device: (slice(lo, lo + 8) for lo in range(0, 32, 8)))
+    monkeypatch.setattr("benchmarks.cases.row_blocks", lambda cell, size, device: (slice(lo, lo + 8) for lo in range(0, 32, 8)))
     found = reference(case)
     if isinstance(case, LogitsCase):
         logits = z = case.pristine.double().requires_grad_()

@@ -31,7 +31,16 @@ def nothing_compiles() -> Iterator[None]:
 
 def tiny(contract: str, dtype: torch.dtype = FP32, active: float = 1.0) -> Cell:
     hidden = None if contract.startswith("logits") else 128
-    return Cell(contract, 32, 512, dtype, hidden, active, layers=1 if contract == "step" else None)
+    return Cell(
+        contract,
+        32,
+        512,
+        dtype,
+        hidden,
+        active,
+        layers=1 if contract == "step" else None,
+        entropy=2.0 if contract == "sparse" else None,
+    )
 
 
 OURS = {contract: [p.name for p in providers(contract) if p.name.startswith("grpo_kernels")] for contract in CONTRACTS}
