@@ -109,8 +109,9 @@ def test_an_error_that_verl_would_hide_is_logged(registry: dict[str, Any], caplo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("modules", ["", "grpo_kernels.plugins.verl_head"])
-def test_verls_own_loader(tmp_path: Path, modules: str) -> None:
+def test_verls_own_loader(tmp_path: Path, modules: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`import verl` alone, with the metadata of an installed grpo_kernels on the path."""
+    monkeypatch.undo()  # the versions are those that are here
     pytest.importorskip("verl", reason="verl is not installed", exc_type=ImportError)
     info = tmp_path / "grpo_kernels-9.dist-info"
     info.mkdir()
