@@ -1,8 +1,8 @@
-"""Triton backend: a program processes one row at a time, and reads it once from device memory and once from L2.
+"""Triton backend: each program processes one row at a time, reading it once from device memory and then once from L2.
 
 There are no RL formulas here: `fused` compiles those of token_stage.py into its kernel, see triton_formulas.py. Row
-counts, strides, scalars and parameters are runtime values, so no length and no schedule compiles anything after the first
-call of a kind; what is compile-time is the vocabulary's size class, dtypes, alignment and the presence of optional inputs.
+counts, strides, scalars and parameters are runtime values, so a new length or a new step of a schedule does not recompile.
+Compile-time are the vocabulary's size class, dtypes, alignment and the presence of optional inputs.
 A kernel that does not fit or compile gets a smaller tile and then raises KernelFailure, see triton_launch.py.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-WRITES_BEHIND_READS = False  # many threads write at once, and from the end of the row
+WRITES_BEHIND_READS = False  # many threads write at once, starting at the end of the row
 WITH_TOP = partials_of(("top_id",))
 
 
@@ -50,7 +50,7 @@ def stats(
     """Partials of each row of logits [A, T, V]. `rows` = (lo, hi) takes those flat rows; vectors are [hi - lo]."""
     if teacher is not None:
         result = triton_divergence.stats(logits, targets, read, transform, names, teacher, rows=rows)
-        if "top" in names:  # rarely asked for with a teacher: a visit of its own
+        if "top" in names:  # rarely asked for with a teacher, so it is a separate pass
             alone = stats(logits, targets, read, transform, WITH_TOP, rows=rows)
             result.get("top").copy_(alone.get("top"))  # type: ignore[union-attr, arg-type]
         return result

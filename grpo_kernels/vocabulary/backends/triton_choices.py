@@ -1,7 +1,7 @@
 """How the Triton kernels are launched: threads, loads in flight, registers, grids, cache hints; and on which device.
 
-Nothing here changes a result but for the order of sums, which depends on the vocabulary, dtypes and strides, never on the
-number of rows. `benchmarks.tune` times other choices, `benchmarks.resources` reads from the binaries what they need."""
+These choices affect results only through the order of sums, which depends on the vocabulary, dtypes and strides, never on the
+number of rows. `benchmarks.tune` times other choices; `benchmarks.resources` reads from the binaries what they need."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ INTERPRETED = not isinstance(_stats_kernel, triton.runtime.jit.JITFunction)
 
 
 class Choice(NamedTuple):
-    """Of one kind of kernel, for rows long enough to need it all. Shorter rows take fewer accesses, then fewer threads."""
+    """Launch settings of one kind of kernel, for long rows. Shorter rows use fewer accesses, then fewer threads."""
 
     threads: int  # of a program
-    accesses: int  # 128-bit loads that a thread issues before it waits for the first
-    programs: int = 1  # resident on a multiprocessor: each gets its share of the registers
+    accesses: int  # 128-bit loads that a thread has in flight
+    programs: int = 1  # programs resident on a multiprocessor, which share its registers
     ends: int = 1  # the last tiles of a row, loaded at once
-    kept: int = 0  # how many of these stay in registers from the first visit of a row to the second
-    grid: float = 0.0  # of the fused kernel: programs for each multiprocessor, each taking row after row; 0: one a row
-    hints: bool = False  # ask the caches to keep what is read again, and to drop what is not
+    kept: int = 0  # how many of these stay in registers between the first and the second pass over a row
+    grid: float = 0.0  # fused kernel: programs per multiprocessor, each looping over rows; 0: one program per row
+    hints: bool = False  # cache hints: keep data that is read again, evict the rest
 
 
 #: kind of kernel -> its choice. By reasoning and from the binaries, not from measurements: no GPU has timed them yet.
 #: 32 KiB in flight is a little over what 4.8 TB/s times 0.7 us of latency ask of each of 132 multiprocessors (25 KiB).
-#:   visit    a row is gone over once. Two programs, so that one loads while the other reduces at the end of its row.
-#:   fused    a row is gone over twice, and what lives across the loops needs more than 64 registers. One program by
+#:   visit    one pass over a row. Two programs, so that one loads while the other reduces at the end of its row.
+#:   fused    two passes over a row, and the values that live across the loops need more than 64 registers. One program by
 #:            registers: 132 rows of 152k bf16 logits (39 MB) stay in the 50 MB L2 of a Hopper GPU from first to second read,
 #:            twice as many would not. A program a row: where another stream holds multiprocessors, no row waits for them.
-#:            What stays in registers is the end of a row, so the second visit starts without a load.
+#:            The end of a row stays in registers, so the second pass starts without a load.
 #:   fused32  the same with fp32 logits, of which more than fits goes through L2: as much of a row in registers as there is
 #:            room for. `grid` 0.5 halves the rows in flight, and so lets whole rows stay in L2 with half the multiprocessors.
-#:   two      a row and its teacher's are gone over once, with twice the loads and sums of `visit`: one program by registers.
+#:   two      one pass over a row and its teacher's, with twice the loads and sums of `visit`: one program by registers.
 #:   mixed    the same for the sums of a mixture, whose hundred instructions a logit hide any load.
 LAUNCH = {
     "visit": Choice(512, 2, programs=2, ends=2),
@@ -66,8 +66,8 @@ def choose(kind: str, columns: int, tensors: tuple[Tensor, ...], halvings: int) 
         (A, T, _), (of_a, of_t, _) = x.shape, x.stride()
         aligned = aligned and of_a % 16 == 0 == of_t % 16
         behind.add((of_a % cols if A > 1 else 0, of_t % cols if T > 1 else 0, x.data_ptr() // x.element_size() % cols))
-    # Unaligned gradients go by 16 bytes too where each row of them lies as far behind a boundary as its logits: all that counts
-    # of strides is what they leave of an access, and of a dimension of size 1 nothing.
+    # Unaligned gradients are written 16 bytes at a time too, if each of their rows has the same offset from a 16-byte boundary
+    # as its logits. So only strides modulo an access matter, and the stride of a dimension of size 1 does not.
     peeled = not aligned and len(tensors) == 2 and len(behind) == 1
     device = None if INTERPRETED else triton.runtime.driver.active
     index = tensors[0].device.index
@@ -78,7 +78,7 @@ def choose(kind: str, columns: int, tensors: tuple[Tensor, ...], halvings: int) 
 def _launch(
     kind: str, choice: Choice, columns: int, cols: int, aligned: bool, peeled: bool, halvings: int, driver: Any, index: int | None
 ) -> Launch:  # fmt: skip
-    """The same from numbers. `driver` and `index` name the device, whose target `options` asks for."""
+    """As `choose`, from numbers. `driver` and `index` name the device, whose target `options` asks for."""
     accesses = min(choice.threads * choice.accesses, triton.next_power_of_2(triton.cdiv(columns, cols))) >> halvings
     accesses = max(32, accesses)
     lanes = min(choice.threads, accesses)
@@ -94,8 +94,8 @@ def _launch(
 
 
 def options(lanes: int, programs: int, fusion: bool = True) -> dict[str, Any]:
-    """Options of Triton's compiler for programs of so many threads, so many of which share a multiprocessor if they are full
-    ones. `fusion`: of multiplications and additions, which rounds once instead of twice."""
+    """Options of Triton's compiler for the number of threads in a program and of full-size programs that share a multiprocessor.
+    `fusion`: of multiplications and additions, which rounds once instead of twice."""
     if INTERPRETED:
         return {}
     target = triton.runtime.driver.active.get_current_target()
@@ -124,14 +124,14 @@ def driver_failure() -> str | None:
     """Why Triton cannot use the device, or None. On first use it builds its launcher with the C compiler of the system."""
     try:
         triton.runtime.driver.active.get_current_target()
-    except Exception as error:  # of a compiler, a linker, a file system
+    except Exception as error:  # errors of a compiler, a linker, a file system
         return f"Triton cannot start ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
     return None
 
 
 def serves(device: torch.device) -> bool:
-    """Whether tensors on this device are those of Triton's driver: "cuda" is NVIDIA and AMD, "xpu" Intel. For AMD the kernels
-    have been compiled and have budgets, for Intel they have not been compiled; on neither have they run."""
+    """Whether Triton's driver handles tensors on this device: "cuda" is NVIDIA and AMD, "xpu" Intel. For AMD the kernels have
+    been compiled and have budgets; for Intel they have not been compiled. They have been run on neither."""
     if INTERPRETED:
         return True
     return device.type != "cpu" and bool(triton.runtime.driver.active.get_active_torch_device().type == device.type)

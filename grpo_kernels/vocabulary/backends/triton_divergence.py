@@ -1,4 +1,4 @@
-"""Rows beside those of a teacher on a GPU: which kernel of triton_divergence_kernels.py is launched, with which arguments."""
+"""Student and teacher rows on a GPU: which kernel of triton_divergence_kernels.py is launched, with which arguments."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def stats(
     *,
     rows: tuple[int, int] | None = None,
 ) -> RowStats:
-    """Partials of both streams, as `triton.stats`; but for "top", which it has to fill."""
+    """Partials of both streams, as `triton.stats`, except "top", which `triton.stats` fills."""
     of = _Streams(logits, transform, teacher, rows)
     result = RowStats.empty(names, of.n, logits.device, teacher)
     if of.n == 0:
@@ -106,10 +106,10 @@ def pull(
 
 
 def _known(stats: RowStats) -> tuple[Tensor | None, ...]:
-    """What a second visit needs of both rows."""
+    """What a second pass needs to know about both rows."""
     return tuple(map(vector, (stats.max, stats.sum, stats.get("teacher_max"), stats.get("teacher_sum"), stats.log_sums)))
 
 
 def _shares(teacher: Teacher) -> tuple[float, float]:
-    """Of the teacher and of the student in their mixture."""
+    """Weights of the teacher and of the student in their mixture."""
     return float(teacher.mixture), 1.0 - float(teacher.mixture)

@@ -1,7 +1,7 @@
 """A row of logits beside a teacher's inside a Triton kernel: the formulas of vocabulary/divergence.py, for both streams at once.
 
-Unlike those of one stream (triton_rows.py), exponents are relative to the maxima themselves, and no product is fused with a sum but
-where `_fma` says so: the differences of two nearly equal rows keep their digits only if z - w is formed from rounded z and w."""
+Unlike in the kernels of one stream (triton_rows.py), exponents are relative to the maxima themselves, and multiplications and
+additions are fused only by `_fma`: the difference of two nearly equal rows is accurate only if z - w uses rounded z and w."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ import triton.language as tl
 from .triton_rows import _FLOOR, _LOG2E, _NEG_INF, _fma, _u
 
 _INF = tl.constexpr(float("inf"))
-#: As in vocabulary/divergence.py and csrc/simd.h, whose polynomials these are.
+#: The same constants and polynomials as in vocabulary/divergence.py and csrc/simd.h.
 _SMALL = tl.constexpr(0.5)
 _NEAR_MIXTURE = tl.constexpr(0.41)
 _NEAR_ONE = tl.constexpr(-0.29)
@@ -45,14 +45,14 @@ def _exp(x):
 
 @triton.jit
 def _finite(top):
-    """A maximum, 0 in place of -inf: exponents relative to it are then all -inf."""
+    """The maximum, or 0 in place of -inf: exponents relative to 0 are then all -inf."""
     return tl.where(top == _NEG_INF, 0.0, top)
 
 
 @triton.jit
 def _between(z, w, base, teacher_base):
-    """(z - base) - (w - teacher_base). Of rows that are close z - w is exact where the two logits are: small differences keep their
-    digits. Of rows that are far apart z - w would round at the distance."""
+    """(z - base) - (w - teacher_base). For rows that are close, z - w is exact if z and w are, so small differences are accurate.
+    For rows that are far apart, z - w would be rounded to the precision of their distance."""
     apart = base - teacher_base
     return tl.where(tl.abs(apart) <= 4.0, (z - w) - apart, (z - base) - (w - teacher_base))
 
@@ -72,7 +72,7 @@ def _logits(xs, at, V, cols, k, scale, softcap, END: tl.constexpr, SHAPE: tl.con
 
 @triton.jit
 def _rescaled(m, n, to, teacher_to, s, t, cross, excess, w, q, FORWARD: tl.constexpr):
-    """Sums relative to maxima m and n of both streams, relative to others."""
+    """Sums relative to maxima m and n of both streams, converted to other reference points."""
     f = tl.where(m == _NEG_INF, 0.0, _exp(m - to))
     g = tl.where(n == _NEG_INF, 0.0, _exp(n - teacher_to))
     apart = tl.where((m == _NEG_INF) | (n == _NEG_INF), 0.0, (m - n) - (to - teacher_to))
@@ -93,8 +93,9 @@ def _rescaled(m, n, to, teacher_to, s, t, cross, excess, w, q, FORWARD: tl.const
 
 @triton.jit
 def _fold_two(m, n, s, t, cross, excess, w, q, zs, ws, FORWARD: tl.constexpr, KIND: tl.constexpr):
-    """Fold a tile into every lane's running maxima m and n, sums s and t, cross and excess of both streams; with KIND >= 1 w, the sum of
-    e^(z - m) (z - m), with KIND = 2 q, the sum of e^2(z - m). Both maxima move at once, so that nearly equal rows stay so."""
+    """Fold a tile into every lane's running maxima m and n, sums s and t, cross and excess of both streams; with KIND >= 1 also w,
+    the sum of e^(z - m) (z - m), with KIND = 2 also q, the sum of e^2(z - m). Both maxima are updated together, so that nearly
+    equal rows keep nearly equal reference points."""
     top = zs[0]
     teacher_top = ws[0]
     for i in tl.static_range(1, len(zs)):
@@ -142,8 +143,8 @@ def _fold_two(m, n, s, t, cross, excess, w, q, zs, ws, FORWARD: tl.constexpr, KI
 
 @triton.jit
 def _against(d, b, rest_of_b):
-    """Of one column, from d = log p - log q and the mixture m = rest_of_b p + b q: whether p is the larger of the two, e^-|d|, and
-    with the larger one M: log M - log m, that of the smaller one, the term of M in its KL to m over M, that of the smaller one."""
+    """For one column, from d = log p - log q and the mixture m = rest_of_b p + b q, M being the larger of p and q: whether M is p;
+    e^-|d|; log M - log m, and the same of the smaller one; the term of M in its KL to m divided by M, and the same of the smaller."""
     student_larger = (d >= 0.0) | (d != d)
     distance = tl.abs(d)
     ratio = _exp(-distance)

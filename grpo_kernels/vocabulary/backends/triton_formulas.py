@@ -1,4 +1,4 @@
-"""Formulas written for torch, as functions of a Triton kernel: the same source, with another `ops`."""
+"""Compiles formulas written for torch into Triton functions: the same source, with another `ops`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...formulas.program import FormulaRefused
 
 
 class _Ops:
-    """`ops` inside Triton."""
+    """The `ops` that formulas get inside Triton."""
 
     @triton.jit
     def exp(x):
@@ -44,7 +44,7 @@ class _Ops:
     def where(condition, a, b):
         return tl.where(condition, a, b)
 
-    # Triton's own default loses NaN, and with it the sign that a row is broken.
+    # By default Triton drops NaN, which would hide that a row is broken.
 
     @triton.jit
     def minimum(a, b):
@@ -81,7 +81,7 @@ def compiled_formula(function: Callable[..., Any]) -> Any:
     definition = ast.parse(textwrap.dedent(source)).body[0]
     assert isinstance(definition, ast.FunctionDef)
     used = {node.id for statement in definition.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    names: dict[str, Any] = {"tl": tl}  # the interpreter asks to see it
+    names: dict[str, Any] = {"tl": tl}  # the interpreter reads it
     for used_name in sorted((used & function.__globals__.keys()).difference(function.__code__.co_varnames)):
         value = function.__globals__[used_name]
         if value is ops:
@@ -97,13 +97,13 @@ def compiled_formula(function: Callable[..., Any]) -> Any:
     clone = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     clone.__module__, clone.__qualname__ = function.__module__, function.__qualname__
     compiled = triton.jit(clone)
-    if isinstance(compiled, triton.runtime.JITFunction):  # not the interpreter's, which runs the function itself
+    if isinstance(compiled, triton.runtime.JITFunction):  # the interpreter runs the function itself
         # Triton evaluates annotations, whose names (torch, Any) a kernel does not know.
         arguments = definition.args
         for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
             argument.annotation = None
         definition.returns = None
         compiled._unsafe_update_src(ast.unparse(definition))
-        # Triton 3.5 knows a compiled kernel by the names of its formulas, which two may share.
+        # Triton 3.5 identifies a compiled kernel by the names of its formulas; two formulas may have the same name.
         clone.__qualname__ += f"_{compiled.cache_key[:16]}"
     return compiled

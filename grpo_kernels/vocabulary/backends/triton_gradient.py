@@ -27,7 +27,7 @@ def _factors(m, s, k, d_target, d_constant, d_log, d_prob, KIND: tl.constexpr):
     2^d) without the target's own term, d = c u_j - b."""
     c = k * _LOG2E
     b = _base(m, c)
-    # Far from 0 only columns equal to m matter: any c does that tells them from the others, and keeps c m finite.
+    # Far from 0 only columns equal to m matter: any c will do that separates them from the others and keeps c m finite.
     far = (tl.abs(m * c) >= _FAR) & (tl.abs(m) < -_NEG_INF)
     c = tl.where(far, tl.exp2(30.0 - tl.ceil(tl.log2(tl.abs(m)))), c)
     b = tl.where(far, c * m, b)
@@ -89,7 +89,7 @@ def _write_gradient(
         width = tl.multiple_of(width, COLS)
         first = tl.multiple_of(row + head, 16)
         first_out = tl.multiple_of(out + head, 16)
-    # Backwards: what was read last is the surest to be in L2 still.
+    # Backwards: the columns read last are the most likely to be still in L2.
     end = tl.maximum(tl.cdiv(width, BLOCK) - ENDS, 0) * BLOCK
     ends = kept
     if kept is None:
@@ -105,7 +105,7 @@ def _write_gradient(
         _write_tile(
             xs, first_out, at, width, cols, c, b, constant, linear, quadratic, scale, softcap, inv_t, False, SHAPE, KIND, HINT
         )  # fmt: skip
-    # The target's gradient is formed apart: 1 - p_y cancels as p_y -> 1, -expm1(logp) does not, and adding 1 to a stored
+    # The target's gradient is computed separately: 1 - p_y cancels as p_y -> 1, -expm1(logp) does not, and adding 1 to a stored
     # 16-bit value would lose it. One store for the row, which the barrier orders behind the tiles' stores.
     g = -d_target * _expm1(logp)
     if KIND >= 1:

@@ -1,6 +1,6 @@
-"""The Triton kernels: statistics of rows, their gradient, both with the formulas of a loss in between, scaling.
+"""The Triton kernels: statistics of rows, their gradient, a fused kernel of both with the formulas of a loss, and scaling.
 
-Rows are on grid axis 0, since the other axes end at 65 535: one program per row, or, in the fused kernel, one for several rows.
+Rows are on grid axis 0, since the other axes are limited to 65 535: one program per row, or, in the fused kernel, for several rows.
 """
 
 import triton
@@ -139,7 +139,7 @@ def _fused_kernel(
                 inv_t = tl.load(inv_temperature + i)
             row = logits + _row_offset(i, T, stride_a, stride_t, ALIGNED)
             target = tl.load(targets + i)
-            # Before the first store: the gradient may go where the logits are. The reductions below are the barrier.
+            # Read before the first store, since the gradient may overwrite the logits. The reductions below act as the barrier.
             k = _k(scale, softcap, inv_t, SHAPE)
             u = _target_u(row, target, V, scale, softcap, SHAPE)
             m, s, w, _, kept = _softmax_partials(row, V, k, scale, softcap, SHAPE, 1, ALIGNED, ACCESSES, LANES, COLS, ENDS,

@@ -1,7 +1,7 @@
-"""Launches of Triton kernels: a kernel that does not compile, or needs more than the GPU has, is tried with smaller tiles.
+"""Launches Triton kernels: a kernel that does not compile, or needs more than the GPU has, is retried with smaller tiles.
 
-A kernel is tried again only if it failed before it started, since its output may overwrite its input. If a smaller tile works
-there is one warning, if none does `KernelFailure` is raised. Both results are remembered, so later calls compile nothing.
+A kernel is retried only if it failed before it started, since its output may overwrite its input. If a smaller tile works
+there is one warning; if none does, `KernelFailure` is raised. Both outcomes are remembered, so later calls compile nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import warn_once
 
 Tensor = torch.Tensor
 
-#: No tile gets fewer accesses than this in the search for one that fits. Each try compiles once.
+#: The search for a tile that fits stops at this many accesses. Each try compiles once.
 FEWEST = 128
 
 PACKAGE = __name__.partition(".")[0]
@@ -31,12 +31,12 @@ class Launch(NamedTuple):
 
     @property
     def accesses(self) -> int:
-        """Of a tile, by all threads."""
+        """Number of accesses to load a tile, over all threads."""
         return int(self.flags["LANES"] * self.flags["ACCESSES"])
 
     @property
     def size(self) -> int:
-        """Logits of a tile."""
+        """Number of logits in a tile."""
         return self.accesses * int(self.flags["COLS"])
 
     @property
@@ -66,10 +66,10 @@ def run(
     arguments: Sequence[Any],
     flags: Mapping[str, Any],
 ) -> None:
-    """Launch `programs` of the kernel with the first of tile(0), tile(1) .., each half of the one before, that runs.
+    """Launch `programs` of the kernel with the first of tile(0), tile(1) .., each half the size of the one before, that runs.
 
-    Raises KernelFailure where none does. Errors of the device, memory that is full among them, pass through: the kernel
-    may have run in part, or will not run with less either."""
+    Raises KernelFailure if none does. Errors of the device, such as running out of memory, pass through: the kernel may have
+    run in part, or would fail with a smaller tile as well."""
     halvings = 0
     if _remembered:  # usually empty, so that calls need not compute a key
         known = _remembered.get(_signature(kernel, tile(0), arguments, flags), 0)
@@ -77,7 +77,7 @@ def run(
             raise KernelFailure(known)
         halvings = known
     launch = first = tile(halvings)
-    said = ""  # text of the first failure; keeping the exception would keep the arguments alive
+    said = ""  # only the text: the exception would keep the arguments alive
     while True:
         try:
             kernel[(programs(launch),)](*arguments, **flags, **launch.flags, **launch.options)
@@ -135,11 +135,13 @@ def _name(kernel: Any, flags: Mapping[str, Any]) -> str:
 
 def _line(error: BaseException) -> str:
     """The message of an error in one line."""
-    while isinstance(error.__cause__, triton.CompilationError):  # each function that calls the culprit wraps its error
+    while isinstance(error.__cause__, triton.CompilationError):  # every function on the way up wraps the error
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     text = " ".join([lines[0], *(line for line in lines[1:] if line.startswith("ptxas"))][:2])
-    if isinstance(error, triton.CompilationError) and error.error_message:  # which come behind the place and its source
+    if (
+        isinstance(error, triton.CompilationError) and error.error_message
+    ):  # the message comes after the location and its source
         definition = (error.src or "unknown source").strip().splitlines()[0]
         text = f"{error.error_message.strip().splitlines()[0]} ({lines[0].rstrip(':')} of `{definition}`)"
     return f"{type(error).__name__}: {text.rstrip('.')}"

@@ -1,7 +1,7 @@
 """The Triton backend that backend="auto" uses: a call whose kernel cannot run is computed by eager PyTorch, with a warning.
 
-Launch failures are detected before anything is written, so the logits are intact, also where the gradient overwrites them. The two
-backends agree to rounding, so the gradient may be computed by one from statistics of the other.
+Launch failures are detected before anything is written, so the logits are intact even when the gradient would overwrite them. The
+two backends agree to rounding, so one may compute the gradient from statistics of the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-WRITES_BEHIND_READS = triton.WRITES_BEHIND_READS  # which eager can do without
+WRITES_BEHIND_READS = triton.WRITES_BEHIND_READS  # eager does not need it
 
 
 SECOND_VISIT = "a second visit of the logits, with the formulas in PyTorch, which is slower"
@@ -73,9 +73,9 @@ def fused(
     logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None,
     *, teacher: Teacher | None = None,
 ) -> FusedRows:  # fmt: skip
-    """Where the kernel with the formulas in it cannot run, kernels without them may: formulas are then torch's affair."""
+    """If the kernel that contains the formulas cannot run, kernels without them may: torch then computes the formulas."""
     try:
-        if teacher is None:  # for a teacher there is no such kernel
+        if teacher is None:  # there is no fused kernel with a teacher
             return triton.fused(logits, rows, objective, transform, out)
     except KernelFailure as failure:
         fall_back(SECOND_VISIT, failure.reason)

@@ -1,4 +1,4 @@
-"""One row of logits inside a Triton kernel: its statistics, its gradient, and what both read it with."""
+"""One row of logits inside a Triton kernel: its statistics, and the transform that statistics and gradient read it with."""
 
 import math
 
@@ -12,7 +12,7 @@ _LN2 = tl.constexpr(math.log(2.0))
 _NEG_INF = tl.constexpr(-math.inf)
 #: Stands for -inf where a factor of exactly 0 follows: 0 * -inf would be NaN.
 _FLOOR = tl.constexpr(-1e30)
-#: Exponents further from 0 are those of rows whose neighbouring numbers are e^22 or more apart, see `_ties`.
+#: Beyond this, the exponentials of adjacent fp32 numbers differ by a factor of e^22 or more: see `_ties`.
 _FAR = tl.constexpr(2.0**29)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -76,7 +76,7 @@ def _fold(m, b, s, w, q, xs, at, V, cols, c, scale, softcap, END: tl.constexpr, 
     us = ()
     for i in tl.static_range(len(xs)):
         u = _u(xs[i], scale, softcap, SHAPE)
-        if END:  # -inf goes in after u: tanh and the mirror would make a number, or +inf, of it.
+        if END:  # -inf is put in after u is computed: tanh would turn it into a finite number, and the mirror into +inf.
             u = tl.where(at + i * STEP + cols < V, u, _NEG_INF)
         us = us + (u,)  # type: ignore[assignment]  # noqa: RUF005
     top = us[0]  # type: ignore[misc]
@@ -165,7 +165,7 @@ def _softmax_partials(
 
 @triton.jit
 def _first_at(row, V, m, scale, softcap, SHAPE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr):
-    """The first column whose u is m, or -1. One more read of the row."""
+    """The first column whose u is m, or -1. Reads the row once more."""
     BLOCK: tl.constexpr = LANES * COLS
     cols = _columns(ALIGNED, LANES, COLS)
     first = tl.full((LANES,), 2147483647, tl.int32)

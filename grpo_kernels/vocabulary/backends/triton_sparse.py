@@ -1,6 +1,6 @@
-"""The sparse products on a GPU: which kernel is launched, with which tile. The host waits for nothing.
+"""The sparse products on a GPU: which kernel is launched, with which tile. No host synchronisation.
 
-Sizes and strides are runtime values; what is compile-time is dtypes and alignment."""
+Sizes and strides are runtime values; dtypes and alignment are compile-time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def add_hidden_rows(values: Tensor, slots: Slots, hidden: Tensor, out: Tensor) -
 
 
 def _run(kernel: Any, matrices: tuple[Tensor, Tensor], programs: Any, arguments: tuple[Any, ...]) -> None:
-    """`programs` says how many for blocks of so many columns. The first matrix sets the width of an access."""
+    """`programs` gives the grid for a number of columns per block. The first matrix sets the width of an access."""
     for x in matrices:
         assert x.stride(1) == 1 or x.shape[1] <= 1 or not len(x), (x.shape, x.stride())
         assert x.shape[1] == matrices[0].shape[1] and max(x.shape) < 2**31 - 2**16, (x.shape, matrices[0].shape)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 _NEG_INF = tl.constexpr(-math.inf)
-#: Rows that a program reads at once. They are added up one after the other.
+#: Rows that a program loads at once. They are summed one after the other.
 _SIDE_BY_SIDE = tl.constexpr(8)
 
 
@@ -21,10 +21,10 @@ def _at(i, stride, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _width(H, wanted, ALIGNED: tl.constexpr):
-    """Columns to read of a row: all or, if it is not wanted, none. The end of an aligned row is read by wide accesses too."""
+    """Number of columns to read of a row: all, or 0 if it is not wanted. The end of an aligned row is read by wide accesses too."""
     width = tl.where(wanted, H, 0)
     if ALIGNED:
-        width = width // 16 * 16  # as it is: multiple_of() is forgotten where `wanted` is a constant
+        width = width // 16 * 16  # unchanged: multiple_of() is lost where `wanted` is a constant
     return width
 
 
@@ -92,7 +92,7 @@ def _add_hidden_rows_kernel(
     p = program // blocks
     id = tl.load(ids + p)
     before = tl.load(ids + p - 1, mask=p > 0, other=-1)
-    if (id >= 0) & (id != before):  # the first place of an id does all of them
+    if (id >= 0) & (id != before):  # the first occurrence of an id handles all of them
         cols = (program % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)
         same = id >= 0

@@ -1,7 +1,7 @@
-"""Tiles of a row: which columns a thread takes, and how they are loaded.
+"""Tiles of a row: which columns each thread takes, and how they are loaded.
 
-A tile is ACCESSES pieces [LANES, COLS], a lane being a thread of the program. What a lane holds in all pieces is reduced without
-an exchange between threads, and all loads of a tile are issued before the first of their numbers is needed."""
+A tile is ACCESSES pieces [LANES, COLS], a lane being a thread of the program. A lane reduces its own elements of all pieces
+without exchange between threads, and all loads of a tile are issued before the first value is needed."""
 
 import triton
 import triton.language as tl
@@ -25,14 +25,14 @@ def _row_offset(row, T, stride_a, stride_t, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _to_boundary(row, V, COLS: tl.constexpr):
-    """How many numbers of a row come before the first 16-byte boundary, COLS of them being 16 bytes."""
+    """How many elements of a row lie before the first 16-byte boundary; COLS elements are 16 bytes."""
     past = (row.to(tl.int64) // (row.dtype.element_ty.primitive_bitwidth // 8)) % COLS
     return tl.minimum((COLS - past) % COLS, V).to(tl.int32)
 
 
 @triton.jit
 def _load_full(row, at, cols, PIECES: tl.constexpr, HINT: tl.constexpr):
-    """Pieces of a row from column `at` on, all of whose columns there are."""
+    """Pieces of a row from column `at` on, none of which reaches beyond the row's end."""
     STEP: tl.constexpr = cols.shape[0] * cols.shape[1]
     xs = ()
     for i in tl.static_range(PIECES):
@@ -42,7 +42,7 @@ def _load_full(row, at, cols, PIECES: tl.constexpr, HINT: tl.constexpr):
 
 @triton.jit
 def _load_end(row, at, V, cols, PIECES: tl.constexpr, HINT: tl.constexpr):
-    """The same where the row may end: 0 behind its end."""
+    """The same for pieces that may reach beyond the row's end: 0 there."""
     STEP: tl.constexpr = cols.shape[0] * cols.shape[1]
     xs = ()
     for i in tl.static_range(PIECES):
