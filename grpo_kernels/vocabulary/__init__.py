@@ -1,1 +1,1 @@
-"""The vocabulary stage: statistics of rows of logits, and the gradient that slopes of those statistics give."""
+"""The vocabulary stage: statistics of rows of logits, and the gradient of the logits from slopes of those statistics."""

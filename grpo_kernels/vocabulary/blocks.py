@@ -1,10 +1,9 @@
-"""How many rows at a time go through the engine from hidden states, and the memory that they take.
+"""How many rows at a time the engine takes from hidden states, and how much memory they need.
 
-A chunk is the rows whose fp32 logits exist at a time. A block is the rows whose gradients do: d_hidden and d_weight are one
-product each of all of them. On a CPU a block is a chunk, and its gradients lie in the memory of its logits. On a GPU the gradients
-of 16 bits are rows of memory of their own, so a block may have many chunks: few large products are faster than many small
-ones, and what d_weight costs beside its flops, a sum in fp32 that is read and written by every product but the first, is paid
-once a block."""
+A chunk is the rows whose fp32 logits exist at one time; a block is the rows whose gradients of logits do. d_hidden and d_weight
+of a block are one product each. On a CPU a block is a chunk, and its gradients overwrite its logits. On a GPU the 16-bit
+gradients have memory of their own, so a block may have many chunks: few large products are faster than many small ones, and
+the fp32 sum of d_weight is read and written once per block."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from typing import NamedTuple
 
 #: Bytes of the fp32 logits of a chunk, by the type of the device; for others as for "cuda".
 CHUNK_BYTES = {"cpu": 160 << 20, "cuda": 300 << 20}
-#: Rows that a chunk has at least, whatever their size: with fewer a product waits for the weight.
+#: Minimum number of rows of a chunk: with fewer, reading the weight limits the product.
 CHUNK_ROWS = {"cpu": 64, "cuda": 512}
 #: Bytes of the gradients of a block where a sum of d_weight lies beside them: the more, the fewer sums. Where gradients lie in the
 #: memory of the logits, chunks have that much more.
 BLOCK_BYTES = {"cpu": 0, "cuda": 900 << 20}
-#: A product that is not made of a whole weight takes so many bytes of it, in fp32.
+#: A product that does not take the whole weight at once takes this many bytes of it, in fp32.
 WEIGHT_BLOCK_BYTES = 64 << 20
 #: How many times as large a chunk may be where ranks share the vocabulary.
 MORE_FOR_RANKS = 4
@@ -31,9 +30,9 @@ class Plan(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a pass over the rows of a head makes, which is what its memory depends on.
+    """What a pass over the rows of a head computes; its memory depends on this.
 
-    vocab, width   V and H. Ranks that share a vocabulary name the whole: they cut alike, and hold their part of [.., V] and [V, H].
+    vocab, width   V and H; of the whole vocabulary if ranks share it, so that all choose the same chunks.
     apart          whether gradients of logits are rows of 16 bits in memory of their own; False: fp32 in that of the logits.
     d_hidden       bytes of an element of d_hidden, 0 where it is not wanted.
     d_weight       bytes of an element of d_weight as it is handed over; 0 where it is not wanted, or added to memory that is there.
@@ -59,7 +58,7 @@ class Work(NamedTuple):
         one block where that takes no more memory than many blocks and the fp32 sum of d_weight, which one block does without:
         so the peak does not grow with the number of rows, but for d_hidden."""
         least, chunk_bytes, block_bytes = (x.get(device, x["cuda"]) for x in (CHUNK_ROWS, CHUNK_BYTES, BLOCK_BYTES))
-        # Each chunk is an exchange among ranks, which have that much less of its rows.
+        # Each chunk costs an exchange among ranks, and each rank holds only its part of the columns.
         size = chunk_bytes * min(self.ranks, MORE_FOR_RANKS) if self.apart else chunk_bytes + block_bytes
         chunk = max(least, size // (4 * (self.vocab + self.beside)) // 64 * 64)
         if not self.apart:
@@ -70,7 +69,7 @@ class Work(NamedTuple):
         return one if fits else many
 
     def peak(self, plan: Plan, rows: int, gathered: bool = True) -> int:
-        """Bytes beyond the inputs, gradients among them, of a loss over `rows` rows: the most that is alive at a time. `gathered`:
+        """Bytes beyond the inputs, gradients among them, of a loss over `rows` rows: the peak. `gathered`:
         rows are copied out of the hidden states, or into another dtype, for the products. Left out are vectors of a number a
         row, and a copy of a weight that is not in the dtype of the products."""
         return rows * self.width * self.d_hidden + self._held(plan, rows, gathered)

@@ -5,13 +5,13 @@ KL(p||q), "forward", KL(q||p), and "jsd", with b the share of the teacher in the
 b KL(q||m) + (1 - b) KL(p||m).
 
 Of two nearly equal rows the terms p log(p/q) have both signs and nearly cancel: their sum in fp32 is noise, which may be negative.
-Everything here is a sum of terms of second order, none of which is negative:
+All sums here are therefore over second-order terms, none of which is negative:
 
     KL(p||q) = sum_j p_j psi(-D_j),       psi(x) = e^x - 1 - x,       D_j = log p_j - log q_j
     KL(p||m) = sum_j p_j phi(m_j/p_j - 1),  phi(x) = x - log(1 + x)
 
-because p, q and m have the same sum. Before the sums of rows are known, d_j = D_j but for a constant of the row stands for D_j; how
-the constant is put in later is in `rows.py`."""
+because p, q and m have the same sum. While the row sums are not known yet, d_j is used, which differs from D_j by a constant of the
+row; `rows.py` puts the constant in later."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ KINDS = ("reverse", "forward", "jsd")
 SMALL = 0.5
 PSI = (1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040, 1 / 40320, 1 / 362880)
 
-#: Rows whose largest logits are further apart are no neighbours: the difference of two logits rounds as their distance does.
+#: Rows whose largest logits are further apart are not treated as close: z - w would be rounded to the precision of the distance.
 CLOSE = 4.0
 
-#: Beyond this difference of log-probs the smaller of the two probabilities counts nothing beside the other.
+#: Beyond this difference of log-probs the smaller of the two probabilities is negligible.
 FAR = 80.0
 
 
@@ -60,7 +60,7 @@ def first_terms(kind: str, p: Tensor, q: Tensor, d: Tensor) -> tuple[Tensor, Ten
 
         p d and p psi(-d), of "forward" with the streams swapped: -q d and q psi(d)
 
-    Where p is 0 that is 0 and q, whatever d is; where q is 0 and p is not, both are infinite."""
+    Where p is 0, the pair is (0, q) whatever d is; where q is 0 and p is not, both are infinite."""
     if kind == "forward":
         p, q, d = q, p, -d
     cross = p * d
@@ -87,7 +87,7 @@ def merged_sums(
 
 def mixed_terms(p: Tensor, q: Tensor, log_ratio: Tensor, mixture: float) -> tuple[Tensor, Tensor]:
     """m - p + p log(p/m) and m - q + q log(q/m) of each column, which sum up to KL(p||m) and KL(q||m). `log_ratio` is
-    log p - log q, anything where both are 0."""
+    log p - log q, of any value where both are 0."""
     log_ratio = log_ratio.clamp(-FAR, FAR)
     return _mixed(p, q, log_ratio, mixture), _mixed(q, p, -log_ratio, 1.0 - mixture)
 

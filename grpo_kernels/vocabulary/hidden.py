@@ -1,9 +1,9 @@
 """The engine from hidden states: product -> row kernel -> products, some rows at a time; `[N, V]` logits never exist.
 
-A chunk of rows is projected to fp32 logits, the row kernel computes the gradient of the logits, and two products turn that of a
-block of chunks into d_hidden and d_weight. This is three products where the loss is known in the forward (`fused`). Where the
-slopes arrive later, it is one product in `forward`, and three in `backward` for rows with a gradient. Rows outside `index` are
-not projected.
+A chunk of rows is projected to fp32 logits, the row kernel computes their gradient, and two products turn the gradients of a
+block of chunks into d_hidden and d_weight. That is three products if the loss is known in the forward (`fused`). If the slopes
+are known only later, it is one product in `forward`, and three in `backward` for rows with a gradient. Rows outside `index`
+are not projected.
 """
 
 from __future__ import annotations
@@ -161,24 +161,24 @@ class Engine:
             head.dtype == torch.float16,
         )  # fmt: skip
         self.chunk_rows = self.work.plan(self.hidden.device.type, 0).chunk
-        self.block_rows = 0  # at most, of a block of this pass
+        self.block_rows = 0  # the most rows that a block of this pass has
         self._block: Tensor | None = None  # the gradients of the block at hand, where they have memory of their own,
         self._filled = 0  # and of how many of its rows they are there
 
     @functools.cached_property
     def products(self) -> Products:
-        """Made for the first chunk: without one, nothing of the size of the weight is touched."""
+        """Created with the first chunk: a call without rows touches nothing of the size of the weight."""
         return _products(self.head)
 
     def _of_teacher(self, teacher: TeacherHead) -> Products | None:
-        """The products of a teacher's own head; None where it is the student's, but of one of several."""
+        """The products of a teacher's own head; None if the head is the student's and there are not several teachers."""
         if id(teacher) not in self._of_teachers:
             shared = teacher is self.teacher and teacher.shares(self.head)
             self._of_teachers[id(teacher)] = None if shared else _products(teacher.head)
         return self._of_teachers[id(teacher)]
 
     def _logits(self, at: Tensor, hidden: Tensor) -> tuple[Tensor, Teacher | None]:
-        """Those of a chunk of rows, [c, V], and the teacher's, but of several teachers."""
+        """The logits of a chunk of rows, [c, V], and those of the teacher if there is only one."""
         if not isinstance(self.teacher, TeacherHead):
             return self.products.logits(hidden), None
         second, own = self.teacher.head.hidden.detach()[at], self._of_teacher(self.teacher)
@@ -256,13 +256,13 @@ class Engine:
             del d_logits
 
     def _chunks(self, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(where its rows are in the batch, their hidden states) of each chunk."""
+        """For each chunk: the positions of its rows in the batch, and their hidden states."""
         if index.numel() == 0:
             return
         if index.device.type == "cpu" and not self.work.apart:
-            # As few as the memory allows, of nearly one size: a product of a few last rows waits for the weight all the same.
+            # As few chunks as the memory allows, of nearly one size: a product of a few last rows reads the whole weight, too.
             parts = index.tensor_split(-(-index.numel() // self.chunk_rows))
-        else:  # all of one size but the last: a library chooses its kernel by the size
+        else:  # equal sizes except the last: a library chooses its kernel by the size
             parts = index.split(self.chunk_rows)
         lo = 0
         for part in parts:
@@ -295,13 +295,13 @@ class Engine:
         return self._block[self._filled : self._filled + logits.shape[0]]
 
     def _kept(self, d_logits: Tensor) -> Tensor:
-        """What the products take of the gradients of a chunk, which are whole now."""
+        """The gradients of a finished chunk as the products take them."""
         if self.d_bias is not None:
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
         return d_logits if self._block is None else self.products.keep(d_logits, self._block, self._filled)
 
     def _accumulate(self, at: Tensor, hidden: Tensor, d_logits: Tensor, index: Tensor) -> None:
-        """The gradients of a chunk are there. Those of a whole block go into d_hidden and d_weight."""
+        """Called when the gradients of a chunk are complete. Those of a whole block go into d_hidden and d_weight."""
         if self._block is not None:
             self._filled += at.numel()
             if self._filled < self._block.shape[0]:

@@ -1,8 +1,8 @@
 """Rows whose softmax runs over a set of ids: the vocabulary stage over those ids alone.
 
-A set is a small vocabulary of its own. The logits at its ids are put side by side, [n, width] with -inf behind the last one, and
-the row kernels of a backend run on that as on any logits. Where these logits come from, and where their gradient goes, is the
-source's: it knows the positions (row, id) as `Slots`.
+A set is a small vocabulary. The logits at its ids are gathered side by side into [n, width], padded with -inf, and the row
+kernels of a backend run on them as on any logits. The source reads these logits and writes their gradient; it knows the
+positions (row, id) as `Slots`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Tensor = torch.Tensor
 
 R = TypeVar("R", RowStats, FusedRows)
 
-#: Bytes of logits side by side at a time. Most sets are small: this is for batches with a few very large ones.
+#: Bytes of gathered logits at a time. Most sets are small: the limit is for batches with a few very large ones.
 BLOCK_BYTES = 64 << 20
 
-#: Slots of a row up to which all rows are put side by side at one width.
+#: If no row has more slots than this, all rows are padded to one width.
 WIDTH = 64
 
-#: The row kernels see logits that are transformed already.
+#: The row kernels get logits that are already transformed.
 TRANSFORMED = RowTransform(1.0, 0.0, 1.0)
 
 
@@ -86,14 +86,14 @@ class KeptRows:
         slots = Slots(torch.where(looked_at[owner], ids, -1), sets.offsets + torch.arange(n + 1, device=device), owner)
         several = looked_at & (counts + outside.to(counts.dtype) > 1)
         has_all = without == 0
-        if not has_all and read is not None and device.type == "cpu":  # rows of a prompt, which nobody looks at
+        if not has_all and read is not None and device.type == "cpu":  # rows of a prompt, which are not read
             has_all = not bool((read & ~has).any())
         vectors = map(plain, (looked_at, several, torch.where(outside, counts, target)))
         looked_at, several, target = vectors
         return cls(plain(has), has_all, without, looked_at, several, slots.plain(), target, _groups(sets))
 
     def alone(self) -> KeptRows:
-        """The same rows where somebody else looks at the others."""
+        """The same rows, if the rows without a set are handled elsewhere."""
         return replace(self, has_all=True)
 
     def others(self, read: Tensor | None) -> Tensor:
@@ -101,14 +101,14 @@ class KeptRows:
         return ~self.has if read is None else read & ~self.has
 
     def joined(self, of_sets: R, of_others: R) -> R:
-        """Per-row results, those of rows with sets and those of the others."""
+        """Per-row results of all rows, joined from those of rows with sets and those of the others."""
         if isinstance(of_sets, RowStats):
             return of_others._replace(values=torch.where(self.has, of_sets.values, of_others.values))
         both = zip(FusedRows._fields, of_sets, of_others, strict=True)
         return type(of_sets)(**{name: torch.where(self.has, x, y) for name, x, y in both if x is not None and y is not None})
 
     def places(self, at: Slots) -> Tensor:
-        """int64 [k]: which of `slots` each pair of `at` is; their number where it is none of them."""
+        """int64 [k]: the index in `slots` of each pair of `at`; the number of slots where it is not among them."""
         m = self.slots.ids.numel()
         pairs, order = self.slots.pairs.sort()
         place = torch.searchsorted(pairs, at.pairs)
@@ -124,9 +124,9 @@ class KeptRows:
 
 
 def _groups(sets: TokenSets) -> tuple[tuple[Tensor | None, int], ...]:
-    """Rows by the power of 8 that their number of slots is below, so that one long set does not make all rows long."""
+    """Rows grouped by their number of slots, in widths that grow by factors of 8, so that one large set does not widen all rows."""
     if sets.longest < WIDTH:
-        return ((None, -(-(sets.longest + 1) // 16) * 16),)  # few widths, so that few kernels are compiled for one
+        return ((None, -(-(sets.longest + 1) // 16) * 16),)  # few different widths, so that few kernels are compiled
     slots, found, low = sets.host_counts + 1, [], 0
     width = WIDTH
     while low <= sets.longest:
@@ -225,7 +225,7 @@ class KeptStage:
 
     @functools.cached_property
     def _own(self) -> Tensor:
-        """bool [m]: slots in use whose id is among this process's columns. An id outside of the vocabulary is nobody's."""
+        """bool [m]: slots in use whose id is among this process's columns. An id outside the vocabulary belongs to no rank."""
         ids, end = self.kept.slots.ids, self._first + self.columns
         return (ids >= self._first) & (ids < (end if self.shard is None else min(end, self.shard.vocab)))
 

@@ -1,12 +1,12 @@
-"""Memory of large results on a CPU: without the cost of its first touch, or only as much as is touched.
+"""Reuses the memory of large results on a CPU, so that its pages are not faulted in again.
 
-A new tensor of some hundred MB has no memory yet: the kernel hands it out in pages, each with a fault when it is first written to,
-which takes several times as long as the pass that writes. So the memory of the last few large results is kept, and used again
-once no tensor lies in it: at most KEPT blocks of at least LARGE_BYTES each, for the life of the process or until `release`. That is
-the gradient of the weight, its sum in fp32 and a chunk of logits; or the gradient of logits.
+The operating system allocates the pages of a new tensor of some hundred MB at the first write, one page fault each, which takes
+several times as long as the pass that writes. So the memory of the last few large results is kept, and reused once no tensor
+lies in it: at most KEPT blocks of at least LARGE_BYTES each, for the life of the process or until `release`. Typically these
+are the gradient of the weight, its sum in fp32 and a chunk of logits; or the gradient of logits.
 
-Measured on 300 MB, fp32: 150 ms in fresh pages of 4 KiB, 25 ms in pages of 2 MiB, 15 ms in memory that is there. New blocks are
-therefore asked for in pages of 2 MiB, where Linux gives those on request (transparent_hugepage=madvise). That alone would not do:
+Measured on 300 MB, fp32: 150 ms in fresh pages of 4 KiB, 25 ms in pages of 2 MiB, 15 ms in memory that is mapped already. New blocks are
+therefore asked for in pages of 2 MiB, where Linux gives those on request (transparent_hugepage=madvise). That alone is not enough:
 a virtual machine whose host takes idle memory back waits for the host at the first touch of such a page, 100 to 600 ms. Populating
 the pages beforehand (MADV_POPULATE_WRITE) takes as long as the faults."""
 
@@ -40,7 +40,7 @@ _lock = threading.Lock()
 
 
 def release() -> None:
-    """Give the memory that is kept back to the system: what no tensor lies in at once, the rest with its tensors."""
+    """Return the kept memory to the system: unused blocks at once, the others when their tensors are freed."""
     with _lock:
         _kept.clear()
 
@@ -52,7 +52,7 @@ def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch
         return torch.empty(shape, dtype=dtype, device=device)
     try:
         lease = _lease(size)
-    except OSError:  # no memory: torch says so in its own words
+    except OSError:  # out of memory: torch raises its usual error
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(lease, dtype=dtype, count=math.prod(shape)).view(shape)
 
@@ -85,7 +85,7 @@ def _is_large(size: int, device: torch.device) -> bool:
 
 
 def _mapped(size: int) -> mmap.mmap:
-    """Fresh memory, of this process alone."""
+    """New private memory."""
     if hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return mmap.mmap(-1, size)
@@ -104,12 +104,12 @@ def _lease(size: int) -> Any:
             _kept.remove(block)
             memory = block.memory
         lease = (ctypes.c_char * len(memory)).from_buffer(memory)
-        _kept.append(_Block(memory, weakref.ref(lease)))  # which forgets the oldest
+        _kept.append(_Block(memory, weakref.ref(lease)))  # drops the oldest
         return lease
 
 
 def _ask_for_large_pages(memory: mmap.mmap) -> None:
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them: only slower
+    except OSError:  # a kernel without huge pages: only slower
         pass

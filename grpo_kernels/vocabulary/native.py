@@ -58,7 +58,7 @@ def why_missing(error: str) -> str:
 
 
 def module_files() -> list[str]:
-    """Names of compiled modules beside this file, for whichever Python."""
+    """Names of compiled modules beside this file, for any version of Python."""
     return sorted(p.name for p in PACKAGE.glob("_cpu.*") if p.suffix in (".so", ".pyd", ".dylib"))
 
 

@@ -33,7 +33,7 @@ def products_for(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Pro
     if weight.device.type == "cpu" and cpu_products.available() is None:
         if dtype == torch.bfloat16 or weight.dtype == torch.float32:
             return NativeProducts(weight, bias, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
-    return Products(weight, bias)  # nothing is faster than fp32 here, so nothing is rounded, whatever `dtype` allows
+    return Products(weight, bias)  # no dtype is faster than fp32 here, so nothing is rounded, whatever `dtype` allows
 
 
 def keeps_rows(dtype: torch.dtype, device: torch.device) -> bool:
@@ -43,7 +43,7 @@ def keeps_rows(dtype: torch.dtype, device: torch.device) -> bool:
 
 @functools.cache
 def widens(device: torch.device) -> bool:
-    """Whether torch.mm gives fp32 results of 16-bit operands there, straight from the accumulators. Tried, on a small product."""
+    """Whether torch.mm gives fp32 results of 16-bit operands on this device, straight from the accumulators. Tests a small product."""
     if device.type in ("cpu", "meta"):
         return False
     try:
@@ -124,9 +124,9 @@ class Products:
 
 class NativeProducts(Products):
     """CPUs with AVX512_BF16: bf16 or fp32 operands, fp32 results, by our own kernels. Libraries round results of bf16 operands, and
-    transpose slowly for the gradient of the weight.
+    are slow at the transposed product for the gradient of the weight.
 
-    With bf16 operands d_logits is bf16 as well, each row in the memory of its fp32 logits: row kernels write behind where they
+    With bf16 operands d_logits is bf16 as well, each row in the memory of its fp32 logits: row kernels write where they have already
     read."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -194,12 +194,12 @@ class TensorCoreProducts(Products):
 
 
 class HalfProducts(Products):
-    """GPUs, fp16: as in bf16, but that fp16 has no room for gradients, which come before the loss scale and after any ratio. So
-    the row kernel writes them in fp32, and each row is kept times the power of two that its largest element has room for. In the
-    fp32 results of the products that is undone, exactly: what is left is fp16's rounding, eight times finer than bf16's.
+    """GPUs, fp16: as in bf16, but gradients may leave fp16's range: they come before the loss scale and after any ratio. So the
+    row kernel writes them in fp32, and each row is scaled by a power of two that brings its largest element into range. The fp32
+    results of the products are scaled back, which is exact: only fp16's rounding is left, eight times finer than bf16's.
 
-    d_weight sums over rows, so there the hidden states take what rows differ by: those of the largest gradient as they are, others
-    times a power of two below 1."""
+    d_weight sums over rows, so there the hidden states carry the differences of scale: rows with the largest gradient are taken
+    as they are, the others times a power of two below 1."""
 
     dtype = torch.float16
     logits = TensorCoreProducts.logits
@@ -233,7 +233,7 @@ class HalfProducts(Products):
 
 
 def _power(exponents: Tensor) -> Tensor:
-    """2^exponents in fp32, exactly: its bits. 0 below what is normal."""
+    """2^exponents in fp32, exact, made from its bits. 0 below the normal range."""
     return ((exponents + 127).clamp_(min=0) << 23).view(torch.float32)
 
 
@@ -246,6 +246,6 @@ def _aligned_rows(rows: int, length: int, dtype: torch.dtype, device: torch.devi
 def _times_transposed(a: Tensor, b: Tensor) -> Tensor:
     """fp32 a @ b.T. On a CPU by oneDNN, which is twice as fast on AMD as MKL, which torch.mm uses."""
     if a.device.type == "cpu" and a.numel() and b.numel() and torch.backends.mkldnn.is_available():
-        two = a if a.shape[0] > 1 else a.expand(2, -1)  # for one row oneDNN has another kernel, which rounds differently
+        two = a if a.shape[0] > 1 else a.expand(2, -1)  # oneDNN uses another kernel for one row, which rounds differently
         return torch.ops.mkldnn._linear_pointwise(two, b, None, "none", [], "")[: a.shape[0]]
     return a @ b.t()

@@ -1,4 +1,4 @@
-"""What the vocabulary stage takes and gives for each row of logits: a transform, partials of its softmax, slopes.
+"""Inputs and results of the vocabulary stage for each row of logits: a transform, partials of its softmax, slopes.
 
 p is the softmax of a row's transformed logits z. Every loss of the package depends on z through statistics of p, whose
 gradients have one form (`Slopes`). Vectors have one entry a row, [n].
@@ -52,7 +52,7 @@ class Teacher(NamedTuple):
     """A second stream of rows, over the same ids: the q of a divergence. It gets no gradient."""
 
     logits: Tensor  # [A, T, V] like the student's, any strides in front; fp32, bf16 or fp16, the student's or another
-    transform: RowTransform  # of its own
+    transform: RowTransform  # the teacher's own
     kind: str  # "reverse", "forward" or "jsd", see `divergence.py`
     mixture: float  # the share of the teacher in the mixture of "jsd", else 0
 
@@ -170,7 +170,7 @@ class RowStats(NamedTuple):
         top, total, target, *more = self._wide().unbind()
         log = torch.log(total)
         logps = ((target - top) - log).to(torch.float32)
-        # Rounding may take the entropy of a one-hot row a hair below 0. clamp keeps NaN. `weighted` is the first of the others.
+        # Rounding may make the entropy of a one-hot row slightly negative. clamp keeps NaN. `weighted` is the first of the others.
         return (logps, (log - more[0] / total).clamp(min=0.0).to(torch.float32)) if entropy else (logps,)
 
     @property

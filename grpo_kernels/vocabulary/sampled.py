@@ -24,7 +24,7 @@ class SampledHidden(Hidden):
     """Columns are drawn in the forward, while the logits of a chunk are there; the backward is sparse products of them alone.
 
     sparse   how they are drawn.
-    padded   whether every row has as many slots as it may need, as it always has on a GPU, where counting them is a wait."""
+    padded   whether every row has the maximum number of slots; always so on a GPU, where counting them would synchronise the host."""
 
     sparse: Sparse | None = None
     padded: bool = False
@@ -42,7 +42,7 @@ class SampledHidden(Hidden):
         several: Tensor | None,
     ) -> tuple[Slots | None, Tensor | None]:  # fmt: skip
         assert self.sparse is not None and several is None
-        if not stats.draws:  # there was no row over the whole vocabulary
+        if not stats.draws:  # no row ran over the whole vocabulary
             return None, None
         *of_slots, logits = stats.draws
         slots = Slots(*of_slots)

@@ -1,9 +1,9 @@
-"""Which columns of a row the sparse gradient is made of, and what it is there.
+"""Which columns of a row the sparse gradient consists of, and its value there.
 
-Columns with p_j >= step, and that of the target, are taken. Of the others, in the order of ids, one is taken where the running sum
-of their probabilities, in whole multiples of a unit of step / 2^31, crosses a multiple of `step`. Sums of whole numbers do not
-depend on the order in which blocks, threads and ranks make them. A column of mass m, a whole number below 2^31, is taken for
-exactly m of the 2^31 offsets that a row may start from, so it stands for `step` where it is.
+Columns with p_j >= step, and that of the target, are always taken. Of the others, in the order of ids, one is taken wherever the
+running sum of their probabilities, rounded to multiples of a unit of step / 2^31, crosses a multiple of `step`. Sums of integers
+do not depend on the order in which blocks, threads and ranks add. A column of m units, m < 2^31, is taken for exactly m of the
+2^31 offsets at which a row may start, so where it is taken it represents a probability of `step`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ BITS = 31
 
 
 def per_unit(step: float) -> float:
-    """What a probability is multiplied by to be a number of units. Kernels take it as fp32."""
+    """The factor that converts a probability into units. Kernels take it as fp32."""
     return 2.0**BITS / step
 
 
 def capacity(step: float) -> int:
-    """Columns of a row at most: 1 / step by the sum of their probabilities, which rounding may raise by one, the last crossing, and
-    the target."""
+    """The most columns that a row may have: 1 / step from the sum of their probabilities, one more by rounding, the last crossing,
+    and the target."""
     return math.floor(1 / step) + 3
 
 
@@ -50,8 +50,8 @@ class Drawn(NamedTuple):
 
 
 def starts(seed: int, rows: Tensor) -> Tensor:
-    """int64 [n] in [0, 2^BITS): where the running sum of each row begins, from the seed and the row's number alone, int64 [n]. The
-    numbers are those of SplitMix64 (Steele, Lea and Flood 2014), begun from the seed's own."""
+    """int64 [n] in [0, 2^BITS): where the running sum of each row starts, a function of the seed and the row's number, int64 [n],
+    alone. The generator is SplitMix64 (Steele, Lea and Flood 2014), started from a hash of the seed."""
     step = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
     first = _mixed(torch.tensor([seed], dtype=torch.int64, device=rows.device) + step)
     return _shifted(_mixed(first + (rows + 1) * step), 64 - BITS)
@@ -77,7 +77,7 @@ class Draws:
         self.sparse, self.backend, self.n, self.device = sparse, backend, n, device
         self.parts: list[
             tuple[Tensor, Tensor, Tensor]
-        ] = []  # rows, ids, logits of slots: on a CPU, where counting costs no wait
+        ] = []  # rows, ids, logits of slots: on a CPU, where counting needs no synchronisation
         self.whole = Drawn.nothing(n, sparse.step, device) if padded or device.type != "cpu" else None
 
     def take(self, logits: Tensor, at: Tensor, targets: Tensor, stats: RowStats, transform: RowTransform) -> None:
@@ -112,7 +112,7 @@ def gradient_at(
     slots: Slots, logits: Tensor, step: float, targets: Tensor, stats: RowStats, slopes: Slopes, transform: RowTransform
 ) -> Tensor:
     """d loss / d logits at the columns drawn, fp32 [m], so that its mean over offsets is the gradient of whole rows. `targets` are
-    counted as the ids of the slots are.
+    numbered like the ids of the slots.
 
     Where p of the target is close to 1, its 1 - p is that of expm1, as in the row kernels."""
     rows = slots.rows

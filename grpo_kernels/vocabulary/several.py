@@ -44,7 +44,7 @@ class LogitsAt:
                 logits = shard.sum_over_ranks(logits)
             if kept is None or has is None:
                 return logits
-            return torch.where(has & ~kept.several[slots.rows], 0.0, logits)  # as that of an only id counts
+            return torch.where(has & ~kept.several[slots.rows], 0.0, logits)  # like the log-prob of the only id of a set
 
         used = own.ids >= 0 if shard is None else slots.ids < shard.vocab
         if kept is not None and has is not None:

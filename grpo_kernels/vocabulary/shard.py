@@ -1,4 +1,4 @@
-"""A vocabulary that is cut over ranks: which rank has which ids, and a backend that merges the ranks' statistics of a row."""
+"""A vocabulary that is sharded over ranks: which rank has which ids, and a backend that merges the ranks' statistics of a row."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def check_shard(shard: object) -> None:
 
 
 class VocabParallel:
-    """A backend for rows that are cut over the ranks of a shard: another backend for this rank's part, and one exchange."""
+    """A backend for rows that are sharded over ranks: it runs another backend on this rank's part, with one exchange."""
 
     def __init__(self, backend: SparseBackend, shard: VocabShard) -> None:
         self.backend, self.shard = backend, shard
@@ -196,7 +196,7 @@ class VocabParallel:
         self, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None,
         *, teacher: Teacher | None = None,
     ) -> FusedRows:  # fmt: skip
-        """Two visits with the exchange between them."""
+        """Two passes with the exchange between them."""
         return two_visits(self, logits, rows, objective, transform, out, max(1, rows.targets.numel()), teacher)
 
     def masses(self, logits: Tensor, targets: Tensor, stats: RowStats, transform: RowTransform, step: float) -> Tensor:
@@ -209,7 +209,7 @@ class VocabParallel:
     def select(
         self, logits: Tensor, targets: Tensor, stats: RowStats, transform: RowTransform, step: float, starts: Tensor
     ) -> Drawn:  # fmt: skip
-        """This rank's columns of those that whole rows have: the running sum goes on from the ranks before."""
+        """This rank's part of the columns that whole rows draw: the running sum continues from the previous ranks."""
         start, ranks = self.shard.start, self.shard.ranks
         if ranks > 1:
             mass = self.masses(logits, targets, stats, transform, step)
@@ -227,7 +227,7 @@ class VocabParallel:
         return logits[..., : min(logits.shape[-1], max(0, self.shard.vocab - self.shard.start))]
 
     def _own_teacher(self, teacher: Teacher | None) -> Teacher | None:
-        """The teacher's rows are cut as the student's are."""
+        """The teacher's rows are sharded like the student's."""
         return None if teacher is None else teacher._replace(logits=self._own(teacher.logits))
 
 

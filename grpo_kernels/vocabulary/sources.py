@@ -1,4 +1,4 @@
-"""The two sources that rows of logits come from: logits that are there, and hidden states with a head."""
+"""The two sources of rows of logits: given logits, and hidden states with a head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 
 class Source(Protocol):
-    """Where rows of logits come from. `tensors` are those that may get a gradient; vectors have one entry a row, [n]."""
+    """A source of rows of logits. `tensors` are those that may get a gradient; vectors have one entry per row, [n]."""
 
     @property
     def at(self) -> Slots | None:
@@ -54,7 +54,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Logits:
-    """Rows of logits [A, T, V] that are there.
+    """Rows of given logits [A, T, V].
 
     inplace  pull writes the gradient into their memory.
     kept     the rows that have a set of ids; the others, all of them with None, run over the whole vocabulary.
@@ -141,7 +141,7 @@ class Logits:
         return self.at.columns(0 if self.shard is None else self.shard.start, logits.shape[-1])
 
     def _out(self, logits: Tensor) -> Tensor:
-        """Where the gradient goes: 0 everywhere if no row kernel writes all of it."""
+        """Memory for the gradient, zero-filled unless a row kernel writes all of it."""
         kept_only = self.kept is not None and self.kept.has_all
         if self.inplace:
             return logits.detach().zero_() if kept_only else logits.detach()
@@ -320,7 +320,7 @@ class Hidden:
         return None if t is None else Teacher(self._at(t.head, slots), t.transform, t.kind, t.mixture)
 
     def _at(self, head: FlatHead, slots: Slots) -> Tensor:
-        """fp32 [m]: the logits at slots; anything where one is not in use."""
+        """fp32 [m]: the logits at slots; arbitrary values where a slot is not in use."""
         if head.weight.shape[0] == 0:  # of a rank without a part of the vocabulary
             return torch.zeros(slots.ids.shape, device=head.hidden.device)
         logits = self.backend.slot_logits(head.hidden.detach(), head.weight.detach(), slots)
@@ -343,7 +343,7 @@ class Hidden:
                 self.backend.add_hidden_rows(of_sets, slots, ones, engine.d_bias[:, None])
         d_weight: Tensor | WeightGradient | None = engine.d_weight
         if engine.wanted[1] and (d_weight is None or of_sets is not None or self.into is not None):
-            hidden = None if of_sets is None else engine.hidden  # else nothing has to be held until the backward
+            hidden = None if of_sets is None else engine.hidden  # otherwise nothing has to be kept for the backward
             like = (self.backend, head.weight.shape, head.weight.dtype)
             d_weight = WeightGradient(*like, engine.d_weight, self.into, engine.hidden.device, hidden, slots, of_sets)
         return engine.whole_d_hidden(), d_weight, engine.d_bias

@@ -1,6 +1,6 @@
-"""Products of hidden states with a few rows of the weight each: what a loss over kept sets needs in place of whole products.
+"""Products of hidden states with a few rows of the weight each, which a loss over kept sets uses in place of full products.
 
-Every backend has three (`vocabulary/backends/__init__.py`). They are bound by gathering rows of width H from memory."""
+Every backend has three (`vocabulary/backends/__init__.py`). Their speed is limited by gathering rows of width H from memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plain(x: Tensor) -> Tensor:
 
 
 def logits_at(logits: Tensor, slots: Slots) -> Tensor:
-    """fp32 [m]: those of logits [A, T, V] at slots; anything where one is not in use."""
+    """fp32 [m]: logits [A, T, V] at slots; arbitrary values where a slot is not in use."""
     if logits.shape[-1] == 0:  # of a rank without a part of the vocabulary
         return torch.zeros(slots.ids.shape, device=logits.device)
     return logits[slots.positions(logits.shape[1])].to(torch.float32)

@@ -23,7 +23,7 @@ NO_SECOND = "grpo_kernels has no second derivatives: the gradient of these funct
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """Calls a function of tensors whose results torch.func must not differentiate."""
+    """Calls a function of tensors whose results torch.func must treat as constants."""
 
     @staticmethod
     def forward(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -139,7 +139,7 @@ def vocabulary_stage(
     elif needed or torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         rows = tuple(map(_savable, rows))
         logps, *values = applied(VocabularyStage, source, statistics, with_gradient, names, *rows, *tensors)
-    else:  # a small batch takes less time than a Function
+    else:  # for a small batch the overhead of a Function would dominate
         with torch.no_grad():
             logps, *values = VocabularyStage.forward(source, statistics, with_gradient, names, *rows, *tensors)
     return logps, dict(zip(statistics if source.at is None else (*statistics, "at"), values, strict=False))

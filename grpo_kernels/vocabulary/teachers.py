@@ -64,8 +64,8 @@ def _same(x: Tensor | None, y: Tensor | None) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Weighted:
-    """A second stream and its weight in each row, fp32 [n], at least 0. A row where it is 0 has nothing of this stream, which is not
-    looked at there."""
+    """A second stream and its weight in each row, fp32 [n], at least 0. Where the weight is 0 the stream adds nothing to the row,
+    and is not read."""
 
     teacher: Any  # a `Teacher`, a `hidden.TeacherHead`, or one that is known at some ids
     weight: Tensor
@@ -75,7 +75,7 @@ class Weighted:
         return self.weight != 0 if read is None else read & (self.weight != 0)
 
     def times(self, x: Tensor) -> Tensor:
-        """weight * x, 0 where the weight is, whatever x is there."""
+        """weight * x; 0 where the weight is 0, whatever x is."""
         return torch.where(self.weight == 0, 0.0, self.weight * x)
 
 
@@ -88,12 +88,12 @@ class Several:
 
     @property
     def columns(self) -> int:
-        """What stands beside a row of the student's logits: those of each teacher, whose memory is used again, and two gradients."""
+        """Columns needed beside a row of the student's logits: those of each teacher, and two gradients."""
         return (len(self.parts) + 2) * self.parts[0].teacher.columns
 
     @property
     def cut(self) -> bool:
-        """Whether the heads are cut over ranks."""
+        """Whether the heads are sharded over ranks."""
         return any(isinstance(x.teacher, TeacherHead) and x.teacher.head.shard is not None for x in self.parts)
 
     def at(self, rows: slice | Tensor) -> Several:
@@ -139,7 +139,7 @@ def in_one_visit(
     terms = dict.fromkeys(("old_logps", "ref_logps", "kl_weight", "entropy_weight", "nll_weight", "sampler_logps", "weights"))
     for part in several.parts:
         read = part.read(rows.read)
-        here = read.nonzero()[:, 0] if logits.device.type == "cpu" else None  # elsewhere the host would wait to know
+        here = read.nonzero()[:, 0] if logits.device.type == "cpu" else None  # on other devices this would synchronise the host
         if here is not None and here.numel() == 0:
             continue
         weight = none if rows.divergence_weight is None else part.times(rows.divergence_weight)

@@ -1,4 +1,4 @@
-"""Gradients that are made when the factor of the backward is known, because little of them is not zero, or in parts."""
+"""Gradients that are computed in the backward, once its factor is known, because they are sparse or come in parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class WeightMemory:
-    """Memory that the gradient of a weight is added into, in place of what autograd would give it.
+    """Memory that the gradient of a weight is added into, instead of a gradient returned through autograd.
 
     total     [V, H].
     flagged   the weight whose `grad_added_to_main_grad` is to be set, as Megatron's own layers do where `total` is its main_grad.
@@ -28,7 +28,7 @@ class WeightMemory:
 
     @property
     def sum_of_chunks(self) -> Tensor | None:
-        """`total` where a product may add to it chunk by chunk; None where each would be rounded."""
+        """`total` if products may add to it chunk by chunk; None if each sum would be rounded."""
         return self.total if self.total.dtype == torch.float32 else None
 
     def left_to_autograd(self) -> Tensor | None:
@@ -44,7 +44,7 @@ class WeightMemory:
 
 
 class LateGradient(Protocol):
-    """A gradient that the backward makes."""
+    """A gradient that is computed in the backward."""
 
     def made(self, factor: Tensor | None = None) -> Tensor | None:
         """The gradient times `factor` (0-d); None if autograd gets none."""
@@ -117,7 +117,7 @@ class WeightGradient:
         out = dense
         if total is not None:
             out = total if dense is None or dense is total else total.add_(dense)
-        elif out is None:  # touched in the rows of slots alone
+        elif out is None:  # only the rows of slots are touched
             touched = 0 if values is None else values.numel()
             out = zeros(self.shape, self.dtype, self.device, touched)
         if values is not None:
