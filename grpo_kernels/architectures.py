@@ -108,7 +108,7 @@ def language_model(model: Any) -> Any:
 def logits_of(model: Any) -> Logits:
     """What a language model's forward does to head(hidden). Raises ValueError for a class that is not listed, or that overrides
     the forward of a listed one."""
-    # A subclass that leaves the forward alone (FSDP2 makes one) is what it inherits from.
+    # A subclass that does not override the forward (FSDP2 makes one) counts as the class it inherits from.
     owner = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), type(model))
     name, known = owner.__name__, owner.__module__.split(".")[0] in ("transformers", "transformers_modules")
     if known and name in PLAIN:

@@ -55,7 +55,7 @@ class TokenBatch:
     needs a sequence costs an all-reduce of B numbers: its length (once a batch; from hidden states also whether it holds a
     contributing token), and at a sequence level the ratio and its slope (once a loss); the default normalizer costs one of a
     number. Making the batch, a loss on it and `distributed.global_normalizer` are calls that all ranks of the group make, and
-    who writes into the mask or the advantages of a batch does so on all of them. Metrics and log-probs are of the rank's own
+    a write into the mask or the advantages of a batch has to be made on all of them. Metrics and log-probs are of the rank's own
     rows, and reading them needs no communication. ClipCov, KlCov, and EntropyQuantile without a process_group select among the
     rank's own rows, too.
 

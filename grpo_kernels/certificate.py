@@ -1,4 +1,4 @@
-"""Rows that may be left out of the gradient of a head: how much of it each can have, and which are the least of it."""
+"""Which rows may be left out of the gradient of a head: a bound on each row's share, and the choice of the smallest."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .vocabulary.rows import RowTransform
 
 Tensor = torch.Tensor
 
-#: What rounding in fp32 may take off a bound.
+#: How much rounding in fp32 may lower a bound.
 SLACK = 1.0 + 1e-5
-#: Log-probs and entropies are known to so much.
+#: The accuracy of log-probs and entropies.
 KNOWN_TO = 1e-6
 
 
 class LeftOut(NamedTuple):
-    """What a loss left out of the gradient, 0-d fp32."""
+    """How much a loss left out of the gradient, 0-d fp32."""
 
     share: Tensor  # of the bounds of all rows
     bound: Tensor  # on the Frobenius norm of what the gradient of the weight lacks
@@ -30,7 +30,7 @@ class LeftOut(NamedTuple):
 class Certificate:
     """Decides for a batch of n rows which of them are left out.
 
-    rows       bool [n]: those that may be; None: all. The others count nowhere.
+    rows       bool [n]: rows that may be left out; None: all. The others are ignored.
     norms      fp32 [n]: of the hidden states.
     transform  of the logits: the largest dz/dx of a row counts."""
 

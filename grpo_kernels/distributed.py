@@ -1,4 +1,4 @@
-"""For several ranks: a vocabulary that is cut over them, and the common denominator of a step."""
+"""For several ranks: a vocabulary that is sharded over them, and the common denominator of a step."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def global_normalizer(
         raise ValueError("reduce=True, but torch.distributed is not initialised: call init_process_group, or leave it out.")
     if ready and reduce is not False:
         dist.all_reduce(total, group=process_group)
-    # A plain sum has no denominator, however many pieces there are.
+    # A plain sum has no denominator, however many micro-batches there are.
     found = [
         torch.ones_like(x) if kind == "token-sum" else x.clamp(min=1.0)
         for x, kind in zip(total, objective.aggregates, strict=True)

@@ -72,7 +72,7 @@ class FusedLMHead(nn.Linear):
     attribute gets a shard, or (FSDP2, `full_tensor()`) a gradient that is not averaged over the ranks, without an error.
     Calling the head runs these hooks. It also works in the forward of a model that is wrapped as a whole in DDP or FSDP.
 
-    Parameters are the very same objects, under the same names: optimizers, tied embeddings and checkpoints notice nothing.
+    Parameters are the same objects, under the same names: optimizers, tied embeddings and checkpoints are not affected.
     Install before fully_shard, DDP or deepspeed.initialize, and before PEFT wraps the head.
 
     head       a plain nn.Linear [V, H]. Raises ValueError for anything else (LoRA, quantised, sharded, hooked, installed twice).

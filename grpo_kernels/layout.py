@@ -1,4 +1,4 @@
-"""Turns the tensors of a batch into flat rows, and refuses shapes that are not supported."""
+"""Turns the tensors of a batch into flat rows, and rejects shapes that are not supported."""
 
 from __future__ import annotations
 

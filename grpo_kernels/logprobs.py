@@ -276,7 +276,7 @@ def _slots(at: TokenSets | None, targets: Tensor, vocab: int) -> Slots | None:
 
 
 class _Asked(NamedTuple):
-    """What a caller wants to know of each row."""
+    """The statistics that a caller asked for."""
 
     transform: LogitTransform | None
     entropy: bool | str

@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 
 
 def total(losses: Tensor) -> Tensor:
-    """Their sum in fp64, rounded to fp32: so the result does not depend on how torch splits the sum among threads."""
+    """The sum of the losses in fp64, rounded to fp32, so that it does not depend on how torch splits it among threads."""
     return losses.sum(dtype=torch.float64).to(torch.float32)
 
 
@@ -41,7 +41,7 @@ HANDED_OVER = (
 
 
 class Call(NamedTuple):
-    """What a loss knows beside its source."""
+    """The arguments of a loss besides its source."""
 
     batch: TokenBatch
     objective: Objective
@@ -222,7 +222,7 @@ class _GradientInForward(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if d_loss is None:
             return (None,) * (1 + len(ctx.dtypes))
-        if torch.is_grad_enabled():  # torch.func does not come here
+        if torch.is_grad_enabled():  # torch.func does not get here
             raise RuntimeError(f"{NO_SECOND} Call backward without create_graph=True.")
         return None, *_hand_over(ctx, d_loss)
 

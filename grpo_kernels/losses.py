@@ -256,7 +256,7 @@ def linear_grpo_loss(
     if options.certified is not None:
         whole_rows = rows.read if kept is None else kept.others(rows.read)
         certificate = Certificate.of(options.certified, head.hidden, whole_rows, row_transform)
-    # Columns are drawn before the slopes are known, and rows are left out behind that.
+    # Columns are drawn before the slopes are known, but which rows are left out depends on the slopes.
     one_visit = objective.one_pass and draws(options, head) is None and certificate is None
     call = Call(batch, objective, rows, kept, options, row_transform, one_visit, teacher, certificate)
     return loss_of_source(call, source_of, head.tensors)

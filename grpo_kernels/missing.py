@@ -1,4 +1,4 @@
-"""What becomes of a target that its set of kept ids lacks."""
+"""What happens to a target that is not in its set of kept ids."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def without_set(sets: TokenSets, targets: Tensor, missing: str | None) -> Tensor
 
 
 def narrowed(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str | None) -> Tensor | None:
-    """The mask without what `missing` takes out. Raises ValueError for missing="raise", for which the host waits on a GPU."""
+    """The mask without the rows that `missing` removes. Raises ValueError for missing="raise", for which the host waits on a GPU."""
     if missing not in ("mask", "raise"):
         return mask
     lacking = outside(sets, targets).view(targets.shape)

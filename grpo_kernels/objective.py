@@ -30,7 +30,7 @@ AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-
 
 
 def _is_frozen(part: object) -> bool:
-    """Whether what it says cannot change after it was made."""
+    """Whether it cannot change after it was made."""
     own = vars(type(part)).get("__dataclass_params__")
     return own is not None and own.frozen
 
@@ -224,7 +224,7 @@ class Objective:
     def _weights(
         self, batch: TokenBatch, mask: Tensor | None, aggregate: str, normalizer: float | Tensor | None
     ) -> Tensor:  # fmt: skip
-        """What each token's term counts, fp32 [n]: 0 where masked. `mask` is that of the batch, flat."""
+        """The weight of each token's term, fp32 [n]: 0 where masked. `mask` is that of the batch, flat."""
         own = normalizer is None
         if normalizer is None:
             normalizer = self._denominator(batch, aggregate)

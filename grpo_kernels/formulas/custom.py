@@ -63,7 +63,7 @@ class Surrogate:
         return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
 
     def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
-        """What a token's log-ratio x [n] counts in its sequence's mean or sum, and the derivative of that; advantages [n]."""
+        """What a token adds to its sequence's mean or sum of log-ratios x [n], and the derivative in x; advantages [n]."""
         return x, 1.0
 
     def select(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class Custom(Surrogate):
     values. It receives `parameters` as its last argument. `check_surrogate` compares the slope with autograd. On a CPU the
     function is called once with symbols in place of tensors. The fused Triton kernel needs a function that is defined in a file
     (Triton compiles its source) and uses no local variable of another function. Numbers that it refers to by a global name are
-    fixed at the first use. Where this is not possible, the logits are read a second time, with a warning, and strict raises
+    fixed at the first use. If this is not possible, the logits are read a second time, with a warning, and strict raises
     ValueError, as does backend="triton"; strict also compares the C++ program with torch before it is first used. At
     sequence levels, unless detached_ratio, logp is the log-ratio of the sequence and old_logp is 0, so the formula may use
     their difference only.

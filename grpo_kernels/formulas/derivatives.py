@@ -34,7 +34,7 @@ def by_autograd(function: Callable[..., Tensor], logp: Tensor, *others: Tensor) 
     with torch.inference_mode(False), torch.enable_grad():
         x = logp.detach().clone().requires_grad_()  # a copy, because a graph cannot save a tensor made in inference mode
         loss = torch.as_tensor(function(x, *(y.detach().clone() for y in others)))
-        if not loss.requires_grad:  # it does not depend on logp
+        if not loss.requires_grad:  # the loss does not depend on logp
             return loss.detach().to(x.dtype).expand_as(x), torch.zeros_like(x)
         (slope,) = torch.autograd.grad(loss.expand_as(x).sum(), x)
     return loss.detach().expand_as(x), slope

@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 DIRECTIONS = ("reverse", "forward", "jsd")
 TAILS = ("bin", "renormalise", "ignore", "generalised")
 
-#: The least mass outside of a teacher's ids, on both sides, as TRL has it: below, fp32 knows no difference.
+#: The least mass outside of a teacher's ids, on both sides, as in TRL: smaller values are not resolved in fp32.
 LEAST_TAIL = 1e-7
 
 

@@ -54,7 +54,7 @@ class Program:
     numbers_used: tuple[int, ...]
 
     def numbers(self, parameters: Sequence[float]) -> list[float]:
-        """What the registers of numbers hold in a call with these parameters."""
+        """The values of the number registers in a call with these parameters."""
         found: list[Any] = []
         for what, of in self.sources:
             if what == "constant":
@@ -67,7 +67,7 @@ class Program:
 
 
 class Symbol:
-    """A number that is not known yet."""
+    """A placeholder for a number while a formula is traced."""
 
     __slots__ = ("condition", "in_row", "of", "operation", "tracer")
 
@@ -169,7 +169,7 @@ OF_TORCH: dict[Callable[..., Any], str] = {
 
 
 class Tracer:
-    """Makes symbols, remembers how they follow from each other, and makes a program of those that are wanted."""
+    """Makes symbols, records how each is computed, and makes a program that computes the requested ones."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Symbol] = {}
@@ -235,7 +235,7 @@ class Tracer:
             if id(x) not in needed:
                 needed.add(id(x))
                 waiting += (y for y in x.of if isinstance(y, Symbol))
-        order = [x for x in self._made.values() if id(x) in needed]  # which is that in which they were made
+        order = [x for x in self._made.values() if id(x) in needed]  # the order in which they were made
         rows = [x for x in order if x.in_row and x.operation != "input"]
         numbers = [x for x in order if not x.in_row]
         place = {id(x): i for i, x in enumerate(numbers)}
@@ -256,7 +256,7 @@ class Tracer:
 
 
 def refusal(name: str, error: Exception) -> FormulaRefused:
-    """Why a formula could not be traced, with the line of it that was at fault."""
+    """Why a formula could not be traced, with the line that caused it."""
     where, at = "", error.__traceback__
     while at is not None:
         code = at.tb_frame.f_code

@@ -33,7 +33,7 @@ class TokenRows:
     """The flat rows of a batch with the weights of an objective; every tensor is [n]."""
 
     targets: Tensor  # int64
-    read: Tensor | None  # bool: rows whose logits are looked at; None = all
+    read: Tensor | None  # bool: rows whose logits are read; None = all
     advantages: Tensor  # fp32, like all that follow
     policy_weight: Tensor
     old_logps: Tensor | None = None  # None = on-policy
@@ -141,7 +141,7 @@ NO_KL = Kl()
 
 
 def remembered(objective: Objective, name: str, make: Callable[[Objective], Any]) -> Any:
-    """make(objective), once for an objective whose terms cannot change."""
+    """make(objective), cached for an objective whose terms cannot change."""
     known = objective.__dict__.get(name)
     if known is None:
         known = make(objective)
