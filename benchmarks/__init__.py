@@ -1,4 +1,5 @@
-"""Benchmarks: `python -m benchmarks` runs the suites; side_by_side, roofline, resources, tables, plots are commands of their own."""
+"""Benchmarks: `python -m benchmarks` runs the suites; side_by_side, roofline, resources, tables, plots are commands of their
+own."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""The cases of the suite `divergence`: the mean divergence of a policy's rows to those of a frozen teacher, and the answer in float64."""
+"""The cases of the suite `divergence`: the mean divergence of a policy's rows to those of a frozen teacher, and the answer in
+float64."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@
 The reference trainer on the problems of examples/arithmetic.py, in three experiments: how much the KL and its gradient differ from
 batch to batch at policies that stand still; what reward and KL runs end with; and whether a small student reaches its teacher.
 Every result is kept in runs/exact_kl as soon as it is there, so that a command that was cut off goes on, and several may share the
-seeds. --write: from what is there benchmarks/results/exact_kl.json, and of it the tables and pictures of docs/exact_kl_experiment.md."""
+seeds. --write: from what is there benchmarks/results/exact_kl.json, and of it the tables and pictures of
+docs/exact_kl_experiment.md."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ SETTINGS: Record = {
     "preset": "dapo", "steps": 120, "prompts_per_step": 32, "group_size": 8, "max_new_tokens": 4, "lr": 5e-4, "warmup_steps": 5,
     "lr_schedule": "linear",
 }  # fmt: skip
-#: Coefficients of the KL; and two settings in which noise counts for more: large steps to the end, and an eighth of the completions.
+#: Coefficients of the KL; and two settings in which noise counts for more: large steps to the end, and an eighth of the
+#: completions.
 REWARDS: dict[str, Record] = {
     "beta=0.3": {"beta": 0.3},
     "beta=1": {"beta": 1.0},
@@ -146,7 +148,8 @@ def of_value(values: list[float]) -> Record:
 def of_gradient(total: Any, squares: Any, apart: Any, squares_apart: Any, count: int, unit: float) -> Record:
     """From sums over batches of gradients, of their squared lengths, and of the same of their distances from those of the exact KL:
     deviation: root mean square distance of a batch's gradient from the mean gradient, by the length of the mean. bias: distance of
-    the mean from that of the exact KL, by the length of that (`unit`), with what so few batches add taken off; bias_noise is that."""
+    the mean from that of the exact KL, by the length of that (`unit`), with what so few batches add taken off; bias_noise is
+    that."""
     _, variance = moments(total, squares, count)
     distance, noise = moments(apart, squares_apart, count)
     return {
@@ -157,7 +160,8 @@ def of_gradient(total: Any, squares: Any, apart: Any, squares_apart: Any, count:
 
 
 def moments(total: Any, squares: Any, count: int) -> tuple[float, float]:
-    """(squared length of the expectation, sum of the variances) of vectors, unbiased, from their sum and that of their squared lengths."""
+    """(squared length of the expectation, sum of the variances) of vectors, unbiased, from their sum and that of their squared
+    lengths."""
     mean = total / count
     variance = max(float(squares - count * (mean @ mean)), 0.0) / (count - 1)
     return float(mean @ mean) - variance / count, variance
@@ -181,7 +185,8 @@ def rewarded(seed: int, **changes: Any) -> Record:
 
 @torch.no_grad()
 def look(t: Trainer, reference: Any) -> tuple[float, float]:
-    """(mean reward, KL(policy, reference) per token) of completions of the held-out prompts, the same numbers choosing them each time."""
+    """(mean reward, KL(policy, reference) per token) of completions of the held-out prompts, the same numbers choosing them
+    each time."""
     completions = t.sample(t.eval_rows, LOOK, 1.0, generator=torch.Generator().manual_seed(0))
     reward = float(t.score(t.eval_rows, completions, LOOK).totals.mean())
     logits, of_reference = (completion_logits(model, completions) for model in (t.model, reference))
@@ -194,8 +199,8 @@ def look(t: Trainer, reference: Any) -> tuple[float, float]:
 
 @functools.cache
 def pair(seed: int, teacher_steps: int = TEACHER_STEPS) -> tuple[Any, Any, list[Any], list[Any]]:
-    """(teacher, student, training problems, held-out problems, which have no sum in common). The teacher has learnt from right answers;
-    the student, four times as small and not for as long, from those of the careless teacher of the example."""
+    """(teacher, student, training problems, held-out problems, which have no sum in common). The teacher has learnt from right
+    answers; the student, four times as small and not for as long, from those of the careless teacher of the example."""
     training, held_out = (
         [row for row in rows if all(abs(int(term)) <= LARGEST for term in row["sum"].split())]
         for rows in arithmetic.problems(40_000, seed)
@@ -210,7 +215,8 @@ def pair(seed: int, teacher_steps: int = TEACHER_STEPS) -> tuple[Any, Any, list[
 
 
 def distilled(seed: int, way: str, lr: float, teacher_steps: int = TEACHER_STEPS, **changes: Any) -> Record:
-    """Greedy accuracy on held-out problems of the teacher, and of the student at every twentieth of its run. The reward counts nothing."""
+    """Greedy accuracy on held-out problems of the teacher, and of the student at every twentieth of its run. The reward counts
+    nothing."""
     teacher, student, training, held_out = pair(seed, teacher_steps)
     settings = {**DISTILLED, "preset": WAYS[way], "lr": lr, "seed": seed, "reward_weights": [0.0], **changes}
     with tempfile.TemporaryDirectory() as folder:
@@ -253,7 +259,8 @@ def measure(seeds: tuple[int, ...] = SEEDS, folder: Path = FOLDER, parts: tuple[
 
 
 def known(folder: Path = FOLDER) -> list[Record]:
-    """The results in the folder, and those of the result file if it has these settings; in the order of the tasks, then of the seeds."""
+    """The results in the folder, and those of the result file if it has these settings; in the order of the tasks, then of the
+    seeds."""
     kept = results.load(exact_kl_page.FILE)
     found = {key(record): record for record in kept.get("runs", ()) if kept["settings"] == setup()}
     found |= {file.stem: results.load(file) for file in folder.glob("*.json")}

@@ -103,7 +103,8 @@ def _counts(ways: dict[str, dict]) -> Table:
 
 
 def _loads(record: dict[str, dict]) -> Table:
-    """Of our ways: the loads of a thread before the first wait, of all in a round of the loop, for each visit; and bytes spilled."""
+    """Of our ways: the loads of a thread before the first wait, of all in a round of the loop, for each visit; and bytes
+    spilled."""
     versions = sorted(record, key=numbers)
     columns = [(version, target) for version in versions for target in record[version]["targets"]]
     lines = [["loads before the first wait", *(f"{target}, {version}" for version, target in columns)]]

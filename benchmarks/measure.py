@@ -218,8 +218,8 @@ def _reached(case: Case) -> dict[str, float]:
 
 
 def outside_gate(cell: Cell, found: dict[str, float], drawn: bool = False) -> str | None:
-    """The first error that is too large to be rounding, in words; None if there is none. Of a gradient that is `drawn` it is too large
-    to be noise around the dense one."""
+    """The first error that is too large to be rounding, in words; None if there is none. Of a gradient that is `drawn` it is
+    too large to be noise around the dense one."""
     for name, value in found.items():
         most = GATE[cell.dtype][_kind(name)]
         if cell.contract in EXACT and _kind(name) == "worst row":

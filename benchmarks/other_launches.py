@@ -1,4 +1,5 @@
-"""The launches of our Triton kernels beside those of one stream of rows: rows beside a teacher's, and the sparse products of kept sets."""
+"""The launches of our Triton kernels beside those of one stream of rows: rows beside a teacher's, and the sparse products of
+kept sets."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.plots [--results DIR] [--out DIR]
 
-Writes <out>/<machine>/<suite>.svg and .png (default: <results>/<machine>/plots/), and front.svg: see front.py. A picture contains the numbers that it
-was drawn from, so that a test can compare them with the result file. The same result file gives the same SVG."""
+Writes <out>/<machine>/<suite>.svg and .png (default: <results>/<machine>/plots/), and front.svg: see front.py. A picture
+contains the numbers that it was drawn from, so that a test can compare them with the result file. The same result file gives
+the same SVG."""
 
 from __future__ import annotations
 

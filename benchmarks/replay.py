@@ -4,8 +4,8 @@
 
 The reference trainer on the problems of examples/arithmetic.py, from the same warm-up, with the same seeds and top-p: over the
 sets, and over the vocabulary with the ratio to the sampler's log-probs (as trainers have it that take those of the engine) or to
-the trainer's own. One update on each batch, so that every ratio would be 1 if nothing were wrong. --write: benchmarks/results/replay.json,
-and in docs the table of kept_sets.md and the picture replay.svg that are made from it."""
+the trainer's own. One update on each batch, so that every ratio would be 1 if nothing were wrong. --write:
+benchmarks/results/replay.json, and in docs the table of kept_sets.md and the picture replay.svg that are made from it."""
 
 from __future__ import annotations
 

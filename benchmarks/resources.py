@@ -100,8 +100,8 @@ def per_logit(found: Sequence[Loop], size: int) -> dict[str, float]:
     return work
 
 
-#: Bytes per thread that a kernel may spill, outside its loops: a tile in single elements, as is the last one of an odd vocabulary in
-#: padded rows, and tanh of a tile that is kept, take ptxas more registers than there are.
+#: Bytes per thread that a kernel may spill, outside its loops: a tile in single elements, as is the last one of an odd
+#: vocabulary in padded rows, and tanh of a tile that is kept, take ptxas more registers than there are.
 UNALIGNED_SPILL = {"fused": 192, "scale_": 32}
 PADDED_SPILL = {"fused": 160, "pull": 8}
 SOFTCAP_SPILL = {"fused": 32}
@@ -163,8 +163,8 @@ def measure_all(targets: Sequence[str], cases: Sequence[Case]) -> Iterator[tuple
 
 
 def outcomes(found: Sequence[tuple[Report, list[str]]]) -> dict[str, dict[str, Any]]:
-    """{target: how many kernels, which are beyond their budgets, the most bytes that one spills, the least KiB that one has in flight
-    on a multiprocessor in a long row}."""
+    """{target: how many kernels, which are beyond their budgets, the most bytes that one spills, the least KiB that one has in
+    flight on a multiprocessor in a long row}."""
     targets = dict.fromkeys(report.target for report, _ in found)
     rows = {target: [(report, failures) for report, failures in found if report.target == target] for target in targets}
     return {

@@ -1,5 +1,5 @@
-"""The case of the suite `sparse`: rows of a wanted mean entropy. Random hidden states are scaled until their rows have it, and targets
-are drawn from these rows, as a policy's are."""
+"""The case of the suite `sparse`: rows of a wanted mean entropy. Random hidden states are scaled until their rows have it, and
+targets are drawn from these rows, as a policy's are."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ registers of the row kernels, and from hidden states the bytes of a chunk of log
 A candidate is a call of the package with another entry in its table of launches, so a trial changes no code. Each is
 checked against float64 before it is timed; those of one workload are interleaved. Prints a ranking for each kind
 (the geometric mean, over its workloads, of the time relative to the best) and the table to paste; `--choices` writes the best of
-each kind for `python -m benchmarks --choices`. `--small` takes small shapes on the CPU: with TRITON_INTERPRET=1 the same lines run without a GPU, and no figure means anything."""
+each kind for `python -m benchmarks --choices`. `--small` takes small shapes on the CPU: with TRITON_INTERPRET=1 the same lines
+run without a GPU, and no figure means anything."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ class Certificate:
         """fp32 [n], on the norm of what a row adds to the gradient of the weight: slopes times the norms of the gradients of the
         logits and of the hidden state.
 
-        Of a log-prob that is e_y - p, with a norm of at most sqrt(2) (1 - p_y). Of the entropy it is p_j (log p_j + H), whose sum of
-        magnitudes is at most 2 H, and whose norm at most 2 / e + H: (p log p)^2 <= p (4 / e^2), the largest p (log p)^2."""
+        Of a log-prob that is e_y - p, with a norm of at most sqrt(2) (1 - p_y). Of the entropy it is p_j (log p_j + H), whose
+        sum of magnitudes is at most 2 H, and whose norm at most 2 / e + H: (p log p)^2 <= p (4 / e^2), the largest p (log p)^2."""
         of_row = d_logps.abs() * (math.sqrt(2.0) * (KNOWN_TO - torch.expm1(logps)))
         if d_entropy is not None:
             assert entropy is not None

@@ -58,18 +58,18 @@ def token_divergence(
         loss = kl.sum() / mask.sum()
 
     logits      [B, T, V] or [N, V], fp32, bf16 or fp16, any strides: the policy or student, which gets the gradient.
-    ref_logits  the same shape, any of these dtypes: the reference or teacher, under the same transform; (logits, LogitTransform) under
-                one of their own; or `TokenSets` whose values are the log-probs of a teacher that is known at these ids only; or a
-                list of pairs (one of these, weight), a number or a tensor [B] or [B, T]: the weighted sum.
+    ref_logits  the same shape, any of these dtypes: the reference or teacher, under the same transform; (logits,
+                LogitTransform) under one of their own; or `TokenSets` whose values are the log-probs of a teacher that is known
+                at these ids only; or a list of pairs (one of these, weight), a number or a tensor [B] or [B, T]: the weighted sum.
     divergence  "reverse" (KL(policy || reference)), "forward", "jsd", or an `Exact` with its options.
     mask        bool [B, T] or [N]: rows where it is False are not read and give exactly 0, in value and gradient.
     kept        `TokenSets`, a set for each row: both sides are renormalised over it, and only the logits of its ids are read. A row
                 without ids runs over the whole vocabulary.
     inplace, shard, options   as in `token_logprobs`; the logits of both sides are cut over the group of a shard.
 
-    Returns fp32, the leading shape of logits, in nats: at least 0, also for two nearly equal rows, whose KL of 1e-10 keeps its digits;
-    infinite where the other side has no probability. Both rows are read twice in the forward and in the backward each (the jsd: three times in the
-    forward). Raises ValueError naming the argument that is wrong."""
+    Returns fp32, the leading shape of logits, in nats: at least 0, also for two nearly equal rows, whose KL of 1e-10 keeps its
+    digits; infinite where the other side has no probability. Both rows are read twice in the forward and in the backward each
+    (the jsd: three times in the forward). Raises ValueError naming the argument that is wrong."""
     exact, options = as_exact(divergence), merged(options)
     refuse_fewer(options, NO_PRODUCT)
     if is_traced() and leaves_the_graph(exact, None, shard=shard):
@@ -109,14 +109,14 @@ def linear_divergence(
         kl = linear_divergence(hidden, lm_head.weight, (teacher_hidden, teacher.lm_head.weight), "forward", mask=mask)
 
     hidden     [B, T, H] or [N, H], and weight [V, H] or a `Head`, as in `linear_logprobs`.
-    reference  (hidden, weight), (hidden, weight, bias) or (hidden, Head(...)) of the reference or teacher, as in `linear_grpo_loss`, with a
-               hidden size and dtype of its own; or `TokenSets` whose values are the log-probs of a teacher known at these ids only; or a
-               list of pairs (one of these, weight): six products for each.
+    reference  (hidden, weight), (hidden, weight, bias) or (hidden, Head(...)) of the reference or teacher, as in
+               `linear_grpo_loss`, with a hidden size and dtype of its own; or `TokenSets` whose values are the log-probs of a
+               teacher known at these ids only; or a list of pairs (one of these, weight): six products for each.
     mask, kept, divergence  as in `token_divergence`; bias, transform, shard, weight_grad, options as in `linear_logprobs`.
 
-    Masked rows take part in no product. The forward is a product for each side; the backward, which cannot know the upstream gradient
-    before it arrives, computes the logits of both again: six products in all. `linear_grpo_loss` with Objective.preset("distillation")
-    takes four. Raises ValueError naming the argument that is wrong."""
+    Masked rows take part in no product. The forward is a product for each side; the backward, which cannot know the upstream
+    gradient before it arrives, computes the logits of both again: six products in all. `linear_grpo_loss` with
+    Objective.preset("distillation") takes four. Raises ValueError naming the argument that is wrong."""
     exact = as_exact(divergence)
     if isinstance(weight, Head):
         beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}

@@ -32,7 +32,8 @@ def without_set(sets: TokenSets, targets: Tensor, missing: str | None) -> Tensor
 
 
 def narrowed(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str | None) -> Tensor | None:
-    """The mask without the rows that `missing` removes. Raises ValueError for missing="raise", for which the host waits on a GPU."""
+    """The mask without the rows that `missing` removes. Raises ValueError for missing="raise", for which the host waits on a
+    GPU."""
     if missing not in ("mask", "raise"):
         return mask
     lacking = outside(sets, targets).view(targets.shape)

@@ -57,11 +57,12 @@ def loss_from_model(
                  which stops the program without a host sync. old_logps and the others have the shape of the targets.
     temperature  divides the logits: a number or a tensor, see `LogitTransform`.
     transform    in place of `LogitTransform.of(model, temperature=temperature)`, for a model that it does not know.
-    reference    the reference or teacher, a causal language model of the same vocabulary: it runs on the same inputs, without gradient,
-                 under its own softcap and scale and the same temperature. Or what `linear_grpo_loss` takes; in a list of
+    reference    the reference or teacher, a causal language model of the same vocabulary: it runs on the same inputs, without
+                 gradient, under its own softcap and scale and the same temperature. Or what `linear_grpo_loss` takes; in a list of
                  pairs (teacher, weight), too. Needed with kl=Exact(...); else in place of batch.ref_logps.
     inputs       what else the base model takes: attention_mask, position_ids (packed sequences need their own), pixel_values.
-    backend      as in `grpo_loss`, like all that is not here: normalizer, skip_inactive, strict. weight_grad, options: `linear_grpo_loss`.
+    backend      as in `grpo_loss`, like all that is not here: normalizer, skip_inactive, strict. weight_grad, options:
+                 `linear_grpo_loss`.
 
     A router's auxiliary loss is not included. Raises ValueError naming the argument that is wrong, and where calling the base
     model would skip something: an adapter, a hook, a patch or quantised numbers on the head, prompt tuning, an encoder, a

@@ -55,8 +55,8 @@ class Options:
                     "vocabulary" the KL compares log-probs of the whole row, which costs what entropy_over="vocabulary" costs.
     sparse          `Sparse`: gradients from hidden states by few columns of each row, unbiased, for a third of the products. None:
                     all columns.
-    certified       `Certified`: rows with the least gradient are left out of the backward of a loss from hidden states, by a bound that
-                    is returned. None: no row is.
+    certified       `Certified`: rows with the least gradient are left out of the backward of a loss from hidden states, by a
+                    bound that is returned. None: no row is.
     skip_inactive, backend, strict    as the keywords of these names, in place of them.
 
     Without kept sets the first three change nothing. Raises ValueError naming the field that is wrong."""

@@ -87,8 +87,8 @@ def divergence_of(
     source_of: Callable[[Any, Tensor | None], Source], teacher: Teachers, exact: Exact, targets: Tensor, read: Tensor | None,
     transform: RowTransform, tensors: tuple[Tensor | None, ...],
 ) -> Tensor:  # fmt: skip
-    """fp32 [n], differentiable: the divergence from a teacher, or the weighted sum of those from several, of which each is read in the
-    rows where it has a weight. `source_of` makes the source of (teacher, the rows that are read)."""
+    """fp32 [n], differentiable: the divergence from a teacher, or the weighted sum of those from several, of which each is read
+    in the rows where it has a weight. `source_of` makes the source of (teacher, the rows that are read)."""
     if isinstance(teacher, Several):
         each = (
             (x, divergence_of(source_of, x.teacher, exact, targets, x.read(read), transform, tensors)) for x in teacher.parts
@@ -211,7 +211,8 @@ def top_k(name: str, sets: TokenSets, exact: Exact, policy: Policy) -> TopK:
 
 
 def check_given(given: str, value: Any, objective: Objective, batch: TokenBatch) -> None:
-    """Raise ValueError where an objective and its second stream do not fit: `given` is the name of the argument, `value` what it is."""
+    """Raise ValueError where an objective and its second stream do not fit: `given` is the name of the argument, `value` what
+    it is."""
     if objective.exact is not None:
         if batch.ref_logps is not None:
             raise ValueError(

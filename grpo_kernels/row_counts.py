@@ -1,4 +1,5 @@
-"""Row counts of a batch: a GPU sends them to the host early, and tensor versions tell when they are stale; rows in the order of their work."""
+"""Row counts of a batch: a GPU sends them to the host early, and tensor versions tell when they are stale; rows in the order of
+their work."""
 
 from __future__ import annotations
 

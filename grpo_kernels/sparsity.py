@@ -54,23 +54,25 @@ class Sparse:
 
 @dataclass(frozen=True)
 class Certified:
-    """`Options(certified=Certified(...))`: rows with the least gradient are left out of the backward, and what that can be is returned.
+    """`Options(certified=Certified(...))`: rows with the least gradient are left out of the backward, and what that can be is
+    returned.
 
         out = linear_grpo_loss(hidden, weight, batch, objective, options=Options(certified=Certified(budget=1e-3)))
         out.metrics["dropped"], out.metrics["dropped_bound"]
 
-    What a row adds to the gradient of the weight has a norm of at most its slope times sqrt(2) (1 - p_y) times the norm of its hidden
-    state (and of an entropy bonus at most min(2 H, 2 / e + H) in place of sqrt(2) (1 - p_y)), times dz/dx. Rows leave in the order of
-    that bound as long as the sum of theirs is at most `budget` of the sum of all rows'. So the gradient of the weight lacks at most
-    `dropped_bound` in the Frobenius norm, and `dropped` is that sum as a share. The hidden states of rows that left get a gradient of
-    exactly 0. Which rows leave depends on the batch alone: the result is the same in every run, biased, and bounded.
+    What a row adds to the gradient of the weight has a norm of at most its slope times sqrt(2) (1 - p_y) times the norm of its
+    hidden state (and of an entropy bonus at most min(2 H, 2 / e + H) in place of sqrt(2) (1 - p_y)), times dz/dx. Rows leave in
+    the order of that bound as long as the sum of theirs is at most `budget` of the sum of all rows'. So the gradient of the
+    weight lacks at most `dropped_bound` in the Frobenius norm, and `dropped` is that sum as a share. The hidden states of rows
+    that left get a gradient of exactly 0. Which rows leave depends on the batch alone: the result is the same in every run,
+    biased, and bounded.
 
     budget   a number in [0, 1).
 
-    The slopes have to be known before the gradient is made, so that rows that stay cost four products in place of three: with a share
-    a of rows that stay, 1 + 3 a products against 1 + 2. With `Sparse` in the same options the rows that left draw no column. On a GPU
-    the host waits for the number of rows. For losses from hidden states; rows with a kept set never leave and are not counted;
-    exact divergences, whose gradient this does not bound, are refused.
+    The slopes have to be known before the gradient is made, so that rows that stay cost four products in place of three: with a
+    share a of rows that stay, 1 + 3 a products against 1 + 2. With `Sparse` in the same options the rows that left draw no
+    column. On a GPU the host waits for the number of rows. For losses from hidden states; rows with a kept set never leave and
+    are not counted; exact divergences, whose gradient this does not bound, are refused.
 
     Raises ValueError naming the field that is wrong."""
 

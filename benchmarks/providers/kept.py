@@ -92,7 +92,8 @@ def pairs(case: KeptCase) -> Call:
 
 @provider("one gather, rows of the weight", "kept", limit=True)
 def gathered(case: KeptCase) -> Call:
-    """The least: each row of the weight that a set of more than one id names, read once in random order and written side by side."""
+    """The least: each row of the weight that a set of more than one id names, read once in random order and written side by
+    side."""
     ids = case.sets.ids[(case.sets.counts > 1)[case.sets.row_of]].long()
     out = torch.empty(ids.numel(), case.weight.shape[1], dtype=case.weight.dtype, device=case.weight.device)
     weight = case.weight.detach()

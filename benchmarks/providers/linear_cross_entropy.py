@@ -1,5 +1,5 @@
-"""torch's own linear_cross_entropy (from 2.13 on), with the options that it has. It computes a cross-entropy: it is compared on that
-contract, and with reduction="none" as the log-probs of a policy's loss. Eager PyTorch and torch.compile of the same."""
+"""torch's own linear_cross_entropy (from 2.13 on), with the options that it has. It computes a cross-entropy: it is compared on
+that contract, and with reduction="none" as the log-probs of a policy's loss. Eager PyTorch and torch.compile of the same."""
 
 from __future__ import annotations
 

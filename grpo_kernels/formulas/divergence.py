@@ -2,8 +2,8 @@
 few ids of each row.
 
 p is the softmax of the policy's row, q that of the reference or teacher. Where all of q is known, the vocabulary stage computes the
-divergence beside the log-probs (`vocabulary/rows.py`). Where only its largest probabilities are, as from a served teacher, the log-probs
-of the policy at those ids decide: `divergence_at`.
+divergence beside the log-probs (`vocabulary/rows.py`). Where only its largest probabilities are, as from a served teacher, the
+log-probs of the policy at those ids decide: `divergence_at`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LEAST_TAIL = 1e-7
 
 @dataclass(frozen=True)
 class Exact:
-    """The exact divergence of a token's whole distribution p to that of the reference or teacher q, in place of an estimate from the
-    sampled token: as `Objective(kl=Exact(...))`, and in `token_divergence` and `linear_divergence`.
+    """The exact divergence of a token's whole distribution p to that of the reference or teacher q, in place of an estimate
+    from the sampled token: as `Objective(kl=Exact(...))`, and in `token_divergence` and `linear_divergence`.
 
         Objective.preset("dapo", beta=0.04, kl=Exact("reverse"))
 
@@ -39,13 +39,15 @@ class Exact:
     tail       for a teacher known at the ids of `TokenSets` only, p and q over those ids, P and Q their masses outside:
                "bin"          all other ids are one outcome, of probability P and Q, each at least 1e-7
                "renormalise"  both are renormalised over the ids
-               "ignore"       the sum over the ids alone: with direction "forward" the cross-entropy to soft targets, whose values may
-                              be logarithms of any weights. The sum of "reverse" has no minimum at q: the policy may move away
-               "generalised"  each term with the slope at equality taken out, p (log p - log q) - p + q (MOPD, arXiv 2606.30406, eq. 5)
+               "ignore"       the sum over the ids alone: with direction "forward" the cross-entropy to soft targets, whose
+                              values may be logarithms of any weights. The sum of "reverse" has no minimum at q: the policy may move away
+               "generalised"  each term with the slope at equality taken out, p (log p - log q) - p + q (MOPD,
+                              arXiv 2606.30406, eq. 5)
     temperature_squared  True: times the square of the transform's temperature, which keeps the size of the gradient (Hinton et al.,
                arXiv 1503.02531). The temperature itself divides the logits of both sides.
 
-    The value is in nats, at least 0 and infinite where the other side is 0 (in the jsd nowhere). Raises ValueError naming the field that is wrong.
+    The value is in nats, at least 0 and infinite where the other side is 0 (in the jsd nowhere). Raises ValueError naming the
+    field that is wrong.
     """
 
     direction: str = "reverse"
@@ -81,8 +83,9 @@ def as_exact(divergence: str | Exact) -> Exact:
 
 
 def divergence_at(exact: Exact, logps: Tensor, teacher: Tensor, offsets: Tensor) -> Tensor:
-    """fp32 [rows]: the divergence of each row from log-probs `logps` [nnz] of the policy and `teacher` [nnz] at the same ids, those of
-    row r at offsets[r] : offsets[r + 1]; 0 of a row without ids. Differentiable in logps. In fp64, since a few numbers cost nothing."""
+    """fp32 [rows]: the divergence of each row from log-probs `logps` [nnz] of the policy and `teacher` [nnz] at the same ids,
+    those of row r at offsets[r] : offsets[r + 1]; 0 of a row without ids. Differentiable in logps. In fp64, since a few numbers
+    cost nothing."""
     log_p, log_q = logps.to(torch.float64), teacher.detach().to(torch.float64)
     used = offsets.diff() > 0
     row_of = torch.repeat_interleave(offsets.diff(), output_size=logps.numel())
@@ -106,7 +109,8 @@ def divergence_at(exact: Exact, logps: Tensor, teacher: Tensor, offsets: Tensor)
 
 
 def _terms(exact: Exact, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """a (log a - log b) - a + b of each id: at least 0, and over outcomes whose probabilities add up to 1 the sum is the divergence."""
+    """a (log a - log b) - a + b of each id: at least 0, and over outcomes whose probabilities add up to 1 the sum is the
+    divergence."""
     if exact.direction == "forward":
         return _term(log_q, log_p)
     if exact.direction == "reverse":

@@ -32,10 +32,11 @@ def response_sets(name: str, record: tuple[Any, Any], tokens: int, *, device: to
 
 
 def on_rows(name: str, records: Sequence[TokenSets], generated: Tensor, cuts: Sequence[int] | None = None) -> TokenSets:
-    """The sets of responses on the rows of `generated`, bool [B, T] or packed [N]: those of record b go to the True rows of sequence
-    b in their order, all other rows get none.
+    """The sets of responses on the rows of `generated`, bool [B, T] or packed [N]: those of record b go to the True rows of
+    sequence b in their order, all other rows get none.
 
-    cuts   where the sequences of packed rows start, and the end. Raises ValueError where a sequence has not as many sets as rows."""
+    cuts   where the sequences of packed rows start, and the end. Raises ValueError where a sequence has not as many sets as
+           rows."""
     mask = as_mask("generated", generated, generated.shape)
     parts = [*mask] if mask.dim() == 2 else [mask[a:b] for a, b in pairwise(cuts or (0, mask.numel()))]
     if len(parts) != len(records):

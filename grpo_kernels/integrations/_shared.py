@@ -41,8 +41,8 @@ def even_shard(width: int, group: Any, *, reduce_hidden: bool = True) -> VocabSh
 
 
 def shard_of(logits: Tensor, group: Any, megatron: bool) -> VocabShard | None:
-    """This rank's part of the vocabulary: of a DTensor with Shard(-1), of `group`, or with `megatron` of its tensor-parallel group; None
-    where logits are whole rows."""
+    """This rank's part of the vocabulary: of a DTensor with Shard(-1), of `group`, or with `megatron` of its tensor-parallel
+    group; None where logits are whole rows."""
     placements = getattr(logits, "placements", None)
     if placements is not None:
         if len(placements) != 1 or not placements[0].is_shard() or placements[0].dim % logits.dim() != logits.dim() - 1:

@@ -1,5 +1,5 @@
-"""Replaces functions in a trainer's modules by ours, on request, and puts the trainer's own back afterwards; under a version that was
-not tested the first step compares the two."""
+"""Replaces functions in a trainer's modules by ours, on request, and puts the trainer's own back afterwards; under a version
+that was not tested the first step compares the two."""
 
 from __future__ import annotations
 

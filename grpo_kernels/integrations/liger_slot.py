@@ -7,8 +7,8 @@
     slots = liger_slot.bind()             # or every trainer of this process that will be made
 
 The constants are those that the trainer gave to its own object. The first call is compared with it where the version of
-Liger-Kernel (or of a TRL with a copy of it) is not one of `KNOWN`. What Liger's slot has not, ours has not there: the entropy bonus, the
-entropy quantile, off-policy masks. From 1.15 on TRL has a place for the whole loss: `integrations.trl`.
+Liger-Kernel (or of a TRL with a copy of it) is not one of `KNOWN`. What Liger's slot has not, ours has not there: the entropy
+bonus, the entropy quantile, off-policy masks. From 1.15 on TRL has a place for the whole loss: `integrations.trl`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def patch(trainer: Any, *, strict: bool = False, any_version: bool = False) -> S
 
 
 def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
-    """Make `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` ours for what imports it from now on; `undo()` puts it back, but for
-    trainers that are made already. Options and errors are those of `patch`."""
+    """Make `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` ours for what imports it from now on; `undo()` puts it back,
+    but for trainers that are made already. Options and errors are those of `patch`."""
     home = importlib.import_module(HOME)
     theirs = getattr(home, NAME)
     if getattr(theirs, "grpo_kernels", False):

@@ -4,17 +4,18 @@
 
     loss_fn = DistillationLoss.like(DistillationLossFn(config))      # in the place of DistillationLossFn(config)
 
-NeMo-RL hands it the logits (`input_type = LossInputType.LOGIT`) in place of log-probs at the teacher's ids, and the teacher's `topk_logits_k`
-largest logits and their ids in `data`. Both KLs are renormalised over these ids, as with zero_outside_topk=False, from the logits at
-the ids alone: nothing of the size of the vocabulary is read. With zero_outside_topk=True the policy's probabilities are those of the whole
-vocabulary, and the teacher's log-prob outside of its ids is -100: log-probs and entropy come from one visit of each row.
+NeMo-RL hands it the logits (`input_type = LossInputType.LOGIT`) in place of log-probs at the teacher's ids, and the teacher's
+`topk_logits_k` largest logits and their ids in `data`. Both KLs are renormalised over these ids, as with
+zero_outside_topk=False, from the logits at the ids alone: nothing of the size of the vocabulary is read. With
+zero_outside_topk=True the policy's probabilities are those of the whole vocabulary, and the teacher's log-prob outside of its
+ids is -100: log-probs and entropy come from one visit of each row.
 
-The value of that option's reverse KL has about 100 times the mass outside in it, and that mass is the gradient: it is NeMo-RL's, for
-parity. `Exact("reverse")`, whose tail is one outcome, has no such number. The sum of NeMo-RL's option `forward` has no minimum at the teacher's row
-either way: its value may be negative.
+The value of that option's reverse KL has about 100 times the mass outside in it, and that mass is the gradient: it is
+NeMo-RL's, for parity. `Exact("reverse")`, whose tail is one outcome, has no such number. The sum of NeMo-RL's option `forward`
+has no minimum at the teacher's row either way: its value may be negative.
 
-Logits may be cut over tensor-parallel ranks, as in `nemo_rl.PolicyLoss`. Not covered: context parallelism, the loss across tokenizers.
-Written from the code of August 2026 (7ea279a); the tests here compare with a transcription.
+Logits may be cut over tensor-parallel ranks, as in `nemo_rl.PolicyLoss`. Not covered: context parallelism, the loss across
+tokenizers. Written from the code of August 2026 (7ea279a); the tests here compare with a transcription.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ OUTSIDE = -100.0
 class DistillationLoss:
     """A NeMo-RL loss function: (logits, data, global_valid_seqs, global_valid_toks) -> (loss, metrics).
 
-    kl_type            "forward", KL(teacher, policy); "reverse"; "mixed": mixed_kl_weight of the forward, and the rest of the reverse.
+    kl_type            "forward", KL(teacher, policy); "reverse"; "mixed": mixed_kl_weight of the forward, and the rest of the
+                       reverse.
     mixed_kl_weight    in [0, 1].
     zero_outside_topk  False: both sides are renormalised over the teacher's ids. True: see above.
     megatron           True: logits are Megatron's, [B, S, V / ranks], cut over its tensor-parallel group.
 
-    `data` has token_mask [B, S], sample_mask [B], input_ids, teacher_topk_logits and teacher_topk_indices [B, S, k], k at least 1; the last
-    row of each sequence predicts nothing. Raises ValueError naming the argument that is wrong."""
+    `data` has token_mask [B, S], sample_mask [B], input_ids, teacher_topk_logits and teacher_topk_indices [B, S, k], k at least
+    1; the last row of each sequence predicts nothing. Raises ValueError naming the argument that is wrong."""
 
     def __init__(
         self, kl_type: str = "mixed", mixed_kl_weight: float = 0.5, zero_outside_topk: bool = False, *, megatron: bool = False

@@ -55,8 +55,8 @@ NOT_LINEAR = (ClipCov, KlCov, Dro, A2po)
 
 def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
     """Put our presets into SkyRL's registry, and return their names there: `prefix` and the preset's. Under a version that was not
-    tested, unless any_version, the first call computes SkyRL's own clipped loss and ours of these constants first: RuntimeError where
-    they differ."""
+    tested, unless any_version, the first call computes SkyRL's own clipped loss and ours of these constants first: RuntimeError
+    where they differ."""
     trial = Trial(untested("skyrl", TESTED, any_version))
     from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss
 

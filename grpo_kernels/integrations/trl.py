@@ -73,7 +73,8 @@ def patch(
     any_version    True: go on with a version of TRL that this was not tested with, without the comparison below.
 
     Under a version that was not tested the first step is computed by TRL's own head (not with replay) and arithmetic too. One
-    warning says that log-probs, loss and slopes agree; or the patch is taken off and RuntimeError, before a gradient was made, names the difference.
+    warning says that log-probs, loss and slopes agree; or the patch is taken off and RuntimeError, before a gradient was made,
+    names the difference.
 
     Raises TypeError for an object that is not a GRPOTrainer, RuntimeError for one that is patched already or has another
     loss or forward than TRL's, and ValueError for a head that is not a plain Linear, such as one with a LoRA.

@@ -6,9 +6,10 @@
         DistillationTrainer(...).train()
     print(slot.counts)          # Counter({'fused': 120})
 
-`DistillationTrainer` calls a function of its module, `_chunked_divergence_loss`, with the hidden states and heads of student and teacher.
-It is replaced for all trainers of the process, on request only, and put back by `undo()` or at the end of `with`. Its values are
-TRL's: beta, the temperature on both sides, scale and softcap of each model, the denominator. Other than in TRL a logit of -inf gives no NaN.
+`DistillationTrainer` calls a function of its module, `_chunked_divergence_loss`, with the hidden states and heads of student
+and teacher. It is replaced for all trainers of the process, on request only, and put back by `undo()` or at the end of `with`.
+Its values are TRL's: beta, the temperature on both sides, scale and softcap of each model, the denominator. Other than in TRL a
+logit of -inf gives no NaN.
 
 Written for and tested with TRL 1.16.0.
 """
@@ -36,11 +37,11 @@ MODULE, SLOT = "trl.trainer.distillation_trainer", "_chunked_divergence_loss"
 
 
 def fused_divergence(*, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace TRL's function of its distillation loss by `linear_grpo_loss`. The returned `Slots` restores it, by `undo()` or as a context
-    manager, and its `counts` tell which calls were "fused", and which ran in TRL and why.
+    """Replace TRL's function of its distillation loss by `linear_grpo_loss`. The returned `Slots` restores it, by `undo()` or
+    as a context manager, and its `counts` tell which calls were "fused", and which ran in TRL and why.
 
-    strict   True: a call that TRL's own function has to handle raises RuntimeError, and so does the end of a `with` block in which TRL
-             did not call ours.
+    strict   True: a call that TRL's own function has to handle raises RuntimeError, and so does the end of a `with` block in
+             which TRL did not call ours.
     any_version   True: no comparison under a version of TRL that was not tested, see `_slots.Trial`.
     Raises RuntimeError for a TRL whose function has other arguments, and in the first step where such a comparison fails."""
     version = untested("trl", KNOWN, any_version)
@@ -78,7 +79,8 @@ def divergence_loss(
     completion_mask      [B, K], not 0 where a token counts.
     beta                 0: KL(teacher, student). 1: KL(student, teacher). In between: the jsd, with the teacher's share beta.
     num_items_in_batch   what the sum over tokens is divided by; None: the tokens of this batch.
-    *_lm_head_weight, *_lm_head_bias, *_logit_scale, *_final_logit_softcapping, temperature   of the two heads, see `LogitTransform`."""
+    *_lm_head_weight, *_lm_head_bias, *_logit_scale, *_final_logit_softcapping, temperature   of the two heads, see
+    `LogitTransform`."""
     plain(student_hidden_states, teacher_hidden_states)
     if any(hasattr(x, "ds_id") for x in (student_lm_head_weight, teacher_lm_head_weight)):
         raise NotCovered("a head under DeepSpeed ZeRO-3 is gathered for TRL's own backward only")

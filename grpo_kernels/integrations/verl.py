@@ -98,8 +98,9 @@ AGGREGATES = {
 def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
     """Add our losses to verl's registry, and return their names: `prefix` with each name of LOSSES and of our presets.
 
-    No function of verl is replaced, and names of ours that are there already stay. Under a version of verl that was not tested, unless
-    any_version, the first call of a loss that verl has too is computed by verl's own beside it: RuntimeError where they differ."""
+    No function of verl is replaced, and names of ours that are there already stay. Under a version of verl that was not tested,
+    unless any_version, the first call of a loss that verl has too is computed by verl's own beside it: RuntimeError where they
+    differ."""
     trial = Trial(untested("verl", TESTED, any_version))
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 

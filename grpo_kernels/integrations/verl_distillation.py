@@ -9,15 +9,15 @@
         distillation.distillation_loss.loss_mode=fused_reverse_kl_topk \\
         distillation.distillation_loss.use_policy_gradient=False
 
-`register` adds a name for each of LOSSES, or for divergences of your own. verl computes every top-k loss by one function, whatever its
-name, inside of the forward where the logits are; `bind` takes its place for our names, and leaves verl's own `forward_kl_topk` to verl.
-The policy's log-probs at the teacher's ids come from one log-sum-exp over the logits as they are, where verl writes a log-softmax of all
-of them in their dtype.
+`register` adds a name for each of LOSSES, or for divergences of your own. verl computes every top-k loss by one function,
+whatever its name, inside of the forward where the logits are; `bind` takes its place for our names, and leaves verl's own
+`forward_kl_topk` to verl. The policy's log-probs at the teacher's ids come from one log-sum-exp over the logits as they are,
+where verl writes a log-softmax of all of them in their dtype.
 
 `fused_forward_kl_topk` is verl's formula, the sum over the ids alone, without what verl does to it: log-probs are not clamped at
 `log_prob_min_clamp`, which stops their gradient, nor the value at 0, which stops that of the whole token. `loss_max_clamp` remains
-verl's, and clamps to both sides; metrics are verl's, but for the overlap of both top-k, which is not measured. The estimators from the
-sampled token (k1, k3, ...) are verl's own: they have no vocabulary in them.
+verl's, and clamps to both sides; metrics are verl's, but for the overlap of both top-k, which is not measured. The estimators
+from the sampled token (k1, k3, ...) are verl's own: they have no vocabulary in them.
 
 Strategies fsdp and fsdp2, sequence parallelism among them. Megatron's logits and VeOmni's fused loss never come here: refused.
 Written for and tested with verl 0.9.1 on a CPU.
@@ -55,9 +55,9 @@ _registered: dict[str, Exact] = {}
 
 
 def register(losses: Mapping[str, Exact] | None = None, prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
-    """Add losses to verl's registry, and return their names: `prefix` with each name of `losses` (None: LOSSES). A module that is imported
-    twice may register the same again; another divergence under a name raises ValueError. Raises RuntimeError for a version of verl that
-    was not tested, unless any_version."""
+    """Add losses to verl's registry, and return their names: `prefix` with each name of `losses` (None: LOSSES). A module that
+    is imported twice may register the same again; another divergence under a name raises ValueError. Raises RuntimeError for a
+    version of verl that was not tested, unless any_version."""
     _check_version(any_version)
     from verl.trainer.distillation.losses import DistillationLossSettings, register_distillation_loss
 
@@ -76,9 +76,9 @@ def register(losses: Mapping[str, Exact] | None = None, prefix: str = "fused_", 
 
 
 def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace verl's function of top-k losses from logits by ours, for losses that `register` has added. The returned `Slots` restores
-    it, by `undo()` or as a context manager, and counts the calls. strict: a call of another loss raises RuntimeError. Raises
-    RuntimeError for a version of verl that was not tested, unless any_version, and where it is replaced already."""
+    """Replace verl's function of top-k losses from logits by ours, for losses that `register` has added. The returned `Slots`
+    restores it, by `undo()` or as a context manager, and counts the calls. strict: a call of another loss raises RuntimeError.
+    Raises RuntimeError for a version of verl that was not tested, unless any_version, and where it is replaced already."""
     _check_version(any_version)
     slots = Slots("verl", strict)
     slots.bind(HOME, SLOT, topk_divergence)
@@ -88,8 +88,8 @@ def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
 def topk_divergence(
     student_logits: Tensor, teacher_topk_log_probs: Tensor, teacher_topk_ids: Tensor, config: Any, data_format: str
 ) -> dict[str, Tensor]:
-    """`distillation_losses`, `student_mass` and `teacher_mass`, fp32 [1, n], of logits [1, n, V] and nested log-probs and ids [n, K] of the
-    teacher, as verl's function of this place takes them. A row whose ids repeat is padding, and has 0.
+    """`distillation_losses`, `student_mass` and `teacher_mass`, fp32 [1, n], of logits [1, n, V] and nested log-probs and ids
+    [n, K] of the teacher, as verl's function of this place takes them. A row whose ids repeat is padding, and has 0.
 
     config   verl's DistillationConfig, whose loss_mode is one of ours."""
     from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor

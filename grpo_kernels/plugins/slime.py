@@ -3,8 +3,8 @@
     --custom-megatron-init-path grpo_kernels.plugins.slime.init
     --loss-type custom_loss --custom-loss-function-path grpo_kernels.plugins.slime.loss
 
-`init` puts log-probs and entropy on our kernels, with replay where slime's arguments have it. `loss` is the policy loss that slime's
-arguments describe, through our token stage; slime's own loss does with `init` alone."""
+`init` puts log-probs and entropy on our kernels, with replay where slime's arguments have it. `loss` is the policy loss that
+slime's arguments describe, through our token stage; slime's own loss does with `init` alone."""
 
 from typing import Any
 

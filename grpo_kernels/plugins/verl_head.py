@@ -1,5 +1,6 @@
-"""verl's log-probs and entropy on our kernels, from its configuration: `actor_rollout_ref.model.external_lib=grpo_kernels.plugins.verl_head`,
-or VERL_USE_EXTERNAL_MODULES=grpo_kernels.plugins.verl_head. With use_fused_kernels and impl_backend=triton logits never exist."""
+"""verl's log-probs and entropy on our kernels, from its configuration:
+`actor_rollout_ref.model.external_lib=grpo_kernels.plugins.verl_head`, or
+VERL_USE_EXTERNAL_MODULES=grpo_kernels.plugins.verl_head. With use_fused_kernels and impl_backend=triton logits never exist."""
 
 from ..integrations import verl
 from ._once import once

@@ -23,7 +23,7 @@ What the trainers call it, and how to write it (iw = importance_weights, rm = re
     outlier veto (SkyRL)                               rm(batch, over="min", low=1e-4) * rm(batch, over="max", high=100.0)
     outlier veto (slime: a ratio below 1e-4)           rm(batch, over="min", low=1e-4)
     verl token_k1 "lo_hi" (or u, for lo = 1/u, hi = u) rm(batch, metric="k1", low=log(lo), high=log(hi))
-    verl token_k2, seq_sum_k3, seq_max_k2, ...         rm(batch, metric="k2", high=u), rm(batch, metric="k3", over="sum", high=u), ...
+    verl token_k2, seq_sum_k3, seq_max_k2              rm(batch, metric="k2", high=u), rm(batch, metric="k3", over="sum", high=u)
     AReaL kl_k1 in [lo, hi], which is +log w           rm(batch, metric="k1", low=-hi, high=-lo)
     AReaL kl_k3, which is 1/w - 1 + log w              rm with old_logps and sampler_logps exchanged
     off-policy sequence mask                           off_policy_sequence_mask(batch, logps, delta=0.5)

@@ -39,8 +39,8 @@ class Work(NamedTuple):
     rounded        whether a product of all rows may write d_weight in that size; False: in fp32, for more to be added.
     ranks          that share the vocabulary.
     beside         columns of a teacher's logits, which are made with those of a chunk.
-    scaled         whether rows of 16 bits are times powers of two (fp16): the gradient is fp32 in the memory of the logits before, the
-                   products of d_weight are parts of it in fp32, of hidden states that are scaled too.
+    scaled         whether rows of 16 bits are times powers of two (fp16): the gradient is fp32 in the memory of the logits
+                   before, the products of d_weight are parts of it in fp32, of hidden states that are scaled too.
     """
 
     vocab: int
@@ -54,9 +54,9 @@ class Work(NamedTuple):
     scaled: bool = False
 
     def plan(self, device: str, rows: int, gathered: bool = True) -> Plan:
-        """For `rows` rows on a type of device; `gathered` as in `peak`. The chunk does not depend on the number of rows. All rows are
-        one block where that takes no more memory than many blocks and the fp32 sum of d_weight, which one block does without:
-        so the peak does not grow with the number of rows, but for d_hidden."""
+        """For `rows` rows on a type of device; `gathered` as in `peak`. The chunk does not depend on the number of rows. All
+        rows are one block where that takes no more memory than many blocks and the fp32 sum of d_weight, which one block does
+        without: so the peak does not grow with the number of rows, but for d_hidden."""
         least, chunk_bytes, block_bytes = (x.get(device, x["cuda"]) for x in (CHUNK_ROWS, CHUNK_BYTES, BLOCK_BYTES))
         # Each chunk costs an exchange among ranks, and each rank holds only its part of the columns.
         size = chunk_bytes * min(self.ranks, MORE_FOR_RANKS) if self.apart else chunk_bytes + block_bytes

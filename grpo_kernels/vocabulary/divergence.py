@@ -72,8 +72,8 @@ def first_terms(kind: str, p: Tensor, q: Tensor, d: Tensor) -> tuple[Tensor, Ten
 def merged_sums(
     kind: str, f: Tensor, g: Tensor, apart: Tensor, total: Tensor, teacher_total: Tensor, cross: Tensor, excess: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(cross, excess) of whole rows [n] from those of their parts, [parts, n] like all: in the whole row p and q of a part are f and g
-    times what they are in the part, and d is by `apart` larger. Where a part has an infinite cross, excess may be NaN."""
+    """(cross, excess) of whole rows [n] from those of their parts, [parts, n] like all: in the whole row p and q of a part are
+    f and g times what they are in the part, and d is by `apart` larger. Where a part has an infinite cross, excess may be NaN."""
     if kind == "forward":
         f, g, apart, total = g, f, -apart, teacher_total
     near = apart.abs() <= SMALL

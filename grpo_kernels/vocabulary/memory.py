@@ -5,10 +5,10 @@ several times as long as the pass that writes. So the memory of the last few lar
 lies in it: at most KEPT blocks of at least LARGE_BYTES each, for the life of the process or until `release`. Typically these
 are the gradient of the weight, its sum in fp32 and a chunk of logits; or the gradient of logits.
 
-Measured on 300 MB, fp32: 150 ms in fresh pages of 4 KiB, 25 ms in pages of 2 MiB, 15 ms in memory that is mapped already. New blocks are
-therefore asked for in pages of 2 MiB, where Linux gives those on request (transparent_hugepage=madvise). That alone is not enough:
-a virtual machine whose host takes idle memory back waits for the host at the first touch of such a page, 100 to 600 ms. Populating
-the pages beforehand (MADV_POPULATE_WRITE) takes as long as the faults."""
+Measured on 300 MB, fp32: 150 ms in fresh pages of 4 KiB, 25 ms in pages of 2 MiB, 15 ms in memory that is mapped already. New
+blocks are therefore asked for in pages of 2 MiB, where Linux gives those on request (transparent_hugepage=madvise). That alone
+is not enough: a virtual machine whose host takes idle memory back waits for the host at the first touch of such a page, 100 to
+600 ms. Populating the pages beforehand (MADV_POPULATE_WRITE) takes as long as the faults."""
 
 from __future__ import annotations
 

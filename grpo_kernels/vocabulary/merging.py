@@ -57,7 +57,8 @@ def merge(
 
 
 def _shares(tops: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(the largest of the parts' maxima [parts, n], each one's distance to it, e to the power of that), 0 of a part of only -inf."""
+    """(the largest of the parts' maxima [parts, n], each one's distance to it, e to the power of that), 0 of a part of only
+    -inf."""
     top = tops.amax(0)
     empty = tops == -torch.inf
     shift = torch.where(empty, 0.0, tops - top)

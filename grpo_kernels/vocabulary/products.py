@@ -43,7 +43,8 @@ def keeps_rows(dtype: torch.dtype, device: torch.device) -> bool:
 
 @functools.cache
 def widens(device: torch.device) -> bool:
-    """Whether torch.mm gives fp32 results of 16-bit operands on this device, straight from the accumulators. Tests a small product."""
+    """Whether torch.mm gives fp32 results of 16-bit operands on this device, straight from the accumulators. Tests a small
+    product."""
     if device.type in ("cpu", "meta"):
         return False
     try:
@@ -126,8 +127,8 @@ class NativeProducts(Products):
     """CPUs with AVX512_BF16: bf16 or fp32 operands, fp32 results, by our own kernels. Libraries round results of bf16 operands, and
     are slow at the transposed product for the gradient of the weight.
 
-    With bf16 operands d_logits is bf16 as well, each row in the memory of its fp32 logits: row kernels write where they have already
-    read."""
+    With bf16 operands d_logits is bf16 as well, each row in the memory of its fp32 logits: row kernels write where they have
+    already read."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         operand = weight.to(dtype)

@@ -183,7 +183,8 @@ class RowStats(NamedTuple):
         return self.softmax(True)[1]
 
     def _wide(self) -> Tensor:
-        """On a CPU fp64, whose logarithm rounds to the same fp32 in torch and in the C++ kernels: log-probs of the two are equal."""
+        """On a CPU fp64, whose logarithm rounds to the same fp32 in torch and in the C++ kernels: log-probs of the two are
+        equal."""
         return self.values.to(torch.float64) if self.values.device.type == "cpu" else self.values
 
     @property
@@ -206,8 +207,8 @@ class RowStats(NamedTuple):
         return top.to(torch.int64)
 
     def _two_streams(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(r, whether it is small, log(1 + r), cross, excess), all for p of sum 1. r is the other stream's sum over one's own, less 1:
-        made of two sums of differences, it keeps the digits of rows that are nearly equal."""
+        """(r, whether it is small, log(1 + r), cross, excess), all for p of sum 1. r is the other stream's sum over one's own,
+        less 1: made of two sums of differences, it keeps the digits of rows that are nearly equal."""
         row = dict(zip(self.names, self._wide(), strict=True))
         own, other = row["sum"], row["teacher_sum"]
         if self.kind == "forward":
@@ -266,8 +267,8 @@ class Slopes(NamedTuple):
 
     @classmethod
     def of(cls, stats: dict[str, Tensor], slopes: dict[str, Tensor], read: Tensor | None = None) -> Slopes:
-        """From d loss / d statistic of "logps", "entropy", "sum_squares" and "divergence", and the values of the entropy and the sum
-        of squares. 0 where the row was not read, even if NaN arrives there: the values are 0 there, too."""
+        """From d loss / d statistic of "logps", "entropy", "sum_squares" and "divergence", and the values of the entropy and
+        the sum of squares. 0 where the row was not read, even if NaN arrives there: the values are 0 there, too."""
 
         def clean(x: Tensor) -> Tensor:
             x = x.to(torch.float32)

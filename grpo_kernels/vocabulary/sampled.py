@@ -24,7 +24,8 @@ class SampledHidden(Hidden):
     """Columns are drawn in the forward, while the logits of a chunk are there; the backward is sparse products of them alone.
 
     sparse   how they are drawn.
-    padded   whether every row has the maximum number of slots; always so on a GPU, where counting them would synchronise the host."""
+    padded   whether every row has the maximum number of slots; always so on a GPU, where counting them would synchronise the
+             host."""
 
     sparse: Sparse | None = None
     padded: bool = False

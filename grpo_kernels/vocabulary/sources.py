@@ -112,7 +112,7 @@ class Logits:
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], rows: TokenRows, objective: Objective, transform: RowTransform,
         several: Several | None = None,
     ) -> tuple[FusedRows, tuple[Tensor | LateGradient | None, ...]]:  # fmt: skip
-        """Losses of all rows, and the gradient of the logits, None where not wanted. `several`: in place of `teacher`, without sets."""
+        """Losses of all rows, and the gradient of the logits or None. `several`: in place of `teacher`, without sets."""
         (logits,) = tensors
         if self.kept is None:
             out = self._out(logits) if wanted[0] else None
@@ -170,7 +170,7 @@ class Hidden:
     """Rows of logits that are computed from hidden states [n, H], weight [V, H] and bias [V] or None, some rows at a time.
 
     dtype    what the products run in.
-    index    the rows that are read over the whole vocabulary, [m] int64; None: found from `read`, for which the host waits on a GPU.
+    index    the rows that are read over the whole vocabulary, [m] int64; None: found from `read`, a host sync on a GPU.
     active   how many of `index`, from its first on, can have a slope; None: all. On a CPU, where it costs no wait, rows whose
              slopes are zero are left out of the products as well; with `compacts` on a GPU, whose host waits for them, too.
     kept     the rows that have a set of ids, which take part in no product with the whole weight.

@@ -1,5 +1,5 @@
-"""Teachers from hidden states, and several teachers of the same rows, each with a weight for every row: the weighted sum of the divergences
-from them, in the visit that makes the loss and its gradient. Of each teacher the logits of one chunk exist."""
+"""Teachers from hidden states, and several teachers of the same rows, each with a weight for every row: the weighted sum of the
+divergences from them, in the visit that makes the loss and its gradient. Of each teacher the logits of one chunk exist."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def fused_rows(
     backend: Backend, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None,
     teacher: Teacher | Several | None,
 ) -> FusedRows:  # fmt: skip
-    """`fused` of a backend, which may have several teachers, whose logits are there. Then rows are copied as fp32, a block at a time."""
+    """`fused` of a backend, which may have several teachers, whose logits are there. Then rows are copied as fp32, a block at a
+    time."""
     if not isinstance(teacher, Several):
         return backend.fused(logits, rows, objective, transform, out, teacher=teacher)
     outer, inner, vocab = logits.shape
@@ -130,9 +131,9 @@ def in_one_visit(
     backend: Backend, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None,
     several: Several, rows_of: Callable[[Any, Tensor | None], Teacher],
 ) -> FusedRows:  # fmt: skip
-    """`fused` of a backend for the rows of a block, fp32 [1, c, V], with several teachers: each adds weight * divergence. `rows` and
-    the weights of `several` are those of the block; `out` may be the logits. `rows_of` makes the rows of a teacher at these places
-    of the block, None: at all."""
+    """`fused` of a backend for the rows of a block, fp32 [1, c, V], with several teachers: each adds weight * divergence.
+    `rows` and the weights of `several` are those of the block; `out` may be the logits. `rows_of` makes the rows of a teacher
+    at these places of the block, None: at all."""
     gradient = None if out is None else torch.empty_like(logits)
     result = backend.fused(logits, replace(rows, divergence_weight=None), objective, transform, gradient)
     losses, divergence, none = result.losses, torch.zeros_like(result.losses), torch.zeros_like(result.losses)

@@ -82,8 +82,8 @@ class WeightGradient:
 
     dense   of rows over the whole vocabulary, None if there are none; `into.total` itself where it was added to that.
     into    what the gradient is added into; None: memory of its own.
-    slots, values   of rows with sets, or columns that were drawn: `values` [m] is the gradient of the logits at `slots`, from which a few
-            rows of d_weight follow with `hidden`. None if there are none.
+    slots, values   of rows with sets, or columns that were drawn: `values` [m] is the gradient of the logits at `slots`, from
+            which a few rows of d_weight follow with `hidden`. None if there are none.
     """
 
     backend: SparseBackend

@@ -162,7 +162,8 @@ def check_from_hidden_and_from_logps(rank: int, ranks: int) -> None:
 
 
 def check_kept_sets(rank: int, ranks: int) -> None:
-    """A rank has the sets of its own rows: beside rows without one, of targets that they lack, from logits and from hidden states."""
+    """A rank has the sets of its own rows: beside rows without one, of targets that they lack, from logits and from hidden
+    states."""
     case, linear = pack(build(kept=True)), build_linear(packed=True, kept=True)
     for name in ("gspo, k3 by the ratio", "off-policy sequences", "grpo, k3 and entropy"):
         make, spec = OBJECTIVES[name]

@@ -1,5 +1,5 @@
-"""Which files of the package a call enters, forward and backward, from the second time on. Whoever wants to understand it has to read
-them. A file that a plain call comes to need has to be added here; one that it no longer needs has to leave."""
+"""Which files of the package a call enters, forward and backward, from the second time on. Whoever wants to understand it has
+to read them. A file that a plain call comes to need has to be added here; one that it no longer needs has to leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Heads of real models: what each architecture does to its logits, and adapters however they were asked for. See tests/README.md."""
+"""Heads of real models: what each architecture does to its logits, and adapters however they were asked for. See
+tests/README.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Memory of one's own for the gradient of a head's weight, where hooks reduce gradients: run by test_weight_grad.py on two ranks."""
+"""Memory of one's own for the gradient of a head's weight, where hooks reduce gradients: run by test_weight_grad.py on two
+ranks."""
 
 from __future__ import annotations
 
@@ -106,8 +107,8 @@ def check_fsdp2(rank: int, ranks: int) -> None:
 
 
 def check_megatron(rank: int, ranks: int) -> None:
-    """A hook after the gradient was accumulated, which adds it to main_grad unless the flag is set, and drops it, as Megatron's does;
-    then one reduction of main_grad."""
+    """A hook after the gradient was accumulated, which adds it to main_grad unless the flag is set, and drops it, as Megatron's
+    does; then one reduction of main_grad."""
     for kept in (True, False):
         mine = copy.deepcopy(model())
         weight = mine.lm_head.weight

@@ -1,4 +1,5 @@
-"""OpenRLHF: its policy loss and its functions of logits, against its own where it is on the path and a float64 transcription always."""
+"""OpenRLHF: its policy loss and its functions of logits, against its own where it is on the path and a float64 transcription
+always."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""SkyRL: policy losses of its registry, its functions of logits and its Megatron head, against its own where it is on the path and a float64 transcription always."""
+"""SkyRL: policy losses of its registry, its functions of logits and its Megatron head, against its own where it is on the path
+and a float64 transcription always."""
 
 from __future__ import annotations
 

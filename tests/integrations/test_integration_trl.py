@@ -568,7 +568,8 @@ def untested_trl(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_version_that_was_not_tested_is_compared_on_the_first_step(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same arithmetic: one message, and the run is TRL's, dropout included. TRL's own head is called in the first step alone."""
+    """The same arithmetic: one message, and the run is TRL's, dropout included. TRL's own head is called in the first step
+    alone."""
     want = trl_cases.make_trainer(path, tmp_path, steps=3, beta=0.05)
     want.train()
     untested_trl(monkeypatch)

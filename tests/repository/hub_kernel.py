@@ -1,8 +1,9 @@
 """The package as a kernel of the Hugging Face `kernels` library: `python tests/repository/hub_kernel.py OUT [--version 1]`.
 
-OUT/build/torch-<backend>/ for each backend holds the Python sources with their Triton kernels and the eager backend, the same for each
-(noarch: nothing is compiled ahead), `layers`, and metadata.json with the digest of every file. A build is imported by a name of its own, its `id`, so
-that versions live side by side in a process: all imports inside are relative, and the operators' namespace is that name.
+OUT/build/torch-<backend>/ for each backend holds the Python sources with their Triton kernels and the eager backend, the same
+for each (noarch: nothing is compiled ahead), `layers`, and metadata.json with the digest of every file. A build is imported by
+a name of its own, its `id`, so that versions live side by side in a process: all imports inside are relative, and the
+operators' namespace is that name.
 
     from kernels import get_local_kernel
     kernel = get_local_kernel(Path("OUT"))

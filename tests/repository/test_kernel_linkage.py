@@ -28,8 +28,8 @@ def compiled_per_processor() -> list[Path]:
 
 
 def visible_functions(source: str) -> list[str]:
-    """The heads of functions with a body that other files' copies could replace: inline, members or templates, not static, not in an
-    unnamed namespace and not inlined always."""
+    """The heads of functions with a body that other files' copies could replace: inline, members or templates, not static, not
+    in an unnamed namespace and not inlined always."""
     source = re.sub(r"//.*|\\\n|^\s*#.*", "", source, flags=re.M)
     found, scopes, start = [], [], 0
     for match in re.finditer(r"[{};]", source):

@@ -106,7 +106,8 @@ def imports(path: str, text: str) -> Iterator[Import]:
 
 
 def own_imports(package: Files) -> dict[str, list[tuple[str, Import]]]:
-    """path -> (path of the imported file of the package, import). `from a import b` is an import of a/b.py if that exists, else of a."""
+    """path -> (path of the imported file of the package, import). `from a import b` is an import of a/b.py if that exists, else
+    of a."""
     files = {module_of(path): path for path in package}
     found: dict[str, list[tuple[str, Import]]] = {path: [] for path in package}
     for path, text in package.items():

@@ -1,9 +1,9 @@
 """The TRL adapters under other versions of TRL: `python tests/repository/trl_versions.py FOLDER ...`, one table row each.
 
 A FOLDER holds one TRL as `pip install --no-deps --target FOLDER trl==VERSION` makes it; what TRL needs is that of this environment.
-Two steps of GRPO with a KL run with TRL's own loss and with ours, in a process of their own: "loss" is the whole loss inside the model's forward
-(`integrations.trl`), "slot" the loss in Liger's place (`integrations.liger_slot`) beside Liger's. A row says whether the first
-step's comparison passed and how far the logged losses and gradient norms are apart."""
+Two steps of GRPO with a KL run with TRL's own loss and with ours, in a process of their own: "loss" is the whole loss inside
+the model's forward (`integrations.trl`), "slot" the loss in Liger's place (`integrations.liger_slot`) beside Liger's. A row
+says whether the first step's comparison passed and how far the logged losses and gradient norms are apart."""
 
 from __future__ import annotations
 

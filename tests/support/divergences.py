@@ -25,8 +25,8 @@ class Exact(NamedTuple):
 
 
 def row_pairs(vocab: int) -> tuple[Tensor, Tensor]:
-    """fp32 [n, vocab] twice: flat, peaked, nearly one-hot rows, nearly disjoint ones, equal ones, some far from 0, and a teacher that
-    agrees but for one id."""
+    """fp32 [n, vocab] twice: flat, peaked, nearly one-hot rows, nearly disjoint ones, equal ones, some far from 0, and a
+    teacher that agrees but for one id."""
     flat, peaked = torch.randn(2, vocab) * 0.1, torch.randn(2, vocab) * 6.0
     one_hot, other = torch.zeros(vocab), torch.zeros(vocab)
     one_hot[vocab // 2], other[vocab - 1] = 25.0, 25.0

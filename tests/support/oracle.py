@@ -2,8 +2,8 @@
 
 Written from the papers (PPO 1707.06347, GRPO 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783, INTELLECT-2 2505.07291, CISPO
 2506.13585, GSPO 2507.18071, GMPO 2507.20673, SAPO 2511.20347, VESPO 2602.10693, RLOO 2402.14740, A*-PO 2505.20686, Clip-Cov and
-KL-Cov 2505.22617, GKD 2306.13649, DPPO 2602.04879, DeepSeek-V3.2 2512.02556, 80/20 rule 2506.01939; KL estimators: Schulman 2020). It imports
-nothing of the package under test.
+KL-Cov 2505.22617, GKD 2306.13649, DPPO 2602.04879, DeepSeek-V3.2 2512.02556, 80/20 rule 2506.01939; KL estimators: Schulman
+2020). It imports nothing of the package under test.
 
 Masked rows are left out by indexing, never multiplied by 0, so whatever they hold cannot reach a result.
 """

@@ -1,5 +1,5 @@
-"""A run that is killed at random moments and resumed after each, in a process of its own: `main` forks the runs, so that each starts
-with everything imported.
+"""A run that is killed at random moments and resumed after each, in a process of its own: `main` forks the runs, so that each
+starts with everything imported.
 
 The moments are counted in what a run does to files, so that a busy machine kills at the same ones as an idle one. By the clock
 they may also lie within a computation or a write."""

@@ -1,5 +1,5 @@
-"""The C++ kernel of one visit against the float64 oracle, for every instruction set that this processor runs: where exponentials are
-kept, rows whose maximum rises along the way, what must not be read."""
+"""The C++ kernel of one visit against the float64 oracle, for every instruction set that this processor runs: where
+exponentials are kept, rows whose maximum rises along the way, what must not be read."""
 
 from __future__ import annotations
 

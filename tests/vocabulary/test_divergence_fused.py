@@ -1,5 +1,5 @@
-"""The C++ kernel that makes a row's divergence, its loss and the gradient in one visit: against float64 and against the kernels that
-make them one after the other, for every instruction set that this processor runs."""
+"""The C++ kernel that makes a row's divergence, its loss and the gradient in one visit: against float64 and against the kernels
+that make them one after the other, for every instruction set that this processor runs."""
 
 from __future__ import annotations
 

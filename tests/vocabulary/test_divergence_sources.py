@@ -35,8 +35,8 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("shared", [False, True], ids=["own head", "shared head"])
 @pytest.mark.parametrize("kind, mixture", KINDS)
 def test_from_hidden_states(backend: str, kind: str, mixture: float, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunk by chunk; the products that this takes are counted: the teacher's logits are one more of the forward and one more of the
-    backward, of rows that are read, or none where they are made in the student's."""
+    """Chunk by chunk; the products that this takes are counted: the teacher's logits are one more of the forward and one more
+    of the backward, of rows that are read, or none where they are made in the student's."""
     in_chunks(monkeypatch, 4)
     rows = Rows(shared=shared)
     leaves, upstream = rows.leaves, torch.randn(N) * READ

@@ -40,7 +40,8 @@ def select(
 def _blocks(
     logits: Tensor, targets: Tensor, stats: RowStats, transform: RowTransform, step: float
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:  # fmt: skip
-    """(rows, their probabilities in units, whether a column is the target's). Rows with a NaN or an infinity have no probabilities."""
+    """(rows, their probabilities in units, whether a column is the target's). Rows with a NaN or an infinity have no
+    probabilities."""
     n, vocab = logits.shape
     inverse = stats.sum.reciprocal()
     usable = inverse.isfinite() & stats.max.isfinite()

@@ -144,7 +144,8 @@ def _fold_two(m, n, s, t, cross, excess, w, q, zs, ws, FORWARD: tl.constexpr, KI
 @triton.jit
 def _against(d, b, rest_of_b):
     """For one column, from d = log p - log q and the mixture m = rest_of_b p + b q, M being the larger of p and q: whether M is p;
-    e^-|d|; log M - log m, and the same of the smaller one; the term of M in its KL to m divided by M, and the same of the smaller."""
+    e^-|d|; log M - log m, and the same of the smaller one; the term of M in its KL to m divided by M, and the same of the
+    smaller."""
     student_larger = (d >= 0.0) | (d != d)
     distance = tl.abs(d)
     ratio = _exp(-distance)
