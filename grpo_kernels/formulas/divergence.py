@@ -40,7 +40,8 @@ class Exact:
                "bin"          all other ids are one outcome, of probability P and Q, each at least 1e-7
                "renormalise"  both are renormalised over the ids
                "ignore"       the sum over the ids alone: with direction "forward" the cross-entropy to soft targets, whose
-                              values may be logarithms of any weights. The sum of "reverse" has no minimum at q: the policy may move away
+                              values may be logarithms of any weights. The sum of "reverse" has no minimum at q: the policy may
+                              move away
                "generalised"  each term with the slope at equality taken out, p (log p - log q) - p + q (MOPD,
                               arXiv 2606.30406, eq. 5)
     temperature_squared  True: times the square of the transform's temperature, which keeps the size of the gradient (Hinton et al.,

@@ -1,4 +1,4 @@
-"""A pytest plugin that runs tests written for the CPU on another device, unchanged:
+r"""A pytest plugin that runs tests written for the CPU on another device, unchanged:
 
     GRPO_KERNELS_TEST_DEVICE=cuda GRPO_KERNELS_TEST_BACKENDS=triton python -m pytest -p support.on_device \
       tests/core/test_grpo_loss.py
