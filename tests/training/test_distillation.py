@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,63 @@ def test_the_divergence_is_that_of_the_two_models(tok: Any, tmp_path: Path) -> N
         t.train_step()
     ((found, expected),) = seen
     assert found == pytest.approx(float(expected), rel=1e-5)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "reverse": {"kl": "exact", "temperature": 0.7},
+    "forward, pieces": {"kl": "exact-forward", "micro_batch": 5},
+    "jsd, sets": {"kl": "exact-jsd", "top_k": 5, "micro_batch": 7},
+    "reverse, sets, entropy of all": {"kl": "exact", "top_p": 0.8, "temperature": 1.3, "entropy_over": "vocabulary"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("loss", ["linear", "logits", "eager"])
+def test_the_gradient_of_a_batch_is_that_of_float64(tok: Any, tmp_path: Path, loss: str, case: str) -> None:
+    """Prompts and completions of several lengths, one of them without a token, cut into uneven pieces, and two updates of them."""
+    options = {"preset": "dapo", "beta": 0.5, "num_updates": 2, "lr": 0.0, "loss": loss, **CASES[case]}
+    teacher = tiny(tok, seed=5, hidden_size=48)
+    t = trainer(tok, tmp_path, teacher=teacher, **options)
+    rows = [{**t.train_rows[i], "prompt_ids": t.train_rows[i]["prompt_ids"] * (1 + i)} for i in range(3)]
+    c = t.config
+    completions = t.sample(rows, c.group_size, c.temperature, c.top_p, c.top_k, c.min_p, torch.Generator().manual_seed(3))
+    attention = completions.attention.clone()
+    lengths = torch.tensor([4, 1, 3, 0] * 3)[:, None]
+    attention[:, completions.prompt_width :] &= torch.arange(4) < lengths
+    completions, advantages = dataclasses.replace(completions, attention=attention), torch.linspace(-1.0, 2.0, 12)
+
+    student = copy.deepcopy(t.model).double()
+    z, w = (completion_logits(m, completions) / c.temperature for m in (student, copy.deepcopy(teacher).double()))
+    if completions.kept is not None:
+        outside = ~completions.kept.mask(z.shape[-1]).view(z.shape)
+        z, w = z.masked_fill(outside, -1e4), w.masked_fill(outside, -1e4)
+    p, q = z.log_softmax(-1), w.detach().log_softmax(-1)
+    m = torch.logaddexp(p, q) - math.log(2.0)
+    kl = {
+        "exact": p.exp() * (p - q),
+        "exact-forward": q.exp() * (q - p),
+        "exact-jsd": 0.5 * (p.exp() * (p - m) + q.exp() * (q - m)),
+    }[c.kl].sum(-1)
+    logps = p.gather(-1, completions.targets[..., None])[..., 0]
+    terms = -advantages[:, None] * (logps - logps.detach()).exp() + 0.5 * kl
+    mask = completions.mask
+    (terms[mask].sum() / mask.sum()).backward()
+
+    found: list[dict[str, Any]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        move = t.move
+
+        def watched(lr: float) -> Any:
+            found.append({name: p.grad.clone() for name, p in t.model.named_parameters()})
+            return move(lr)
+
+        patch.setattr(t, "move", watched)
+        metrics = t.update(completions, advantages)
+    assert len(found) == 2 and metrics["kl"] == pytest.approx(float(kl[mask].mean()), rel=1e-5)
+    for gradients in found:
+        for name, parameter in student.named_parameters():
+            error = (gradients[name] - parameter.grad).norm() / parameter.grad.norm()
+            assert error < 1e-4, (name, float(error))
 
 
 def test_a_student_becomes_its_teacher(tok: Any, tmp_path: Path) -> None:
