@@ -225,6 +225,8 @@ class TrainConfig:
         check("keep_checkpoints", self.keep_checkpoints >= 2, "keep at least 2, so that a damaged one has a predecessor.")
         self.check_sampling()
         objective = self.objective  # what does not go together is refused now
+        weighted = self.kl is None or self.beta is not None or objective.beta > 0
+        check("kl", weighted, f"its weight is 0 in preset={self.preset!r}: set beta as well, or leave kl out.")
         remedy = "it is in [1/4096, 1], and goes with loss=linear and a KL, if any, of the sampled tokens."
         drawn = self.loss == "linear" and objective.exact is None and FINEST <= self.sparse_step <= 1
         check("sparse_step", self.sparse_step == 0 or drawn, remedy)

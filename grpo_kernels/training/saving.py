@@ -104,10 +104,13 @@ class Saved:
 
     def check_space(self) -> None:
         """Room for one checkpoint more than are kept (a new one is whole before an old one goes) and for the model."""
-        parameters = list(self.policy.model.parameters())  # of shards: the whole
-        model = sum(p.numel() * p.element_size() for p in parameters)
-        trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-        each = model * (1 + (self.reference is not None)) + 2 * trained
+
+        def size(model: ParallelModel | None, trained: bool = False) -> int:  # of shards: the whole
+            parameters = [] if model is None else list(model.model.parameters())
+            return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad or not trained)
+
+        model = size(self.policy)
+        each = model + size(self.reference) + 2 * size(self.policy, trained=True)
         there = len(checkpoints.listed(self.folder.checkpoints))
         self.folder.check_space(model + each * max(self.config.keep_checkpoints + 1 - there, 1))
 

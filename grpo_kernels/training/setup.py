@@ -44,14 +44,18 @@ def check(config: TrainConfig, model: Any, tokenizer: Any, rows: RowLists | None
     check_names(config, ("dataset", "reward_model", "teacher") if rows is None else ("reward_model", "teacher"))
     if model is None:
         check_names(config, ("model",))
-    check_teacher(config, teacher)
+    check_teacher(config, model, teacher)
     for package in ("matplotlib", "tqdm"):
         require(package)
     return device
 
 
-def check_teacher(config: TrainConfig, teacher: Any) -> None:
+def check_teacher(config: TrainConfig, model: Any, teacher: Any) -> None:
     named = config.teacher is not None
+    if model is not None and teacher is not None:
+        own = set(map(id, model.parameters()))
+        if any(id(p) in own for p in teacher.parameters()):
+            raise ValueError("teacher shares parameters with model, and is frozen: pass a copy of it, copy.deepcopy(model).")
     if named and teacher is not None:
         raise ValueError(f"teacher={config.teacher!r}, but a model is passed as well: leave one of them out.")
     if (named or teacher is not None) and (config.objective.beta == 0 or config.ref_refresh_steps):

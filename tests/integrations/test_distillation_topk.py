@@ -64,6 +64,29 @@ def with_tail(beta: float, tail: str) -> Exact:
     return Exact(found.direction, found.mixture, tail)
 
 
+def test_gkds_loss_is_at_temperature_1(rows: tuple[Tensor, Tensor]) -> None:
+    """Whatever its completions were sampled at."""
+    trainer, (student, teacher) = trl("gkd", "GKDTrainer"), rows
+    labels = torch.cat([torch.full((B, 1), -100), LABELS], 1)[:, :T]
+
+    class Teacher(torch.nn.Module):
+        def forward(self, **_: Tensor) -> SimpleNamespace:
+            return SimpleNamespace(logits=teacher)
+
+    this = SimpleNamespace(
+        beta=1.0, temperature=0.5, teacher_model=Teacher(), generalized_jsd_loss=trainer.generalized_jsd_loss
+    )
+    inputs = {"input_ids": None, "attention_mask": None, "labels": labels}
+    found = trainer.compute_loss(this, lambda **_: SimpleNamespace(logits=student), inputs)
+    mask = labels[:, 1:] != -100
+    cold, plain = (
+        token_divergence(student[:, :-1], teacher[:, :-1], mask=mask, transform=LogitTransform(t)).sum() / mask.sum()
+        for t in (0.5, 1.0)
+    )
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-6)
+    assert abs(cold - found) > 0.1
+
+
 WHOLE = [("gkd", "GKDTrainer"), ("gold", "GOLDTrainer"), ("iw_opd", "IWOPDTrainer")]
 
 

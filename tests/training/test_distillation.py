@@ -16,6 +16,7 @@ pytest.importorskip("datasets")
 
 from grpo_kernels import Exact
 from grpo_kernels.training.losses import Losses
+from grpo_kernels.training.output import OutputFolder
 from grpo_kernels.training.sampling import completion_logits
 from grpo_kernels.training.trainer import Trainer
 from support.runs import PROMPTS, config, evens, lines, parameters, tiny, trainer
@@ -117,7 +118,7 @@ def test_the_gradient_of_a_batch_is_that_of_float64(tok: Any, tmp_path: Path, lo
 
         patch.setattr(t, "move", watched)
         metrics = t.update(completions, advantages)
-    assert len(found) == 2 and metrics["kl"] == pytest.approx(float(kl[mask].mean()), rel=1e-5)
+    assert len(found) == 2 and metrics["kl"] == pytest.approx(float(kl[mask].detach().mean()), rel=1e-5)
     for gradients in found:
         for name, parameter in student.named_parameters():
             error = (gradients[name] - parameter.grad).norm() / parameter.grad.norm()
@@ -150,3 +151,26 @@ def test_what_does_not_go_together_is_refused(tok: Any, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message.replace("(", r"\(")):
             distilled(tok, tmp_path / "refused", teacher, **changes)
+
+
+def test_a_teacher_is_another_model_and_a_kl_has_a_weight(tok: Any, tmp_path: Path) -> None:
+    model = tiny(tok)
+    with pytest.raises(ValueError, match=r"teacher shares parameters with model.*copy.deepcopy"):
+        trainer(tok, tmp_path, model=model, teacher=model, preset="distillation")
+    assert all(p.requires_grad for p in model.parameters())
+    for kl in ("exact", "k3"):
+        with pytest.raises(ValueError, match=rf"kl='{kl}': its weight is 0 in preset='grpo': set beta as well"):
+            config(tmp_path, kl=kl)
+        assert config(tmp_path, kl=kl, beta=0.0).objective.beta == 0
+
+
+def test_a_teacher_larger_than_its_student_counts_in_the_space_of_a_checkpoint(
+    tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(OutputFolder, "check_space", lambda self, needed: asked.append(needed))
+    teachers = [tiny(tok, seed=5, hidden_size=size) for size in (32, 128)]
+    for i, teacher in enumerate(teachers):
+        distilled(tok, tmp_path / str(i), teacher, keep_checkpoints=2)
+    bytes_of = [sum(p.numel() * p.element_size() for p in teacher.parameters()) for teacher in teachers]
+    assert asked[1] - asked[0] == 3 * (bytes_of[1] - bytes_of[0]) > 0  # two checkpoints, and a third before one goes
