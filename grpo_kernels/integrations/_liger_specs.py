@@ -94,7 +94,7 @@ def liger_objective(
 
 
 def as_bool(name: str, mask: Tensor | None) -> Tensor | None:
-    """A 0/1 mask of any dtype as bool. A fraction would be a weight, and is refused."""
+    """A 0/1 mask of any dtype as bool. A fraction is refused, since it would be a weight."""
     if mask is None or mask.dtype == torch.bool:
         return mask
     found = mask != 0

@@ -1,4 +1,4 @@
-"""What NeMo-RL logs of a loss, under its names."""
+"""The metrics that NeMo-RL logs for a loss, under its names."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Trial:
     def compare(
         self, name: str, ours: Callable[..., Any], theirs: Callable[..., Any], args: Any, kwargs: Any, part: Any = None
     ) -> None:
-        """Both on copies of these arguments; see `_trial.compare`. A call under no_grad shows values alone."""
+        """Run both on copies of these arguments; see `_trial.compare`. A call under no_grad compares values only."""
         with self.refusing(name):
             found = compare(ours, theirs, args, kwargs, part)
         before = self._seen.get(name, Compared(False, False))
@@ -69,7 +69,7 @@ class Trial:
             self.passed(name)
 
     def beside(self, ours: Callable[..., Any], theirs: Callable[..., Any], part: Any = None) -> Callable[..., Any]:
-        """Ours, with theirs run beside it as long as that is to be seen; ours itself under a tested version."""
+        """Our function, compared with theirs for the first calls; our function alone under a tested version."""
         if self.version is None:
             return ours
 
@@ -83,7 +83,7 @@ class Trial:
 
     @contextlib.contextmanager
     def refusing(self, name: str) -> Iterator[None]:
-        """Turns `Differs` into the refusal."""
+        """Turns `Differs` into the error that the user gets."""
         try:
             yield
         except Differs as difference:
@@ -94,7 +94,7 @@ class Trial:
             ) from difference
 
     def passed(self, name: str) -> None:
-        """The comparison is over for `name`; the first time this says so."""
+        """Ends the comparison of `name`, with a warning the first time."""
         self._seen[name] = Compared(True, True)
         if not self.said:
             self.said = True
@@ -158,7 +158,7 @@ class Slots:
         self._bound.append((module, key, value, theirs))
 
     def counted(self, ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-        """Ours, or theirs where ours raises NotCovered, with a count of both."""
+        """Our function, or theirs if ours raises NotCovered, with a count of the calls of each."""
 
         compared = self.trial.beside(ours, theirs)
 

@@ -16,11 +16,11 @@ FLOOR = {False: 1e-5, True: 2e-2}
 
 
 class Differs(Exception):
-    """Ours is not the trainer's arithmetic; the text says by how much."""
+    """Our results differ from the trainer's; the message says by how much."""
 
 
 class Compared(NamedTuple):
-    """What a call could show: False where there was nothing but zeros, or nothing that wants a gradient."""
+    """Which comparisons a call allowed: False if there were only zeros, or nothing that requires a gradient."""
 
     values: bool
     slopes: bool
@@ -29,7 +29,7 @@ class Compared(NamedTuple):
 def compare(
     ours: Callable[..., Any], theirs: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], part: Any = None
 ) -> Compared:
-    """Run both, one after the other, on copies of the tensors. Nothing that the caller has is read by autograd or written.
+    """Run both, one after the other, on copies of the tensors: the caller's tensors and their graph are left alone.
 
     part   of each result what is compared, `part(result)`; None: all of its floating-point tensors.
     Raises Differs for values or slopes that are further apart than rounding, ours' own errors as they are, and Differs for an
@@ -97,7 +97,7 @@ def _run(function: Callable[..., Any], args: Any, kwargs: Any, part: Any, among:
 
 
 def alike(what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], coarse: bool, *, near_zero: bool = True) -> bool:
-    """Raise Differs unless these are the same up to rounding; True if there was something that is not 0.
+    """Raise Differs unless these are equal up to rounding; True if anything was not 0.
 
     coarse     16-bit tensors had a part in them.
     near_zero  False: they may be small everywhere, as slopes are."""

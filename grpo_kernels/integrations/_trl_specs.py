@@ -85,7 +85,7 @@ def router(config: Any) -> tuple[int, int] | None:
 
 @functools.lru_cache(maxsize=16)
 def objective_of(settings: Settings) -> tuple[str, Objective | None]:
-    """("", the Objective), or (the reason why there is none, None). It depends on settings only, so that all ranks agree."""
+    """("", the Objective), or (the reason why there is none, None). It depends on settings only, so all ranks get the same."""
     s = settings
     if s.loss_type == "vespo":
         if s.level == "sequence" and s.beta != 0 and s.corrected_kl:

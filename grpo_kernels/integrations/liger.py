@@ -114,7 +114,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         self.as_liger = as_liger
 
     def objective(self) -> Objective:
-        """What the options stand for. Raises ValueError naming the option that is wrong."""
+        """The objective that the options describe. Raises ValueError naming the option that is wrong."""
         return liger_objective(
             self.loss_type, importance_sampling_level=self.importance_sampling_level,
             beta=self.beta if self.use_ref_model else 0.0, epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high,

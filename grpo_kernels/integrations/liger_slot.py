@@ -72,7 +72,7 @@ def _slots(theirs: Any, strict: bool, any_version: bool) -> Slots:
 
 
 def _in_place_of(theirs: Any, slots: Slots) -> Any:
-    """Ours with the constants of their object, which is called beside it as long as the two are compared."""
+    """Our loss with the constants of their object, which is also called while the two are being compared."""
     names = [name for name in inspect.signature(LigerFusedLinearGRPOLoss.__init__).parameters if hasattr(theirs, name)]
     missing = {"beta", "epsilon_low", "epsilon_high", "loss_type", "temperature"} - {*names}
     if missing:

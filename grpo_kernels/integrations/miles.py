@@ -87,7 +87,7 @@ def bind(
 
 
 def _there(names: Sequence[str]) -> str:
-    """The first of these modules that there is."""
+    """The first of these modules that exists."""
     for name in names:
         try:
             importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""The parts of the reference trainer, one question per file; `grpo_kernels/training/trainer.py` puts them together."""
+"""The parts of the reference trainer, one concern per file; `grpo_kernels/training/trainer.py` puts them together."""
 
 from __future__ import annotations
 

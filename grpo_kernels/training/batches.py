@@ -1,4 +1,4 @@
-"""The batch of a step, cut into the pieces that pass through the model one at a time."""
+"""Splits the batch of a step into the micro-batches that pass through the model one at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 class Part(NamedTuple):
-    """Some completions, and what the loss knows of them."""
+    """Some completions, with the inputs of their loss."""
 
     completions: Completions
     batch: TokenBatch
@@ -47,7 +47,7 @@ def _part(completions: Completions, batch: TokenBatch, rows: Tensor) -> Part:
 
 
 def _nothing(completions: Completions, batch: TokenBatch) -> Part:
-    """A completion without tokens, for a pass that has none of its own."""
+    """A completion without tokens, for a rank that has no completions left in this pass."""
     one = _part(completions, batch, torch.zeros(1, dtype=torch.int64, device=completions.ids.device))
     attention = one.completions.attention.clone()
     attention[:, completions.prompt_width :] = False

@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, verified before use.
+"""Checkpoints: written atomically, verified before use.
 
 A checkpoint is a folder `step-00000120` with `state.pt` and `manifest.json`, which holds the size and SHA-256 of the
 former. It is written under another name and renamed, so a folder with the right name was complete when it appeared.
@@ -47,7 +47,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
 
 
 def listed(folder: Path) -> list[Path]:
-    """Checkpoints, oldest first. Copies under other names and archives are none."""
+    """Checkpoints, oldest first. Copies under other names and archives are not listed."""
     return [path for path in _named("step", folder) if any((path / name).exists() for name in FILES)]
 
 

@@ -1,4 +1,4 @@
-"""What a run is: one dataclass, whose fields are also the options of `python -m grpo_kernels train`."""
+"""The configuration of a run: a dataclass whose fields are also the options of `python -m grpo_kernels train`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who earned what: the advantages of a batch by the estimator that the config names, and the corrections of its sampler."""
+"""Credit assignment: the advantages of a batch by the configured estimator, and the corrections for the sampler's mismatch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Credit:
         self.config, self.policy, self.losses, self.rollouts, self.ranks = config, policy, losses, rollouts, ranks
 
     def advantages(self, rows: list[Row], completions: Completions, scores: Scores) -> Tensor:
-        """Of this rank's completions, [B] or [B, T]; estimated from the scores of all ranks."""
+        """Advantages of this rank's completions, [B] or [B, T], estimated from the scores of all ranks."""
         needs, size, known = self.config.needs, self.config.group_size, dict[str, Tensor]()
         if "greedy_rewards" in needs:
             known["greedy_rewards"] = self.rollouts.greedy_rewards(rows)
@@ -51,7 +51,7 @@ class Credit:
         return dataclasses.replace(batch, old_logps=None, sampler_logps=None)
 
     def _of_policy(self, function: Any, completions: Completions) -> Tensor:
-        """Numbers per token [B, T] under the policy as it is, 0 at padding."""
+        """Numbers per token [B, T] under the current policy, 0 at padding."""
         count = len(completions.ids)
         size = self.config.micro_batch or count
         parts = [completions[at : at + size] for at in range(0, count, size)]

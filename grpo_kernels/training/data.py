@@ -53,7 +53,7 @@ def _load(function: Any, config: TrainConfig, *arguments: Any, **options: Any) -
 
 
 def _cut(rows: list[Row], config: TrainConfig) -> tuple[list[Row], list[Row]]:
-    """A lone file gives up its last rows for evaluation."""
+    """If there is only one file, its last rows are held out for evaluation."""
     count = config.eval_prompts or min(EVAL_PROMPTS, max(int(len(rows) * EVAL_SHARE), 1))
     if not config.eval_steps:
         return rows, []

@@ -1,4 +1,4 @@
-"""What a micro-batch costs: the fused loss of the policy, and log-probs of any model, from hidden states or from logits."""
+"""The loss of a micro-batch, and log-probs of any model, from hidden states or from logits."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Losses:
         return LossParts(out.loss, out.logps, out.metrics)
 
     def second_stream(self, completions: Completions) -> dict[str, Any]:
-        """What an exact divergence is to: the reference's hidden states and head, or its logits."""
+        """The other side of an exact divergence: the reference's hidden states and head, or its logits."""
         assert self.reference is not None
         if not self.linear:
             logits = self.reference.without_gradients(completion_logits, completions)

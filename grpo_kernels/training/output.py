@@ -1,4 +1,4 @@
-"""The folder of a run: whether it can be written, has room, holds a run already, or belongs to one that is going on."""
+"""The output folder of a run: checks that it can be written, has room, and holds no other run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OutputFolder:
             raise ValueError(f"out={str(self.path)!r} holds a run: continue it with resume, or choose another folder.")
 
     def hold(self) -> None:
-        """Lock the folder against other runs. The operating system takes the lock back when this process ends, however."""
+        """Lock the folder against other runs. The operating system releases the lock when this process ends, even after a crash."""
         if self.lock is not None:
             return
         file = open(self.path / ".lock", "a+")

@@ -116,7 +116,7 @@ def whole_tensor(x: Any) -> Tensor:
 
 @torch.no_grad()
 def same_on_all_ranks(model: nn.Module, ranks: Ranks) -> None:
-    """Give every rank rank 0's parameters and buffers: what differs before training would never meet again."""
+    """Broadcast rank 0's parameters and buffers: training would never remove an initial difference between ranks."""
     if ranks.world > 1:
         for x in model.state_dict().values():
             there = x.to(ranks.device)

@@ -16,7 +16,7 @@ except ModuleNotFoundError:  # torch works without
 
 
 def seed(value: int) -> None:
-    """Start all of them anew."""
+    """Seed all of them."""
     torch.manual_seed(value)
     random.seed(value)
     if numpy is not None:

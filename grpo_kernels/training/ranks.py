@@ -1,4 +1,4 @@
-"""What the processes of a run agree on. torchrun, `accelerate launch`, srun and Ray Train all say in the environment who is who."""
+"""Communication among the processes of a run. torchrun, `accelerate launch`, srun and Ray Train set ranks in the environment."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class Ranks:
         return bool(found)
 
     def together(self, function: Callable[[], T]) -> list[T]:
-        """What the function returns on each rank. Where it raises, all ranks raise: nobody waits for one that is gone."""
+        """The function's results on each rank. If it raises on one, all ranks raise, so that none waits for a rank that has
+        failed."""
         if self.world == 1:
             return [function()]
         result, error, message = None, None, None

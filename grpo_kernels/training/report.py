@@ -1,4 +1,4 @@
-"""What a run leaves to read: one JSON line per step and a picture of the curves."""
+"""The records of a run: one JSON line per step and a picture of the curves."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def combine(parts: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _dump(line: dict[str, Any]) -> str:
-    """A line of JSON, which has no NaN and no infinity: null stands for them."""
+    """A line of JSON; NaN and infinity, which JSON lacks, become null."""
     known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
     return json.dumps(known, allow_nan=False) + "\n"
 
@@ -139,7 +139,7 @@ def timing(scores: Scores, started: float, sampled: float) -> dict[str, float]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; what a crash while writing leaves is none: a torn last line, or NUL bytes."""
+    """All complete lines, without what a crash while writing leaves: a partial last line, or NUL bytes."""
     return [line for line in map(_parsed, _texts(path)) if line is not None]
 
 

@@ -113,7 +113,7 @@ class RewardModel:
 
 @dataclass(frozen=True)
 class Rewards:
-    """What one reward function returned for some completions."""
+    """The results of one reward function for some completions."""
 
     name: str
     values: list[float | list[float | None]]
@@ -177,13 +177,13 @@ def _number(value: Any, refusal: str) -> float:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message: what it is, and the beginning of what it holds."""
+    """A value for an error message: its type and the beginning of its content."""
     return "None" if value is None else f"a {type(value).__name__} ({value!r:.40})"
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the reward functions said of the completions of all ranks: B completions, T tokens of the longest."""
+    """The rewards of the completions of all ranks: B completions, T tokens in the longest."""
 
     lengths: list[int]  # [B]: tokens
     totals: Tensor  # [B]: the weighted sum of all rewards; of process rewards, the sum over steps

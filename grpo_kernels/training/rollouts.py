@@ -1,4 +1,4 @@
-"""Completions of the policy and what they are worth: this process samples and scores its share of the prompts."""
+"""Completions of the policy and their rewards: this process samples and scores its share of the prompts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Rollouts:
         return score(whole, self.weights, lengths)
 
     def greedy_rewards(self, rows: list[Row]) -> Tensor:
-        """[B]: what the greedy completion of a prompt is worth, for each completion of it."""
+        """[B]: for each completion, the reward of the greedy completion of its prompt."""
         totals = self.score(rows, self.sample(rows, 1, temperature=0.0), 1).totals
         return totals.repeat_interleave(self.config.group_size)
 

@@ -1,4 +1,4 @@
-"""What a run saves of itself, and how it goes on from there."""
+"""Saves the state of a run, and resumes from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run starts with: what can be wrong is found out first, then model, data and rewards are loaded."""
+"""The start of a run: the configuration is checked first, then model, data and rewards are loaded."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def load(
     rewards: list[RewardFunction] | None,
     teacher: Any,
 ) -> Loaded:
-    """What was not given comes from where the config says."""
+    """Load what the caller did not pass, from the sources that the config names."""
     rewards = list(rewards or map(resolve, config.rewards))
     if model is None:
         model, tokenizer = load_policy(config, ranks.device)

@@ -1,4 +1,4 @@
-"""How a run is asked to end: SIGINT or SIGTERM, from a keyboard, a launcher or a batch system."""
+"""Stops a run on request: SIGINT or SIGTERM, from a keyboard, a launcher or a batch system."""
 
 from __future__ import annotations
 

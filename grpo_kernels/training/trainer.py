@@ -203,7 +203,7 @@ class Trainer:
         return metrics | {"dropped": dropped}
 
     def seed_of(self, update: int, part: int, parts: int) -> int:
-        """Another one for each piece of a batch, update, rank and step."""
+        """A different seed for each micro-batch, update, rank and step."""
         update += (self.config.seed * 1_000_003 + self.step) * self.config.num_updates
         return (update * self.ranks.world + self.ranks.rank) * parts + part
 
