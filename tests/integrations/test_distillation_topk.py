@@ -180,8 +180,8 @@ def test_a_served_teacher(tail: str, rows: tuple[Tensor, Tensor]) -> None:
 
 @pytest.mark.parametrize("beta", [0.3, 1.0])
 def test_a_served_teacher_at_one_or_two_ids(beta: float, rows: tuple[Tensor, Tensor]) -> None:
-    """For other directions than forward the teacher's first id and the sampled one stand for all; for reverse the sampled one alone,
-    and without the tail its loss is a constant 0."""
+    """For other directions than forward the teacher's first id and the sampled one stand for all; for reverse the sampled one
+    alone, and without the tail its loss is a constant 0."""
     trainer, (student, teacher) = trl("server_distillation", "ServerDistillationTrainer"), rows
     logps, first = torch.log_softmax(teacher, -1), teacher.argmax(-1)
     sampled = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(1))
@@ -233,8 +233,8 @@ def test_golds_matched_ids(beta: float, rows: tuple[Tensor, Tensor]) -> None:
 
 @pytest.mark.parametrize("clamp", [None, -4.0])
 def test_veomni(clamp: float | None, rows: tuple[Tensor, Tensor]) -> None:
-    """Its `chunk_topk_distill_function`: value and gradient are written down there, not left to autograd. Its floor replaces log-probs
-    of both sides: ours is the same over the ids at which the student is above it, and the rest is a constant."""
+    """Its `chunk_topk_distill_function`: value and gradient are written down there, not left to autograd. Its floor replaces
+    log-probs of both sides: ours is the same over the ids at which the student is above it, and the rest is a constant."""
     student, teacher = rows
     ids, temperature = teacher.topk(K)[1], 0.8
     of_teacher = torch.log_softmax(teacher, -1).gather(-1, ids)
