@@ -1,4 +1,4 @@
-"""What the assembly and the binary of a compiled kernel say: its innermost loops, accesses and registers."""
+"""Reads the assembly and the binary of a compiled kernel: its innermost loops, accesses and registers."""
 
 from __future__ import annotations
 

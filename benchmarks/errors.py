@@ -1,4 +1,4 @@
-"""How far a result is from the answer in float64."""
+"""The error of a result against float64."""
 
 from __future__ import annotations
 

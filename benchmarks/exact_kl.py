@@ -1,4 +1,4 @@
-"""What the exact KL of whole distributions does to a run, and distillation with it.
+"""The effect of the exact KL of whole distributions on a training run, and distillation with it.
 
     python -m benchmarks.exact_kl [--seeds 0 1 ...] [--write]
 

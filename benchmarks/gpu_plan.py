@@ -1,4 +1,4 @@
-"""What the GPU kit does, in which order and for how long: names only, for gpu_kit.py, which uses nothing but the standard library.
+"""The stages of the GPU kit, their order and time limits: names only, for gpu_kit.py, which uses nothing but the standard library.
 
 A new part of the package registers here: files of tests in CASES, suites in HEADLINE, COMPARED or FURTHER. Calls of it whose
 waits, recompilations and CUDA graphs are looked at stand in gpu_counters.py (`losses`, `graphed`); workloads of its launches

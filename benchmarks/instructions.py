@@ -1,4 +1,4 @@
-"""What a GPU has to do for one logit, read from the machine code of our kernels and of other projects': without a GPU.
+"""Instructions per logit on a GPU, read from the machine code of our kernels and of other projects': without a GPU.
 
     python -m benchmarks.instructions [--target sm_90 ...] [--write]
 

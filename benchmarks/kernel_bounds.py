@@ -1,4 +1,4 @@
-"""What binds a row kernel on a GPU: issuing its instructions, its exponentials, its fp32 arithmetic, or memory.
+"""What limits a row kernel on a GPU: issuing its instructions, its exponentials, its fp32 arithmetic, or memory.
 
 Counts are those that benchmarks/instructions.py read from machine code (results/instructions.json), rates those of data sheets
 and programming guides: an estimate of the least time, which no kernel reaches. `python -m benchmarks.roofline --kernels` prints

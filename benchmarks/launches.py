@@ -1,4 +1,4 @@
-"""The launches of our Triton kernels: which there are, and how to compile them ahead of time for a GPU that is not here."""
+"""The launches of our Triton kernels: a list of them, and how to compile them ahead of time without the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it does to a run whether the loss is over the sets that tokens were sampled from (replay) or over the vocabulary.
+"""Compares runs whose loss is over the sets that tokens were sampled from (replay) with runs over the whole vocabulary.
 
     python -m benchmarks.replay [--write]
 

@@ -1,4 +1,4 @@
-"""What only chooses how a loss or log-probs are computed: the options of a call, and the source that follows from them."""
+"""How a loss or log-probs are computed: the options of a call, and the source that follows from them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 
 
 class Policy(NamedTuple):
-    """The policy's rows that a second stream has to fit."""
+    """The policy's rows, which a second stream has to match."""
 
     shape: torch.Size
     device: torch.device

@@ -1,4 +1,4 @@
-"""What a model does to its logits before the softmax."""
+"""The transform that a model applies to its logits before the softmax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks can be believed: the gate refuses wrong answers, no contender is silently absent, figures follow from times.
+"""The benchmarks are sound: the gate refuses wrong answers, no contender is silently absent, figures follow from times.
 Tiny shapes; with torch.compile in eager mode."""
 
 from __future__ import annotations

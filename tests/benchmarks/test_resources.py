@@ -1,4 +1,4 @@
-"""The budgets of the Triton kernels on GPUs that need not be there, and the reader of assembly that they rest on."""
+"""The budgets of the Triton kernels, compiled without a GPU, and the reader of assembly that they rest on."""
 
 from __future__ import annotations
 

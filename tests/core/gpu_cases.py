@@ -1,4 +1,4 @@
-"""What a GPU has to be asked at real sizes, against float64: large vocabularies, offsets beyond 2^31, 16-bit products.
+"""Checks on a GPU at real sizes, against float64: large vocabularies, offsets beyond 2^31, 16-bit products.
 
     GRPO_KERNELS_TEST_DEVICE=cuda GRPO_KERNELS_TEST_BACKENDS=triton python -m pytest -p support.on_device tests/core/gpu_cases.py
 

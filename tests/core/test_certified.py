@@ -1,4 +1,4 @@
-"""Rows that are left out of the gradient: fewer products, and never more lost than the bound that is returned."""
+"""Rows that are left out of the gradient: fewer products, and an error within the bound that is returned."""
 
 from __future__ import annotations
 

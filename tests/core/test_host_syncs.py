@@ -1,4 +1,4 @@
-"""No step of a loss waits for the device: with fake tensors, which have no values that the host could ask for.
+"""No step of a loss waits for the device: tested with fake tensors, which have no values that the host could read.
 
 The checks of values, which on a GPU are off unless asked for, are off here too."""
 

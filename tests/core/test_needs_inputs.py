@@ -1,4 +1,4 @@
-"""What real batches hand in: vocabularies, sizes, layouts, constrained samplers, mistakes. See tests/README.md."""
+"""Inputs as in real batches: vocabularies, sizes, layouts, constrained samplers, mistakes. See tests/README.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backward pass left in a model."""
+"""The gradients that a backward pass left in a model."""
 
 from __future__ import annotations
 

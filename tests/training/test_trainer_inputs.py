@@ -1,4 +1,4 @@
-"""What a user hands to the trainer: prompts of every form, data sets with holes, names and devices that are not there."""
+"""Inputs of the trainer: prompts of every form, data sets with holes, names and devices that are not there."""
 
 from __future__ import annotations
 

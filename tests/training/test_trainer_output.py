@@ -1,4 +1,4 @@
-"""The output folder: whose it is, what is removed from it and what never, and what a crash may leave there."""
+"""The output folder: which run owns it, what may be removed from it, and what a crash may leave there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large results on a CPU: whose memory is used again, whose is not, and in which pages new memory lies."""
+"""Large results on a CPU: which memory is reused, which is not, and in which pages new memory lies."""
 
 from __future__ import annotations
 

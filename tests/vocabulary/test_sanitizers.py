@@ -1,4 +1,4 @@
-"""The C++ module under hostile calls and under sanitizers: nothing is read or written but what the arguments say."""
+"""The C++ module under hostile calls and under sanitizers: nothing outside the arguments' memory is read or written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels of the sparse products compile to, and how often, for GPUs that need not be there."""
+"""The compiled Triton kernels of the sparse products, and how often they are compiled: no GPU is needed."""
 
 from __future__ import annotations
 

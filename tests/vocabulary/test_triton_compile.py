@@ -1,4 +1,4 @@
-"""What the Triton kernels compile to, and how often, for GPUs that need not be there. Budgets: test_resources.py."""
+"""The compiled Triton kernels, and how often they are compiled: no GPU is needed. Budgets: test_resources.py."""
 
 from __future__ import annotations
 

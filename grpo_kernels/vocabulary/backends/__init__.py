@@ -1,4 +1,4 @@
-"""Backends compute the vocabulary stage and contain no RL formulas. Which one runs is decided here.
+"""Backends compute the vocabulary stage and contain no RL formulas. This file decides which one runs.
 
 A backend is a module with these functions, over logits `[A, T, V]` (any strides in the first two dimensions, unit stride
 in the last; fp32, bf16 or fp16) whose rows are counted in order, n = A * T, and per-row vectors `[n]`:
@@ -8,8 +8,8 @@ in the last; fp32, bf16 or fp16) whose rows are counted in order, n = A * T, and
     pull(logits, targets, stats, slopes, transform, out, *, rows, teacher) -> None
     fused(logits, rows, objective, transform, out, *, teacher) -> FusedRows
     scale_(gradient, factor) -> None            gradient *= factor (a 0-d tensor), without a pass over it when factor is 1
-    WRITES_BEHIND_READS: bool       rows go from their first element to their last, so that a narrower gradient may lie in
-                                    the memory of its row's logits, from the same address on
+    WRITES_BEHIND_READS: bool       rows are processed from first to last element, so that a narrower gradient may be written
+                                    into the memory of its row's logits, from the same address on
 
 `names` are the partials to make, see `vocabulary/rows.py`. `rows` = (lo, hi) takes those flat rows of the logits alone; the
 per-row vectors are then [hi - lo]. None: all rows. `out` may be the logits themselves or other memory. `two_visits`
@@ -125,7 +125,7 @@ def visit(
 ) -> RowStats:  # fmt: skip
     """All partials of `names`: in one visit, or two for those of a mixture."""
     stats = backend.stats(logits, targets, read, transform, names, rows=rows, teacher=teacher)
-    if MIXED[0] in names:  # they are the last
+    if MIXED[0] in names:  # MIXED come last
         stats.values[-len(MIXED) :] = backend.mixed(logits, stats, transform, teacher, read, rows=rows)
     return stats
 
@@ -150,7 +150,7 @@ def two_visits(
     for lo in range(0, n, block_rows):
         hi = min(lo + block_rows, n)
         block, block_transform, block_teacher = rows, transform, teacher
-        if hi - lo < n:  # of small batches, slicing a dozen vectors would take longer than the rows
+        if hi - lo < n:  # for small batches, slicing a dozen vectors would take longer than the rows
             of = slice(lo, hi)
             block, block_transform = rows[of], transform.at(of)
             block_teacher = None if teacher is None else teacher.at(of)
@@ -239,7 +239,7 @@ def _settings() -> tuple[str, bool]:
 
 
 def is_strict(strict: bool) -> bool:
-    """Whether a call with this `strict` is strict: it is too where `use` or the environment says so."""
+    """Whether a call is strict: by its own `strict`, by `use` or by the environment."""
     return strict or _settings()[1]
 
 
@@ -287,7 +287,7 @@ def _module(name: str, strict: bool) -> SparseBackend:
 
 
 def fall_back(instead: str, reason: str) -> None:
-    """Warn once that something else runs in place of a kernel."""
+    """Warn once that a fallback runs in place of a kernel."""
     warn_once(f"grpo_kernels falls back to {instead}: {reason}. `python -m grpo_kernels doctor` says more.")
 
 

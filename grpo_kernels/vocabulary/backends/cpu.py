@@ -123,7 +123,7 @@ def fused(
     logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None,
     *, teacher: Teacher | None = None,
 ) -> FusedRows:  # fmt: skip
-    """Both visits of a row, one after the other, with the formulas between them, by the thread that has taken the row."""
+    """Both passes over a row and the formulas between them, run by one thread per row."""
     try:
         return _by_program(logits, rows, objective, transform, out, teacher)
     except FormulaRefused as refusal:
@@ -135,7 +135,7 @@ def fused(
 
 
 class _Strict:
-    """This backend without that second visit, where a program is compared with torch before it is first used."""
+    """This backend without that second pass over the logits; a program is compared with torch before it is first used."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.modules[__name__], name)

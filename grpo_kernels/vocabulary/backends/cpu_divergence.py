@@ -1,4 +1,4 @@
-"""Rows beside those of a teacher in C++ (csrc/divergence.cpp)."""
+"""Student and teacher rows in C++ (csrc/divergence.cpp)."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _range(logits: Tensor, rows: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def _known(stats: RowStats, n: int) -> tuple[Tensor, ...]:
-    """What a second visit needs of both rows: max, sum, teacher_max, teacher_sum and log_sums."""
+    """What a second pass needs to know about both rows: max, sum, teacher_max, teacher_sum and log_sums."""
     found = (stats.max, stats.sum, stats.get("teacher_max"), stats.get("teacher_sum"), stats.log_sums)
     vectors = tuple(x.contiguous() for x in found if x is not None)
     for vector in vectors:

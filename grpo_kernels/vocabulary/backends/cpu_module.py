@@ -1,4 +1,4 @@
-"""The compiled module, for the files of the C++ backend, and tensors as it takes them: addresses and numbers."""
+"""The compiled module for the files of the C++ backend, and conversions of tensors to its arguments: addresses and numbers."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _width(*matrices: Tensor) -> int:
 
 
 def _check_slots(slots: Slots, values: Tensor) -> None:
-    """Sizes and dtypes. What ids and rows hold is trusted."""
+    """Check sizes and dtypes. The values of ids and rows are trusted."""
     m = slots.ids.numel()
     for x, dtype in ((slots.ids, torch.int64), (slots.rows, torch.int64), (values, torch.float32)):
         assert x.shape == (m,) and x.dtype == dtype and x.is_contiguous() and x.device.type == "cpu", (x.shape, x.dtype)

@@ -91,12 +91,12 @@ def _safe(targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
 
 
 def looks_are_free(x: Tensor) -> bool:
-    """Whether the host may ask for values of x. On a GPU it would wait for the device."""
+    """Whether reading values of x on the host is free. On a GPU it would be a host sync."""
     return x.device.type == "cpu"
 
 
 class Exponentials(NamedTuple):
-    """fp32 [r, V] of a block, with d = z - max: what statistics and gradient both need."""
+    """fp32 [r, V] of a block, with d = z - max: values that statistics and gradient share."""
 
     e: Tensor  # exp(d)
     ed: Tensor | None  # exp(d) d, and 0 where exp(d) is 0; None where nothing needs it

@@ -1,4 +1,4 @@
-"""What the eager backend's products and row functions share: how much they hold at a time, and sums of rows."""
+"""Shared by the eager backend's products and row functions: the size of a block, and sums of rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Tensor = torch.Tensor
 
 
 def block_bytes(device: torch.device) -> int:
-    """On a CPU, what fits its cache and is kept by the allocator instead of being returned; on a GPU, enough to fill it."""
+    """On a CPU, a size that fits its cache and that the allocator keeps for reuse; on a GPU, enough to fill it."""
     return 16 << 20 if device.type == "cpu" else 256 << 20
 
 

@@ -1,4 +1,4 @@
-"""Columns of the sparse gradient in eager PyTorch: see `vocabulary/selection.py`. The host asks for no value."""
+"""Columns of the sparse gradient in eager PyTorch: see `vocabulary/selection.py`. No host synchronisation."""
 
 from __future__ import annotations
 

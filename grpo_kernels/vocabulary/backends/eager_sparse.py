@@ -1,5 +1,5 @@
-"""Sparse products in eager PyTorch. Slots are processed in blocks, so temporaries stay within `block_bytes`, and the host asks
-for no value, so that a GPU need not be waited for: what is not used is computed with other numbers and then left out."""
+"""Sparse products in eager PyTorch. Slots are processed in blocks, so temporaries stay within `block_bytes`. There is no host
+synchronisation: slots that are not used are computed with placeholder values and then discarded."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def _sum_by_key(keys: Tensor, index: Tensor, used: Tensor, values: Tensor, sourc
     m, limit = keys.numel(), out.shape[0]
     if m == 0:
         return
-    keys, order = torch.where(used, keys, limit).sort(stable=True)  # what is not used comes last
+    keys, order = torch.where(used, keys, limit).sort(stable=True)  # unused places come last
     carried = torch.zeros(1, out.shape[1], dtype=torch.float32, device=out.device)
     carried_key = keys[:1]
     for at in _blocks(m, out):
-        # The first group goes on with what the block before has carried over, the last one is carried to the next.
+        # The first group continues from the previous block's partial sum; the last one is carried over to the next block.
         places, block_keys = order[at], torch.cat([carried_key, keys[at]])
         terms = source[index[places].clamp(min=0)].float().mul_(values[places, None])
         terms = torch.cat([carried, torch.where(used[places, None], terms, 0.0)])
