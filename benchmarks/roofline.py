@@ -4,6 +4,7 @@
     python -m benchmarks.roofline --bandwidth 3.0 --flops 700           TB/s and dense TFLOP/s of your own
     python -m benchmarks.roofline --results benchmarks/results/cpu      rates and times of a machine's result files
     python -m benchmarks.roofline --kernels [--write]                   what binds each row kernel on each GPU, see kernel_bounds.py
+    python -m benchmarks.roofline --sparse [--write]    what sparse gradients would take on H100 and H200, see sparse_bounds.py
 
 A limit is counted bytes over a bandwidth, or counted flops over a rate: an estimate, of which no kernel reaches all. The
 bandwidth and the rate are a data sheet's (--gpu), yours, or those at which plain copies and bare matrix products ran on
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import kernel_bounds, results
+from benchmarks import kernel_bounds, results, sparse_bounds
 from benchmarks.harness import RESULTS
 from benchmarks.printing import Table, render
 from grpo_kernels.vocabulary.blocks import Plan, Work
@@ -182,6 +183,10 @@ def given(name: str, bandwidth: float, flops: float) -> Rates:
     return Rates(f"{name}: {bandwidth:g} TB/s, {flops:g} TFLOP/s", bandwidth * 1e12, bandwidth * 1e12, dense)
 
 
+#: The head of an 8B model, on the GPUs that the estimate of sparse gradients is made for.
+OF_SPARSE = (Shape(8192, 4096, 151936), [given(name, *rates) for name, *rates in (GPUS["h100"], GPUS["h200"])])
+
+
 def measured(records: Iterable[dict[str, Any]]) -> Rates:
     """The best that copies, reads and bare products reached in result files of one machine; 0 where there is none."""
     read, copy, flops = 0.0, 0.0, dict[str, float]()
@@ -288,8 +293,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--active", type=float, nargs="+", default=[1.0, 0.5, 0.2], metavar="SHARE")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="bounds of the row kernels, by their instructions")
-    parser.add_argument("--write", action="store_true", help="with --kernels: the tables of docs/gpu.md")
+    parser.add_argument("--sparse", action="store_true", help="sparse gradients on H100 and H200, on paper")
+    parser.add_argument(
+        "--write", action="store_true", help="with --kernels, --sparse: the tables of docs/gpu.md, of docs/sparse_gradients.md"
+    )
     args = parser.parse_args(argv)
+    if args.sparse:
+        if args.write:
+            sparse_bounds.PAGE.write_text(sparse_bounds.insert(sparse_bounds.PAGE.read_text(), *OF_SPARSE))
+        else:
+            print(sparse_bounds.page(*OF_SPARSE, args.markdown))
+        return
     if args.kernels:
         if args.write:
             kernel_bounds.write()

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks import kernel_bounds, roofline
+from benchmarks import kernel_bounds, roofline, sparse_bounds
 from benchmarks.cases import CONTRACTS
 from benchmarks.kernel_bounds import Chip, bounds
 from benchmarks.launches import TARGETS
@@ -271,3 +271,28 @@ def test_both_pages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     monkeypatch.setattr(kernel_bounds, "PAGE", page)
     roofline.main(["--kernels", "--write"])
     assert "old" not in page.read_text() and "| Liger GRPO loss |" in page.read_text()
+
+
+def test_sparse_gradients_by_hand() -> None:
+    """1000 rows of 100 columns in 10,000, H = 500: 1 TB/s, 1 TFLOP/s. Each row of the weight is drawn ten times."""
+    shape = Shape(1000, 500, 10_000)
+    found = sparse_bounds.parts(shape, 100, 1 / 256, 1e12, 1e12)
+    expected = [1e10 / 1e12, 1.2e8 / 1e12, 396 * 259e3 / 1e12, 101e3 * 1e3 / 1e12, (1e4 + 1e5 + 2e4) * 1e3 / 1e12]
+    assert list(found.values())[:5] == pytest.approx([1e3 * x for x in expected])
+    assert found["all of it"] == pytest.approx(1e3 * sum(expected))
+    assert found["x three products"] == pytest.approx(sum(expected) / 0.03)
+    assert found["dense, all of it"] > 30
+
+
+def test_the_page_of_sparse_gradients_has_the_estimate(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`python -m benchmarks.roofline --sparse --write` makes it."""
+    text, page = sparse_bounds.PAGE.read_text(), tmp_path / "page.md"
+    roofline.main(["--sparse", "--markdown"])
+    assert capsys.readouterr().out.strip() in text
+    block = marked("sparse_estimate", sparse_bounds.COMMAND)
+    page.write_text("\nold\n".join(block))
+    monkeypatch.setattr(sparse_bounds, "PAGE", page)
+    roofline.main(["--sparse", "--write"])
+    assert "old" not in page.read_text() and page.read_text().count("ESTIMATE") == 3
