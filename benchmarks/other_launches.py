@@ -1,5 +1,5 @@
-"""The launches of our Triton kernels beside those of one stream of rows: rows beside a teacher's, and the sparse products of
-kept sets."""
+"""The launches of our Triton kernels beside those of one stream of rows: rows beside a teacher's, the sparse products of
+kept sets, and the columns of sparse gradients."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.launches import DTYPE_NAMES, LAYOUTS, TRANSFORMS, Case
 from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.vocabulary.backends import triton_select
 from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice
 from grpo_kernels.vocabulary.backends.triton_sparse import THREADS
 from grpo_kernels.vocabulary.rows import RowStats, Slopes, Teacher, partials_of
@@ -112,6 +113,39 @@ class Sparse(Case):
             backend.add_hidden_rows(torch.ones(m), slots, read[:n], second)
 
 
+@dataclass(frozen=True)
+class Selecting(Case):
+    """The columns of a sparse gradient, "select", or the mass of those that are sampled, "masses"."""
+
+    gradient: torch.dtype | None = None
+
+    @property
+    def choice(self) -> Choice:
+        return triton_select.CHOICE
+
+    @property
+    def counted(self) -> bool:
+        return False  # a scan in some of the tiles
+
+    @property
+    def stores(self) -> bool:
+        return False  # of what is taken
+
+    def __str__(self) -> str:
+        layout = "aligned" if self.aligned else "unaligned"
+        return f"{DTYPE_NAMES[self.logits]}, {self.vocab} columns, {layout}, {self.transform}"
+
+    def launch(self) -> None:
+        n = 2
+        logits = torch.zeros(n, self.stride, dtype=self.logits)[:, : self.vocab]
+        stats, whole = RowStats.not_read(partials_of(()), n, logits.device), torch.zeros(n, dtype=torch.int64)
+        transform = TRANSFORMS[self.transform](n)
+        if self.kernel == "select":
+            backend.select(logits, whole, stats, transform, 1 / 256, whole)
+        else:
+            backend.masses(logits, whole, stats, transform, 1 / 256)
+
+
 #: (logits, teacher, gradient): of logits, of a chunk at hidden level, and with one stream of another width.
 DTYPES = (
     (HALF, HALF, HALF), (SINGLE, SINGLE, SINGLE), (FP16, FP16, FP16), (SINGLE, SINGLE, HALF), (SINGLE, HALF, HALF),
@@ -123,6 +157,7 @@ KERNELS = (
     ("two_pull", "reverse"), ("two_pull", "forward"), ("two_pull", "jsd"),
 )  # fmt: skip
 PRODUCTS = ("slot_logits", "add_weight_rows", "add_hidden_rows")
+SELECTIONS = ("select", "masses")
 
 
 def beside(kernel: str, divergence: str, logits: torch.dtype, teacher: torch.dtype, gradient: torch.dtype) -> Beside:
@@ -152,6 +187,10 @@ def other_cases() -> list[Case]:
         for read, second in ((HALF, HALF), (FP16, FP16), (SINGLE, SINGLE), (HALF, SINGLE), (FP16, SINGLE)):
             for width in (4096, 1001):
                 found[Sparse(kernel, read, second, vocab=width, stride=width)] = None
+    for kernel in SELECTIONS:
+        found |= dict.fromkeys(Selecting(kernel, dtype) for dtype in (HALF, FP16, SINGLE))
+        found |= dict.fromkeys(Selecting(kernel, SINGLE, vocab=vocab, stride=stride) for vocab, stride in LAYOUTS)
+        found |= dict.fromkeys(Selecting(kernel, SINGLE, transform=transform) for transform in TRANSFORMS)
     return list(found)
 
 
@@ -163,4 +202,5 @@ OTHER_QUICK: list[Case] = [
     beside("two_pull", "reverse", SINGLE, SINGLE, HALF),
     beside("two_pull", "jsd", HALF, HALF, HALF),
     *(Sparse(kernel, HALF, HALF, vocab=4096, stride=4096) for kernel in PRODUCTS),
+    Selecting("select", SINGLE),
 ]

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks import assembly, instructions, resources, sass
 from benchmarks.assembly import bits, code, loops
 from benchmarks.launches import OBJECTIVES, QUICK, SHORT, TARGETS, TRANSFORMS, Case, cases, compiling
-from benchmarks.other_launches import DTYPES, KERNELS, OTHER_QUICK, PRODUCTS, other_cases
+from benchmarks.other_launches import DTYPES, KERNELS, OTHER_QUICK, PRODUCTS, SELECTIONS, other_cases
 from benchmarks.resources import Report, broken, report
 from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.vocabulary.backends.triton_choices import Choice
@@ -62,7 +62,7 @@ def test_the_cases_are_what_the_library_launches() -> None:
 def test_the_other_cases_are_all_kernels_dtypes_and_layouts() -> None:
     every = other_cases()
     assert set(OTHER_QUICK) < set(every) and len({(case.kernel, str(case)) for case in every}) == len(every)
-    assert {case.kernel for case in every} == {kernel for kernel, _ in KERNELS} | set(PRODUCTS)
+    assert {case.kernel for case in every} == {kernel for kernel, _ in KERNELS} | set(PRODUCTS) | set(SELECTIONS)
     for kernel, divergence in KERNELS:
         these = [case for case in every if case.kernel == kernel and getattr(case, "divergence", "") == divergence]
         streams = {(case.logits, case.teacher, case.gradient) for case in these}  # type: ignore[attr-defined]

@@ -38,6 +38,7 @@ LONG_SIGNATURES = {
     "vocabulary/backends/triton_gradient.py: _write_tile",
     "vocabulary/backends/triton_gradient.py: _write_gradient",
     "vocabulary/backends/triton_sparse_kernels.py: _add_hidden_rows_kernel",
+    "vocabulary/backends/triton_select_kernels.py: _select_kernel",
     "vocabulary/backends/triton_divergence_kernels.py: _two_stats_kernel",
     "vocabulary/backends/triton_divergence_kernels.py: _mixed_kernel",
     "vocabulary/backends/triton_divergence_kernels.py: _two_pull_kernel",

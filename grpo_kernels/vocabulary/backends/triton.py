@@ -18,13 +18,13 @@ import triton
 from ...formulas import token_stage
 from ..rows import OF_STUDENT, RowStats, RowTransform, Slopes, Teacher, partials_of
 from . import FusedRows, triton_divergence, two_visits
-from .eager_select import masses, select  # noqa: F401
 from .triton_arguments import check_layout, transform_arguments, vector
 from .triton_choices import LAUNCH, SCALE_PROGRAMS, available, choose, multiprocessors, on_device, serves  # noqa: F401
 from .triton_divergence import mixed  # noqa: F401
 from .triton_formulas import compiled_formula
 from .triton_kernels import _fused_kernel, _pull_kernel, _scale_kernel, _stats_kernel
 from .triton_launch import run
+from .triton_select import masses, select  # noqa: F401
 from .triton_sparse import add_hidden_rows, add_weight_rows, slot_logits  # noqa: F401
 
 if TYPE_CHECKING:

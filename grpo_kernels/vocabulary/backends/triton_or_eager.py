@@ -14,9 +14,9 @@ import torch
 
 from ...formulas.program import FormulaRefused
 from ..rows import RowStats, RowTransform, Teacher
+from ..selection import Drawn
 from ..sparse import Slots
 from . import FusedRows, eager, fall_back, triton, two_visits
-from .eager_select import masses, select  # noqa: F401
 from .triton_launch import KernelFailure
 
 if TYPE_CHECKING:
@@ -54,6 +54,16 @@ def pull(*arguments: Any, **rows: Any) -> None:
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:
     _or_else(triton.scale_, eager.scale_, gradient, factor)
+
+
+def masses(*arguments: Any) -> Tensor:
+    of_rows: Tensor = _or_else(triton.masses, eager.masses, *arguments)
+    return of_rows
+
+
+def select(*arguments: Any) -> Drawn:
+    drawn: Drawn = _or_else(triton.select, eager.select, *arguments)
+    return drawn
 
 
 def slot_logits(hidden: Tensor, weight: Tensor, slots: Slots) -> Tensor:
