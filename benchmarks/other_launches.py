@@ -120,6 +120,11 @@ class Selecting(Case):
     gradient: torch.dtype | None = None
 
     @property
+    def aligned(self) -> bool:
+        """An odd vocabulary ends within an access, which is then one of single elements, side by side."""
+        return self.stride % 16 == 0 == self.vocab % 16
+
+    @property
     def choice(self) -> Choice:
         return triton_select.CHOICE
 
@@ -132,7 +137,7 @@ class Selecting(Case):
         return False  # of what is taken
 
     def __str__(self) -> str:
-        layout = "aligned" if self.aligned else "unaligned"
+        layout = ("aligned" if self.aligned else "unaligned") + ", padded" * (self.stride > self.vocab)
         return f"{DTYPE_NAMES[self.logits]}, {self.vocab} columns, {layout}, {self.transform}"
 
     def launch(self) -> None:
