@@ -1,5 +1,5 @@
-"""What sparse gradients would take on a GPU, on paper: counted bytes and flops over the rates that are reached of a data sheet's. An estimate;
-`python -m benchmarks.roofline --sparse` prints it."""
+"""What sparse gradients would take on a GPU, on paper: counted bytes and flops over the rates that are reached of a data sheet's.
+An estimate; `python -m benchmarks.roofline --sparse` prints it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ STEP = 1 / 256
 COLUMNS = (8, 32, 160, capacity(STEP))
 #: Of a data sheet's bandwidth and flops.
 REACHED = 0.75
-#: Bytes that move for each place of the padded columns: filled, drawn and copied (40), ids and rows as int64 (20), the sort of ids, four
-#: passes that read and write 12 bytes (96), values from logits, some twenty passes of PyTorch of about 12 bytes (240).
+#: Bytes that move for each place of the padded columns: filled, drawn and copied (40), ids and rows as int64 (20), the sort of
+#: ids, four passes that read and write 12 bytes (96), values from logits, some twenty passes of PyTorch of about 12 bytes (240).
 PLACE = 40 + 20 + 96 + 240
 
 
 def parts(shape: Shape, columns: float, step: float, bandwidth: float, flops: float) -> dict[str, float]:
-    """Milliseconds of each part of a loss and its gradients, bf16 operands and fp32 logits, with `bandwidth` in bytes/s and `flops` in
-    flop/s as reached, and `columns` drawn a row on average. Rows of the weight and of the hidden states count as read from memory."""
+    """Milliseconds of each part of a loss and its gradients, bf16 operands and fp32 logits, with `bandwidth` in bytes/s and
+    `flops` in flop/s as reached, and `columns` drawn a row on average. Rows of the weight and of the hidden states count as read
+    from memory."""
     size, drawn, row = 2, shape.rows * columns, 2 * shape.hidden
     moved = {
         "logits: written, read for statistics, read to draw": 3 * 4 * shape.rows * shape.vocab,
