@@ -116,7 +116,7 @@ def _kept(device: str, quick: bool) -> list[Planned]:
 
 
 def _sparse(device: str, quick: bool) -> list[Planned]:
-    """By the mean entropy of the rows. Many rows are measured at two of them, with nobody beside ours: it takes minutes a cell."""
+    """By the mean entropy of the rows. Many rows are measured at two of them, ours alone: it takes minutes a cell."""
     if device == "cuda":
         return [
             Planned(_head("sparse", 8192, 4096, QWEN, BF16, entropy=e)) for e in ((0.6,) if quick else (0.6, 0.3, 2.0, 6.0))

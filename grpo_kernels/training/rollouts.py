@@ -38,7 +38,7 @@ class Rollouts:
         generator: torch.Generator | None = None,
     ) -> Completions:
         """Completions of this rank's share of the rows. The generator, the same on all ranks, draws for all rows, so that what
-        is sampled does not depend on how many processes sample. Without replay nobody learns from which sets."""
+        is sampled does not depend on how many processes sample. Without replay the sets are not recorded."""
         share, total, device = self.ranks.share(len(rows)), len(rows) * group_size, self.ranks.device
         prompts = [row["prompt_ids"] for row in rows[share]]
         first, count = share.start * group_size, len(prompts) * group_size

@@ -141,7 +141,7 @@ def test_a_provider_that_breaks_cuda_is_left_out_the_next_time(planned: Planned,
     assert planned.known[5:] == [{}, {}]
 
 
-def test_who_is_known_to_break_cuda_is_not_even_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_that_break_cuda_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[str] = []
     monkeypatch.setattr(measuring, "_compiles", lambda p, cell, device: counted.append(p.name))
     candidates = [provider("reckless", lambda found: found), provider("right", lambda found: found)]

@@ -173,7 +173,7 @@ def test_what_stands_beside_is_timed_and_not_checked() -> None:
     assert rows["beside"]["ms"] > 0 and "errors" not in rows["beside"] and rows["wrong"]["status"] == "wrong"
 
 
-def test_who_raises_or_cannot_take_part_shows_up_with_the_reason() -> None:
+def test_contenders_that_raise_are_reported_with_the_reason() -> None:
     candidates = [
         provider("raises", raising(KeyError("no such thing"))),
         provider("absent", raising(Unavailable("not installed: pip install it"))),

@@ -187,7 +187,7 @@ def test_a_call_goes_on_where_an_earlier_one_was(kit: Kit, tmp_path: Path, monke
         gpu_kit.main([*call, "1", "--resume", str(tmp_path / "none.tar.gz")])
 
 
-def test_what_comes_back_is_few_files_with_plain_names(kit: Kit) -> None:
+def test_results_are_few_files_with_plain_names(kit: Kit) -> None:
     plots = kit.work / "results" / "a-gpu" / "plots"
     plots.mkdir(parents=True)
     for name in suites.SUITES:
@@ -736,7 +736,7 @@ def test_result_files_name_a_command_that_a_reader_can_run(tmp_path: Path) -> No
 # ---- peers
 
 
-def test_who_cannot_be_imported_is_said_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_error_of_a_contender_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(case: Any) -> Any:
         raise Unavailable("not installed: pip install that")
 

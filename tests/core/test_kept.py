@@ -429,7 +429,7 @@ def test_weight_grad_is_added_to(dtype: torch.dtype, kept: bool, name: str, back
 
 
 @pytest.mark.parametrize("rows", [64, 8], ids=["one chunk", "several chunks"])
-def test_what_is_added_to_an_fp32_weight_grad_is_not_rounded(rows: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_in_an_fp32_weight_grad_are_not_rounded(rows: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, total = build_linear(torch.bfloat16), torch.zeros(61, 24)
     in_chunks(monkeypatch, rows)
     leaves, objective = case.leaves, Objective.preset("dapo")
@@ -570,7 +570,7 @@ def test_one_long_set_does_not_make_all_rows_long(backend: str) -> None:
     torch.testing.assert_close(at_once, torch.stack(alone), rtol=1e-6, atol=1e-9)
 
 
-def test_rows_that_nobody_reads_need_no_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_rows_need_no_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt is masked: no row kernel runs over the vocabulary for it."""
     from grpo_kernels.vocabulary.backends import cpu
 

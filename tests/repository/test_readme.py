@@ -180,7 +180,7 @@ def test_report_has_every_suite_and_names_everybody(samples: Path) -> None:
                         assert f"- {row['status']}, {row['reason']}: " in section
 
 
-def test_sweep_table_says_where_somebody_is_missing(samples: Path) -> None:
+def test_sweep_table_names_missing_contenders(samples: Path) -> None:
     text = cell_tables.sweep(results.load(samples / "cpu" / "length.json"))
     assert (
         "| ms (x limit) by tokens in the batch (one sequence from 65,536 on), fp32, H = 128, V = 32,768 | 4,096 | 16,384 | 65,536 |"

@@ -65,7 +65,7 @@ def check_advantages(call: tuple[list[float | None], list[int], dict[str, Any]])
     residue = 1e-15 * float(want.abs().max()) if options["baseline"] == "length" else 0.0
     assert residue or torch.equal(got == 0, want.float() == 0), f"zeros: {got.tolist()}, not {want.tolist()}"
     assert ((got.double() - want).abs() <= 1e-6 * want.abs() + residue).all(), f"{got.tolist()}, not {want.tolist()}"
-    # The order matters to nobody, beyond the last bits of a sum.
+    # The order changes only the last bits of a sum.
     torch.testing.assert_close(ours(order[::-1]).flip(0), got, rtol=1e-6, atol=residue)
 
 

@@ -386,7 +386,7 @@ def filtered(spec: Spec) -> bool:
 
 
 def contributes_alone(spec: Spec) -> bool:
-    """A token without advantage or weight has no part in anything, so that nobody needs to know its logits."""
+    """A token without advantage or weight contributes nothing, so its logits are not needed."""
     whole_batch = ("clip-cov", "kl-cov")  # means over all tokens decide
     if spec.level != "token" or spec.entropy_share is not None or spec.surrogate in (*whole_batch, "dro"):
         return False

@@ -164,7 +164,7 @@ def test_a_data_set_without_rows_is_refused_at_the_start(tok: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("rows", "held_out"), [(24, 2), (5, 1), (2, 1), (4000, 256)])
-def test_evaluation_takes_what_there_is_of_a_lone_file(tmp_path: Path, rows: int, held_out: int) -> None:
+def test_evaluation_rows_of_a_single_small_file(tmp_path: Path, rows: int, held_out: int) -> None:
     (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(rows)))
     train, found = load_rows(TrainConfig(dataset=str(tmp_path / "p.jsonl")))
     assert [row["prompt"] for row in found] == [str(i) for i in range(rows - held_out, rows)]

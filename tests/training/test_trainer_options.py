@@ -127,7 +127,7 @@ def test_completions_that_an_objective_wants_are_not_dropped(tmp_path: Path, cha
         config(tmp_path, drop_zero_variance=True, **changes)
 
 
-def test_what_does_not_go_together_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_incompatible_options_are_refused_before_loading(tmp_path: Path) -> None:
     for changes, message in (
         ({"kl": "k9"}, "kl='k9'"),
         ({"numerics": "torchtitan", "preset": "gspo"}, "torchtitan has no such objective"),

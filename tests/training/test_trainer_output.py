@@ -96,7 +96,7 @@ def test_pruning_leaves_what_a_user_put_beside_the_checkpoints(tmp_path: Path, k
 
 @pytest.mark.parametrize("kind", ["archive", "link", "file", "folder"])
 @pytest.mark.parametrize("name", ["step-00000003", "draft-00000003"])
-def test_what_stands_where_a_checkpoint_goes_is_moved_aside(tmp_path: Path, kind: str, name: str) -> None:
+def test_other_files_with_a_checkpoints_name_are_moved_aside(tmp_path: Path, kind: str, name: str) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     put(folder, kind).rename(folder / name)

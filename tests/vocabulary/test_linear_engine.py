@@ -110,7 +110,7 @@ def test_no_gradient_wanted_is_forward_only(
 @pytest.mark.parametrize("layer", [1, 2])
 @pytest.mark.parametrize("frozen", [("weight",), ("hidden",), ("bias",), ("weight", "bias"), ("hidden", "bias"), ()], ids=str)
 def test_frozen_parts(frozen: tuple[str, ...], layer: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No product and no memory for a gradient that nobody wants, and the others stay what they were."""
+    """No product and no memory for a gradient that was not requested, and the others are unchanged."""
     case = build_linear(vocab=811, width=96)
     case.tokens.fields["mask"] = None
     objective, d = Objective.preset("dapo", beta=0.1), torch.randn(8, 7)

@@ -83,7 +83,7 @@ def new(count: int = 16 * MIB) -> Tensor:
     return memory.empty((count,), torch.float32, torch.device("cpu"))
 
 
-def test_memory_is_used_again_once_nobody_holds_it() -> None:
+def test_memory_is_reused_once_no_tensor_holds_it() -> None:
     first = new()
     start, view = first.data_ptr(), first[5:].view(-1)
     other = new()
@@ -97,7 +97,7 @@ def test_memory_is_used_again_once_nobody_holds_it() -> None:
     assert new(17 * MIB).data_ptr() != start  # too small
 
 
-def test_what_a_gradient_lies_in_is_not_used_again(backend: str) -> None:
+def test_memory_of_a_live_gradient_is_not_reused(backend: str) -> None:
     """Held by a tensor's .grad, by numpy, or by a detached view, while further gradients are made."""
     batch = TokenBatch(torch.randint(VOCAB, (ROWS,)), torch.randn(ROWS))
     leaf, held = torch.randn(ROWS, VOCAB).requires_grad_(), []

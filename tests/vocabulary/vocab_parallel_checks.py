@@ -366,7 +366,7 @@ def check_misuse_shows(rank: int, ranks: int) -> None:
 
 
 def check_nothing_to_do(rank: int, ranks: int) -> None:
-    """No rows, or none that is trained: exact zeros, and nobody waits."""
+    """No rows, or none that is trained: exact zeros, and no rank waits."""
     case, objective = build_linear(vocab=V), Objective(beta=0.1)
     for _, widths, shard in shards(rank, ranks):
         for n in (0, 5):
