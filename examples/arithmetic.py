@@ -291,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
     start = run(args.seed, 3 if args.quick else args.steps, args.out, quick=args.quick)
     if not args.no_side_by_side:
         rows = problems(8000, args.seed)[0]
-        tell(side_by_side(start, rows, seed=args.seed, steps=2 if args.quick else 4), args.out / "side_by_side.png")
+        tell(side_by_side(start, rows, seed=args.seed, steps=2 if args.quick else 8), args.out / "side_by_side.png")
     return 0
 
 
