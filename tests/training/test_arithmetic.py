@@ -94,42 +94,6 @@ def test_reward_is_the_exact_answer_and_nothing_less() -> None:
     assert exact([""] * 6, ["12", "2", "112", "12 13", "1 2", ""], answer=answers) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def digits(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    return [sum(c.isdigit() for c in text) / 4 for text in completions]
-
-
-def test_fused_and_plain_make_the_same_steps(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a vocabulary that is padded, top-k and kept sets; the policy that both start from stays as it was."""
-    monkeypatch.setattr(arithmetic, "exact", digits)  # which a policy that knows nothing gets some of
-    torch.manual_seed(0)
-    start = arithmetic.policy(width=32, layers=1)
-    before = {name: value.clone() for name, value in start.state_dict().items()}
-    fused, plain = sides = arithmetic.side_by_side(start, arithmetic.problems(200, seed=0)[0], seed=0, steps=3, vocab=101)
-    assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
-    assert fused["reward"] == plain["reward"] and len({*fused["reward"]}) == 3
-    assert fused["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4) and min(plain["grad_norm"]) > 0.01
-    arithmetic.tell(sides, tmp_path / "both.png")
-    said = capsys.readouterr().out
-    assert "101 ids" in said and "rewards of 3 of 3 steps are the same" in said and (tmp_path / "both.png").exists()
-    plain["reward"][1] += 0.5
-    arithmetic.tell(sides, tmp_path / "both.png")
-    assert "rewards of 2 of 3 steps are the same" in capsys.readouterr().out
-
-
-def test_the_plain_loss_of_the_comparison_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else both sides would be ours: without the package's losses only the fused side fails."""
-    monkeypatch.setattr(arithmetic, "exact", digits)
-
-    def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("a kernel of ours")
-
-    monkeypatch.setattr("grpo_kernels.training.losses.linear_grpo_loss", broken)
-    with pytest.raises(RuntimeError, match="of ours"):
-        arithmetic.side_by_side(arithmetic.policy(32, 1), arithmetic.problems(200, 0)[0], seed=0, steps=1, vocab=64)
-    monkeypatch.setattr(arithmetic, "LOSSES", {"plain PyTorch": arithmetic.PlainLosses})
-    arithmetic.side_by_side(arithmetic.policy(32, 1), arithmetic.problems(200, 0)[0], seed=0, steps=1, vocab=64)
-
-
 QUICK = ["--quick", "--no-side-by-side", "--seed", "3", "--out"]
 
 
