@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ Tensor = torch.Tensor
 
 KINDS = [("reverse", 0.0), ("forward", 0.0), ("jsd", 0.5), ("jsd", 0.1)]
 PLAIN = RowTransform(1.0, 0.0, 1.0)
+#: A negative scale with a softcap, and a temperature alone.
+CAPPED, COOL = RowTransform(-0.7, 9.0, 1.3), RowTransform(1.0, 0.0, 0.8)
 
 
 class Exact(NamedTuple):
@@ -44,6 +47,19 @@ def row_pairs(vocab: int) -> tuple[Tensor, Tensor]:
         (peaked[1], torch.where(torch.arange(vocab) == int(peaked[1].argmax()), peaked[1] + 2.0, peaked[1])),
     ]
     return torch.stack([z for z, _ in rows]), torch.stack([w for _, w in rows])
+
+
+def streams(vocab: int, kind: str, mixture: float) -> Iterator[tuple[Tensor, Teacher, RowTransform]]:
+    """(logits, teacher, transform) of row_pairs by dtypes and transforms of each stream; two maxima stand late in a row."""
+    z, w = row_pairs(vocab)
+    z[1, -1], w[2, -1] = z.max() + 3.0, w.max() + 3.0
+    half, single = torch.bfloat16, torch.float32
+    for dtypes, transforms in (
+        ((single, single), (PLAIN, PLAIN)),
+        ((half, torch.float16), (CAPPED, COOL)),
+        ((single, half), (COOL, CAPPED)),
+    ):
+        yield z.to(dtypes[0]), Teacher(w.to(dtypes[1])[None], transforms[1], kind, mixture), transforms[0]
 
 
 def transformed(x: Tensor, transform: RowTransform) -> Tensor:

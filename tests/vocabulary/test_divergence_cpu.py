@@ -11,7 +11,7 @@ import torch
 
 from grpo_kernels.vocabulary.backends import cpu, eager, visit
 from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, Teacher, partials_of
-from support.divergences import KINDS, PLAIN, check, expected, row_pairs
+from support.divergences import CAPPED, COOL, KINDS, PLAIN, check, expected, row_pairs, streams
 
 if cpu.available() is not None:
     pytest.skip(cpu.available() or "", allow_module_level=True)
@@ -19,9 +19,6 @@ if cpu.available() is not None:
 from grpo_kernels import _cpu
 
 Tensor = torch.Tensor
-
-WARM = RowTransform(-0.7, 9.0, 1.3)
-COOL = RowTransform(1.0, 0.0, 0.8)
 
 
 @pytest.fixture(params=_cpu.isas(), autouse=True)
@@ -57,19 +54,11 @@ def of_divergence(weights: Tensor) -> Slopes:
 @pytest.mark.parametrize("kind, mixture", KINDS)
 def test_values_and_gradients(kind: str, mixture: float, vocab: int) -> None:
     """Blocks and vectors that end anywhere; a maximum late in the row; dtypes and transforms of each stream."""
-    z, w = row_pairs(vocab)
-    z[1, -1], w[2, -1] = z.max() + 3.0, w.max() + 3.0
-    half, single = torch.bfloat16, torch.float32
-    for dtypes, transforms in (
-        ((single, single), (PLAIN, PLAIN)),
-        ((half, torch.float16), (WARM, COOL)),
-        ((single, half), (COOL, WARM)),
-    ):
-        x, teacher = z.to(dtypes[0]), Teacher(w.to(dtypes[1])[None], transforms[1], kind, mixture)
-        weights = torch.randn(len(z))
-        stats = stats_of(x[None], teacher, transforms[0])
-        gradient = pulled(x[None], stats, teacher, transforms[0], of_divergence(weights))
-        check(stats.divergence, gradient[0], x, teacher, transforms[0], weights)
+    for x, teacher, transform in streams(vocab, kind, mixture):
+        weights = torch.randn(len(x))
+        stats = stats_of(x[None], teacher, transform)
+        gradient = pulled(x[None], stats, teacher, transform, of_divergence(weights))
+        check(stats.divergence, gradient[0], x, teacher, transform, weights)
 
 
 @pytest.mark.parametrize("kind, mixture", KINDS)
@@ -109,16 +98,16 @@ def test_slopes_of_everything_at_once(kind: str, mixture: float) -> None:
     z, w = row_pairs(77)
     n = len(z)
     teacher, targets = Teacher(w[None], COOL, kind, mixture), torch.arange(n)
-    stats = visit(cpu, z[None], targets, None, WARM, names_of(teacher, "entropy", "sum_squares"), teacher)
+    stats = visit(cpu, z[None], targets, None, CAPPED, names_of(teacher, "entropy", "sum_squares"), teacher)
     slopes = Slopes(*torch.randn(5, n).unbind())
     assert slopes.teacher is not None
     slopes.teacher[::3] = 0.0
     w[::3] = math.nan
     apart = [torch.full_like(z[None], math.nan) for _ in range(2)]
-    cpu.pull(z[None], targets, stats, slopes._replace(teacher=None), WARM, apart[0])
-    cpu.pull(z[None], targets, stats, of_divergence(slopes.teacher), WARM, apart[1], teacher=teacher)
+    cpu.pull(z[None], targets, stats, slopes._replace(teacher=None), CAPPED, apart[0])
+    cpu.pull(z[None], targets, stats, of_divergence(slopes.teacher), CAPPED, apart[1], teacher=teacher)
     together = torch.full_like(z[None], math.nan)
-    cpu.pull(z[None], targets, stats, slopes, WARM, together, teacher=teacher)
+    cpu.pull(z[None], targets, stats, slopes, CAPPED, together, teacher=teacher)
     assert together.isfinite().all()
     torch.testing.assert_close(together, apart[0] + apart[1], rtol=1e-5, atol=3e-7)
 
@@ -134,14 +123,14 @@ def test_rows_do_not_depend_on_threads_and_neighbours(kind: str, mixture: float)
     for threads in (1, 2):
         torch.set_num_threads(threads)
         teacher = Teacher(w.view(2, n // 2, -1), COOL, kind, mixture)
-        stats = stats_of(z.view(2, n // 2, -1), teacher, WARM, read)
-        gradient = pulled(z.view(2, n // 2, -1), stats, teacher, WARM, of_divergence(torch.where(read, weights, 0.0)))
+        stats = stats_of(z.view(2, n // 2, -1), teacher, CAPPED, read)
+        gradient = pulled(z.view(2, n // 2, -1), stats, teacher, CAPPED, of_divergence(torch.where(read, weights, 0.0)))
         results.append((stats.values.view(torch.int32), gradient.view(n, -1).view(torch.int16)))
     torch.set_num_threads(1)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
     teacher = Teacher(w[None, 3:4], COOL, kind, mixture)  # a row by itself, at another address
-    alone = stats_of(z[None, 3:4].clone(), teacher, WARM)
+    alone = stats_of(z[None, 3:4].clone(), teacher, CAPPED)
     assert torch.equal(alone.values.view(torch.int32)[:, 0], results[0][0][:, 3])
     assert (results[0][1][~read] == 0).all()
     of_both = [alone.names.index(name) for name in ("teacher_max", "teacher_sum", "cross", "excess")]
@@ -155,7 +144,7 @@ def test_gradients_in_place_and_behind_the_reads(kind: str, mixture: float) -> N
     z, w = row_pairs(vocab)
     n = len(z)
     teacher = Teacher(w[None], COOL, kind, mixture)
-    for transform in (PLAIN, WARM):
+    for transform in (PLAIN, CAPPED):
         stats = stats_of(z[None], teacher, transform)
         slopes = Slopes(torch.randn(n), teacher=torch.randn(n))
         slopes.target[2], slopes.teacher[2] = 0.0, 0.0  # type: ignore[index]

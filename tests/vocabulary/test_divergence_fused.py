@@ -16,7 +16,7 @@ from grpo_kernels.formulas.surrogates import Custom, NoPolicyTerm, PolicyGradien
 from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.vocabulary.backends import FusedRows, cpu, two_visits
 from grpo_kernels.vocabulary.rows import RowTransform, Teacher
-from support.divergences import KINDS, PLAIN, check, expected, row_pairs
+from support.divergences import CAPPED, COOL, KINDS, PLAIN, check, expected, row_pairs, streams
 
 if cpu.available() is not None:
     pytest.skip(cpu.available() or "", allow_module_level=True)
@@ -25,8 +25,6 @@ from grpo_kernels import _cpu
 
 Tensor = torch.Tensor
 
-WARM = RowTransform(-0.7, 9.0, 1.3)
-COOL = RowTransform(1.0, 0.0, 0.8)
 ALONE = Objective(NoPolicyTerm())
 WITHOUT = Objective(PolicyGradient())
 WITH = Objective(PolicyGradient(), entropy_coef=0.3)
@@ -57,21 +55,13 @@ def by_kernel(
 @pytest.mark.parametrize("kind, mixture", KINDS)
 def test_values_and_gradients(kind: str, mixture: float, vocab: int) -> None:
     """Blocks and vectors that end anywhere; a maximum late in the row; dtypes and transforms of each stream."""
-    z, w = row_pairs(vocab)
-    z[1, -1], w[2, -1] = z.max() + 3.0, w.max() + 3.0
-    half, single = torch.bfloat16, torch.float32
-    for dtypes, transforms in (
-        ((single, single), (PLAIN, PLAIN)),
-        ((half, torch.float16), (WARM, COOL)),
-        ((single, half), (COOL, WARM)),
-    ):
-        x, teacher = z.to(dtypes[0]), Teacher(w.to(dtypes[1])[None], transforms[1], kind, mixture)
-        weight, out = torch.randn(len(z)), torch.full_like(x[None], math.nan)
-        found = by_kernel(x[None], teacher, weight, transforms[0], out)
+    for x, teacher, transform in streams(vocab, kind, mixture):
+        weight, out = torch.randn(len(x)), torch.full_like(x[None], math.nan)
+        found = by_kernel(x[None], teacher, weight, transform, out)
         assert found.divergence is not None
-        check(found.divergence, out[0], x, teacher, transforms[0], weight)
+        check(found.divergence, out[0], x, teacher, transform, weight)
         torch.testing.assert_close(found.losses, weight * found.divergence, rtol=1e-6, atol=0.0)
-        assert torch.equal(by_kernel(x[None], teacher, weight, transforms[0]).losses, found.losses)
+        assert torch.equal(by_kernel(x[None], teacher, weight, transform).losses, found.losses)
 
 
 @pytest.mark.parametrize("kind, mixture", KINDS)
@@ -116,7 +106,7 @@ def test_the_same_as_one_after_the_other(kind: str, mixture: float) -> None:
     weight[::3] = 0.0
     mask = torch.arange(n) % 5 != 4
     weight[~mask] = 0.0
-    for objective, transform in ((WITHOUT, PLAIN), (WITHOUT, WARM), (WITH, WARM)):
+    for objective, transform in ((WITHOUT, PLAIN), (WITHOUT, CAPPED), (WITH, CAPPED)):
         teacher = Teacher(w, COOL, kind, mixture)
         of, out, other = (
             rows_of(n, 1291, objective, weight, mask=mask),
@@ -171,7 +161,7 @@ def test_gradients_in_place_and_behind_the_reads(kind: str, mixture: float) -> N
     z, w = row_pairs(vocab)
     n = len(z)
     teacher, weight = Teacher(w[None], COOL, kind, mixture), torch.randn(n)
-    for transform, objective in ((PLAIN, WITHOUT), (WARM, WITHOUT), (PLAIN, WITH)):
+    for transform, objective in ((PLAIN, WITHOUT), (CAPPED, WITHOUT), (PLAIN, WITH)):
         apart = torch.full((1, n, vocab), math.nan)
         by_kernel(z[None], teacher, weight, transform, apart, objective)
         assert apart.isfinite().all()
@@ -199,13 +189,13 @@ def test_a_row_depends_on_nothing_but_itself(kind: str, mixture: float) -> None:
         teacher, out = Teacher(w.view(2, n // 2, -1), COOL, kind, mixture), torch.full((2, n // 2, 1291), math.nan).bfloat16()
         small = torch.randn(1, threads, 7)  # rows of another size
         by_kernel(small, Teacher(torch.randn(1, threads, 7), PLAIN, "reverse", 0.0), torch.ones(threads), out=small)
-        found = by_kernel(z.view(2, n // 2, -1), teacher, weight, WARM, out, WITHOUT)
+        found = by_kernel(z.view(2, n // 2, -1), teacher, weight, CAPPED, out, WITHOUT)
         results.append((*found, out.view(n, -1)))
     torch.set_num_threads(1)
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
     rows = rows_of(n, 1291, WITHOUT, weight)[3:4]
     logits, teacher = z[None, 3:4].clone(), Teacher(w[None, 3:4].clone(), COOL, kind, mixture)
-    alone = cpu.fused(logits, rows, WITHOUT, WARM, logits, teacher=teacher)
+    alone = cpu.fused(logits, rows, WITHOUT, CAPPED, logits, teacher=teacher)
     for x, y in zip((*alone, logits[0]), results[0], strict=True):
         assert torch.equal(x[0], y[3])
 
@@ -220,7 +210,7 @@ def test_a_formula_that_cannot_be_traced_says_the_same(monkeypatch: pytest.Monke
     outs = [torch.empty_like(z[None]) for _ in range(2)]
     teacher, weight = Teacher(w[None], COOL, "reverse", 0.0), torch.rand(len(z))
     objectives = WITHOUT, Objective(Custom(branching))
-    found, other = (by_kernel(z[None], teacher, weight, WARM, out, of) for out, of in zip(outs, objectives, strict=True))
+    found, other = (by_kernel(z[None], teacher, weight, CAPPED, out, of) for out, of in zip(outs, objectives, strict=True))
     for x, y in zip((*found, outs[0]), (*other, outs[1]), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
