@@ -23,7 +23,7 @@ alignas(64) const uint32_t POWERS[32] = {
 // With m = d log2(e) rounded to 1/32, 2^m is a power from the table with the whole part of m added to its exponent, and
 // 2^(d log2(e) - m) a polynomial fitted to a relative error of 5.4e-8. Stage by stage: a vector's own instructions wait for each
 // other, and the processor looks only so far ahead.
-template <int N> inline void exp_where(const Keep (&k)[N], const F (&d)[N], F (&e)[N]) {
+template <int N> INLINED void exp_where(const Keep (&k)[N], const F (&d)[N], F (&e)[N]) {
     const __m512i low = _mm512_load_si512(POWERS), high = _mm512_load_si512(POWERS + 16);
     const F to_32nds = all(393216.0f), log2_e = all(LOG2_E);  // 1.5 2^18, whose last bit is worth 1/32
     __m512i m[N];
@@ -44,7 +44,7 @@ template <int N> inline void exp_where(const Keep (&k)[N], const F (&d)[N], F (&
 
 // 2^floor(t) 2^fraction(t) with t = d log2(e), the second by a polynomial fitted to a relative error of 8.3e-8, exactly 1 where t
 // is an integer. The rounding of t adds |d| 6e-8: as much as the rounding of d itself, and nothing where exp(d) is large.
-template <int N> inline void exp_where(const Keep (&k)[N], const F (&d)[N], F (&e)[N]) {
+template <int N> INLINED void exp_where(const Keep (&k)[N], const F (&d)[N], F (&e)[N]) {
     for (int i = 0; i < N; i++) {
         const F t = mul(d[i], all(LOG2_E)), f = fraction(t);
         F p = fma(all(0.0018671304f), f, all(0.00901702978f));
@@ -57,7 +57,7 @@ template <int N> inline void exp_where(const Keep (&k)[N], const F (&d)[N], F (&
 
 #endif
 
-inline F exp_where(Keep k, F d) {
+INLINED F exp_where(Keep k, F d) {
     const Keep keep[1] = {k};
     const F of[1] = {d};
     F e[1];
@@ -70,7 +70,7 @@ struct Tanh {
 };
 
 // tanh(u) and 1 - tanh(u)^2, both to a few ulp: near 0 from a polynomial, elsewhere from exp(-2 |u|).
-inline Tanh tanh_and_slope(F u) {
+INLINED Tanh tanh_and_slope(F u) {
     const F a = magnitude(u), minus_2a = mul(a, all(-2.0f)), one = all(1.0f);
     const F e = exp_where(not_below(minus_2a, all(EXP_CUTOFF)), minus_2a);
     const F inverse = div(one, add(one, e));
@@ -88,7 +88,7 @@ inline Tanh tanh_and_slope(F u) {
 constexpr float SMALL = 0.5f;
 
 // psi(x) = e^x - 1 - x for |x| <= SMALL, to a relative error of 2.4e-8 and a few roundings: no cancellation.
-inline F psi_near_0(F x) {
+INLINED F psi_near_0(F x) {
     F p = fma(all(0.00019875608f), x, all(0.0013981997f));
     p = fma(p, x, all(0.008333452f));
     p = fma(p, x, all(0.041665796f));
@@ -98,7 +98,7 @@ inline F psi_near_0(F x) {
 }
 
 // t - log(1 + t) for 1 + t from sqrt(1/2) to sqrt(2), to a few ulp: no cancellation.
-inline F rest_of_log1p(F t) {
+INLINED F rest_of_log1p(F t) {
     F p = fma(all(0.08700264f), t, all(-0.14267462f));
     p = fma(p, t, all(0.1491481f));
     p = fma(p, t, all(-0.16577588f));
@@ -113,7 +113,7 @@ struct Log1p {
     F value, rest;
 };
 
-inline Log1p log1p_and_rest(F x) {
+INLINED Log1p log1p_and_rest(F x) {
     const F u = add(all(1.0f), x);
     F n;
     const F m = split_pow2(u, n);

@@ -75,7 +75,7 @@ enum Terms { CONSTANT, LINEAR, QUADRATIC };
 template <class T, class O, Mode MODE, Terms TERMS>
 void gradients(const T* x, O* out, int64_t vocab, const RowTransform& t, float max, const Polynomial& of) {
     const F m = all(max), c0 = all(of.k0), c1 = all(of.k1), c2 = all(of.k2);
-    auto to_gradients = [&](auto& v) {  // of a few vectors of logits
+    auto to_gradients = [&](auto& v) INLINED_LAMBDA {  // of a few vectors of logits
         constexpr int N = sizeof(v) / sizeof(F);
         F d[N], e[N], slope[N];
         Keep keep[N];

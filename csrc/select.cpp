@@ -20,7 +20,7 @@ constexpr float WHOLE_STEP = 2147483648.0f;  // 2^STEP_BITS
 struct MassSums {
     __m512i low = _mm512_setzero_si512(), high = _mm512_setzero_si512();
 
-    void take(F units) {
+    INLINED void take(F units) {
         const __m512i mass = _mm512_cvttps_epi32(units);
         low = _mm512_add_epi32(low, _mm512_and_si512(mass, _mm512_set1_epi32(0xffff)));
         high = _mm512_add_epi32(high, _mm512_srli_epi32(mass, 16));
@@ -31,7 +31,7 @@ struct MassSums {
 struct MassSums {
     __m256i low = _mm256_setzero_si256(), high = _mm256_setzero_si256();
 
-    void take(F units) {
+    INLINED void take(F units) {
         const __m256i mass = _mm256_cvttps_epi32(units);
         low = _mm256_add_epi32(low, _mm256_and_si256(mass, _mm256_set1_epi32(0xffff)));
         high = _mm256_add_epi32(high, _mm256_srli_epi32(mass, 16));
@@ -48,7 +48,7 @@ struct MassSums {
 struct MassSums {
     I low = {}, high = {};
 
-    void take(F units) {
+    INLINED void take(F units) {
         const I mass = __builtin_convertvector(units, I);
         low += mass & 0xffff, high += mass >> 16;
     }
@@ -108,7 +108,7 @@ template <class T, Mode MODE> void select_row(Row& row, const RowTransform& t, f
     float units[STRETCH];
     F most = all(0.0f);
     MassSums sums;
-    auto to_units = [&](auto& v, int last, float* to) {  // of a few vectors of logits, the last one with so many
+    auto to_units = [&](auto& v, int last, float* to) INLINED_LAMBDA {  // of a few vectors of logits, the last one with so many
         constexpr int N = sizeof(v) / sizeof(F);
         F d[N], e[N];
         Keep keep[N];

@@ -98,7 +98,7 @@ struct Stream {
     }
     // The block after this one is on its way while a group of this one is computed with. Of 16-bit rows each line is asked for twice,
     // which costs less than to count.
-    void prefetch(int64_t j) const {
+    INLINED void prefetch(int64_t j) const {
         const char* next = base + (j + LOGITS) * element;
         for (int64_t k = 0; k < GROUP; k += 16) __builtin_prefetch(next + k * element);
     }
@@ -121,7 +121,7 @@ struct Shifts {
     }
     // (z - m) - (w - n), of x = z - m and y = w - n. Of rows that are close z - w is exact where the two logits are: small differences
     // keep their digits. Of rows that are far apart z - w would round at the distance.
-    template <bool CLOSE> F between(F z, F w, F x, F y) const { return CLOSE ? sub(sub(z, w), apart) : sub(x, y); }
+    template <bool CLOSE> INLINED F between(F z, F w, F x, F y) const { return CLOSE ? sub(sub(z, w), apart) : sub(x, y); }
 };
 
 struct Divergences {

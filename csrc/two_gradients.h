@@ -18,7 +18,7 @@ struct Against {
     F s, ratio, less, rest_of_share, y, rest_of_y;  // s = |D|, ratio = e^-s, less = e^-s - 1
     Log1p x;
 
-    Against(F D, F b, F rest_of_b) {
+    INLINED Against(F D, F b, F rest_of_b) {
         student_larger = not_below(D, all(0.0f));
         s = magnitude(D);
         const F down = minus(s);
@@ -32,12 +32,12 @@ struct Against {
         rest_of_y = rest_of_log1p(y);
     }
     // log p - log m
-    F of_student() const {
+    INLINED F of_student() const {
         const F of_smaller = choose(far, add(x.value, s), sub(y, rest_of_y));
         return minus(choose(student_larger, x.value, of_smaller));
     }
     // The term of the smaller one in its KL to m, over M. Of M itself it is x.rest.
-    F smaller() const {
+    INLINED F smaller() const {
         const F beyond = sub(minus(mul(rest_of_share, less)), mul_where(smaller_counts, ratio, add(x.value, s)));
         return choose(far, beyond, mul(ratio, rest_of_y));
     }
@@ -48,7 +48,7 @@ struct MixtureOf {
     const Shifts& shifts;
     F log_sums, b, rest_of_b, inverse, teacher_inverse;
 
-    void add_terms(F of_z, F of_w, F& of_student, F& of_teacher) const {
+    INLINED void add_terms(F of_z, F of_w, F& of_student, F& of_teacher) const {
         const F x = sub(of_z, shifts.student), y = sub(of_w, shifts.teacher);
         const F d = shifts.close ? shifts.between<true>(of_z, of_w, x, y) : shifts.between<false>(of_z, of_w, x, y);
         const Against column(add(d, log_sums), b, rest_of_b);
@@ -72,7 +72,7 @@ struct Factors {
     F k0, k1, k2, teacher, of_q, log_sums, b, rest_of_b;
 };
 
-template <int DIRECTION, bool CLOSE, int N> void gradients(const float* z, const float* w, const Shifts& shifts, const Factors& of, F (&g)[N]) {
+template <int DIRECTION, bool CLOSE, int N> INLINED void gradients(const float* z, const float* w, const Shifts& shifts, const Factors& of, F (&g)[N]) {
     F x[N], y[N], d[N], e[N], q[N];
     Keep keep[N], teacher_keep[N];
     for (int k = 0; k < N; k++) {

@@ -95,7 +95,7 @@ template <bool FORWARD, Kind KIND, bool KEEPS> struct RunningPair {
 
     // N vectors, step by step: a vector's own instructions wait for each other.
     template <int N, bool CLOSE>
-    void group(const float* z, const float* w, const Shifts& shifts, F (&sums)[6], const float* slopes, int64_t j, int count) const {
+    INLINED void group(const float* z, const float* w, const Shifts& shifts, F (&sums)[6], const float* slopes, int64_t j, int count) const {
         F x[N], y[N], d[N], p[N], q[N], first[N], excess[N];
         Keep keep[N], teacher_keep[N];
         for (int k = 0; k < N; k++) {
@@ -136,9 +136,9 @@ template <bool FORWARD, Kind KIND, bool KEEPS> struct RunningPair {
         }
         sums[2] = add(sums[2], sum_of(first)), sums[3] = add(sums[3], sum_of(excess));
     }
-    static F sum_of(const F (&of)[1]) { return of[0]; }
-    static F sum_of(const F (&of)[2]) { return add(of[0], of[1]); }
-    static F sum_of(const F (&of)[4]) { return add(add(of[0], of[1]), add(of[2], of[3])); }
+    static INLINED F sum_of(const F (&of)[1]) { return of[0]; }
+    static INLINED F sum_of(const F (&of)[2]) { return add(of[0], of[1]); }
+    static INLINED F sum_of(const F (&of)[4]) { return add(add(of[0], of[1]), add(of[2], of[3])); }
 
     void visit(const Stream& student, const Stream& teacher, int64_t vocab) {
         Block block;
@@ -174,7 +174,7 @@ struct OfBlock {
     static float normal(double x) { return fabs(x) < SMALLEST ? 0.0f : float(x); }
 };
 
-template <bool WITH_K, bool INFINITE> F scaled_sum(F p, F k, const OfBlock& of) {
+template <bool WITH_K, bool INFINITE> INLINED F scaled_sum(F p, F k, const OfBlock& of) {
     if (!WITH_K) return mul(p, of.of_p);
     if (INFINITE) return mul_where(not_below(magnitude(p), all(SMALLEST)), all(1.0f), fma(of.of_k, k, mul(p, of.of_p)));
     return fma(of.of_k, k, mul(p, of.of_p));

@@ -33,7 +33,7 @@ struct Logit {
     F z, slope;
 };
 
-template <Mode MODE> inline Logit transformed(const RowTransform& t, F x) {
+template <Mode MODE> INLINED Logit transformed(const RowTransform& t, F x) {
     if (MODE == PLAIN) return {x, x};
     const F u = mul(x, t.in);
     if (MODE == SCALED) return {u, u};
@@ -87,7 +87,7 @@ template <Kind KIND> struct RunningSums {
         for (int k = 0; k < UNROLL; k++) sum[k] = weighted[k] = squares[k] = all(0.0f);
     }
     // The exponentials of logits that are not above the limit.
-    template <int N> void take(const Logit (&of)[N], F (&e)[N]) {
+    template <int N> INLINED void take(const Logit (&of)[N], F (&e)[N]) {
         F d[N];
         Keep keep[N];
         for (int k = 0; k < N; k++) d[k] = sub(of[k].z, shift);
@@ -123,13 +123,13 @@ template <Kind KIND> struct RunningSums {
     }
 };
 
-template <Mode MODE> inline F kept_of(F e, const Logit& of) { return MODE == CAPPED ? mul(e, of.slope) : e; }
+template <Mode MODE> INLINED F kept_of(F e, const Logit& of) { return MODE == CAPPED ? mul(e, of.slope) : e; }
 
 // One visit of a row, with its exponentials kept or not; they may be kept in the memory of the row.
 template <class T, Mode MODE, Kind KIND, Keeping KEEPING>
 Visit visit(const T* x, int64_t vocab, const RowTransform& t, Kept* kept) {
     RunningSums<KIND> sums;
-    auto limit = [&](int64_t at, F top) {
+    auto limit = [&](int64_t at, F top) INLINED_LAMBDA {
         sums.max = max_ignoring_nan(top, sums.max);
         if (!any_above(top, sums.limit)) return;
         sums.raise(top);
