@@ -36,7 +36,7 @@ struct Stream {
     }
 };
 
-Teacher teacher_of(const Stream& stream, int direction, float mixture) {
+Teacher teacher_of(const Stream& stream, int direction, double mixture) {
     require(direction >= REVERSE && direction <= JSD, "direction", direction, "it is 0 for reverse, 1 for forward, 2 for jsd.");
     return {stream.rows, stream.transform, direction, mixture};
 }
@@ -98,7 +98,7 @@ void stats(const Stream& student, const Stream& teacher, int direction, int64_t 
     each_row(job, student.rows, vocab, count, threads, divergence->stats);
 }
 
-void mixed(const Stream& student, const Stream& teacher, float mixture, int64_t vocab, int64_t first, int64_t count, uintptr_t read,
+void mixed(const Stream& student, const Stream& teacher, double mixture, int64_t vocab, int64_t first, int64_t count, uintptr_t read,
            uintptr_t max, uintptr_t sum, uintptr_t teacher_max, uintptr_t teacher_sum, uintptr_t log_sums, uintptr_t student_kl,
            uintptr_t teacher_kl, int threads) {
     check_streams(student, teacher, vocab, first, count, threads);
@@ -116,7 +116,7 @@ void mixed(const Stream& student, const Stream& teacher, float mixture, int64_t 
     each_row(job, student.rows, vocab, count, threads, divergence->mixed);
 }
 
-void pull(const Stream& student, const Stream& teacher, int direction, float mixture, uintptr_t out, int out_dtype,
+void pull(const Stream& student, const Stream& teacher, int direction, double mixture, uintptr_t out, int out_dtype,
           int64_t out_outer_stride, int64_t out_inner_stride, int64_t vocab, int64_t first, int64_t count, uintptr_t targets, uintptr_t max,
           uintptr_t sum, uintptr_t target, uintptr_t slope, uintptr_t constant, uintptr_t log, uintptr_t prob, uintptr_t teacher_max,
           uintptr_t teacher_sum, uintptr_t log_sums, uintptr_t center, uintptr_t teacher_slope, int threads) {
@@ -136,10 +136,10 @@ void pull(const Stream& student, const Stream& teacher, int direction, float mix
     each_row(job, student.rows, vocab, count, threads, divergence->pull);
 }
 
-// Memory for the terms of one row. Only the reverse KL keeps them, and only where no slope takes the logits themselves.
+// Memory for the terms of one row, which are kept where no slope takes the logits themselves.
 TwoScratch scratch_of(const TwoFused& job) {
     const FusedJob& of = job.student;
-    if (!of.out.base || of.with_entropy || job.teacher.direction != REVERSE) return {nullptr, nullptr, nullptr};
+    if (!of.out.base || of.with_entropy) return {nullptr, nullptr, nullptr};
     const size_t row = bytes_of_floats(of.vocab), of_p = of.out.dtype == FP32 ? 0 : row;
     char* memory = memory_of_thread(of_p + row + size_t(ceil_div(of.vocab, LOGITS)) * sizeof(KeptMaxima));
     if (!memory) return {nullptr, nullptr, nullptr};
@@ -148,7 +148,7 @@ TwoScratch scratch_of(const TwoFused& job) {
 }
 
 void fused(const Formula& formula, const std::vector<float>& numbers, const std::vector<uintptr_t>& inputs, bool with_entropy,
-           const Stream& student, const Stream& teacher, int direction, float mixture, uintptr_t out, int out_dtype,
+           const Stream& student, const Stream& teacher, int direction, double mixture, uintptr_t out, int out_dtype,
            int64_t out_outer_stride, int64_t out_inner_stride, int64_t vocab, int64_t count, uintptr_t targets, uintptr_t read,
            uintptr_t weight, uintptr_t logps, uintptr_t entropy, uintptr_t losses, uintptr_t divergence_at, int threads) {
     const std::vector<const float*> vectors = token_inputs(formula, numbers, inputs, count);

@@ -54,21 +54,26 @@ struct MixedKl {
     float student, teacher;
 };
 
-MixedKl mixed_kl(const Stream& student, const Stream& teacher, int64_t vocab, const Known& of, float log_sums, float mixture) {
+template <bool KEEPS>
+MixedKl mixed_kl(const Stream& student, const Stream& teacher, int64_t vocab, const Known& of, float log_sums, double mixture,
+                 const KeptTerms* kept) {
     if (!(fabsf(log_sums) < INFINITY)) return {NAN, NAN};  // NaN in either row, or nothing but -inf
     const Shifts shifts(of.max, of.teacher_max);
-    const MixtureOf mixture_of = {shifts, all(log_sums), all(mixture), all(1.0f - mixture), all(float(1.0 / double(of.sum))),
+    const MixtureOf mixture_of = {shifts, all(log_sums), all(float(mixture)), all(float(1.0 - mixture)), all(float(1.0 / double(of.sum))),
                                   all(float(1.0 / double(of.teacher_sum)))};
     double student_kl = 0, teacher_kl = 0;
     Block block;
+    float* slopes = KEEPS && student.t.mode == CAPPED ? block.slopes : nullptr;
     for (int64_t j = 0; j < vocab; j += LOGITS) {
         const int64_t n = min(LOGITS, vocab - j);
-        const float *z = student.logits(j, n, block.z).z, *w = teacher.logits(j, n, block.w).z;
+        const float *z = student.logits(j, n, block.z, slopes).z, *w = teacher.logits(j, n, block.w).z;
+        if (KEEPS) kept->maxima[j / LOGITS] = {of.max, of.teacher_max};
         for (int64_t k = 0; k < n; k += SUMMED) {
             F of_student = all(0.0f), of_teacher = all(0.0f);
             for (int64_t at = k; at < min(k + SUMMED, n); at += W) {
                 if (at % GROUP == 0) student.prefetch(j + at), teacher.prefetch(j + at);
-                mixture_of.add_terms(load(z + at), load(w + at), of_student, of_teacher);
+                const auto [p, of_p] = mixture_of.add_terms(load(z + at), load(w + at), of_student, of_teacher);
+                if (KEEPS) kept->put(j + at, p, of_p, slopes ? slopes + at : nullptr, int(min(W, n - at)));
             }
             student_kl += sum_lanes(of_student), teacher_kl += sum_lanes(of_teacher);
         }
@@ -84,7 +89,7 @@ void mixed(const MixedJob& job, int64_t i) {
     const int64_t row = job.first + i;
     const Stream student(job.logits, row, job.transform, i), teacher(job.teacher.logits, row, job.teacher.transform, i);
     const Known of = {job.of.max[i], job.of.sum[i], job.of.teacher_max[i], job.of.teacher_sum[i], 0, 0};
-    const MixedKl found = mixed_kl(student, teacher, job.vocab, of, job.of.log_sums[i], job.teacher.mixture);
+    const MixedKl found = mixed_kl<false>(student, teacher, job.vocab, of, job.of.log_sums[i], job.teacher.mixture, nullptr);
     job.student_kl[i] = found.student, job.teacher_kl[i] = found.teacher;
 }
 
@@ -144,25 +149,27 @@ template <class O> void fused_rows(const TwoFused& job, int64_t i, const TwoScra
     O* out = of.out.base ? reinterpret_cast<O*>(of.out.row(i)) : nullptr;
     const AtTarget target(student, teacher, of.targets[i], of.vocab);  // before its logit may be overwritten
 
-    // The slope of the entropy takes the logits themselves. What the other directions keep is not known before the sums are.
+    const float c = job.weight ? job.weight[i] : 0.0f;
+    // The slope of the entropy takes the logits themselves. What the jsd keeps is not known before the sums are; without a weight
+    // its second visit may find nothing to keep.
     KeptTerms kept = {scratch.p, scratch.k, scratch.maxima};
     if constexpr (SAME_TYPE<O, float>) kept.p = out;
-    const bool keeps = out && direction == REVERSE && !of.with_entropy && scratch.maxima;
-    const FirstVisit found = direction == FORWARD ? first_visit<true, false>(student, teacher, of.vocab, nullptr)
-                             : keeps              ? first_visit<false, true>(student, teacher, of.vocab, &kept)
-                                                  : first_visit<false, false>(student, teacher, of.vocab, nullptr);
+    const bool keeps = out && !of.with_entropy && scratch.maxima && (direction != JSD || c != 0), at_once = keeps && direction != JSD;
+    const auto visit = direction == FORWARD ? (at_once ? first_visit<true, true> : first_visit<true, false>)
+                                            : (at_once ? first_visit<false, true> : first_visit<false, false>);
+    const FirstVisit found = visit(student, teacher, of.vocab, &kept);
     const Known& known = found.known;
     const Divergences result = known.result(direction == FORWARD);
     const float log_sums = float(result.log_sums);
     float divergence = float(result.value), center = direction == REVERSE ? divergence : 0.0f;
     if (direction == JSD) {
-        const MixedKl kl = mixed_kl(student, teacher, of.vocab, known, log_sums, job.teacher.mixture);
-        divergence = job.teacher.mixture * kl.teacher + (1.0f - job.teacher.mixture) * kl.student, center = kl.student;
+        const auto visit_both = keeps ? mixed_kl<true> : mixed_kl<false>;
+        const MixedKl kl = visit_both(student, teacher, of.vocab, known, log_sums, job.teacher.mixture, &kept);
+        divergence = float(job.teacher.mixture * kl.teacher + (1.0 - job.teacher.mixture) * kl.student), center = kl.student;
     }
     const double log_sum = log(double(known.sum)), logp = (target.z - known.max) - log_sum;
     const double entropy = log_sum - found.weighted / known.sum;
     const Slopes slopes = token_of(of, i, float(logp), entropy < 0 ? 0.0f : float(entropy));
-    const float c = job.weight ? job.weight[i] : 0.0f;
     job.divergence[i] = divergence;
     if (c != 0) of.losses[i] += c * divergence;
     if (!out) return;

@@ -11,7 +11,7 @@ struct Teacher {
     Rows logits;  // their inner_count is the student's
     Transform transform;
     int direction;
-    float mixture;  // its share in the mixture of JSD
+    double mixture;  // its share in the mixture of JSD. The student's is formed from it in fp64, where it keeps its digits
 };
 
 struct TwoStats {
@@ -61,8 +61,8 @@ struct KeptMaxima {
 
 constexpr int64_t LOGITS = 1024;  // elements of a block
 
-// Memory of a thread for the terms of one row: p where the gradient is not fp32, else null, and p times the difference of log-probs.
-// Null where there is none, which costs time.
+// Memory of a thread for the terms of one row: p where the gradient is not fp32, else null, and what goes with it, see KeptTerms. Null
+// where there is none, which costs time.
 struct TwoScratch {
     float *p, *k;
     KeptMaxima* maxima;

@@ -108,13 +108,12 @@ INLINED F rest_of_log1p(F t) {
     return mul(mul(t, t), fma(sub(all(0.0f), t), p, all(0.5f)));
 }
 
-// log(1 + x) and x - log(1 + x), both to a few ulp, for -1 < x <= 0.
+// log(u) and x - log(u), both to a few ulp, for u = 1 + x and -1 < x <= 0. Near -1 x does not have the digits of u.
 struct Log1p {
     F value, rest;
 };
 
-INLINED Log1p log1p_and_rest(F x) {
-    const F u = add(all(1.0f), x);
+INLINED Log1p log1p_and_rest(F x, F u) {
     F n;
     const F m = split_pow2(u, n);
     const Keep near = not_below(u, all(0.70710678f));  // 1 + x is the mantissa, of which x is known exactly

@@ -26,7 +26,8 @@ struct Against {
         ratio = exp_where(smaller_counts, down);
         less = choose(not_below(s, all(SMALL)), sub(ratio, all(1.0f)), sub(psi_near_0(down), s));
         rest_of_share = choose(student_larger, rest_of_b, b);
-        x = log1p_and_rest(mul(choose(student_larger, b, rest_of_b), less));
+        const F share = choose(student_larger, b, rest_of_b);
+        x = log1p_and_rest(mul(share, less), fma(share, ratio, rest_of_share));
         y = div(mul(rest_of_share, minus(less)), ratio);
         far = not_below(y, all(NEAR_MIXTURE));
         rest_of_y = rest_of_log1p(y);
@@ -48,7 +49,12 @@ struct MixtureOf {
     const Shifts& shifts;
     F log_sums, b, rest_of_b, inverse, teacher_inverse;
 
-    INLINED void add_terms(F of_z, F of_w, F& of_student, F& of_teacher) const {
+    // What `KeptTerms` keeps of the column.
+    struct Terms {
+        F p, k;
+    };
+
+    INLINED Terms add_terms(F of_z, F of_w, F& of_student, F& of_teacher) const {
         const F x = sub(of_z, shifts.student), y = sub(of_w, shifts.teacher);
         const F d = shifts.close ? shifts.between<true>(of_z, of_w, x, y) : shifts.between<false>(of_z, of_w, x, y);
         const Against column(add(d, log_sums), b, rest_of_b);
@@ -59,6 +65,9 @@ struct MixtureOf {
         const F of_larger = mul_where(keep, most, column.x.rest), of_smaller = mul_where(keep, most, column.smaller());
         of_student = add(of_student, choose(larger, of_larger, of_smaller));
         of_teacher = add(of_teacher, choose(larger, of_smaller, of_larger));
+        const F p = choose(larger, most, mul(most, column.ratio));
+        const Keep counts = not_below(p, all(SMALLEST));
+        return {mul_where(counts, p, all(1.0f)), mul_where(counts, p, column.of_student())};
     }
 };
 
@@ -149,9 +158,9 @@ struct PairGradient {
                fabs(log_sums) < INFINITY && fabsf(known.teacher_max) < INFINITY;
     }
     Factors factors() const {
-        const float b = spec.mixture;
+        const double b = spec.mixture;
         return {all(float(k0())),  all(float(own.k1)),   all(float(own.k2)), all(float(per_p)),
-                all(float(per_q)), all(float(log_sums)), all(b),             all(1.0f - b)};
+                all(float(per_q)), all(float(log_sums)), all(float(b)),      all(float(1.0 - b))};
     }
     float at(const AtTarget& target) const {
         const double logp = (target.z - known.max) - log(sum), logq = (target.w - known.teacher_max) - log(double(known.teacher_sum));

@@ -24,11 +24,23 @@ void rescale(double f, double g, double a, double sum, double other_sum, double&
     if (cross == INFINITY) excess = INFINITY;
 }
 
-// Where a first visit leaves p = e^(z - max), and p d for the reverse KL, times the slope of the softcap if there is one, with the
-// maxima that they are relative to.
+// Where a visit leaves what the gradient is a sum of, times the slope of the softcap if there is one, with the maxima that it is
+// relative to. With p = e^(z - max) and q = e^(w - teacher max):
+//   reverse   p and p d
+//   forward   p and p - q where they are near each other, and elsewhere, with signs that say so, -p and -q
+//   jsd       both over the sum of the row: p and p (log p - log m)
 struct KeptTerms {
     float *p, *k;
     KeptMaxima* maxima;  // of each block
+
+    INLINED void put(int64_t j, F of_p, F of_k, const float* slopes, int count) const {
+        if (slopes) of_p = mul(of_p, load(slopes)), of_k = mul(of_k, load(slopes));
+        if (count >= W) {
+            store(p + j, of_p), store(k + j, of_k);
+        } else {
+            store_some(p + j, of_p, count), store_some(k + j, of_k, count);
+        }
+    }
 };
 
 // The sums over both rows, relative to the maxima so far.
@@ -97,7 +109,7 @@ template <bool FORWARD, Kind KIND, bool KEEPS> struct RunningPair {
     template <int N, bool CLOSE>
     INLINED void group(const float* z, const float* w, const Shifts& shifts, F (&sums)[6], const float* slopes, int64_t j, int count) const {
         F x[N], y[N], d[N], p[N], q[N], first[N], excess[N];
-        Keep keep[N], teacher_keep[N];
+        Keep keep[N], teacher_keep[N], apart[N];
         for (int k = 0; k < N; k++) {
             const F of_z = load(z + k * W), of_w = load(w + k * W);
             x[k] = sub(of_z, shifts.student), y[k] = sub(of_w, shifts.teacher), d[k] = shifts.between<CLOSE>(of_z, of_w, x[k], y[k]);
@@ -110,7 +122,8 @@ template <bool FORWARD, Kind KIND, bool KEEPS> struct RunningPair {
             const F lead = FORWARD ? q[k] : p[k], other = FORWARD ? p[k] : q[k], of = FORWARD ? minus(d[k]) : d[k];
             first[k] = mul_where(FORWARD ? teacher_keep[k] : keep[k], lead, of);
             const F near = mul(lead, psi_near_0(minus(of))), far = add(sub(other, lead), first[k]);
-            excess[k] = choose(not_below(magnitude(of), all(SMALL)), far, near);
+            apart[k] = not_below(magnitude(of), all(SMALL));
+            excess[k] = choose(apart[k], far, near);
         }
         sums[0] = add(sums[0], sum_of(p)), sums[1] = add(sums[1], sum_of(q));
         if (KIND >= WEIGHTED) {
@@ -125,13 +138,9 @@ template <bool FORWARD, Kind KIND, bool KEEPS> struct RunningPair {
         }
         if (KEEPS) {
             for (int k = 0; k < N; k++) {
-                F of_p = p[k], of_k = first[k];
-                if (slopes) of_p = mul(of_p, load(slopes + k * W)), of_k = mul(of_k, load(slopes + k * W));
-                if (count >= W) {
-                    store(kept->p + j + k * W, of_p), store(kept->k + j + k * W, of_k);
-                } else {
-                    store_some(kept->p + j, of_p, count), store_some(kept->k + j, of_k, count);
-                }
+                const F of_p = FORWARD ? choose(apart[k], minus(p[k]), p[k]) : p[k];
+                const F of_k = FORWARD ? choose(apart[k], minus(q[k]), sub(excess[k], first[k])) : first[k];
+                kept->put(j + k * W, of_p, of_k, slopes ? slopes + k * W : nullptr, count);
             }
         }
         sums[2] = add(sums[2], sum_of(first)), sums[3] = add(sums[3], sum_of(excess));
@@ -158,59 +167,80 @@ template <bool FORWARD, Kind KIND, bool KEEPS> struct RunningPair {
 
 // ---- the last visit of rows whose terms were kept
 
-// What p and p d of one block count in the gradient. Numbers below the normal range are slow, and count as 0.
+// What the terms of one block count in the gradient. Numbers below the normal range are slow, and count as 0.
 struct OfBlock {
-    F of_p, of_k;
+    F of_p, of_minus_p, of_k;
     bool none;
 
     OfBlock(const PairGradient& g, const KeptMaxima& at) {
+        if (g.spec.direction == JSD) {
+            set(g.sum * g.k0(), 0, g.sum * g.per_p);
+            return;
+        }
         // As in `raise`: where there was nothing in one of the rows so far, their differences say nothing.
         const bool empty = at.student == -INFINITY || at.teacher == -INFINITY;
         const double f = at.student > -INFINITY ? exp(double(at.student) - g.known.max) : 0.0;
         const double apart = empty ? 0.0 : (double(at.student) - g.known.max) - (double(at.teacher) - g.known.teacher_max);
-        const double constant = g.c == 0 ? 0.0 : g.per_p * ((apart + g.log_sums) - g.center);
-        none = f < SMALLEST, of_p = all(normal(f * (g.own.k0 + constant))), of_k = all(normal(f * g.per_p));
+        const double log_ratio = apart + g.log_sums;
+        if (g.spec.direction == REVERSE) {
+            set(f * (g.own.k0 + (g.c == 0 ? 0.0 : g.per_p * (log_ratio - g.center))), 0, f * g.per_p);
+            none = f < SMALLEST;
+        } else if (g.c == 0) {
+            set(f * g.own.k0, 0, 0);
+        } else {
+            const double of_q = at.teacher > -INFINITY ? g.per_q * exp(double(at.teacher) - g.known.teacher_max) : 0.0;
+            const bool near = !empty && fabs(log_ratio) <= SMALL;
+            const double both = near ? -f * g.per_p * expm1(-log_ratio) : f * g.per_p - of_q;
+            set(f * g.own.k0 + both, -f * (g.own.k0 + g.per_p), of_q);
+        }
+    }
+    void set(double p, double minus_p, double k) {
+        of_p = all(normal(p)), of_minus_p = all(normal(minus_p)), of_k = all(normal(k)), none = false;
     }
     static float normal(double x) { return fabs(x) < SMALLEST ? 0.0f : float(x); }
 };
 
-template <bool WITH_K, bool INFINITE> INLINED F scaled_sum(F p, F k, const OfBlock& of) {
-    if (!WITH_K) return mul(p, of.of_p);
-    if (INFINITE) return mul_where(not_below(magnitude(p), all(SMALLEST)), all(1.0f), fma(of.of_k, k, mul(p, of.of_p)));
-    return fma(of.of_k, k, mul(p, of.of_p));
+enum Terms { OF_P, OF_BOTH, OF_SIGNED, INFINITE };  // which count: p alone; p and k; by the sign of p; or all that is not 0 is infinite
+
+template <Terms TERMS> INLINED F scaled_sum(F p, F k, const OfBlock& of) {
+    if (TERMS == OF_P) return mul(magnitude(p), of.of_p);
+    if (TERMS == OF_SIGNED) return fma(of.of_k, k, mul(p, choose(not_below(p, all(0.0f)), of.of_p, of.of_minus_p)));
+    const F sum = fma(of.of_k, k, mul(p, of.of_p));
+    return TERMS == INFINITE ? mul_where(not_below(magnitude(p), all(SMALLEST)), all(1.0f), sum) : sum;
 }
 
-template <class O, bool WITH_K, bool INFINITE> void scaled_block(const float* p, const float* k, O* out, int64_t n, const OfBlock& of) {
+template <class O, Terms TERMS> void scaled_block(const float* p, const float* k, O* out, int64_t n, const OfBlock& of) {
     int64_t j = 0;
     for (; j + 2 * W <= n; j += 2 * W) {
         for (int v = 0; v < 2; v++) {
             const int64_t at = j + v * W;
-            store(out + at, scaled_sum<WITH_K, INFINITE>(load(p + at), load(k + at), of));
+            store(out + at, scaled_sum<TERMS>(load(p + at), load(k + at), of));
         }
     }
     for (; j < n; j += W) {
         const int rest = int(min(W, n - j));
-        store_some(out + j, scaled_sum<WITH_K, INFINITE>(load_some(p + j, rest), load_some(k + j, rest), of), rest);
+        store_some(out + j, scaled_sum<TERMS>(load_some(p + j, rest), load_some(k + j, rest), of), rest);
     }
 }
 
-// The gradient of a row of reverse KL from the terms that were kept.
+// The gradient of a row from the terms that were kept.
 template <class O> void from_kept(const KeptTerms& kept, O* out, int64_t vocab, const PairGradient& gradient) {
     KeptMaxima at = kept.maxima[0];
     OfBlock of(gradient, at);
-    const bool infinite = gradient.infinite() && gradient.c != 0;
+    const Terms terms = gradient.c == 0 ? OF_P : gradient.infinite() ? INFINITE : gradient.spec.direction == FORWARD ? OF_SIGNED : OF_BOTH;
     for (int64_t j = 0; j < vocab; j += LOGITS) {
         const int64_t n = min(LOGITS, vocab - j);
         const KeptMaxima now = kept.maxima[j / LOGITS];
         if (now.student != at.student || now.teacher != at.teacher) at = now, of = OfBlock(gradient, at);
         if (of.none) {
             memset(out + j, 0, size_t(n) * sizeof(O));
-        } else if (infinite) {
-            scaled_block<O, true, true>(kept.p + j, kept.k + j, out + j, n, of);
-        } else if (gradient.c != 0) {
-            scaled_block<O, true, false>(kept.p + j, kept.k + j, out + j, n, of);
-        } else {
-            scaled_block<O, false, false>(kept.p + j, kept.k + j, out + j, n, of);
+            continue;
+        }
+        switch (terms) {
+            case OF_P: scaled_block<O, OF_P>(kept.p + j, kept.k + j, out + j, n, of); break;
+            case OF_BOTH: scaled_block<O, OF_BOTH>(kept.p + j, kept.k + j, out + j, n, of); break;
+            case OF_SIGNED: scaled_block<O, OF_SIGNED>(kept.p + j, kept.k + j, out + j, n, of); break;
+            default: scaled_block<O, INFINITE>(kept.p + j, kept.k + j, out + j, n, of);
         }
     }
 }

@@ -51,7 +51,7 @@ class Losses:
                 self.ref_transform = logit_transform(reference.model, config.temperature)
         # A model that softcaps its logits needs their values in its own backward; two gradients, over sets and over all, need
         # them too.
-        softcap = getattr(policy.model.config, "final_logit_softcapping", None)
+        softcap = getattr(policy.model.config.get_text_config(), "final_logit_softcapping", None)
         both = config.replays and config.entropy_over == "vocabulary"
         self.inplace = config.loss == "logits" and softcap is None and not both
 

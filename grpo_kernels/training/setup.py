@@ -117,9 +117,11 @@ def load(
     reference = None
     if config.objective.beta:
         reference = copy.deepcopy(model) if teacher is None else teacher
-    if teacher is not None and teacher.config.vocab_size != model.config.vocab_size:
-        sizes = f"the teacher has a vocabulary of {teacher.config.vocab_size}, the model of {model.config.vocab_size}"
-        raise ValueError(f"teacher: {sizes}: they must have the same tokenizer.")
+    if teacher is not None:
+        of_teacher, own = (each.config.get_text_config().vocab_size for each in (teacher, model))
+        if of_teacher != own:
+            sizes = f"the teacher has a vocabulary of {of_teacher}, the model of {own}"
+            raise ValueError(f"teacher: {sizes}: they must have the same tokenizer.")
     return Loaded(model, tokenizer, rewards, train_rows, eval_rows, reference)
 
 

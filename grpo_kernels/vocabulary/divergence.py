@@ -94,9 +94,15 @@ def mixed_terms(p: Tensor, q: Tensor, log_ratio: Tensor, mixture: float) -> tupl
 
 def _mixed(p: Tensor, q: Tensor, log_ratio: Tensor, share: float) -> Tensor:
     """m - p + p log(p/m) with m = p + share (q - p)."""
-    x = share * torch.expm1(-log_ratio)  # m/p - 1
-    term = torch.where(x.abs() <= SMALL, p * phi(x), share * (q - p) - p * torch.log1p(x))
+    x, log = _against(log_ratio, share)
+    term = torch.where(x.abs() <= SMALL, p * phi(x), share * (q - p) - p * log)
     return torch.where(p == 0, share * q, term)
+
+
+def _against(log_ratio: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """m/p - 1 and log(m/p) with m = p + share (q - p). Of a small m/p the first has lost the digits."""
+    x = share * torch.expm1(-log_ratio)
+    return x, torch.where(x < -SMALL, torch.log((1.0 - share) + share * torch.exp(-log_ratio)), torch.log1p(x))
 
 
 def gradient(kind: str, p: Tensor, q: Tensor, log_ratio: Tensor, center: Tensor, mixture: float) -> Tensor:
@@ -105,6 +111,6 @@ def gradient(kind: str, p: Tensor, q: Tensor, log_ratio: Tensor, center: Tensor,
         found = torch.where(log_ratio.abs() <= SMALL, -p * torch.expm1(-log_ratio), p - q)
         return torch.where(p == 0, -q, found)
     if kind == "jsd":
-        log_ratio = -torch.log1p(mixture * torch.expm1(-log_ratio.clamp(-FAR, FAR)))  # log p - log m
+        log_ratio = -_against(log_ratio.clamp(-FAR, FAR), mixture)[1]  # log p - log m
         p = (1.0 - mixture) * p
     return torch.where(p == 0, 0.0, p * (log_ratio - center))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -98,6 +98,18 @@ def check(found: Tensor, gradient: Tensor, logits: Tensor, teacher: Teacher, tra
     allowed = allowed + 1e-6 * scale.amax(-1, keepdim=True) + (6e-8 if logits.dtype == torch.float16 else 1e-12)
     allowed = allowed + 2e-7 * (exact.value * upstream.abs())[:, None]  # the divergence is taken off each log-ratio
     assert (error <= allowed)[~infinite].all(), (error - allowed)[~infinite].max()
+
+
+def check_small_share(run: Callable[[Tensor, Teacher, Tensor], tuple[Tensor, Tensor]], mixture: float) -> None:
+    """Of the jsd, with shares of one in a million: `run` makes (divergences [n], gradients [1, n, V]) of logits [1, n, V]."""
+    z, w = 4.0 * torch.randn(2, 6, 131)
+    z[0, 7], w[1, 9] = 8.0, 40.0
+    teacher, weights = Teacher(w[None], PLAIN, "jsd", mixture), torch.linspace(0.5, 2.0, 6)
+    found, gradient = run(z[None], teacher, weights)
+    exact = expected(z, teacher, PLAIN, weights)
+    torch.testing.assert_close(found.double(), exact.value, rtol=3e-6, atol=0.0)
+    error = (gradient[0].double() - exact.gradient).norm(dim=-1) / exact.gradient.norm(dim=-1)
+    assert error.max() <= 2e-5, error  # of a factor near log(1e6), from which its mean is taken
 
 
 # ---- rows of both streams from hidden states

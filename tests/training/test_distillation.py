@@ -14,6 +14,8 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
+import transformers
+
 from grpo_kernels import Exact
 from grpo_kernels.training.losses import Losses
 from grpo_kernels.training.output import OutputFolder
@@ -48,9 +50,44 @@ def test_an_update_is_the_same_from_hidden_states_and_from_logits(tok: Any, tmp_
             )  # AdamW moves by lr where a gradient is of rounding size
 
 
-def test_the_divergence_is_that_of_the_two_models(tok: Any, tmp_path: Path) -> None:
-    teacher = tiny(tok, seed=5, hidden_size=48)
-    t = distilled(tok, tmp_path, teacher, temperature=0.7)
+def softcapped(tok: Any) -> Any:
+    torch.manual_seed(5)
+    settings = dict(
+        vocab_size=len(tok), hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, initializer_range=0.5, final_logit_softcapping=1.5,
+        eos_token_id=tok.eos_token_id, pad_token_id=tok.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**settings))
+
+
+def seeing(text: Any) -> Any:
+    """A model of images and text with this one as its language model: vocabulary and softcap stand in the config of its text."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "projection_dim": 16}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=4, patch_size=2)
+    model = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(text_config=text.config, vision_config=vision, image_token_index=0, pad_token_id=0)
+    )
+    model.get_decoder().load_state_dict(text.get_decoder().state_dict())
+    model.get_output_embeddings().load_state_dict(text.get_output_embeddings().state_dict())
+    return model
+
+
+def test_a_teacher_that_also_sees(tok: Any, tmp_path: Path) -> None:
+    for loss in ("linear", "logits"):
+        runs = [
+            distilled(tok, tmp_path / f"{loss}{i}", given, loss=loss).train_step()["kl"]
+            for i, given in enumerate((tiny(tok, seed=5), seeing(tiny(tok, seed=5))))
+        ]
+        assert runs[0] == pytest.approx(runs[1], rel=1e-6) and runs[0] > 0.01
+    with pytest.raises(ValueError, match=f"the teacher has a vocabulary of {len(tok) + 1}, the model of {len(tok)}"):
+        distilled(tok, tmp_path / "refused", seeing(tiny(tok, vocab_size=len(tok) + 1)))
+
+
+@pytest.mark.parametrize("loss", ["linear", "logits"])
+@pytest.mark.parametrize("capped", [False, True])
+def test_the_divergence_is_that_of_the_two_models(tok: Any, tmp_path: Path, capped: bool, loss: str) -> None:
+    teacher = softcapped(tok) if capped else tiny(tok, seed=5, hidden_size=48)
+    t = distilled(tok, tmp_path, teacher, temperature=0.7, loss=loss)
     seen: list[Any] = []
     loss = Losses.loss
 

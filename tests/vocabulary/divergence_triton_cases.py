@@ -11,7 +11,7 @@ from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.vocabulary.backends import visit
 from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice
 from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, Teacher, partials_of
-from support.divergences import KINDS, PLAIN, check, expected, row_pairs
+from support.divergences import KINDS, PLAIN, check, check_small_share, expected, row_pairs
 
 Tensor = torch.Tensor
 
@@ -71,6 +71,17 @@ def test_nearly_equal_rows(kind: str, mixture: float) -> None:
         found, exact = stats_of(z[None], teacher, PLAIN).divergence, expected(z, teacher, PLAIN, torch.ones(3)).value
         assert (found >= 0).all() and exact.min() > 1e-12
         torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("mixture", (1e-6, 1 - 1e-6))
+def test_shares_near_an_end(mixture: float) -> None:
+    def run(logits: Tensor, teacher: Teacher, weights: Tensor) -> tuple[Tensor, Tensor]:
+        stats, out, n = stats_of(logits, teacher, PLAIN), torch.empty_like(logits), logits.shape[1]
+        slopes = Slopes(torch.zeros(n), teacher=weights)
+        backend.pull(logits, torch.arange(n), stats, slopes, PLAIN, out, teacher=teacher)
+        return stats.divergence, out
+
+    check_small_share(run, mixture)
 
 
 @pytest.mark.parametrize("kind, mixture", SOME)

@@ -13,7 +13,7 @@ from grpo_kernels.vocabulary.merging import merge
 from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, Teacher, partials_of
 from grpo_kernels.vocabulary.sources import Logits
 from grpo_kernels.vocabulary.stage import vocabulary_stage
-from support.divergences import KINDS, PLAIN, check, expected, row_pairs
+from support.divergences import KINDS, PLAIN, check, check_small_share, expected, row_pairs
 
 Tensor = torch.Tensor
 
@@ -28,12 +28,13 @@ def stage(source: Any, transform: RowTransform, *tensors: Any, read: Tensor | No
 
 
 def of_logits(
-    logits: Tensor, teacher: Teacher, transform: RowTransform, backend: str, read: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits: Tensor, teacher: Teacher, transform: RowTransform, backend: str, read: Tensor | None = None,
+    upstream: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(divergence [n], the gradient of its weighted sum in the logits' shape, the weights)."""
     leaf = logits.detach().clone().requires_grad_()
     found = stage(Logits(pick(backend, logits.device), teacher=teacher), transform, leaf, read=read)
-    upstream = torch.randn(found.shape)
+    upstream = torch.randn(found.shape) if upstream is None else upstream
     (gradient,) = torch.autograd.grad((found * upstream).sum(), leaf)
     return found.detach(), gradient, upstream
 
@@ -69,6 +70,12 @@ def test_nearly_equal_rows(backend: str, kind: str, mixture: float) -> None:
         assert error[counts].max() <= 1e-3, (size, error[counts].max())
         gradient_error = (gradient[0].double() - exact.gradient).norm(dim=-1) / exact.gradient.norm(dim=-1)
         assert gradient_error[counts].max() <= 3e-3, (size, gradient_error[counts].max())
+
+
+@pytest.mark.parametrize("mixture", (1e-6, 1 - 1e-6))
+def test_shares_near_an_end(backend: str, mixture: float) -> None:
+    """In fp32, 1 less the larger share has few digits of the smaller one, and m/p - 1 few of a small m/p."""
+    check_small_share(lambda z, teacher, weights: of_logits(z, teacher, PLAIN, backend, None, weights)[:2], mixture)
 
 
 @pytest.mark.parametrize("kind, mixture", KINDS)

@@ -16,7 +16,7 @@ from grpo_kernels.formulas.surrogates import Custom, NoPolicyTerm, PolicyGradien
 from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.vocabulary.backends import FusedRows, cpu, two_visits
 from grpo_kernels.vocabulary.rows import RowTransform, Teacher
-from support.divergences import CAPPED, COOL, KINDS, PLAIN, check, expected, row_pairs, streams
+from support.divergences import CAPPED, COOL, KINDS, PLAIN, check, check_small_share, expected, row_pairs, streams
 
 if cpu.available() is not None:
     pytest.skip(cpu.available() or "", allow_module_level=True)
@@ -77,6 +77,17 @@ def test_nearly_equal_rows_of_a_real_size(kind: str, mixture: float) -> None:
         torch.testing.assert_close(found.divergence.double(), exact.value, rtol=1e-3, atol=0.0)
         error = (out[0].double() - exact.gradient).norm(dim=-1)
         assert (error <= 3e-3 * exact.gradient.norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("mixture", (1e-6, 1 - 1e-6))
+def test_shares_near_an_end(mixture: float) -> None:
+    def run(logits: Tensor, teacher: Teacher, weights: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(logits)
+        found = by_kernel(logits, teacher, weights, PLAIN, out).divergence
+        assert found is not None
+        return found, out
+
+    check_small_share(run, mixture)
 
 
 def test_maxima_that_rise_apart() -> None:

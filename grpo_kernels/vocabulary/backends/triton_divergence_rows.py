@@ -154,7 +154,7 @@ def _against(d, b, rest_of_b):
     rest_of_share = tl.where(student_larger, rest_of_b, b)
     x = share * less
     rest = _rest_of_log1p(x)
-    log = tl.where(x >= _NEAR_ONE, x - rest, tl.log(1.0 + x))
+    log = tl.where(x >= _NEAR_ONE, x - rest, tl.log(_fma(share, ratio, rest_of_share)))  # near -1 x lacks the digits of 1 + x
     rest = tl.where(x >= _NEAR_ONE, rest, x - log)
     y = -rest_of_share * less / ratio  # m over the smaller one, less 1
     far = (y > _NEAR_MIXTURE) | (y != y)
