@@ -8,9 +8,9 @@
 namespace grpo {
 namespace {
 
-// Vectors that are computed with side by side, and elements that an accumulator sums up, group by group, before its
-// sum goes to fp64.
-constexpr int SIDE = W == 16 ? 4 : 2;
+// Vectors that are computed with side by side (of four the registers do not hold what is needed), and elements that an accumulator
+// sums up, group by group, before its sum goes to fp64.
+constexpr int SIDE = 2;
 constexpr int64_t GROUP = int64_t(SIDE) * W;
 constexpr int64_t SUMMED = 32 * GROUP < LOGITS ? 32 * GROUP : LOGITS;
 

@@ -147,7 +147,6 @@ template <bool FORWARD, Kind KIND, bool KEEPS> struct RunningPair {
     }
     static INLINED F sum_of(const F (&of)[1]) { return of[0]; }
     static INLINED F sum_of(const F (&of)[2]) { return add(of[0], of[1]); }
-    static INLINED F sum_of(const F (&of)[4]) { return add(add(of[0], of[1]), add(of[2], of[3])); }
 
     void visit(const Stream& student, const Stream& teacher, int64_t vocab) {
         Block block;
