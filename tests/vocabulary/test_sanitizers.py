@@ -96,7 +96,10 @@ def runtime(name: str) -> str:
 def build(folder: Path, sanitizers: str) -> str:
     """The module compiled from this checkout."""
     options = [f"-DGRPO_SANITIZE={sanitizers}", "-DCMAKE_CXX_COMPILER=g++", f"-DPython_EXECUTABLE={sys.executable}"]
-    for command in (["cmake", "-S", str(ROOT), "-B", str(folder), *options], ["cmake", "--build", str(folder), "--parallel"]):
+    for command in (
+        ["cmake", "-S", str(ROOT), "-B", str(folder), *options],
+        ["cmake", "--build", str(folder), "--parallel", str(os.cpu_count())],
+    ):
         run = subprocess.run(command, capture_output=True, text=True)
         assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
     return str(next(folder.glob("_cpu*.so")))
