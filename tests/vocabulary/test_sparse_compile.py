@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from benchmarks.assembly import LOAD, STORE, accesses, bits, code, loops, taken
+from benchmarks.assembly import LOAD, STORE, accesses, bits, blocks, code, loops, taken
 from benchmarks.launches import TARGETS, compiling, device_name
 from grpo_kernels.vocabulary.backends import triton_sparse as backend
 from support import sparse_cases as cases
@@ -57,6 +57,38 @@ def test_budgets(target: str, gap: int) -> None:
                 loads = max(width for loop in loops(assembly) for width in accesses(LOAD, loop))
                 stores = max(bits(m[0]) for m in re.finditer(STORE, assembly))
                 assert (loads, stores) == (128, 32 if kernel is launches[0][1] else 128), (*said, loads, stores)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_program_without_an_id_ends_after_one_load(target: str) -> None:
+    with compiling(target) as launches:
+        launch(7, 40, 64, torch.bfloat16, torch.float32)
+    body, successors = blocks(code(launches[-1][1]))
+    passed = [0]
+    while len(successors[passed[-1]]) == 1:  # up to the first decision
+        passed += successors[passed[-1]]
+    before = [line for block in passed for line in body[block]]
+    assert accesses(LOAD, before) == ([] if target == "gfx942" else [64]), before  # AMD: by a scalar load
+    (end,) = (block for block in successors[passed[-1]] if any(re.match(r"ret;|s_endpgm", line) for line in body[block]))
+    assert not accesses(f"{LOAD}|{STORE}", body[end])
+
+
+@pytest.mark.parametrize("vocab", (3, 200))
+def test_there_are_programs_for_as_many_ids_as_there_can_be(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of padded slots no more than the vocabulary has ids; the places are those where the used ones begin."""
+    width, grids = 64, []
+    monkeypatch.setattr(backend, "run", lambda kernel, launch, grid, *_: grids.append(grid(launch(0))))
+    g = torch.Generator().manual_seed(0)
+    for m in (1, 40, 400):
+        ids = torch.randint(-vocab, vocab, (m,), generator=g).clamp(min=-1).to(torch.int32).sort().values
+        found = backend.first_places(ids, min(m, vocab)).tolist()
+        listed = ids.tolist()
+        want = [listed.index(i) for i in sorted(set(listed)) if i >= 0]
+        assert found == want + [m] * (min(m, vocab) - len(want))
+        slots = backend.Slots(ids.to(torch.int64), torch.tensor([0, m]), torch.zeros(m, dtype=torch.int64))
+        with compiling("sm_90"):
+            backend.add_hidden_rows(torch.ones(m), slots, torch.zeros(1, width), torch.zeros(vocab, width))
+        assert grids.pop() == min(m, vocab), m  # a block of columns has them all
 
 
 @pytest.mark.parametrize("gap", (0, 3))

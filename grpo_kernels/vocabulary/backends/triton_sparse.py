@@ -46,11 +46,21 @@ def add_hidden_rows(values: Tensor, slots: Slots, hidden: Tensor, out: Tensor) -
     m = slots.ids.numel()
     used = (slots.ids >= 0) & (values != 0)
     ids, order = torch.where(used, slots.ids, -1).to(torch.int32).sort(stable=True)
+    places = first_places(ids, min(m, out.shape[0]))
     arguments = (
-        values.contiguous(), slots.rows.contiguous(), ids, order, m,
+        values.contiguous(), slots.rows.contiguous(), ids, order, m, places,
         hidden, hidden.stride(0), out, out.stride(0), out.shape[1],
     )  # fmt: skip
-    _run(_add_hidden_rows_kernel, (hidden, out), lambda block: m * triton.cdiv(out.shape[1], block), arguments)
+    programs = places.numel()
+    _run(_add_hidden_rows_kernel, (hidden, out), lambda block: programs * triton.cdiv(out.shape[1], block), arguments)
+
+
+def first_places(ids: Tensor, most: int) -> Tensor:
+    """int64 [most]: where each id that is not -1 occurs first in the sorted ids [m], then m. There are at most `most` of them: how
+    many would have to be waited for, and slots that are padded to the maximum are many more."""
+    first = ids >= 0
+    first[1:] &= ids[1:] != ids[:-1]
+    return torch.searchsorted(first.cumsum(0), torch.arange(1, most + 1, device=ids.device))
 
 
 def _run(kernel: Any, matrices: tuple[Tensor, Tensor], programs: Any, arguments: tuple[Any, ...]) -> None:

@@ -80,20 +80,20 @@ def _add_weight_rows_kernel(
         tl.store(out + _at(i, out_stride, ALIGNED) + cols, total.to(out.dtype.element_ty), mask=cols < _width(H, True, ALIGNED))
 
 
-@triton.jit(do_not_specialize=["values", "rows", "ids", "order", "m", "hidden_stride", "out_stride", "H"])
+@triton.jit(do_not_specialize=["values", "rows", "ids", "order", "places", "m", "hidden_stride", "out_stride", "H"])
 def _add_hidden_rows_kernel(
     values, rows,                                                          # [m]
-    ids, order, m,                                                         # sorted ids, -1 where not used, and their slots
-    hidden, hidden_stride: tl.int64, out, out_stride: tl.int64, H,         # a program for each place and block of columns
+    ids, order, m,                                                         # sorted ids, and their slots
+    places,                                                                # of the first occurrence of each used id, then m
+    hidden, hidden_stride: tl.int64, out, out_stride: tl.int64, H,         # a program for each of `places` and block of columns
     ALIGNED: tl.constexpr, LANES: tl.constexpr, ACCESSES: tl.constexpr, COLS: tl.constexpr,
 ):
     BLOCK: tl.constexpr = LANES * ACCESSES * COLS
-    program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(H, BLOCK)
-    p = program // blocks
-    id = tl.load(ids + p)
-    before = tl.load(ids + p - 1, mask=p > 0, other=-1)
-    if (id >= 0) & (id != before):  # the first occurrence of an id handles all of them
-        cols = (program % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
+    program, blocks = tl.program_id(0), tl.cdiv(H, BLOCK)
+    p = tl.load(places + program // blocks)
+    if p < m:
+        id = tl.load(ids + p)
+        cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)
         same = id >= 0
         while same:
