@@ -11,13 +11,12 @@ docs/exact_kl_experiment.md."""
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from benchmarks import exact_kl_page, replay, results
+from benchmarks import exact_kl_page, experiments, replay, results
+from benchmarks.experiments import Record, Still, Task, moments
 from benchmarks.machine import machine
 from examples import arithmetic
 from grpo_kernels import token_divergence
 from grpo_kernels.training.data import prompts_of_step
 from grpo_kernels.training.rewards import exact
 from grpo_kernels.training.sampling import completion_logits
-from grpo_kernels.training.trainer import TrainConfig, Trainer
-
-Record = dict[str, Any]
+from grpo_kernels.training.trainer import Trainer
 
 FOLDER = results.ROOT / "runs" / "exact_kl"
 SEEDS = (0, 1, 2, 3, 4)
@@ -72,14 +70,8 @@ PAIRS = (("exact", 5e-3), ("sampled token", 1e-3), ("exact", 1e-3), ("sampled to
 
 def trainer(kind: type[Trainer], model: Any, rows: tuple[list[Any], list[Any]], folder: str, **changes: Any) -> Any:
     """A trainer of a copy of the model."""
-    config = TrainConfig(**{
-        "out": folder, "progress": False, "device": "cpu", "eval_steps": EVERY, "eval_prompts": len(rows[1]), "checkpoint_steps": 0,
-        **{name: value for name, value in changes.items() if name != "teacher"},
-    })  # fmt: skip
-    return kind(
-        config, model=copy.deepcopy(model), tokenizer=arithmetic.tokenizer(), rows=rows, rewards=[exact],
-        teacher=copy.deepcopy(changes.get("teacher")),
-    )  # fmt: skip
+    settings = {"eval_steps": EVERY, **changes}
+    return experiments.trainer(kind, model, arithmetic.tokenizer(), rows, exact, folder, **settings)
 
 
 @functools.cache
@@ -89,17 +81,6 @@ def warmed_up(seed: int) -> tuple[Any, list[Any], list[Any]]:
 
 
 # ---- policies that stand still
-
-
-class Still(Trainer):
-    """An update leaves its gradient in `gradient`, and the policy where it is."""
-
-    gradient: torch.Tensor
-
-    def move(self, lr: float) -> dict[str, float]:
-        self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters()]).double()
-        self.optimizer.zero_grad()
-        return {}
 
 
 def gradients(seed: int, stops: tuple[int, ...] = STOPS, batches: int = BATCHES) -> list[Record]:
@@ -157,14 +138,6 @@ def of_gradient(total: Any, squares: Any, apart: Any, squares_apart: Any, count:
         "bias": math.sqrt(max(distance, 0.0)) / unit,
         "bias_noise": math.sqrt(noise / count) / unit,
     }
-
-
-def moments(total: Any, squares: Any, count: int) -> tuple[float, float]:
-    """(squared length of the expectation, sum of the variances) of vectors, unbiased, from their sum and that of their squared
-    lengths."""
-    mean = total / count
-    variance = max(float(squares - count * (mean @ mean)), 0.0) / (count - 1)
-    return float(mean @ mean) - variance / count, variance
 
 
 # ---- runs with rewards
@@ -234,8 +207,7 @@ def distilled(seed: int, way: str, lr: float, teacher_steps: int = TEACHER_STEPS
 # ---- all of it
 
 
-def tasks() -> Iterator[tuple[Record, Callable[[int], Any]]]:
-    """What there is to do for each seed: (its name in parts, the function of the seed)."""
+def tasks() -> Iterator[Task]:
     yield {"part": "gradients"}, gradients
     yield {"part": "rewards", "setting": "beta=0", "arm": "no KL"}, functools.partial(rewarded, beta=0.0)
     for setting, changes in REWARDS.items():
@@ -247,43 +219,16 @@ def tasks() -> Iterator[tuple[Record, Callable[[int], Any]]]:
 
 def measure(seeds: tuple[int, ...] = SEEDS, folder: Path = FOLDER, parts: tuple[str, ...] = ()) -> None:
     """All results of the seeds into the folder; those that are there, or in the result file, are not made again."""
-    found = {key(record) for record in known(folder)}
-    for name, task in tasks():
-        for seed in seeds:
-            record = {"seed": seed} | name
-            if key(record) in found or (parts and name["part"] not in parts):
-                continue
-            began = time.perf_counter()
-            results.save(folder / f"{key(record)}.json", record | {"found": short(task(seed))})
-            print(f"{key(record)}: {time.perf_counter() - began:.0f} s", flush=True)
+    experiments.measure(tasks(), known(folder), seeds, folder, parts)
 
 
 def known(folder: Path = FOLDER) -> list[Record]:
-    """The results in the folder, and those of the result file if it has these settings; in the order of the tasks, then of the
-    seeds."""
-    kept = results.load(exact_kl_page.FILE)
-    found = {key(record): record for record in kept.get("runs", ()) if kept["settings"] == setup()}
-    found |= {file.stem: results.load(file) for file in folder.glob("*.json")}
-    order = [key({"seed": seed} | name) for name, _ in tasks() for seed in SEEDS]
-    return [found[name] for name in order if name in found]
-
-
-def key(record: Record) -> str:
-    return "-".join(str(record[name]) for name in ("seed", "part", "setting", "arm", "lr") if name in record)
+    return experiments.known(tasks(), SEEDS, folder, exact_kl_page.FILE, setup())
 
 
 def setup() -> Record:
     """What a result depends on."""
     return {"run": SETTINGS, "changes": REWARDS, "stops": list(STOPS), "batches": BATCHES, "distillation": DISTILLED}
-
-
-def short(x: Any) -> Any:
-    """Numbers to four digits."""
-    if isinstance(x, dict):
-        return {name: short(part) for name, part in x.items()}
-    if isinstance(x, list):
-        return [short(part) for part in x]
-    return float(f"{x:.4g}") if isinstance(x, float) else x
 
 
 def main() -> None:

@@ -6,19 +6,15 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks import results
+from benchmarks.experiment_pages import by, chosen, drawn, framed, legend, lines, made_by, mean, over_seeds, save, with_spread
+from benchmarks.experiments import Record
 from benchmarks.harness import RESULTS
-from benchmarks.plots import HIGHLIGHT, STYLE, TEXT, WIDTH
+from benchmarks.plots import HIGHLIGHT, TEXT, WIDTH
 from benchmarks.tables import replace_block
-
-Record = dict[str, Any]
 
 FILE = RESULTS / "exact_kl.json"
 COMMAND = "python -m benchmarks.exact_kl --write"
@@ -39,37 +35,13 @@ LAST = 3
 SHOWN = ("beta=1", "beta=1, large steps")
 
 
-def chosen(record: Record, part: str) -> list[Record]:
-    return [run for run in record["runs"] if run["part"] == part]
-
-
-def by(runs: list[Record], *fields: str) -> dict[tuple, list[Record]]:
-    """The runs with the same values of these fields together, seed after seed."""
-    found: dict[tuple, list[Record]] = {}
-    for run in runs:
-        found.setdefault(tuple(run[field] for field in fields), []).append(run)
-    return found
-
-
-def mean(values: list[float]) -> float:
-    return statistics.fmean(values)
-
-
-def with_spread(values: list[float], form: str) -> str:
-    """Mean and standard deviation over the seeds, which one seed has not; "" of nothing."""
-    if len(values) < 2:
-        return "".join(format(value, form) for value in values)
-    return f"{mean(values):{form}} ± {statistics.stdev(values):{form}}"
-
-
 # ---- the tables
 
 
 def block(record: Record) -> str:
     if not record:
         return f"Not measured yet: `{COMMAND}`."
-    m = record["machine"]
-    parts = [f"{m['name']}, {m['threads']} threads, torch {m['torch']}, {record['date']}; `{record['command']}`."]
+    parts = [made_by(record)]
     for table in (of_gradients, of_rewards, of_distillation):
         parts += ["", *table(record)]
     return "\n".join(parts)
@@ -141,10 +113,6 @@ def insert(text: str, record: Record) -> str:
 # ---- the pictures
 
 
-def over_seeds(curves: list[list[float]]) -> list[float]:
-    return [float(f"{mean(list(values)):.4g}") for values in zip(*curves, strict=True)]
-
-
 def best(record: Record) -> dict[str, list[Record]]:
     """The runs of each way to distil, at the learning rate with the best last accuracy."""
     found: dict[str, list[Record]] = {}
@@ -180,12 +148,8 @@ def rewards(record: Record, setting: str) -> dict[str, list[list[float]]]:
 
 
 def draw(record: Record, picture: str) -> Figure:
-    with matplotlib.rc_context(STYLE):
-        page = Figure(figsize=(WIDTH, 5.6) if picture == "kl" else (WIDTH * 0.7, 3.2), layout="constrained")
-        FigureCanvasAgg(page)
-        page.patch.set_alpha(0)
-        (_kl if picture == "kl" else _distillation)(page, record)
-    return page
+    kl = picture == "kl"
+    return drawn((WIDTH, 5.6) if kl else (WIDTH * 0.7, 3.2), lambda page: (_kl if kl else _distillation)(page, record))
 
 
 def _kl(page: Figure, record: Record) -> None:
@@ -195,14 +159,14 @@ def _kl(page: Figure, record: Record) -> None:
         (grid[0], "deviation", "gradient of the KL: deviation of a batch from the mean"),
         (grid[1], "bias", "gradient of the KL: bias against that of the exact KL"),
     ):
-        _framed(axes, title, "steps of the policy from the reference")
+        framed(axes, title, "steps of the policy from the reference")
         axes.set_xticks(range(len(steps)), [str(step) for step in steps])
         for i, (arm, values) in enumerate(means[field].items()):
             axes.bar([at + (i - 1.5) * 0.2 for at in range(len(steps))], values, 0.18, color=COLOURS[arm])
     for axes, setting in zip(grid[2:], SHOWN, strict=True):
-        _framed(axes, f"reward on held-out prompts, {setting}", "step")
-        _lines(axes, rewards(record, setting), means[setting], _looks(record))
-    _legend(page, grid[2])
+        framed(axes, f"reward on held-out prompts, {setting}", "step")
+        lines(axes, NAMES, COLOURS, rewards(record, setting), means[setting], _looks(record))
+    legend(page, 5, grid[2])
 
 
 def _looks(record: Record) -> Callable[[int], list[float]]:
@@ -212,36 +176,15 @@ def _looks(record: Record) -> Callable[[int], list[float]]:
 
 def _distillation(page: Figure, record: Record) -> None:
     axes = page.subplots()
-    _framed(axes, "greedy accuracy on held-out problems", "step")
+    framed(axes, "greedy accuracy on held-out problems", "step")
     runs = best(record)
     curves = {arm: [run["found"]["accuracy"] for run in found] for arm, found in runs.items()}
     steps = next(iter(runs.values()))[0]["found"]["steps"]
-    _lines(axes, curves, shown(record, "distillation")["accuracy"], lambda count: steps)
+    lines(axes, NAMES, COLOURS, curves, shown(record, "distillation")["accuracy"], lambda count: steps)
     teacher = mean([run["found"]["teacher"] for run in next(iter(runs.values()))])
     axes.axhline(teacher, color=TEXT, linestyle=(0, (4, 3)), label="teacher")
     axes.set_ylim(0, 1)
-    _legend(page, axes)
-
-
-def _framed(axes: Axes, title: str, below: str) -> None:
-    axes.patch.set_alpha(0)
-    axes.set_title(title)
-    axes.set_xlabel(below)
-    axes.grid(color=TEXT, alpha=0.2, linewidth=0.5)
-
-
-def _lines(
-    axes: Axes, curves: dict[str, list[list[float]]], means: dict[str, list[float]], at: Callable[[int], list[float]]
-) -> None:
-    """A thin line for each seed, and their mean."""
-    for arm, of_seeds in curves.items():
-        for curve in of_seeds:
-            axes.plot(at(len(curve)), curve, color=COLOURS[arm], linewidth=0.5, alpha=0.5)
-        axes.plot(at(len(means[arm])), means[arm], color=COLOURS[arm], linewidth=1.8, label=NAMES[arm])
-
-
-def _legend(page: Figure, axes: Axes) -> None:
-    page.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, labelcolor=TEXT)
+    legend(page, 5, axes)
 
 
 def described(record: Record, picture: str) -> str:
@@ -250,10 +193,7 @@ def described(record: Record, picture: str) -> str:
 
 
 def save_picture(record: Record, picture: str, path: Path) -> None:
-    with matplotlib.rc_context(STYLE):
-        draw(record, picture).savefig(
-            path, metadata={"Date": None, "Title": picture, "Description": described(record, picture)}
-        )
+    save(draw(record, picture), path, picture, described(record, picture))
 
 
 def write(record: Record) -> None:

@@ -69,14 +69,20 @@ SPAN = 10
 # ---- the runs
 
 
+def problems(seed: int) -> tuple[list[Any], list[Any]]:
+    """(training problems, problems to evaluate on)"""
+    rows = [row for part in arithmetic.problems(20_000, seed) for row in part]
+    rows = [row for row in rows if all(abs(int(term)) <= LARGEST for term in row["sum"].split())]
+    return rows[HELD_OUT:], rows[:HELD_OUT]
+
+
 def warmed_up(seed: int, tok: Any, steps: int = WARM_UP) -> tuple[Any, list[Any], list[Any]]:
     """(model after the supervised warm-up of the example, training problems, problems to evaluate on)"""
     torch.manual_seed(seed)
     model = arithmetic.policy(WIDTH_OF_MODEL, LAYERS)
-    rows = [row for part in arithmetic.problems(20_000, seed) for row in part]
-    rows = [row for row in rows if all(abs(int(term)) <= LARGEST for term in row["sum"].split())]
-    arithmetic.warm_up(model, tok, rows[HELD_OUT:], seed, steps, progress=False)
-    return model, rows[HELD_OUT:], rows[:HELD_OUT]
+    training, held_out = problems(seed)
+    arithmetic.warm_up(model, tok, training, seed, steps, progress=False)
+    return model, training, held_out
 
 
 def run(model: Any, tok: Any, rows: tuple[list[Any], list[Any]], seed: int, **changes: Any) -> dict[str, Any]:

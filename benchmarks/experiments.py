@@ -1,0 +1,91 @@
+"""What experiments with training runs share: trainers, gradients that move nothing, results that are kept one by one."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import results
+from grpo_kernels.training.rewards import RewardFunction
+from grpo_kernels.training.trainer import TrainConfig, Trainer
+
+Record = dict[str, Any]
+#: What there is to do for each seed: (its name in parts, the function of the seed).
+Task = tuple[Record, Callable[[int], Any]]
+
+
+def trainer(
+    kind: type[Trainer], model: Any, tok: Any, rows: tuple[list[Any], list[Any]], reward: RewardFunction, folder: str, **changes: Any
+) -> Any:  # fmt: skip
+    """A trainer of a copy of the model. `teacher` among the changes goes to the trainer, the others to its config."""
+    config = TrainConfig(**{
+        "out": folder, "progress": False, "device": "cpu", "eval_prompts": len(rows[1]), "checkpoint_steps": 0,
+        **{name: value for name, value in changes.items() if name != "teacher"},
+    })  # fmt: skip
+    return kind(
+        config, model=copy.deepcopy(model), tokenizer=tok, rows=rows, rewards=[reward],
+        teacher=copy.deepcopy(changes.get("teacher")),
+    )  # fmt: skip
+
+
+class Still(Trainer):
+    """An update leaves its gradient in `gradient`, and the policy where it is."""
+
+    gradient: torch.Tensor
+
+    def move(self, lr: float) -> dict[str, float]:
+        self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters()]).double()
+        self.optimizer.zero_grad()
+        return {}
+
+
+def moments(total: Any, squares: Any, count: int) -> tuple[float, float]:
+    """(squared length of the expectation, sum of the variances) of vectors, unbiased, from their sum and that of their squared
+    lengths."""
+    mean = total / count
+    variance = max(float(squares - count * (mean @ mean)), 0.0) / (count - 1)
+    return float(mean @ mean) - variance / count, variance
+
+
+# ---- results
+
+
+def measure(tasks: Iterable[Task], kept: list[Record], seeds: tuple[int, ...], folder: Path, parts: tuple[str, ...]) -> None:
+    """All results of the seeds into the folder; those that are kept are not made again. `parts`: only these, if any."""
+    found = {key(record) for record in kept}
+    for name, task in tasks:
+        for seed in seeds:
+            record = {"seed": seed} | name
+            if key(record) in found or (parts and name["part"] not in parts):
+                continue
+            began = time.perf_counter()
+            results.save(folder / f"{key(record)}.json", record | {"found": short(task(seed))})
+            print(f"{key(record)}: {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def known(tasks: Iterable[Task], seeds: tuple[int, ...], folder: Path, file: Path, settings: Record) -> list[Record]:
+    """The results in the folder, and those of the result file if it has these settings; in the order of the tasks, then of the
+    seeds."""
+    kept = results.load(file)
+    found = {key(record): record for record in kept.get("runs", ()) if kept["settings"] == settings}
+    found |= {one.stem: results.load(one) for one in folder.glob("*.json")}
+    order = [key({"seed": seed} | name) for name, _ in tasks for seed in seeds]
+    return [found[name] for name in order if name in found]
+
+
+def key(record: Record) -> str:
+    return "-".join(str(value) for name, value in record.items() if name != "found")
+
+
+def short(x: Any) -> Any:
+    """Numbers to four digits."""
+    if isinstance(x, dict):
+        return {name: short(part) for name, part in x.items()}
+    if isinstance(x, list):
+        return [short(part) for part in x]
+    return float(f"{x:.4g}") if isinstance(x, float) else x
