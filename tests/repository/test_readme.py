@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cell_tables, crossover, exact_kl_page, front, replay, results, swaps, tables
+from benchmarks import cell_tables, crossover, exact_kl_page, front, replay, results, sparse_training_page, swaps, tables
 from benchmarks.suites import SUITES
 from grpo_kernels import Objective, TokenBatch, TokenSets, grpo_loss, linear_grpo_loss
 from grpo_kernels.batch import shift_targets
@@ -57,6 +57,12 @@ def test_figures_and_pictures_of_the_exact_kl_are_current() -> None:
     assert exact_kl_page.insert(page, record) == page, "run `python -m benchmarks.exact_kl --write`"
     for picture, path in exact_kl_page.PICTURES.items():
         assert html.unescape(path.read_text()).count(exact_kl_page.described(record, picture)) == 1
+
+
+def test_figures_and_picture_of_sparse_training_are_current() -> None:
+    record, page = results.load(sparse_training_page.FILE), sparse_training_page.PAGE.read_text()
+    assert sparse_training_page.insert(page, record) == page, "run `python -m benchmarks.sparse_training --write`"
+    assert html.unescape(sparse_training_page.PICTURE.read_text()).count(sparse_training_page.described(record)) == 1
 
 
 # ---- examples, as they stand there, and what they are equal to

@@ -95,7 +95,7 @@ def _add_hidden_rows_kernel(
         id = tl.load(ids + p)
         cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)
-        same = id >= 0
+        same = True
         while same:
             for k in tl.static_range(_SIDE_BY_SIDE):
                 same = tl.load(ids + p + k, mask=p + k < m, other=-1) == id
