@@ -157,7 +157,7 @@ def _fill(page: Figure, record: Record) -> None:
         last.plot(steps, values, color=colour, linestyle=style, marker="o", markersize=3)
     for (policy, at), values in zip(policies(record), means["noise"].values(), strict=True):
         if at == min(stop for _, stop in policies(record)):
-            last.annotate(spelled(policy), (steps[0], values[0]), xytext=(4, 4), textcoords="offset points")
+            last.annotate(spelled(policy), (steps[0], values[0]), xytext=(6, -10), textcoords="offset points")
     legend(page, 4, panels[0])
 
 
