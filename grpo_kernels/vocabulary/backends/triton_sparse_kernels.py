@@ -89,11 +89,11 @@ def _add_hidden_rows_kernel(
     ALIGNED: tl.constexpr, LANES: tl.constexpr, ACCESSES: tl.constexpr, COLS: tl.constexpr,
 ):
     BLOCK: tl.constexpr = LANES * ACCESSES * COLS
-    program, blocks = tl.program_id(0), tl.cdiv(H, BLOCK)
+    program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(H, BLOCK)
     p = tl.load(places + program // blocks)
     if p < m:
         id = tl.load(ids + p)
-        cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
+        cols = (program % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)
         same = True
         while same:
