@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import math
 import os
 import sys
@@ -15,6 +17,9 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What is imported and collected stays: to look through it for garbage again and again takes a third of the time of collection.
+if gc.isenabled():
+    gc.disable()
 
 import pytest
 import torch
@@ -50,6 +55,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return  # which has an order of its own
     rank = {str(Path(__file__).parent / name): i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(str(item.path), len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # bindings that look for leaks at the end would find all of it
+    gc.enable()
 
 
 @pytest.fixture(params=os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "eager cpu").split())

@@ -151,7 +151,7 @@ def test_learning_rate_schedules() -> None:
     assert TrainConfig(steps=10, lr=1.0, lr_schedule="cosine").lr_at(5) == pytest.approx(0.5)
 
 
-def test_thirty_steps_raise_the_reward(tok: Any, tmp_path: Path) -> None:
+def test_thirty_steps_raise_the_reward(tok: Any, tmp_path: Path, drawn: None) -> None:
     t = trainer(tok, tmp_path, steps=30, lr=1e-2, prompts_per_step=4, group_size=8)
     assert t.train()
     rewards = [line["reward"] for line in lines(tmp_path)]

@@ -270,7 +270,7 @@ def test_accuracy_says_what_it_counts(tok: Any, tmp_path: Path) -> None:
         assert line["eval_reward"] == pytest.approx(3.0 * share + 0.5 * (1 - share))
 
 
-def test_metrics_are_json_whatever_is_in_them(tok: Any, tmp_path: Path) -> None:
+def test_metrics_are_json_whatever_is_in_them(tok: Any, tmp_path: Path, drawn: None) -> None:
     """A gradient that is not finite: its norm is null, and the picture is drawn from the rest."""
 
     def refuse(name: str) -> None:
@@ -282,7 +282,7 @@ def test_metrics_are_json_whatever_is_in_them(tok: Any, tmp_path: Path) -> None:
     texts = (tmp_path / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(text, parse_constant=refuse) for text in texts]
     assert [line["grad_norm"] for line in found] == [None, None] and found[0]["skipped"] == 1.0
-    assert (tmp_path / "curves.png").exists()
+    assert (tmp_path / "curves.png").stat().st_size > 5000
 
 
 def test_a_run_from_the_command_line_says_how_it_ended(

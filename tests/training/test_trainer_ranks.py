@@ -31,7 +31,7 @@ import numpy
 
 from examples.arithmetic import tokenizer as arithmetic_tokenizer
 from grpo_kernels.__main__ import main as command_line
-from grpo_kernels.training import checkpoints, randomness
+from grpo_kernels.training import checkpoints, randomness, report
 from grpo_kernels.training.loading import pick_device
 from grpo_kernels.training.ranks import Ranks
 from grpo_kernels.training.report import read_metrics
@@ -210,6 +210,7 @@ def refused(folder: Path, rank: int) -> dict[str, Any]:
 
 def main(rank: int, path: str) -> None:
     torch.set_num_threads(1)
+    report.plot = lambda metrics, picture: picture.write_bytes(b"")  # as in the tests' own process: no test looks at it
     folder = Path(path)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results: dict[str, Any] = {}
@@ -404,7 +405,10 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher, parallel", [("torchrun", "ddp"), ("accelerate", "fsdp2")])
+#: accelerate starts the processes by torchrun, so that one of the two is enough where it has to be quick.
+@pytest.mark.parametrize(
+    "launcher, parallel", [("torchrun", "fsdp2"), pytest.param("accelerate", "fsdp2", marks=pytest.mark.slow)]
+)
 def test_launchers(command: Any, launched_alone: Any, tmp_path: Path, launcher: str, parallel: str) -> None:
     if launcher == "accelerate":
         pytest.importorskip("accelerate")
