@@ -384,7 +384,7 @@ def test_a_vjp_is_the_gradient_and_has_none_itself(linear: bool, grad_mode: bool
                 found.square().sum().backward()
 
 
-@pytest.mark.parametrize("preset", ["dapo", "gspo"])
+@pytest.mark.parametrize("preset", ["dapo", pytest.param("gspo", marks=pytest.mark.slow)])
 def test_a_graph_over_hidden_states_and_a_head_without_gradients(preset: str) -> None:
     """Evaluation that forgot no_grad."""
     case, objective = build_linear(), Objective.preset(preset)
@@ -399,7 +399,7 @@ def test_a_graph_over_hidden_states_and_a_head_without_gradients(preset: str) ->
         close(found, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0)])
+@pytest.mark.parametrize("shape", [(0,), pytest.param((0, 4), marks=pytest.mark.slow), (2, 0)])
 def test_no_rows(shape: tuple[int, ...]) -> None:
     targets = torch.zeros(shape, dtype=torch.int64)
     weight = torch.randn(7, 3)
@@ -530,7 +530,7 @@ def test_an_objective_is_not_forgotten_after_thousands_of_others() -> None:
     assert len({o.beta for o in schedule}) == 2000
 
 
-@pytest.mark.parametrize("kl, entropy", [(None, 5.0), (4.0, None), (4.0, 5.0)])
+@pytest.mark.parametrize("kl, entropy", [(None, 5.0), (4.0, None), pytest.param(4.0, 5.0, marks=pytest.mark.slow)])
 def test_denominators_with_none_are_those_of_eager_code(kl: float | None, entropy: float | None) -> None:
     case = build()
     objective = Objective(beta=0.1, kl_aggregate="token-sum", entropy_coef=0.1)

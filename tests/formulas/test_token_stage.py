@@ -430,7 +430,7 @@ WHOLE = {
     if o.surrogate.selects or o.filter(EntropyQuantile) or o.kl_aggregate or o.entropy_aggregate
 }
 every_property = pytest.mark.parametrize("name", PROPERTIES)
-few = settings(max_examples=12, deadline=None)
+few = settings(max_examples=6, deadline=None)
 
 
 def assert_same(a: tuple[Tensor, ...], b: tuple[Tensor, ...], what: str = "") -> None:

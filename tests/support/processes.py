@@ -18,7 +18,8 @@ from typing import Any
 
 #: Makes `import NAME` fail as if it were not installed; without "grpo_kernels._cpu" no installed copy offers one either.
 WITHOUT = """
-import importlib.metadata, sys
+import gc, importlib.metadata, sys
+gc.set_threshold(50_000)
 class Missing:
     def find_spec(self, name, path=None, target=None):
         if any(name == m or name.startswith(m + ".") for m in {missing!r}):
