@@ -204,11 +204,15 @@ def check_rows_are_independent(backend: Any, dtype: torch.dtype, width: int) -> 
     for i in range(n):
         at = slice(offsets[i], offsets[i + 1])
         alone = Slots(slots.ids[at], torch.tensor([0, offsets[i + 1] - offsets[i]]), torch.zeros_like(slots.ids[at]))
-        row = results(backend, values[at].clone(), alone, hidden[i : i + 1], weight)
-        assert torch.equal(row[0], logits[at]) and torch.equal(row[1], d_hidden[i : i + 1]), i
+        row = torch.zeros(1, width)
+        backend.add_weight_rows(values[at].clone(), alone, weight, row)
+        assert torch.equal(backend.slot_logits(hidden[i : i + 1], weight, alone), logits[at]), i
+        assert torch.equal(row, d_hidden[i : i + 1]), i
     for j in range(vocab):
         only = slots._replace(ids=torch.where(slots.ids == j, j, -1))
-        assert torch.equal(results(backend, values, only, hidden, weight)[2][j], d_weight[j]), j
+        of_id = torch.zeros(vocab, width)
+        backend.add_hidden_rows(values, only, hidden, of_id)
+        assert torch.equal(of_id[j], d_weight[j]), j
     for s in range(0, slots.ids.numel(), 3):  # a slot alone, and moved to another place of a longer row
         moved = slots_of([[0, int(slots.ids[s])]])
         alone_logits = backend.slot_logits(hidden[slots.rows[s] : slots.rows[s] + 1], weight, moved)

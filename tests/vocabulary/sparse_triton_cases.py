@@ -9,9 +9,9 @@ from grpo_kernels.vocabulary.backends import triton as backend
 from support import sparse_cases as cases
 from support.sparse_cases import DTYPES
 
-#: All pairs of dtypes in one width, each of the others with a dtype of its own.
+#: Each dtype on either side of another and of itself in one width, each of the others with a dtype of its own.
 PRODUCTS = [
-    *((33, 6, dtype, other) for dtype in DTYPES for other in DTYPES),
+    *((33, 6, dtype, other) for i, dtype in enumerate(DTYPES) for other in (dtype, DTYPES[i - 1])),
     (1, 0, torch.float32, torch.float32),
     (64, 0, torch.bfloat16, torch.bfloat16),
     (64, 16, torch.float16, torch.float32),
@@ -21,9 +21,9 @@ PRODUCTS = [
 #: The other pairs of those widths, for -m slow.
 FURTHER = [
     (width, gap, dtype, other)
-    for width, gap in ((1, 0), (64, 0), (64, 16), (1040, 2))
+    for width, gap in ((33, 6), (1, 0), (64, 0), (64, 16), (1040, 2))
     for dtype in DTYPES
-    for other in dict.fromkeys((dtype, torch.float32))
+    for other in (DTYPES if width == 33 else dict.fromkeys((dtype, torch.float32)))
     if (width, gap, dtype, other) not in PRODUCTS
 ]
 
