@@ -1,7 +1,7 @@
 # Two commands: `make demo` trains a small policy on arithmetic, `make test` runs the tests. Both set everything up.
 # `make bench` measures us beside the peers: what the committed result files lack or what has changed since.
-# `make docs` builds the documentation as a site in build/docs; `make matrix` tests the wheel with the oldest and the newest torch, and the
-# budgets of the compiled kernels with each Triton; `make rehearsal` runs the GPU kit on a CPU with the versions of a GPU machine.
+# `make docs` builds the documentation as a site in build/docs; `make matrix` tests the wheel from the oldest torch to the newest, with the
+# budgets of the compiled kernels of each Triton, and writes docs/versions.md; `make rehearsal` runs the GPU kit on a CPU with the versions of a GPU machine.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,7 +30,7 @@ docs: $(VENV)/ready
 	@echo "open build/docs/index.html; with the search: $(BIN)/python -m http.server --directory build/docs --bind 127.0.0.1"
 
 matrix: $(VENV)/ready
-	$(BIN)/python tests/repository/matrix.py
+	$(BIN)/python tests/repository/matrix.py --write
 
 rehearsal: $(VENV)/ready
 	$(BIN)/python tests/repository/rehearsal.py

@@ -1,23 +1,31 @@
-"""The wheel in clean environments, one per supported end of the range of torch: `python tests/repository/matrix.py [NAME ...]`.
+"""The wheel in clean environments, over the range of torch, Triton and Python: `python tests/repository/matrix.py [NAME ...]`.
 
 An sdist is made from the checkout and a wheel from the sdist; the wheel goes into a virtual environment that holds torch, the
 test runner and nothing else, and the tests run against it from a folder without the package's source. Tests of optional
 packages skip themselves; those about this repository's own pages and figures are left out. One line per environment, as a
 table; exit status 1 if any failed. `pip`'s own settings (PIP_INDEX_URL, ...) decide whether torch is a CPU build.
+
+`--python NAME=PYTHON` takes an environment that is there and has the versions of NAME; the wheel goes into a folder beside it.
+`--write` puts the lines into docs/versions.md, where lines of other environments stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import versions
 
 ROOT = Path(__file__).parents[2]
 RUNNER = ("pytest", "hypothesis")
@@ -42,14 +50,23 @@ class Environment:
     beside: tuple[str, ...] = ()
 
 
-#: NumPy is what Triton's interpreter needs, and the interpreter of Triton 3.6 and before one older than 2.4. "gpu" is what machines
-#: with a GPU have: tests/repository/rehearsal.py runs the GPU kit in it.
+#: Each torch with the Triton that it asks for. NumPy is what Triton's interpreter needs, and the interpreter of Triton 3.6 and
+#: before one older than 2.4. "gpu" is what machines with a GPU have: tests/repository/rehearsal.py runs the GPU kit in it.
+#: "development" is what constraints.txt names.
 ENVIRONMENTS = {
     "oldest": Environment("3.10", "2.9.0", "3.5.0", ("numpy<2.4",)),
+    "2.10": Environment("3.11", "2.10.0", "3.6.0", ("numpy<2.4",)),
     "gpu": Environment("3.12", "2.11.0", "3.6.0", ("numpy<2.4",)),
-    "newest": Environment("3.11", "2.13.0", "3.9.0", ("numpy",)),
+    "3.13": Environment("3.13", "2.11.0", "3.6.0", ("numpy<2.4",)),
+    "2.12": Environment("3.12", "2.12.1", "3.7.1", ("numpy",)),
+    "development": Environment("3.11", "2.13.0", "3.9.0", ("numpy",)),
     "bare": Environment("3.11", "2.13.0", None),
+    "2.14": Environment("3.13", "2.14.1", "3.8.0", ("numpy",)),
+    "newest": Environment("3.11", "2.15.0", "3.9.0", ("numpy",)),
 }
+
+#: What a wheel is made of.
+SOURCES = ("grpo_kernels/", "csrc/", "CMakeLists.txt", "pyproject.toml")
 
 VERSIONS = """
 import importlib.metadata as metadata, platform, grpo_kernels
@@ -63,17 +80,22 @@ print(grpo_kernels.__file__, platform.python_version(), *map(version, ("torch", 
 """
 
 
-def call(*command: str | Path, cwd: Path | None = None) -> str:
-    """What it printed; its last words and an exit if it failed. Nothing of the caller's own paths goes in."""
+def run(*command: str | Path, cwd: Path | None = None, site: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Nothing of the caller's own paths goes in; `site` is a folder of packages beside those of the environment."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST", "GRPO_KERNELS", "TRITON"))}
-    done = subprocess.run(
+    return subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env=environment | {"OMP_WAIT_POLICY": "PASSIVE"},
+        env=environment | {"OMP_WAIT_POLICY": "PASSIVE"} | ({"PYTHONPATH": str(site)} if site else {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def call(*command: str | Path, cwd: Path | None = None, site: Path | None = None) -> str:
+    """What it printed; its last words and an exit if it failed."""
+    done = run(*command, cwd=cwd, site=site)
     if done.returncode != 0:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}")
     return done.stdout
@@ -98,8 +120,51 @@ def sdist(work: Path) -> Path:
     return archive
 
 
-def check(name: str, environment: Environment, archive: Path, work: Path, files: Sequence[str]) -> str:
-    """A line of the table, from the tests in `files`; none: all that are about the package."""
+def wheel(python: Path, archive: Path, work: Path) -> Path:
+    """The wheel for this Python, made of the archive unless one of the same sources is there."""
+    digest = hashlib.sha256()
+    with tarfile.open(archive) as tar:
+        members = [(m.name.partition("/")[2], m) for m in tar.getmembers() if m.isfile()]
+        for name, member in sorted((n, m) for n, m in members if n.startswith(SOURCES)):
+            file = tar.extractfile(member)
+            assert file is not None
+            digest.update(name.encode() + file.read())
+    folder = work / "wheels" / digest.hexdigest()[:16]
+    version = call(python, "-c", "import sys; print(min(sys.version_info[1], 12))").strip()  # 3.12's serves all later ones
+    if not (found := [*folder.glob(f"*-cp3{version}-*.whl")]):
+        call(python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, archive)
+        found = [*folder.glob(f"*-cp3{version}-*.whl")]
+        if not found:
+            sys.exit(f"the wheel has no C++ module: {', '.join(file.name for file in folder.iterdir())}")
+    return found[0]
+
+
+def made(environment: Environment, home: Path, archive: Path, work: Path) -> Path:
+    """The Python of a new environment with the wheel in it."""
+    call(interpreter(environment.python), "-m", "venv", home / "venv")
+    python = home / "venv" / "bin" / "python"
+    pip = (python, "-m", "pip", "install", "--quiet", "--no-cache-dir")
+    triton = [f"triton=={environment.triton}"] if environment.triton else []
+    call(*pip, f"torch=={environment.torch}", *triton, *environment.beside, *RUNNER)
+    # With its dependencies, where they are there already, pip refuses a wheel whose ranges these versions are outside of.
+    call(*pip, *([] if triton else ["--no-deps"]), wheel(python, archive, work))
+    call(*pip, f"torch=={environment.torch}", *triton)
+    return python
+
+
+def same(found: str, wanted: str) -> bool:
+    """A version and what it begins with; "-" is none."""
+    return versions.numbers(found)[: len(versions.numbers(wanted))] == versions.numbers(wanted) and (
+        found == "-" or wanted != "-"
+    )
+
+
+def check(
+    name: str, environment: Environment, archive: Path, work: Path, files: Sequence[str], given: Path | None = None
+) -> dict[str, Any]:
+    """A line of the table, from the tests in `files`; none: all that are about the package.
+
+    given  the Python of an environment that is there; None: a new one."""
     home = work / name
     shutil.rmtree(home, ignore_errors=True)
     tests = home / "checkout"
@@ -108,55 +173,61 @@ def check(name: str, environment: Environment, archive: Path, work: Path, files:
     for file in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / file, tests)
 
-    call(interpreter(environment.python), "-m", "venv", home / "venv")
-    python = home / "venv" / "bin" / "python"
-    pip = (python, "-m", "pip", "install", "--quiet", "--no-cache-dir")
-    triton = [f"triton=={environment.triton}"] if environment.triton else []
-    call(*pip, f"torch=={environment.torch}", *triton, *environment.beside, *RUNNER)
-    call(python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", home / "wheel", archive)
-    (wheel,) = (home / "wheel").glob("*.whl")
-    # With its dependencies, where they are there already, pip refuses a wheel whose ranges these versions are outside of.
-    call(*pip, *([] if triton else ["--no-deps"]), wheel)
-    call(*pip, f"torch=={environment.torch}", *triton)
+    site = home / "site" if given else None
+    if given:
+        call(given, "-m", "pip", "install", "--quiet", "--no-deps", "--target", home / "site", wheel(given, archive, work))
+    python = given or made(environment, home, archive, work)
 
     # Torch warns where NumPy is missing.
-    file, *versions = call(python, "-W", "ignore", "-c", VERSIONS, cwd=tests).split()
-    if not Path(file).is_relative_to(home / "venv"):
+    file, *found = call(python, "-W", "ignore", "-c", VERSIONS, cwd=tests, site=site).split()
+    if not Path(file).is_relative_to(home):
         sys.exit(f"{name}: tested {file}, not the wheel")
-    print(call(python, "-m", "grpo_kernels", "doctor", cwd=tests), file=sys.stderr)
+    line = dict(zip(("python", "torch", "triton", "numpy"), found, strict=True))
+    wanted = {"python": environment.python, "torch": environment.torch, "triton": environment.triton or "-"}
+    if not all(same(line[key], value) for key, value in wanted.items()):
+        sys.exit(f"{name} is {wanted}, and {python} has {line}: give --python one that has these versions")
+    print(call(python, "-m", "grpo_kernels", "doctor", cwd=tests, site=site), file=sys.stderr)
     chosen = [f"tests/{file}" for file in files] or [f"--ignore=tests/{path}" for path in REPOSITORY]
     began = time.monotonic()
-    summary = call(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, cwd=tests).strip().splitlines()[-1]
-    seconds = time.monotonic() - began
-    passed, skipped = (int(m[1]) if (m := re.search(rf"(\d+) {word}", summary)) else 0 for word in ("passed", "skipped"))
-    return f"| {' | '.join([name, *versions, f'{passed:,}', f'{skipped:,}', f'{seconds:.0f}'])} |"
+    done = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, cwd=tests, site=site)
+    return line | versions.tested(done) | {"seconds": round(time.monotonic() - began, 1)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check the named environments, or all, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(ENVIRONMENTS)}; all if none is named")
-    parser.add_argument("--tests", nargs="+", default=[], metavar="FILE", help="these files of tests/ only")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--tests", nargs="+", default=[], metavar="FILE", help="these files of tests/ only")
+    chosen.add_argument("--quick", action="store_true", help="the selection of docs/versions.md, about three minutes each")
+    parser.add_argument("--python", action="append", default=[], metavar="NAME=PYTHON", help="an environment that is there")
+    parser.add_argument("--write", action="store_true", help="keep the lines in benchmarks/results and docs/versions.md")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "matrix", help="where environments are made")
     parser.add_argument("--keep", action="store_true", help="leave the environments there: several GB each with CUDA builds")
     options = parser.parse_args(arguments)
-    if unknown := set(options.names) - set(ENVIRONMENTS):
+    given = {name: Path(path).absolute() for name, _, path in (text.partition("=") for text in options.python)}
+    if unknown := {*options.names, *given} - set(ENVIRONMENTS):
         parser.error(f"no such environment: {', '.join(sorted(unknown))}; there are {', '.join(ENVIRONMENTS)}")
+    if options.write and options.tests:
+        parser.error("--write keeps whole selections: leave out --tests, or take --quick in its place")
     work = options.work.resolve()
     archive = sdist(work)
-    rows, failed = [], 0
-    for name in options.names or ENVIRONMENTS:
+    files = versions.QUICK if options.quick else options.tests
+    lines, failed = {}, []
+    for name in options.names or given or ENVIRONMENTS:
         try:
-            rows.append(check(name, ENVIRONMENTS[name], archive, work, options.tests))
+            found = check(name, ENVIRONMENTS[name], archive, work, files, given.get(name))
+            lines[name] = found | {"tests": "quick" if options.quick else "some" if files else "all"}
+            failed += [name] if found["failed"] else []
         except SystemExit as error:
             print(f"{name} failed: {error}", file=sys.stderr)
-            rows.append(f"| {name} | failed |")
-            failed += 1
+            failed.append(name)
         if not options.keep:
             shutil.rmtree(work / name, ignore_errors=True)
-    print("| environment | Python | torch | triton | NumPy | passed | skipped | seconds |")
-    print("| --- | --- | --- | --- | --- | ---: | ---: | ---: |")
-    print("\n".join(rows))
+        if options.write and name in lines:
+            versions.write("environments", {name: lines[name]})
+    today = datetime.date.today().isoformat()
+    print(versions.environments((name, line | {"date": today}) for name, line in lines.items()))
     return 1 if failed else 0
 
 

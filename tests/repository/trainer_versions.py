@@ -1,0 +1,180 @@
+"""The adapters beside several versions of each trainer: `python tests/repository/trainer_versions.py TRAINER ...`.
+
+A TRAINER is a folder that holds one version of one package, as `pip install --no-deps --target FOLDER NAME==VERSION` makes it, or
+a name: then what this environment has of it. Folders given by `--beside` hold what a trainer imports and this environment lacks.
+
+Of TRL two steps of GRPO with a KL run with its own loss and with ours: "loss" is the whole loss inside the model's
+forward (`integrations.trl`), "slot" the loss in Liger's place (`integrations.liger_slot`) beside Liger's; the result says
+whether the first step's comparison ran and how far the logged losses and gradient norms are apart. Of the others the tests run
+that compare the adapter with the trainer's own functions. Trainers that do not install here are known by a contract, which the
+line names. `--write` puts the lines into docs/versions.md."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import versions
+
+ROOT = Path(__file__).parents[2]
+TESTS = "tests/integrations/test_"
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """`select`: of the tests in `files`, those whose name has it. `contract`: what stands in for a package that is not installed,
+    and `version` the one that it was written from."""
+
+    name: str
+    files: tuple[str, ...] = ()
+    select: str = ""
+    contract: str = ""
+    version: str = ""
+
+
+TRAINERS = {
+    "trl": Trainer("TRL"),
+    "verl": Trainer("verl", ("parity_verl", "integration_verl", "integration_verl_distillation")),
+    "liger_kernel": Trainer("Liger-Kernel", ("parity_liger", "integration_liger")),
+    "openrlhf": Trainer("OpenRLHF", ("integration_openrlhf",), "itself"),
+    "areal": Trainer("AReaL", ("integration_areal",), "itself"),
+    "skyrl": Trainer("SkyRL", ("integration_skyrl",), "itself"),
+    "unsloth_zoo": Trainer("Unsloth (zoo)", ("integration_unsloth",), "itself"),
+    "slime": Trainer(
+        "slime", ("integration_slime",), "", "a float64 transcription of its functions and their signatures", "0.3.1"
+    ),
+    "miles": Trainer("miles", ("integration_miles",), "", "stand-ins with its signatures, in float64", "0.1.0"),
+    "prime_rl": Trainer("prime-rl", ("integration_prime_rl",), "", "a float64 transcription, its hooks by path", "0.8.0"),
+    "nemo_rl": Trainer(
+        "NeMo-RL",
+        ("integration_nemo_rl", "integration_nemo_rl_distillation"),
+        "",
+        "a float64 transcription of August 2026",
+        "2026.8",
+    ),
+}
+
+RUN = """
+import sys, tempfile, warnings
+from pathlib import Path
+import trl
+from support import trl_cases
+from trl.trainer import utils
+from grpo_kernels.integrations import liger_slot
+from grpo_kernels.integrations.trl import patch
+
+whole = hasattr(utils, "add_fused_lm_head")
+names = {f.name for f in __import__("dataclasses").fields(trl.GRPOConfig)}
+options = {"beta": 0.05, "loss_type": "dapo"}
+if not whole:
+    options["use_liger_kernel" if "use_liger_kernel" in names else "use_liger_loss"] = True
+    if "liger_kernel_config" in names:
+        options["liger_kernel_config"] = dict.fromkeys(("rope", "swiglu", "rms_norm", "cross_entropy", "fused_linear_cross_entropy"), False)
+work = Path(tempfile.mkdtemp())
+path = trl_cases.save_model(work / "model")
+histories, said = [], []
+for ours in (False, True):
+    trainer = trl_cases.make_trainer(path, work / str(ours), steps=2, **options)
+    if not whole:
+        (getattr(trainer, "liger_loss", None) or trainer.liger_grpo_loss).compiled = False
+    if ours:
+        made = patch(trainer) if whole else liger_slot.patch(trainer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    said += [str(w.message) for w in caught if "They agree" in str(w.message)]
+    histories.append([h for h in trl_cases.history(trainer) if "grad_norm" in h])
+assert made.counts["fused"] == 2, made.counts
+apart = max(abs(a[k] - b[k]) / max(1.0, abs(b[k])) for a, b in zip(*histories) for k in ("loss", "grad_norm"))
+print("RESULT", trl.__version__, "loss" if whole else "slot", "compared" if said else "known", f"{apart:.1e}")
+"""
+
+
+def trl_result(environment: dict[str, str]) -> str:
+    """Of both adapters, that which this TRL has a place for."""
+    with tempfile.TemporaryDirectory() as elsewhere:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", RUN], cwd=elsewhere, env=environment, capture_output=True, text=True
+        )
+    found = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    if done.returncode == 0 and found:
+        adapter, first, apart = found[0]
+        return f"{adapter}; {first}; {apart} apart"
+    said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith(" ")] or ["no output"]
+    return f"failed: {said[-1][:160]}"
+
+
+def test_result(trainer: Trainer, environment: dict[str, str]) -> str:
+    """What the tests came to, with the names of those that failed, or why none ran."""
+    files = [f"{TESTS}{file}.py" for file in trainer.files]
+    command = [sys.executable, "-m", "pytest", "-q", "-rfEs", "-p", "no:cacheprovider", *files, "-k", trainer.select]
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    found = versions.outcome((done.stdout.strip().splitlines() or [""])[-1])
+    if done.returncode not in (0, 1) or not found["passed"] + found["failed"]:
+        reasons = re.findall(r"^(?:SKIPPED \[\d+\] \S+ |ERROR \S+ - )(.*)$", done.stdout, re.MULTILINE)
+        return f"failed: {(reasons or done.stdout.strip().splitlines()[-1:] or ['no output'])[0][:160]}"
+    names = sorted({name.partition("[")[0] for name in re.findall(r"^(?:FAILED|ERROR) \S+?::(\S+)", done.stdout, re.MULTILINE)})
+    print(done.stdout[-6000:] if names else "", file=sys.stderr)
+    counts = ", ".join(f"{found[word]} {word}" for word in ("passed", "failed", "skipped") if found[word])
+    return counts + (f": {', '.join(f'`{name}`' for name in names)}" if names else "")
+
+
+def line(argument: str, beside: Sequence[Path]) -> tuple[str, dict[str, Any]]:
+    """The name of the line, and its fields."""
+    folder = Path(argument).resolve()
+    infos = {path.name.partition("-")[0]: path for path in folder.glob("*.dist-info")} if folder.is_dir() else {}
+    package = next((name for name in TRAINERS if name in infos), argument)
+    if package not in TRAINERS:
+        sys.exit(f"{argument} is no folder with the metadata of a known trainer, nor one of {', '.join(TRAINERS)}")
+    trainer = TRAINERS[package]
+    if package in infos:
+        version = infos[package].name.removesuffix(".dist-info").partition("-")[2]
+    else:
+        version = trainer.version or importlib.metadata.version(package)
+    paths = [*([folder] if package in infos else []), ROOT, ROOT / "tests", *beside]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
+    if package == "trl":  # TRL 1.15 has its head as Triton kernels alone
+        result = trl_result(environment | {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"})
+        ran = "two steps of GRPO, its own loss and ours"
+    else:
+        result = test_result(trainer, environment)
+        ran = trainer.contract or "its own functions and ours: " + ", ".join(f"`test_{file}`" for file in trainer.files)
+    return f"{package} {version}", {
+        "trainer": trainer.name,
+        "version": version,
+        "ran": ran,
+        "result": result,
+        "beside": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers")),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; 1 if a version failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trainers", nargs="+", metavar="TRAINER", help=f"a folder, or one of {', '.join(TRAINERS)}")
+    parser.add_argument("--beside", nargs="+", type=Path, default=[], metavar="FOLDER", help="packages that trainers import")
+    parser.add_argument("--write", action="store_true", help="keep the lines in benchmarks/results and docs/versions.md")
+    options = parser.parse_args(arguments)
+    lines = {}
+    for argument in options.trainers:
+        name, fields = line(argument, [folder.resolve() for folder in options.beside])
+        lines[name] = fields | {"date": datetime.date.today().isoformat()}
+        print(f"{name}: {fields['result']}", file=sys.stderr, flush=True)
+        if options.write:
+            versions.write("trainers", {name: fields})
+    print(versions.trainers(lines.items()))
+    return int(any("failed" in fields["result"] for fields in lines.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

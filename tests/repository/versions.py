@@ -1,0 +1,123 @@
+"""What ran under which versions: benchmarks/results/versions.json, and the tables of docs/versions.md that are made of it.
+
+`python tests/repository/versions.py` writes the tables again. matrix.py and trainer_versions.py add lines with `--write`."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
+
+from benchmarks.printing import render, replace_block  # noqa: E402
+
+FILE, PAGE = ROOT / "benchmarks" / "results" / "versions.json", ROOT / "docs" / "versions.md"
+COMMAND = "python tests/repository/versions.py"
+
+#: What `matrix.py --quick` runs in an environment: log-probs and losses from logits, from hidden states and over kept sets by the
+#: eager and the C++ backend, divergences, torch.compile, the C++ kernels alone, Triton's kernels in its interpreter, and
+#: the machine code that Triton makes of them, with its budgets.
+QUICK = (
+    "core/test_token_logprobs.py", "core/test_grpo_loss.py", "core/test_linear_logprobs.py", "core/test_linear_grpo_loss.py",
+    "core/test_kept.py", "core/test_divergences.py",
+    *(f"core/test_compile.py::test_{name}" for name in (
+        "grpo_loss_is_one_graph", "linear_grpo_loss_is_one_graph", "logprobs_are_one_graph", "inductor", "opcheck",
+        "lengths_and_new_tensors_compile_nothing",
+    )),
+    "vocabulary/test_cpu_kernels.py", "vocabulary/test_cpu_fused.py", "vocabulary/test_linear_engine.py",
+    "vocabulary/test_triton_interpreter.py", "vocabulary/test_triton_compile.py", "benchmarks/test_resources.py::test_budgets",
+)  # fmt: skip
+
+Record = dict[str, dict[str, dict[str, Any]]]  # part -> line -> fields
+
+
+# ---- what a run of pytest came to
+
+
+def outcome(summary: str) -> dict[str, int]:
+    """The numbers in the last line that pytest prints; errors are failures."""
+    found = {
+        word: int(m[1]) if (m := re.search(rf"(\d+) {word}", summary)) else 0
+        for word in ("passed", "failed", "error", "skipped")
+    }
+    found["failed"] += found.pop("error")
+    return found
+
+
+def tested(done: subprocess.CompletedProcess[str]) -> dict[str, int]:
+    """The same of a process, whose failures are printed. SystemExit if it ended before its tests, or found none."""
+    lines = done.stdout.strip().splitlines() or [""]
+    if done.returncode not in (0, 1) or not (found := outcome(lines[-1]))["passed"] + found["failed"]:
+        sys.exit(f"pytest ended with {done.returncode}\n{done.stdout[-6000:]}")
+    if found["failed"]:
+        print(done.stdout[-12000:], file=sys.stderr)
+    return found
+
+
+# ---- the file
+
+
+def load(file: Path = FILE) -> Record:
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def keep(part: str, lines: dict[str, dict[str, Any]], file: Path = FILE) -> None:
+    """These lines, and of the others those that are there already."""
+    record = load(file)
+    today = datetime.date.today().isoformat()
+    record[part] = record.get(part, {}) | {name: fields | {"date": today} for name, fields in lines.items()}
+    file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+# ---- the tables
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)))
+
+
+def environments(lines: Iterable[tuple[str, dict[str, Any]]]) -> str:
+    """From the oldest torch to the newest, then what was run."""
+    found = sorted(lines, key=lambda line: (numbers(line[1]["torch"]), numbers(line[1]["triton"]), numbers(line[1]["python"])))
+    rows = [["environment", "Python", "torch", "triton", "NumPy", "passed", "failed", "skipped", "seconds", "tests", "date"]]
+    for name, c in found:
+        counts = (f"{c[key]:,}" for key in ("passed", "failed", "skipped"))
+        rows.append(
+            [name, c["python"], c["torch"], c["triton"], c["numpy"], *counts, f"{c['seconds']:.0f}", c["tests"], c["date"]]
+        )
+    parts = {name.partition(".py")[0]: " in part" if "::" in name else "" for name in QUICK}
+    quick = ", ".join(f"`{file}`{part}" for file, part in parts.items())
+    return f"{render(rows, markdown=True)}\n\nquick: {quick}. all: every test of the package."
+
+
+def trainers(lines: Iterable[tuple[str, dict[str, Any]]]) -> str:
+    """By trainer, from its newest version to its oldest."""
+    newest_first = sorted(lines, key=lambda line: numbers(line[1]["version"]), reverse=True)
+    found = sorted(newest_first, key=lambda line: line[1]["trainer"].lower())
+    rows = [["trainer", "what ran", "result", "beside", "date"]]
+    rows += [[f"{c['trainer']} {c['version']}", c["ran"], c["result"], c["beside"], c["date"]] for _, c in found]
+    return render(rows, markdown=True).replace("---:", "---")
+
+
+def updated(text: str, record: Record) -> str:
+    """The page with its tables replaced."""
+    for part, table in (("environments", environments), ("trainers", trainers)):
+        text = replace_block(text, PAGE.name, part, table(record.get(part, {}).items()), COMMAND)
+    return text
+
+
+def write(part: str, lines: dict[str, dict[str, Any]]) -> None:
+    """Keep these lines and bring the page up to date."""
+    keep(part, lines)
+    PAGE.write_text(updated(PAGE.read_text(), load()))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text(), load()))
