@@ -1,4 +1,4 @@
-# Two commands: `make demo` trains a small policy on arithmetic, `make test` runs the tests. Both set everything up.
+# Two commands: `make demo` trains a small policy by the fused loss and by a plain one, `make test` runs the tests. Both set everything up.
 # `make bench` measures us beside the peers: what the committed result files lack or what has changed since.
 # `make docs` builds the documentation as a site in build/docs; `make matrix` tests the wheel from the oldest torch to the newest, with the
 # budgets of the compiled kernels of each Triton, and writes docs/versions.md; `make rehearsal` runs the GPU kit on a CPU with the versions of a GPU machine.
@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test bench docs matrix rehearsal clean
 
 demo: $(VENV)/ready
-	$(BIN)/python -m examples.arithmetic
+	$(BIN)/python -m examples.demo
 
 # A file of tests stays in one process, so that what its tests share is made once; the longest come first, in the order of
 # tests/conftest.py. Comparisons of speed run alone, afterwards.

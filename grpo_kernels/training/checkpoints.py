@@ -55,12 +55,6 @@ def step_of(path: Path) -> int:
     return int(path.name.partition("-")[2])
 
 
-def drop_all(folder: Path) -> None:
-    """Remove all checkpoints."""
-    for path in (*listed(folder), *_named("draft", folder)):
-        _drop(path)
-
-
 def _named(kind: str, folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob(f"{kind}-*") if re.fullmatch(rf"{kind}-\d{{8,}}", path.name)), key=step_of)
 

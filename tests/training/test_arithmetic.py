@@ -1,13 +1,9 @@
-"""The arithmetic example: its problems, its tokenizer, and that it runs from end to end."""
+"""The arithmetic of the demo: its problems, its tokenizer, its warm-up."""
 
 from __future__ import annotations
 
 import math
-import random
 import re
-import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,6 @@ import torch
 pytest.importorskip("transformers")
 
 from examples import arithmetic
-from grpo_kernels.training.report import read_metrics
 from grpo_kernels.training.rewards import exact
 
 
@@ -64,11 +59,6 @@ def test_the_tokenizer_spells_every_character_and_reads_back() -> None:
     assert tok.decode([tok.eos_token_id], skip_special_tokens=True) == ""
 
 
-def test_the_policy_has_the_size_that_the_docstring_says() -> None:
-    size = sum(p.numel() for p in arithmetic.policy().parameters())
-    assert f"{size / 1e6:.1f} million parameters" in (arithmetic.__doc__ or "")
-
-
 def test_warm_up_teaches() -> None:
     """From plain problems, whose answers are never slips, it learns which digits come first, and that an answer ends."""
     torch.manual_seed(0)
@@ -92,54 +82,3 @@ def test_warm_up_teaches() -> None:
 def test_reward_is_the_exact_answer_and_nothing_less() -> None:
     answers = ["12"] * 6
     assert exact([""] * 6, ["12", "2", "112", "12 13", "1 2", ""], answer=answers) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-
-
-QUICK = ["--quick", "--no-side-by-side", "--seed", "3", "--out"]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_the_example_deletes_no_folder_that_another_run_made(tmp_path: Path, capsys: Any) -> None:
-    """A folder with metrics.jsonl, which any trainer may have, is refused before the warm-up."""
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 1.0}\n')
-    (tmp_path / "thesis.tex").write_text("years of work")
-    before = contents(tmp_path)
-    with pytest.raises(SystemExit) as done:
-        arithmetic.main([*QUICK, str(tmp_path)])
-    said = capsys.readouterr()
-    assert done.value.code == 2 and "choose another folder" in said.err and "warm-up" not in said.out
-    assert {name: text for name, text in contents(tmp_path).items() if name != ".lock"} == before
-
-
-def test_the_example_replaces_its_own_run_and_leaves_what_others_put_there(tmp_path: Path) -> None:
-    assert arithmetic.main([*QUICK, str(tmp_path)]) == 0
-    (tmp_path / "notes.txt").write_text("mine")
-    shutil.copytree(tmp_path / "checkpoints" / "step-00000003", tmp_path / "checkpoints" / "step-00000003-good")
-    (tmp_path / "checkpoints" / "step-00000003" / "notes.txt").write_text("mine")
-    kept = {name: text for name, text in contents(tmp_path).items() if "notes" in name or "-good" in name}
-    first = (tmp_path / "metrics.jsonl").read_text()
-    assert arithmetic.main([*QUICK, str(tmp_path)]) == 0
-    after = contents(tmp_path)
-    assert len(kept) == 4
-    for name, text in kept.items():  # or where the new run has its own folder of that name, beside it
-        assert text in (after.get(name), after.get(name.replace("00000003/", "00000003-aside/")))
-    assert (tmp_path / "metrics.jsonl").read_text() != first  # times differ
-    (tmp_path / "metrics.jsonl").write_text(first)  # of another run again
-    with pytest.raises(SystemExit):
-        arithmetic.main([*QUICK, str(tmp_path)])
-    assert (tmp_path / "metrics.jsonl").read_text() == first
-
-
-def test_the_example_runs_and_runs_again(tmp_path: Path, capsys: Any, drawn: None) -> None:
-    random.seed(5)
-    out = tmp_path / "run"
-    for _ in range(2):  # the second run replaces the first
-        assert arithmetic.main([*QUICK, str(out)]) == 0
-    metrics = read_metrics(out / "metrics.jsonl")
-    assert [line["step"] for line in metrics] == [0, 1, 2, 3]
-    assert (out / "curves.png").stat().st_size > 5000
-    assert metrics[-1]["accuracy"] == pytest.approx(
-        float(re.findall(r"-> ([\d.]+)%", capsys.readouterr().out)[-1]) / 100, abs=1e-3
-    )
