@@ -95,7 +95,7 @@ def warm_up(model: Any, tok: Any, rows: list[Problem], seed: int, steps: int, pr
         prompts, prompt_attention = left_pad(encoded(batch, tok), end, torch.device("cpu"))
         # Careless anew at each reading: the policy learns how often, not where.
         texts = [row["slip" if rng.random() < CARELESS else "answer"] for row in batch]
-        answers = [ids + [end] for ids in tok(texts)["input_ids"]]
+        answers = [[*ids, end] for ids in tok(texts)["input_ids"]]
         width = max(map(len, answers))
         targets = torch.tensor([a + [end] * (width - len(a)) for a in answers])
         mask = torch.arange(width) < torch.tensor([[len(a)] for a in answers])

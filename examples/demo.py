@@ -188,11 +188,15 @@ def run(seed: int, size: Size, sides: Callable[..., Iterator[Line]] = apart, pro
 
 
 def warm_up(seed: int, size: Size, start: Path, progress: bool) -> None:
-    """With a table of the ids that texts use; the others would make each step slow, and learn nothing."""
+    """With a table of the ids that texts use; the others would make each step slow, and learn nothing. On one thread, which so
+    small a model hardly notices; the processes of the sides start beside it."""
     torch.manual_seed(seed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     model = arithmetic.policy(size.width, size.layers)
     rows = arithmetic.problems(8000, seed)[0]
     arithmetic.warm_up(model, arithmetic.tokenizer(), rows, seed, size.warm_up, progress)
+    torch.set_num_threads(threads)
     torch.save(model.state_dict(), start)
 
 

@@ -68,17 +68,19 @@ def sentences(record: Record) -> list[str]:
     pairs = [pair for run in record["runs"] for pair in zip(*(run["sides"][x]["reward"] for x in (FUSED, PLAIN)), strict=True)]
     same, apart = sum(a == b for a, b in pairs), max(abs(a - b) for a, b in pairs)
     gains = [100 * (after - before) for run in record["runs"] for before, after in [run["sides"][FUSED]["accuracy"]]]
-    rest = "" if same == len(pairs) else f", and differs by at most {apart:.3f} in the others"
+    curves = f"One curve: the rewards of all {len(pairs)} steps are the same by both losses"
+    if same < len(pairs):
+        curves = f"Both losses have the same reward in {same} of {len(pairs)} steps, and rewards at most {apart:.3f} apart in the others"
     size, low, high = record["size"], *_kept(record)
     seconds, peak = ({x: middle(record, x, field) for x in (FUSED, PLAIN)} for field in ("seconds", "peak_mib"))
     loss = {x: 1e3 * middle(record, x, "loss_seconds") for x in (FUSED, PLAIN)}
     kept = f"{low}" if low == high else f"{low} to {high}"
     return [
-        f"The curve is the same: of {same} of {len(pairs)} steps both losses have the same reward{rest}; the fused one gained "
-        f"{', '.join(f'{x:+.1f}' for x in gains)} points of accuracy, over the {kept} of {size['vocab']:,} ids that each token was drawn from.",
+        f"{curves}; greedy accuracy gained {', '.join(f'{x:+.1f}' for x in gains)} points by the fused one, training over the {kept} of "
+        f"{size['vocab']:,} ids that each token was drawn from.",
         f"Loss and gradient take {loss[FUSED]:.0f} ms instead of {loss[PLAIN]:.0f}, a whole step {seconds[FUSED]:.2f} s instead of "
-        f"{seconds[PLAIN]:.2f} and {peak[FUSED]:,.0f} MiB instead of {peak[PLAIN]:,.0f}; what is left of the step is sampling, "
-        f"{middle(record, FUSED, 'sampling_seconds') / seconds[FUSED]:.0%} of it.",
+        f"{seconds[PLAIN]:.2f} and {peak[FUSED]:,.0f} MiB instead of {peak[PLAIN]:,.0f}; sampling, which "
+        f"both do alike, is {middle(record, FUSED, 'sampling_seconds') / seconds[FUSED]:.0%} of the fused step.",
     ]
 
 

@@ -95,27 +95,48 @@ def kept_ids(
     rules = stages(order, int(top_k) if top_k < vocab else 0, float(top_p), float(min_p))
     if not rules:
         return None
+    only_k = len(rules) == len(rules[0]) == 1 and 0 < top_k < vocab and targets is None
     ids, counts, row = [], [], 0
     for chunk in row_chunks(logits.detach(), max(1, CHUNK // vocab)):
         rows = slice(row, row + len(chunk))
-        kept = kept_of(chunk, t[rows, None], rules, row)
-        if targets is not None:
-            force(kept, targets.reshape(-1)[rows, None])
-        ids.append(kept.nonzero()[:, 1].to(torch.int32))
-        counts.append(kept.sum(-1))
+        z = over_temperature(chunk, t[rows, None], row)
+        found = largest_ids(z, int(top_k)) if only_k else None
+        if found is None:
+            kept = kept_of(z, rules)
+            if targets is not None:
+                force(kept, targets.reshape(-1)[rows, None])
+            ids.append(kept.nonzero()[:, 1].to(torch.int32))
+            counts.append(kept.sum(-1))
+        else:
+            ids.append(found.flatten())
+            counts.append(torch.full((len(z),), int(top_k), device=z.device))
         row = rows.stop
     if row == 0:
         return None
     return torch.cat(ids), offsets_of(torch.cat(counts)), None
 
 
-def kept_of(chunk: Tensor, temperature: Tensor, rules: list[list[Rule]], row: int) -> Tensor:
-    """bool [n, V]. `row`: where the chunk starts, for messages."""
+def over_temperature(chunk: Tensor, temperature: Tensor, row: int) -> Tensor:
+    """z [n, V]. `row`: where the chunk starts, for messages."""
     z = chunk.to(torch.promote_types(chunk.dtype, torch.float32)) / temperature
     wrong = ~z.amax(-1).isfinite()
     if wrong.any():
         at = int(wrong.nonzero()[0])
         raise ValueError(f"logits are NaN, +inf or all -inf in row {row + at}: there is nothing to sample from.")
+    return z
+
+
+def largest_ids(z: Tensor, k: int) -> Tensor | None:
+    """int32 [n, k]: what `by_top_k` keeps, ascending, without a look at each id; None where the last of a row equals the next,
+    -inf included, so that its set is another size."""
+    values, ids = z.topk(k + 1)
+    if bool((values[:, k - 1] == values[:, k]).any()):
+        return None
+    return ids[:, :k].sort(-1).values.to(torch.int32)
+
+
+def kept_of(z: Tensor, rules: list[list[Rule]]) -> Tensor:
+    """bool [n, V]; z is overwritten."""
     for stage in rules:
         kept = stage[0](z)
         for rule in stage[1:]:

@@ -168,11 +168,10 @@ def draw(
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device), None
     sets = TokenSets.from_logits(logits, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
     cut = sets.empty_rows == 0
-    logits = logits.float() / temperature
     ids = sets.padded().long() if cut else torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
     if cut:
         logits = logits.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
-    probs = logits.softmax(-1)
+    probs = (logits.float() / temperature).softmax(-1)
     below = probs.cumsum(-1, dtype=torch.float64)
     at = uniform()[:, None].to(torch.float64) * below[:, -1:]
     chosen = torch.searchsorted(below, at, right=True).clamp(max=probs.shape[-1] - 1)

@@ -274,3 +274,13 @@ def test_a_row_is_named_as_in_the_batch(monkeypatch: pytest.MonkeyPatch) -> None
     for x in (logits, logits.expand(2, 4, 3, 5)[1], torch.cat([logits, logits], 1)[:, :3]):
         with pytest.raises(ValueError, match="in row 7"):
             TokenSets.from_logits(x, top_k=1)
+
+
+def test_a_lone_top_k_without_ties_is_not_looked_for_in_all_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(7))
+    expected, _ = oracle(logits, "vllm", 0.7, top_k=6)
+    monkeypatch.setattr(token_set_rules, "kept_of", None)
+    assert_facts(TokenSets.from_logits(logits, top_k=6, temperature=0.7), expected)
+    logits[3] = 1.0  # all are equal
+    with pytest.raises(TypeError, match="not callable"):
+        TokenSets.from_logits(logits, top_k=6, temperature=0.7)

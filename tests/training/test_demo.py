@@ -73,7 +73,7 @@ def test_equal_rows_of_the_table_are_refused(tmp_path: Path, easy: None, monkeyp
 
     def with_equal_rows(model: Any, *rest: Any) -> float:
         with torch.no_grad():
-            model.get_input_embeddings().weight[41:] = 0.0
+            model.get_input_embeddings().weight.fill_(0.1)
         return accuracy(model, *rest)
 
     monkeypatch.setattr(demo.arithmetic, "accuracy", with_equal_rows)
@@ -98,9 +98,14 @@ def test_the_table_and_the_sentences_are_of_the_record(record: dict[str, Any]) -
     head, *rows = demo_report.table(record)
     assert len(head) == len(rows[0]) and [row[:2] for row in rows] == [[x, name] for x in "01" for name in demo.LOSSES]
     assert rows[3] == ["1", "plain PyTorch", "1.50", "0.25", "1200", "50", "700", "25.0%", "75.0%"]
-    assert "5 of 6 steps" in said and "at most 0.250 in the others" in said and "+50.0, +50.0 points" in said
+    assert "in 5 of 6 steps" in said and "at most 0.250 apart in the others" in said and "+50.0, +50.0 points" in said
     assert "200 ms instead of 1200" in said and "0.50 s instead of 1.50" in said and "20 MiB instead of 700" in said
-    assert "50% of it" in said and "the 7 of 101 ids" in said
+    assert "50% of the fused step" in said and "the 7 of 101 ids" in said
+
+
+def test_one_curve_is_said_where_there_is_one(record: dict[str, Any]) -> None:
+    first, _ = demo_report.sentences(record | {"runs": record["runs"][:1]})
+    assert "One curve: the rewards of all 3 steps are the same" in first
 
 
 def test_the_page_and_the_picture_hold_the_record(record: dict[str, Any], tmp_path: Path) -> None:
