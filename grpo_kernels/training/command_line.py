@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import types
 import typing
+from typing import Any
+
+from . import config_file
+from .config_file import base_type, closest
 
 T = typing.TypeVar("T")
 
@@ -32,30 +35,74 @@ def _value(text: str) -> typing.Any:
     return text
 
 
+#: How values are named in the help where an option does not say.
+KINDS = {int: "N", float: "X", str: "TEXT"}
+
+
 def parse_args(argv: list[str], config: type[T]) -> T:
-    """A dataclass from `--field value` arguments; a bad one ends the program with its message."""
+    """A dataclass from `--field value` arguments, and from the file that `--config` names; what is among the arguments wins. A bad
+    one ends the program with its message."""
+    parser, names = _parser(config), [f.name for f in dataclasses.fields(config)]  # type: ignore[arg-type]
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"there is no option {unknown[0]!r}: {closest(unknown[0], names)}")
+    options = vars(given)
+    path = options.pop("config", None)
+    try:
+        options = (config_file.read(path, config) if path is not None else {}) | options
+        missing = [f.name for f in dataclasses.fields(config) if f.default == "" and not options.get(f.name)]  # type: ignore[arg-type]
+        if missing:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in missing)
+            raise ValueError(f"{flags} must be given{'' if path is None else f', here or in {path}'}.")
+        return config(**options)
+    except (ValueError, ModuleNotFoundError) as error:
+        parser.error(str(error))
+
+
+def _parser(config: type) -> argparse.ArgumentParser:
+    """Options that are not given leave no value: the file may have one."""
     parser = argparse.ArgumentParser(
         prog="python -m grpo_kernels train",
+        usage="%(prog)s --model NAME --dataset NAME [option ...]\n       %(prog)s --config FILE [option ...]",
         description="Train a causal language model with GRPO.",
         epilog="Exit status: 0 done; 128 + the signal's number (130, 143) stopped by it after a step, with a checkpoint that --resume "
         "goes on from; 2 an argument is wrong.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
     )
-    hints = typing.get_type_hints(config)
-    for f in dataclasses.fields(config):  # type: ignore[arg-type]
-        kind = hints[f.name]
-        if isinstance(kind, types.UnionType):
-            kind = next(k for k in typing.get_args(kind) if k is not types.NoneType)
-        options: dict[str, typing.Any] = {"type": kind}
-        if kind is bool:
-            options = {"action": argparse.BooleanOptionalAction}
-        elif typing.get_origin(kind) is list:
-            options = {"type": typing.get_args(kind)[0], "nargs": "+"}
-        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-        # argparse formats help with %, and shows defaults only where there is a text.
-        text = f.metadata["help"].replace("%", "%%")
-        parser.add_argument("--" + f.name.replace("_", "-"), default=default, required=default == "", help=text, **options)
-    try:
-        return config(**vars(parser.parse_args(argv)))
-    except ValueError as error:
-        parser.error(str(error))
+    text = (
+        "YAML file of options by their names here, `max_new_tokens: 64`; what the command line says wins. A run writes its own "
+    )
+    parser.add_argument("--config", metavar="FILE", help=text + "into out/config.yaml (default: none)")
+    hints, groups = typing.get_type_hints(config), dict[str, Any]()
+    for f in dataclasses.fields(config):
+        title = f.metadata["group"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title].add_argument(
+            "--" + f.name.replace("_", "-"), help=_help(f), **_reading(hints[f.name], f.metadata["unit"])
+        )
+    return parser
+
+
+def _reading(hint: Any, unit: str | None) -> dict[str, Any]:
+    """How argparse reads an option of a type."""
+    kind = base_type(hint)
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(kind) is list:
+        (inner,) = typing.get_args(kind)
+        return {"type": inner, "nargs": "+", "metavar": unit or KINDS[inner]}
+    return {"type": kind, "metavar": unit or KINDS[kind]}
+
+
+def _help(f: dataclasses.Field) -> str:
+    """What an option does and its default, with % as argparse wants it."""
+    text = f.metadata["help"]
+    default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+    if default == "":
+        text += " (required)"
+    elif default is not None:
+        shown = " ".join(map(str, default)) or "none" if isinstance(default, list) else default
+        text += f" (default: {'on' if default is True else 'off' if default is False else shown})"
+    return text.replace("%", "%%")

@@ -25,7 +25,7 @@ class Credit:
         self.config, self.policy, self.losses, self.rollouts, self.ranks = config, policy, losses, rollouts, ranks
 
     def advantages(self, rows: list[Row], completions: Completions, scores: Scores) -> Tensor:
-        """Advantages of this rank's completions, [B] or [B, T], estimated from the scores of all ranks."""
+        """Advantages of this rank's completions on the CPU, [B] or [B, T], estimated from the scores of all ranks."""
         needs, size, known = self.config.needs, self.config.group_size, dict[str, Tensor]()
         if "greedy_rewards" in needs:
             known["greedy_rewards"] = self.rollouts.greedy_rewards(rows)
@@ -35,12 +35,12 @@ class Credit:
         found = advantages(scores, self.config.estimate, self.config.estimate_steps, group_size=size, **known)
         prompts = self.ranks.share(self.config.prompts_per_step)
         own = found[prompts.start * size : prompts.stop * size]
-        return (own if own.dim() == 1 else own[:, : completions.targets.shape[1]]).to(self.ranks.device)
+        return own if own.dim() == 1 else own[:, : completions.targets.shape[1]]
 
     def batch(self, completions: Completions, of_each: Tensor) -> TokenBatch:
         """Completions and their advantages, with the weights and masks that the config names for what the sampler did otherwise
         than the policy that is trained. Without old log-probs, which the update knows."""
-        batch = TokenBatch(completions.targets, of_each, mask=completions.mask, kept=completions.kept)
+        batch = TokenBatch(completions.targets, of_each.to(self.ranks.device), mask=completions.mask, kept=completions.kept)
         if not self.config.corrections:
             return batch
         old = self._of_policy(self.losses.logps, completions)

@@ -18,7 +18,10 @@ class OutputFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.summary = path / "summary.txt"
         self.picture = path / "curves.png"
         self.model = path / "model"
         self.lock: IO[str] | None = None

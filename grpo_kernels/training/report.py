@@ -1,12 +1,13 @@
-"""The records of a run: one JSON line per step and a picture of the curves."""
+"""The records of a run: metrics of its steps, samples, progress, and a picture of the curves."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
+import resource
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch
 
 from ..formulas.filters import EntropyQuantile
 from ..objective import Objective
-from . import require
+from . import config_file, require
 from .config import TrainConfig
+from .jsonl import JsonLines, read_metrics
 from .losses import LossParts
 from .output import OutputFolder
 from .ranks import Ranks
-from .rewards import Scores
+from .samples import Samples, as_text
+from .trackers import TRACKERS, Dashboards, Tracker
 
 Tensor = torch.Tensor
 
@@ -40,7 +43,7 @@ def of_update(outs: list[LossParts], objective: Objective, ranks: Ranks, *, weig
         del metrics["kept"]  # which leaves out a quantile over ranks
     if weighted:
         del metrics["ess"]  # of weighted ratios, whose sum is not among the metrics
-    return metrics
+    return metrics | {"clip_ratio": metrics["clip_low"] + metrics["clip_high"]}
 
 
 def numbers(lines: list[dict[str, Tensor]]) -> list[dict[str, float]]:
@@ -70,100 +73,87 @@ def combine(parts: list[dict[str, float]]) -> dict[str, float]:
     return metrics
 
 
-def _dump(line: dict[str, Any]) -> str:
-    """A line of JSON; NaN and infinity, which JSON lacks, become null."""
-    known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-    return json.dumps(known, allow_nan=False) + "\n"
-
-
-class MetricsLog:
-    """metrics.jsonl, one object per line, on disk when `write` returns."""
-
-    def __init__(self, path: Path, resume_at: int) -> None:
-        """Lines of steps from `resume_at` on, which a resumed run writes again, are dropped."""
-        if path.exists():
-            draft = path.with_suffix(".draft")
-            kept = [line for line in read_metrics(path) if line["step"] < resume_at]
-            draft.write_text("".join(_dump(line) for line in kept))
-            draft.replace(path)
-        self.file = open(path, "a")
-
-    def write(self, line: dict[str, Any]) -> None:
-        self.file.write(_dump(line))
-        self.file.flush()
-        os.fsync(self.file.fileno())
-
-    def close(self) -> None:
-        self.file.close()
-
-
 class RunLog:
-    """What rank 0, which alone has the files, keeps of a run: its metrics, a progress bar, and at the end the picture."""
+    """What rank 0, which alone has the files, keeps of a run: options, metrics and samples, and at the end a picture.
+    With `config.progress` it shows how the run goes: a bar, or without a terminal a line for each step."""
 
-    def __init__(self, config: TrainConfig, folder: OutputFolder, ranks: Ranks, step: int) -> None:
-        self.folder, self.ranks = folder, ranks
-        shown = config.progress and ranks.main
-        self.bar = require("tqdm").tqdm(total=config.steps, initial=step, disable=not shown, desc="grpo")
+    def __init__(
+        self, config: TrainConfig, folder: OutputFolder, ranks: Ranks, step: int, samples: Samples, trackers: Sequence[Tracker]
+    ) -> None:
+        self.config, self.folder, self.ranks, self.samples = config, folder, ranks, samples
+        self.shown = config.progress and ranks.main
+        self.bar = require("tqdm").tqdm(
+            total=config.steps, initial=step, disable=not self.shown or not sys.stderr.isatty(), desc="grpo", unit="step"
+        )
         # A run that is complete keeps the evaluation after its last step.
-        self.metrics = MetricsLog(folder.metrics, resume_at=step + (step >= config.steps)) if ranks.main else None
+        ranks.on_main(lambda: self._open(step + (step >= config.steps), trackers))
+
+    def _open(self, at: int, trackers: Sequence[Tracker]) -> None:
+        config, folder = self.config, self.folder
+        config_file.write(config, folder.config)
+        self.metrics, self.sampled = JsonLines(folder.metrics, at), JsonLines(folder.samples, at)
+        own = [TRACKERS[name](folder.path, asdict(config), at) for name in config.log_to if name in TRACKERS]
+        self.dashboards = Dashboards([*own, *trackers])
 
     def write(self, line: dict[str, Any]) -> None:
-        def on_main() -> None:
-            assert self.metrics is not None
-            self.metrics.write(line)
+        """The metrics of a step, with the samples that were taken in it."""
+        self.ranks.on_main(lambda: self._write(**line))
 
-        self.ranks.on_main(on_main)
-        if "loss" in line:  # of a step, and not of the last evaluation alone
-            self.bar.update()
-            self.bar.set_postfix({k: f"{line[k]:.3g}" for k in ("reward", "kl", "entropy") if k in line})
+    def _write(self, step: int, **metrics: Any) -> None:
+        self.metrics.log(step, metrics)
+        self.dashboards.log(step, metrics)
+        for sample in self.samples.taken:
+            self.sampled.log(step, sample)
+            self.show(as_text(step, sample))
+        self.samples.taken = []
+        if "accuracy" in metrics:
+            self.show(f"step {step}: held-out accuracy {metrics['accuracy']:.3f} ({metrics['accuracy_counts']})")
+        if "loss" not in metrics:  # the last evaluation alone
+            return
+        main = {k: f"{metrics[k]:.3g}" for k in ("reward", "kl", "entropy", "completion_length") if k in metrics}
+        self.bar.set_postfix(main, refresh=False)
+        self.bar.update()
+        if self.bar.disable:
+            told = ", ".join(f"{name} {value}" for name, value in main.items())
+            self.show(f"step {step + 1} of {self.config.steps}: {told}, {metrics['seconds']:.1f} s")
+
+    def show(self, text: str) -> None:
+        if self.shown:
+            self.bar.write(text, file=sys.stderr)
 
     def close(self) -> None:
         self.bar.close()
-        if self.metrics is None:
+        if not self.ranks.main:
             return
-        self.metrics.close()
+        for file in (self.metrics, self.sampled, self.dashboards):
+            file.close()
         try:
             plot(self.folder.metrics, self.folder.picture)
         except Exception as error:  # without a picture a run is one all the same
             print(f"{self.folder.picture} is not drawn: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-def timing(scores: Scores, started: float, sampled: float) -> dict[str, float]:
-    """Of a step that began at `started`, had its completions at `sampled`, and ends now."""
-    seconds = time.perf_counter() - started
-    return {
-        "seconds": seconds,
-        "sampling_seconds": sampled - started,
-        "tokens_per_second": sum(scores.lengths) / seconds,
-    }
+class Stopwatch:
+    """Seconds of the parts of a step. Read where the host has just waited for the device, it adds no wait."""
 
+    def __init__(self) -> None:
+        self.began = self.last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete lines, without what a crash while writing leaves: a partial last line, or NUL bytes."""
-    return [line for line in map(_parsed, _texts(path)) if line is not None]
+    def lap(self, part: str) -> None:
+        """What has passed since the last lap belongs to `part`."""
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self.last
+        self.last = now
 
-
-def damaged_from(path: Path) -> int | None:
-    """The first step whose line a crash has damaged; None where all lines are whole, or there is no file."""
-    step = 0
-    for text in _texts(path) if path.exists() else ():
-        line = _parsed(text)
-        if line is None:
-            return step
-        step = line["step"] + 1
-    return None
-
-
-def _texts(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines(keepends=True)
-
-
-def _parsed(text: str) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text) if text.endswith("\n") else None
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+    def metrics(self, tokens: int, device: torch.device) -> dict[str, float]:
+        """Of a step that ends now and sampled so many tokens, with the most memory that the device had, or on the CPU the
+        process."""
+        seconds = time.perf_counter() - self.began
+        process = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else process
+        parts = {f"{part}_seconds": value for part, value in self.seconds.items()}
+        return {"seconds": seconds, **parts, "tokens_per_second": tokens / seconds, "peak_memory_gb": peak / 1e9}
 
 
 def plot(metrics: Path, picture: Path) -> None:

@@ -9,8 +9,8 @@ per completion. It takes what it needs by name and swallows the rest with **_. I
     a list                process rewards, one entry per sampled token: a number where a step of the reasoning ends,
                           None elsewhere.
 
-Numbers are finite; what is none of this raises ValueError. Prompts are texts, as the model sees them. Of random numbers those of
-torch, Python and NumPy that everybody shares come back when a run is resumed; a generator of one's own does not.
+Numbers are finite; what is none of this raises ValueError (`reward_calls`). Prompts are texts, as the model sees them. Of random
+numbers those of torch, Python and NumPy that everybody shares come back when a run is resumed; a generator of one's own does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,9 @@ import torch
 
 from ..rewards.estimators import Evidence
 from . import require
+from .reward_calls import RewardFunction, Rewards
 
 Tensor = torch.Tensor
-RewardFunction = Callable[..., list[Any]]
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -112,76 +112,6 @@ class RewardModel:
 
 
 @dataclass(frozen=True)
-class Rewards:
-    """The results of one reward function for some completions."""
-
-    name: str
-    values: list[float | list[float | None]]
-
-
-def call(
-    functions: list[RewardFunction],
-    *,
-    prompts: list[str],
-    completions: list[str],
-    tokens: list[list[int]],
-    columns: dict[str, list[Any]],
-) -> list[Rewards]:
-    """The functions' rewards, as many as there are completions; without completions nothing is called."""
-    found = []
-    for function in functions:
-        name = name_of(function)
-        returned = function(prompts, completions, completion_ids=tokens, **columns) if completions else []
-        if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Iterable):
-            raise ValueError(f"reward {name} returned {_shown(returned)}: return a list, with an entry for each completion.")
-        values = list(returned)
-        if len(values) != len(completions):
-            raise ValueError(
-                f"reward {name} returned {len(values)} values for {len(completions)} completions: return one for each."
-            )
-        found.append(Rewards(name, [_reward(value, name, i, len(tokens[i])) for i, value in enumerate(values)]))
-    return found
-
-
-def name_of(function: RewardFunction) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _reward(value: Any, name: str, i: int, length: int) -> float | list[float | None]:
-    """What a function returned for completion i of `length` tokens, as a number or a list of numbers and None."""
-    if not isinstance(value, (list, tuple)):
-        where = f"reward {name} returned {_shown(value)} for completion {i}"
-        return _number(value, f"{where}: return a finite number, or a list with process rewards.")
-    if len(value) != length:
-        raise ValueError(
-            f"process reward {name} returned {len(value)} entries for completion {i} of {length} tokens: one entry per token."
-        )
-    remedy = "a step's reward is a finite number, and None stands where no step ends."
-    return [
-        None
-        if v is None
-        else _number(v, f"process reward {name} returned {_shown(v)} at token {t} of completion {i}: {remedy}")
-        for t, v in enumerate(value)
-    ]
-
-
-def _number(value: Any, refusal: str) -> float:
-    """A Python, NumPy or torch number, which is finite."""
-    try:
-        number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(refusal)
-    return number
-
-
-def _shown(value: Any) -> str:
-    """A value for an error message: its type and the beginning of its content."""
-    return "None" if value is None else f"a {type(value).__name__} ({value!r:.40})"
-
-
-@dataclass(frozen=True)
 class Scores:
     """The rewards of the completions of all ranks: B completions, T tokens in the longest."""
 
@@ -191,6 +121,8 @@ class Scores:
     outcomes: Tensor  # [B, K]: of the functions that give outcome rewards, with
     weights: list[float]  # their K weights
     steps: list[tuple[float, Tensor]]  # of those that give process rewards: weight, and [B, T] with NaN where no step ends
+    each: dict[str, Tensor]  # [B]: of each function, by its name; of process rewards, the sum over steps
+    texts: list[str]  # of the completions of this rank alone, as reward functions see them
 
     @property
     def mask(self) -> Tensor:
@@ -199,7 +131,8 @@ class Scores:
 
     def summary(self, group_size: int) -> dict[str, float]:
         grouped = self.totals.view(-1, group_size)
-        return {
+        several = {f"reward/{name}": values.mean().item() for name, values in self.each.items()} if len(self.each) > 1 else {}
+        return several | {
             "reward": self.totals.mean().item(),
             "reward_std": self.totals.std(unbiased=False).item(),
             "zero_variance_groups": (grouped.amax(1) == grouped.amin(1)).float().mean().item(),
@@ -207,7 +140,7 @@ class Scores:
         }
 
 
-def score(rewards: list[Rewards], weights: list[float], lengths: list[int]) -> Scores:
+def score(rewards: list[Rewards], weights: list[float], lengths: list[int], texts: list[str] | None = None) -> Scores:
     """Add the rewards of a whole batch up. `lengths`: tokens of each completion."""
     numbers = torch.zeros(len(rewards), len(lengths), dtype=torch.float64)
     outcomes, steps = [], []
@@ -220,7 +153,12 @@ def score(rewards: list[Rewards], weights: list[float], lengths: list[int]) -> S
             outcomes.append(k)
         numbers[k] = torch.tensor(values, dtype=torch.float64)
     totals = _weighted(numbers, weights)
-    return Scores(lengths, totals, numbers[0], numbers[outcomes].T, [weights[k] for k in outcomes], steps)
+    each: dict[str, Tensor] = {}
+    for reward, column in zip(rewards, numbers, strict=True):
+        same = sum(name.partition("#")[0] == reward.name for name in each)
+        each[f"{reward.name}#{same + 1}" if same else reward.name] = column
+    chosen = [weights[k] for k in outcomes]
+    return Scores(lengths, totals, numbers[0], numbers[outcomes].T, chosen, steps, each, texts or [])
 
 
 def _weighted(columns: Tensor, weights: list[float]) -> Tensor:
@@ -255,10 +193,10 @@ def step_rewards(reward: Rewards, lengths: list[int]) -> Tensor:
     """Process rewards as fp64 [B, T], NaN where no step ends."""
     found = torch.full((len(lengths), max(lengths)), math.nan, dtype=torch.float64)
     for i, steps in enumerate(reward.values):
-        if not isinstance(steps, (list, tuple)):
+        if not isinstance(steps, list):
             raise ValueError(
-                f"process reward {reward.name} returned a {type(steps).__name__} for completion {i} of {lengths[i]} tokens: "
-                "one entry per token."
+                f"reward {reward.name} returned numbers in one process and lists in another: return lists everywhere, with None "
+                "where no step ends."
             )
         for t, step in enumerate(steps):
             if step is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ from .config import TrainConfig
 from .data import Row
 from .parallel import ParallelModel
 from .ranks import Ranks
-from .rewards import RewardFunction, Rewards, Scores, call, name_of, score
+from .reward_calls import RewardFunction, Rewards, call, name_of
+from .rewards import Scores, score
 from .sampling import Completions, autocast, end_ids, sample
 
 Tensor = torch.Tensor
@@ -63,12 +65,13 @@ class Rollouts:
         """The scores of the completions of all rows, those of other ranks too."""
         repeated = [row for row in rows[self.ranks.share(len(rows))] for _ in range(group_size)]
         tokens = completions.tokens
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
 
         def own() -> tuple[list[Rewards], list[int]]:
             rewards = call(
                 self.rewards,
                 prompts=[row["prompt"] for row in repeated],
-                completions=[self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens],
+                completions=texts,
                 tokens=tokens,
                 columns={name: [row[name] for row in repeated] for name in rows[0] if name not in ("prompt", "prompt_ids")},
             )
@@ -78,7 +81,7 @@ class Rollouts:
         lengths = [n for _, part in found for n in part]
         functions = zip(*(rewards for rewards, _ in found), strict=True)
         whole = [Rewards(parts[0].name, [v for part in parts for v in part.values]) for parts in functions]
-        return score(whole, self.weights, lengths)
+        return score(whole, self.weights, lengths, texts)
 
     def greedy_rewards(self, rows: list[Row]) -> Tensor:
         """[B]: for each completion, the reward of the greedy completion of its prompt."""
@@ -89,7 +92,7 @@ class Rollouts:
         """Held-out prompts, one completion each. "accuracy": the share to which the first reward function gives at least 1, and
         in words what that counts; "eval_reward": the mean of all rewards."""
         size, config = self.config.prompts_per_step * self.config.group_size, self.config
-        solved, total = 0, 0.0
+        solved, total, began = 0, 0.0, time.perf_counter()
         for at in range(0, len(rows), size):
             some = rows[at : at + size]
             generator = torch.Generator(self.ranks.device).manual_seed(config.seed + at)
@@ -97,4 +100,5 @@ class Rollouts:
             solved += int((scores.first >= 1).sum())
             total += float(scores.totals.sum())
         counts = f"{name_of(self.rewards[0])} >= 1, {len(rows)} prompts"
-        return {"accuracy": solved / len(rows), "accuracy_counts": counts, "eval_reward": total / len(rows)}
+        means = {"accuracy": solved / len(rows), "accuracy_counts": counts, "eval_reward": total / len(rows)}
+        return means | {"eval_seconds": time.perf_counter() - began}

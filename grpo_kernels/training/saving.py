@@ -12,14 +12,15 @@ import torch
 from ..rewards.entropy import AdaptiveEntropyCoef
 from . import checkpoints, randomness
 from .config import TrainConfig
+from .jsonl import damaged_from
 from .output import OutputFolder
 from .parallel import ParallelModel
 from .ranks import Ranks
-from .report import damaged_from
 
 #: What may differ between a run and its continuation without changing the steps.
 FREE_TO_CHANGE = {
-    "steps", "out", "resume", "progress", "checkpoint_steps", "keep_checkpoints", "eval_steps", "eval_prompts", "parallel"
+    "steps", "out", "resume", "progress", "checkpoint_steps", "keep_checkpoints", "eval_steps", "eval_prompts", "parallel",
+    "log_to", "sample_every", "sample_count",
 }  # fmt: skip
 
 

@@ -10,13 +10,14 @@ import torch
 
 from ..formulas.filters import EntropyQuantile
 from ..objective import Objective
-from . import require
+from . import require, trackers
 from .config import TrainConfig
 from .data import EVAL_PROMPTS, Row, encode, load_rows
 from .loading import check_backend, check_liger, check_names, load_model, load_policy, pick_device, prepare_policy
 from .parallel import same_on_all_ranks
 from .ranks import Ranks
-from .rewards import RewardFunction, RewardModel, resolve
+from .reward_calls import RewardFunction
+from .rewards import RewardModel, resolve
 
 RowLists = tuple[list[Row], list[Row]]
 
@@ -45,7 +46,8 @@ def check(config: TrainConfig, model: Any, tokenizer: Any, rows: RowLists | None
     if model is None:
         check_names(config, ("model",))
     check_teacher(config, model, teacher)
-    for package in ("matplotlib", "tqdm"):
+    trackers.check(config.log_to)
+    for package in ("matplotlib", "tqdm", "yaml"):
         require(package)
     return device
 

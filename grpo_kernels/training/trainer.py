@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,8 @@ import torch
 
 from ..distributed import global_normalizer
 from ..rewards.entropy import AdaptiveEntropyCoef
-from . import randomness, setup
+from . import randomness, setup, summary
 from .batches import micro_batches
-from .command_line import parse_args
 from .config import TrainConfig
 from .credit import Credit
 from .data import Row, prompts_of_step
@@ -38,21 +36,23 @@ from .output import OutputFolder
 from .parallel import ParallelModel
 from .ranks import Ranks
 from .recompute import check_recomputing, recomputing
-from .report import RunLog, of_update, timing
-from .rewards import RewardFunction
+from .report import RunLog, Stopwatch, of_update
+from .reward_calls import RewardFunction
 from .rollouts import Rollouts
+from .samples import Samples
 from .sampling import Completions
 from .saving import Saved
 from .stopping import stop_after_step
+from .trackers import Tracker
 
-__all__ = ["LossParts", "TrainConfig", "Trainer", "main"]
+__all__ = ["LossParts", "TrainConfig", "Trainer"]
 
 Tensor = torch.Tensor
 
 
 class Trainer:
     """A run. `model`, `tokenizer`, `rows` (training rows, held-out rows), `rewards` and `teacher` replace what the config names;
-    a row is a dict with "prompt" and the columns that the reward functions take.
+    a row is a dict with "prompt" and the columns that the reward functions take. `trackers` get the metrics too.
 
     Of several processes (see `training.ranks`) each makes a Trainer with the same arguments, and calls the same methods; rank
     0 alone writes. What can be wrong with the output folder, the device or the options is found here, before anything slow."""
@@ -66,8 +66,9 @@ class Trainer:
         rows: tuple[list[Row], list[Row]] | None = None,
         rewards: list[RewardFunction] | None = None,
         teacher: Any = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
-        self.config, self.objective, self.out = config, config.objective, Path(config.out)
+        self.config, self.objective, self.out, self.trackers = config, config.objective, Path(config.out), trackers
         self.device = setup.check(config, model, tokenizer, rows, teacher)
         self.ranks = Ranks(self.device)
         setup.check_prompts(config, self.ranks)
@@ -100,6 +101,7 @@ class Trainer:
         self.rollouts = Rollouts(config, self.policy, self.tokenizer, self.rewards, ranks)
         self.sample, self.score = self.rollouts.sample, self.rollouts.score
         self.credit = Credit(config, self.policy, self.losses, self.rollouts, ranks)
+        self.samples, self.watch = Samples(config, ranks), Stopwatch()
         self.saved = Saved(config, self.folder, ranks, self.policy, self.reference, self.optimizer, self.entropy_coef)
         ranks.on_main(self.saved.check_space)
 
@@ -115,6 +117,7 @@ class Trainer:
             self.take_steps()
             if self.step == self.config.steps:
                 self.saved.save_model(self.tokenizer)
+            self.ranks.on_main(lambda: summary.write(self.folder))
         finally:
             self.folder.release()
         if self.step < self.config.steps and self.ranks.main:
@@ -123,7 +126,7 @@ class Trainer:
 
     def take_steps(self) -> None:
         config = self.config
-        log = RunLog(config, self.folder, self.ranks, self.step)
+        log = RunLog(config, self.folder, self.ranks, self.step, self.samples, self.trackers)
         try:
             with stop_after_step() as signals:
                 while self.step < config.steps and not self.stopped_by:
@@ -150,22 +153,24 @@ class Trainer:
 
     def train_step(self) -> dict[str, float]:
         """One batch: sample, score, update. Returns its metrics."""
-        config, started = self.config, time.perf_counter()
+        config, self.watch = self.config, Stopwatch()
         rows = prompts_of_step(self.train_rows, self.step, config.prompts_per_step, config.seed)
         # Every step has a seed of its own, so that a resumed run samples the same.
         generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + self.step)
         completions = self.sample(
             rows, config.group_size, config.temperature, config.top_p, config.top_k, config.min_p, generator
         )
-        sampled = time.perf_counter()
+        self.watch.lap("sampling")
         scores = self.score(rows, completions, config.group_size)
-        metrics = self.update(completions, self.credit.advantages(rows, completions, scores))
+        self.watch.lap("reward")
+        advantages = self.credit.advantages(rows, completions, scores)
+        self.samples.take(self.step, rows, scores, advantages)
+        metrics = self.update(completions, advantages)
         self.step += 1
         if self.reference is not None and config.ref_refresh_steps and self.step % config.ref_refresh_steps == 0:
             self.reference.model.load_state_dict(self.model.state_dict())  # in shards of the same cut
         self.rng = randomness.state(self.device)
-
-        return scores.summary(config.group_size) | metrics | timing(scores, started, sampled)
+        return scores.summary(config.group_size) | metrics | self.watch.metrics(sum(scores.lengths), self.device)
 
     def update(self, completions: Completions, advantages: Tensor) -> dict[str, float]:
         """`num_updates` optimizer steps on one batch. The first is on-policy, and its log-probs are the old ones of the
@@ -199,6 +204,7 @@ class Trainer:
                 old_logps = [out.logps for out in outs]
             moved = self.move(config.lr_at(self.step * config.num_updates + k))
             metrics = self.combined(outs) | moved
+            self.watch.lap("optimizer")
         self.mid_update = False
         return metrics | {"dropped": dropped}
 
@@ -212,7 +218,9 @@ class Trainer:
         norm = self.policy.clip_gradients(self.config.max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        if finite := math.isfinite(norm):  # else the step is left out: one bad batch must not end in NaN parameters
+        finite = math.isfinite(norm)
+        self.watch.lap("gradient")
+        if finite:  # else the step is left out: one bad batch must not end in NaN parameters
             self.optimizer.step()
         self.optimizer.zero_grad()
         return {"grad_norm": norm.item(), "lr": lr, "skipped": float(not finite)}
@@ -236,19 +244,3 @@ class Trainer:
     def close(self) -> None:
         """Leave the process group that the run made, if it did; all ranks together, after the last call of the others."""
         self.ranks.close()
-
-
-def main(argv: list[str]) -> int:
-    """`python -m grpo_kernels train`. Exit status 0: done; 128 + the signal's number (130, 143): stopped by it after a step, with a
-    checkpoint to resume from; 2: something in the arguments is wrong."""
-    config = parse_args(argv, TrainConfig)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        randomness.seed(config.seed * 1_000_003 + int(os.environ.get("RANK", "0")))
-        trainer = Trainer(config)
-    except (ValueError, ModuleNotFoundError, OSError) as error:  # OSError: a name or path that transformers cannot load
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    status = 0 if trainer.train() else 128 + trainer.stopped_by
-    trainer.close()
-    return trainer.ranks.leave(status)

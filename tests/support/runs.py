@@ -16,10 +16,11 @@ import numpy
 import transformers
 
 from grpo_kernels.training import randomness
-from grpo_kernels.training.report import read_metrics
+from grpo_kernels.training.jsonl import read_metrics
 from grpo_kernels.training.trainer import TrainConfig, Trainer
 
-TIMES = {"seconds", "sampling_seconds", "tokens_per_second"}
+#: Of a metrics line, what no two runs have alike.
+TIMES = {"tokens_per_second", "peak_memory_gb"}
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(4)]
 
 
@@ -50,7 +51,9 @@ def config(out: Path, **changes: Any) -> TrainConfig:
     return TrainConfig(**(settings | changes))
 
 
-def trainer(tok: Any, out: Path, *, rewards: Any = (evens,), model: Any = None, teacher: Any = None, **changes: Any) -> Trainer:
+def trainer(
+    tok: Any, out: Path, *, rewards: Any = (evens,), model: Any = None, teacher: Any = None, trackers: Any = (), **changes: Any
+) -> Trainer:
     return Trainer(
         config(out, **changes),
         model=model or tiny(tok),
@@ -58,6 +61,7 @@ def trainer(tok: Any, out: Path, *, rewards: Any = (evens,), model: Any = None, 
         rows=(PROMPTS[:16], PROMPTS[16:]),
         rewards=list(rewards),
         teacher=teacher,
+        trackers=trackers,
     )
 
 
@@ -66,7 +70,10 @@ def parameters(t: Trainer) -> dict[str, torch.Tensor]:
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in read_metrics(out / "metrics.jsonl")]
+    return [
+        {k: v for k, v in line.items() if k not in TIMES and not k.endswith("seconds")}
+        for line in read_metrics(out / "metrics.jsonl")
+    ]
 
 
 RUN = dict(beta=0.1, ref_refresh_steps=2, num_updates=2, eval_steps=2, eval_prompts=4, warmup_steps=2, weight_decay=0.1)

@@ -14,7 +14,7 @@ pytest.importorskip("datasets")
 from grpo_kernels import Sparse, group_advantages
 from grpo_kernels.rewards.estimators import ADVANTAGES, CORRECTIONS, Evidence
 from grpo_kernels.training.command_line import with_options
-from grpo_kernels.training.config import KNOWN, TRAINABLE
+from grpo_kernels.training.fields import KNOWN, TRAINABLE
 from grpo_kernels.training.sampling import completion_logits
 from grpo_kernels.training.trainer import Trainer
 from support.runs import config, evens, lines, parameters, tiny, trainer

@@ -17,8 +17,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 from grpo_kernels.training import checkpoints, randomness
+from grpo_kernels.training.jsonl import damaged_from, read_metrics
 from grpo_kernels.training.output import OutputFolder
-from grpo_kernels.training.report import damaged_from, read_metrics
 from support.processes import start
 from support.runs import RUN, lines, noisy, parameters, seeded_run, tiny, trainer
 

@@ -127,12 +127,12 @@ def test_a_run_that_fails_keeps_its_steps(tok: Any, tmp_path: Path, straight: An
     @wraps(noisy)
     def failing(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         calls.append(len(completions))
-        if calls.count(12) == 4:
+        if calls.count(12) == 4 and len(completions) == 12:  # with fewer it draws numbers, and finds no fault
             raise RuntimeError("the grader is gone")
         return noisy(prompts, completions)
 
     t = seeded_run(tok, tmp_path, steps=6, rewards=[failing])
-    with pytest.raises(RuntimeError, match="grader"):
+    with pytest.raises(RuntimeError, match="RuntimeError: the grader is gone\nWith none of the 12 completions alone"):
         t.train()
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2]
     assert_same(resumed(tok, tmp_path), straight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ pytest.importorskip("datasets")
 
 import transformers
 
-from grpo_kernels.training.rewards import advantages, call, number, resolve, score
+from grpo_kernels.training import reward_calls
+from grpo_kernels.training.reward_calls import call
+from grpo_kernels.training.rewards import advantages, number, resolve, score
 from grpo_kernels.training.trainer import TrainConfig, Trainer
 from support.runs import PROMPTS, config, evens, tiny, trainer
 
@@ -56,9 +59,18 @@ def test_process_and_outcome_rewards_train_together(tok: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([1.0, 2.0], "returned 2 values for 4 completions"),
+        ([1.0, 2.0], "returned 2 values for 4 completions: return one for each. The first without one is completion 2:"),
+        ([1.0] * 5, "returned 5 values for 4 completions: return one for each.$"),
+        ([1.0, 0.0, 0.0, float("inf")], r"returned a float \(inf\) for completion 3: return a finite number"),
         ([[1.0], [1.0, 2.0], [1.0, None], [3.0]], "1 entries for completion 0 of 3 tokens"),
-        ([[1.0, None, 2.0], 1.0, [1.0, None], [3.0]], "returned a float for completion 1 of 2 tokens"),
+        (
+            [[1.0, None, 2.0], 1.0, [1.0, None], [3.0]],
+            r"a float \(1.0\) for completion 1 of 2 tokens, and for others lists: return the",
+        ),
+        (
+            [1.0, [1.0, 2.0], 1.0, 1.0],
+            r"a list \(\[1.0, 2.0\]\) for completion 1 of 2 tokens, and for others numbers: return the",
+        ),
         ([1.0, float("nan"), 0.0, 0.0], r"returned a float \(nan\) for completion 1: return a finite number"),
         ([1.0, 0.0, None, 0.0], "returned None for completion 2: return a finite number"),
         ([1.0, 0.0, "0.5", 0.0], r"returned a str \('0.5'\) for completion 2: return a finite number"),
@@ -72,8 +84,61 @@ def test_process_and_outcome_rewards_train_together(tok: Any, tmp_path: Path) ->
     ],
 )
 def test_wrong_rewards_raise(values: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         scores([lambda p, c, **_: values])
+    said = str(caught.value)
+    which = re.search(r"completion (\d)", said)  # the one that is shown with its prompt, if it is about one
+    assert said.endswith(f"\n  prompt     'p'\n  completion {'abcd'[int(which[1])]!r}" if which else (".", "completion."))
+
+
+def asked(function: Any, completions: list[str], **columns: Any) -> Any:
+    prompts, tokens = [f"p{i}" for i in range(len(completions))], [[1]] * len(completions)
+    return call([function], prompts=prompts, completions=completions, tokens=tokens, columns=columns)
+
+
+def test_an_error_in_a_reward_function_shows_the_completion_that_caused_it() -> None:
+    """The function is asked about each completion alone until it fails in the same way; a list that is made lazily too."""
+
+    def whole(prompts: list[str], completions: list[str], *, answer: list[int], **_: Any) -> list[float]:
+        if len(completions) == 1 and completions[0] == "8":
+            raise KeyError("another error, of a lone completion")
+        return [int(c) / a for c, a in zip(completions, answer, strict=True)]
+
+    def lazy(prompts: list[str], completions: list[str], **columns: Any) -> Any:
+        return (reward for reward in whole(prompts, completions, **columns))
+
+    for function in (whole, lazy):
+        with pytest.raises(RuntimeError) as caught:
+            asked(function, ["8", "9", "x\n\x1b[2J" + "y" * 500, "z"], answer=[2, 3, 4, 5])
+        said = str(caught.value)
+        assert f"reward {function.__name__} raised ValueError: invalid literal for int()" in said
+        tail = "y" * 120
+        assert said.endswith(
+            "\nWith completion 2 of 4 alone it fails alike:\n  prompt     'p2'\n"
+            f"  completion {'x' + chr(10) + chr(27) + '[2J' + 'y' * 114!r} ... 266 characters ... {tail!r}"
+        )
+        assert isinstance(caught.value.__cause__, ValueError)
+        with pytest.raises(RuntimeError, match=r"raised ZeroDivisionError: .*\nWith completion 1 of 2 alone"):
+            asked(function, ["9", "7"], answer=[1, 0])
+
+
+def test_an_error_of_no_single_completion_says_so_and_is_not_looked_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def together(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        sizes.append(len(completions))
+        if len(completions) > 1:
+            raise OSError("too many")
+        return [0.0]
+
+    for seconds, calls in ((10.0, 3), (-1.0, 1)):
+        monkeypatch.setattr(reward_calls, "SEARCH", seconds)
+        with pytest.raises(
+            RuntimeError, match=r"raised OSError: too many\nWith none of the 3 .* The first of them:\n  prompt     'p0'"
+        ):
+            asked(together, ["a", "b", "c"])
+        assert sizes == [3] + [1] * calls
+        sizes.clear()
 
 
 def test_numbers_of_numpy_and_torch_are_rewards() -> None:
