@@ -92,7 +92,7 @@ def _reading(hint: Any, unit: str | None) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is list:
         (inner,) = typing.get_args(kind)
-        return {"type": inner, "nargs": "+", "metavar": unit or KINDS[inner]}
+        return {"type": inner, "nargs": "*", "metavar": unit or KINDS[inner]}
     return {"type": kind, "metavar": unit or KINDS[kind]}
 
 

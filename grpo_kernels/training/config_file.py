@@ -32,10 +32,11 @@ def base_type(hint: Any) -> Any:
 
 
 def closest(name: str, known: Collection[str]) -> str:
-    """What a mistyped or foreign option is likely to mean, as the end of a message."""
-    name = name.lstrip("-").replace("-", "_")
-    found = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {found[0]}?" if found else "`python -m grpo_kernels train --help` lists all."
+    """What a mistyped or foreign option is likely to mean, as the end of a message, and written as it was: with dashes or not."""
+    plain = name.lstrip("-").replace("-", "_")
+    found = [ELSEWHERE[plain]] if plain in ELSEWHERE else difflib.get_close_matches(plain, known, n=1)
+    dashes = name.startswith("--")
+    return f"did you mean {'--' + found[0].replace('_', '-') if dashes else found[0]}?" if found else "`python -m grpo_kernels train --help` lists all."
 
 
 def read(path: str, config: type) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class RunLog:
         self.bar.update()
         if self.bar.disable:
             told = ", ".join(f"{name} {value}" for name, value in main.items())
-            self.show(f"step {step + 1} of {self.config.steps}: {told}, {metrics['seconds']:.1f} s")
+            self.show(f"step {step}: {told}, {metrics['seconds']:.1f} s, {step + 1} of {self.config.steps} done")
 
     def show(self, text: str) -> None:
         if self.shown:

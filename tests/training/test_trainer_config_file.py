@@ -60,9 +60,9 @@ def test_the_help_has_groups_and_every_option_with_default_and_unit(capsys: Any,
         (line,) = (line for line in options if re.match(rf"--{f.name.replace('_', '-')}[ ,]", line))
         assert re.search(r"default: |\(required\)", line), line
         if "bool" not in str(f.type):
-            assert re.match(r"--[\w-]+ [A-Z]", line), line
+            assert re.match(r"--[\w-]+ \[?[A-Z]", line), line
     assert "--max-new-tokens TOKENS budget of a completion (default: 256)" in options
-    assert "--betas BETA [BETA ...] AdamW's two betas (default: 0.9 0.999)" in options
+    assert "--betas [BETA ...] AdamW's two betas (default: 0.9 0.999)" in options
 
 
 # ---- a file of options
@@ -79,6 +79,7 @@ def test_options_come_from_a_file_and_the_command_line_wins(tmp_path: Path) -> N
         prompt_template="é: {prompt}",
     )  # fmt: skip
     assert isinstance(found.top_p, float)
+    assert parsed(tmp_path, "corrections: ['tis:high=3']\nmodel: m\ndataset: d", "--corrections") == TrainConfig(**NAMES)
     # An option that is given with its default value wins too.
     assert parsed(tmp_path, text, "--lr", "1e-6", "--max-new-tokens", "256").max_new_tokens == 256
     assert parsed(tmp_path, "", "--model", "m", "--dataset", "d") == TrainConfig(**NAMES)
@@ -123,7 +124,7 @@ def test_refusals_of_the_command_line(tmp_path: Path, capsys: Any, monkeypatch: 
     assert "--model and --dataset must be given." in refusal(capsys)
     (tmp_path / "a.yaml").write_text("model: m\n")
     assert "--dataset must be given, here or in" in refusal(capsys, "--config", str(tmp_path / "a.yaml"))
-    assert "there is no option '--max-new-token': did you mean max_new_tokens?" in refusal(capsys, "--max-new-token", "3")
+    assert "there is no option '--max-new-token': did you mean --max-new-tokens?" in refusal(capsys, "--max-new-token", "3")
     assert "config='none.yaml' cannot be read" in refusal(capsys, "--config", "none.yaml")
     assert "--steps: invalid int value: 'x'" in refusal(capsys, "--steps", "x")
     assert "log_to=['paper']: it must be of jsonl, tensorboard" in refusal(
@@ -171,7 +172,7 @@ def test_the_example_of_the_documentation_runs_and_its_folder_has_what_runs_agai
     (folder,) = (path.parent for path in tmp_path.glob("runs/*/config.yaml"))
     told = capsys.readouterr()
     assert "2 steps" in told.out and (folder / "summary.txt").read_text() in told.out
-    assert "step 0: reward" in told.err and "step 2 of 2: reward" in told.err
+    assert "step 0: reward" in told.err and "2 of 2 done" in told.err
     assert command_line(["train", "--config", str(folder / "config.yaml"), "--out", "again", "--no-progress"]) == 0
     told = capsys.readouterr()
     assert told.out == "" and "step" not in told.err
