@@ -36,7 +36,11 @@ def closest(name: str, known: Collection[str]) -> str:
     plain = name.lstrip("-").replace("-", "_")
     found = [ELSEWHERE[plain]] if plain in ELSEWHERE else difflib.get_close_matches(plain, known, n=1)
     dashes = name.startswith("--")
-    return f"did you mean {'--' + found[0].replace('_', '-') if dashes else found[0]}?" if found else "`python -m grpo_kernels train --help` lists all."
+    return (
+        f"did you mean {'--' + found[0].replace('_', '-') if dashes else found[0]}?"
+        if found
+        else "`python -m grpo_kernels train --help` lists all."
+    )
 
 
 def read(path: str, config: type) -> dict[str, Any]:

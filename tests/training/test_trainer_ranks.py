@@ -321,7 +321,10 @@ def test_a_signal_to_one_process_stops_all_after_the_step(folder: Path, ranks: A
 
 def test_a_reward_that_fails_on_one_process_fails_all_and_keeps_the_steps(folder: Path, ranks: Any, alone: Any) -> None:
     said = ranks[1]["grader"][0]
-    assert said.startswith("reward evens raised RuntimeError: the grader is gone\nWith completion 0 of 8 alone") and "prompt" in said
+    assert (
+        said.startswith("reward evens raised RuntimeError: the grader is gone\nWith completion 0 of 8 alone")
+        and "prompt" in said
+    )
     assert ranks[1]["grader"] == [said, 2, 1]
     assert ranks[0]["grader"] == [f"process 1 of the run failed: RuntimeError: {said}", 2, 1]
     assert_same_run(run(folder / "grader", "uneven", resume=True, seed=5), alone["uneven"])
