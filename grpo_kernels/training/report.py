@@ -43,7 +43,9 @@ def of_update(outs: list[LossParts], objective: Objective, ranks: Ranks, *, weig
         del metrics["kept"]  # which leaves out a quantile over ranks
     if weighted:
         del metrics["ess"]  # of weighted ratios, whose sum is not among the metrics
-    return metrics | {"clip_ratio": metrics["clip_low"] + metrics["clip_high"]}
+    if "clip_low" in metrics:  # losses of users may not tell
+        metrics["clip_ratio"] = metrics["clip_low"] + metrics["clip_high"]
+    return metrics
 
 
 def numbers(lines: list[dict[str, Tensor]]) -> list[dict[str, float]]:
