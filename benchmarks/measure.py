@@ -266,7 +266,7 @@ def _compiles(provider: Provider, cell: Cell, device: str) -> int | None:
     """None for a limit, and for a provider that cannot run: its check reports the reason."""
     if provider.limit or provider.reason_against(cell, device, memory_free(device)):
         return None
-    small = replace(cell, rows=64, vocab=4096, hidden=cell.hidden and 128, active=1.0)
+    small = replace(cell, rows=64, sequences=16, vocab=4096, hidden=cell.hidden and 128, active=1.0)
     try:
         return _attempt(provider, device, lambda: recompilations(provider, small, device))
     except (Unavailable, _Failed):

@@ -465,6 +465,13 @@ def test_recompilations_are_those_after_the_first_shape_in_a_fresh_compiler() ->
         assert measuring.recompilations(providers("logits")[0], cell, "cpu") == 0
 
 
+@pytest.mark.parametrize("sequences", (14, 1))
+def test_compilations_are_counted_whatever_the_number_of_sequences(sequences: int) -> None:
+    cell = Cell("hidden", 28, 512, FP32, 128, sequences=sequences)
+    ours = next(p for p in providers("hidden") if p.name == "grpo_kernels")
+    assert measuring._compiles(ours, cell, "cpu") == 0
+
+
 def test_on_cuda_the_cache_is_flushed_first_and_only_the_run_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
 
