@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-#: Bytes of the fp32 logits of a chunk, by the type of the device; for others as for "cuda".
+#: Bytes of the fp32 logits of a chunk, by the type of the device; for others as for "cuda". Twice as much with those of a teacher.
 CHUNK_BYTES = {"cpu": 160 << 20, "cuda": 300 << 20}
 #: Minimum number of rows of a chunk: with fewer, reading the weight limits the product.
 CHUNK_ROWS = {"cpu": 64, "cuda": 512}
@@ -60,6 +60,8 @@ class Work(NamedTuple):
         least, chunk_bytes, block_bytes = (x.get(device, x["cuda"]) for x in (CHUNK_ROWS, CHUNK_BYTES, BLOCK_BYTES))
         # Each chunk costs an exchange among ranks, and each rank holds only its part of the columns.
         size = chunk_bytes * min(self.ranks, MORE_FOR_RANKS) if self.apart else chunk_bytes + block_bytes
+        if self.beside:  # with chunks half as large, adding up d_weight would cost more time, and of few rows more memory
+            size *= 2
         chunk = max(least, size // (4 * (self.vocab + self.beside)) // 64 * 64)
         if not self.apart:
             return Plan(chunk, chunk)
