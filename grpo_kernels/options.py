@@ -80,9 +80,7 @@ class Options:
         backends.check_name(self.backend)
         for name, kind in (("sparse", Sparse), ("certified", Certified)):
             value = getattr(self, name)
-            require(
-                value is None or isinstance(value, kind), name, value, f"pass a {kind.__name__}, for example {kind()}, or None."
-            )
+            require(value is None or isinstance(value, kind), name, value, f"pass a {kind.__name__}, or None.")
 
     @property
     def over_vocabulary(self) -> tuple[str, ...] | None:
