@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -171,6 +171,8 @@ class TokenBatch:
         """This batch with the reference's log-probs, the shape of targets."""
         if ref_logps.shape != self.targets.shape:
             raise ValueError(f"ref_logps has shape {list(ref_logps.shape)}, but targets has {list(self.targets.shape)}.")
+        if torch.compiler.is_compiling() and self.kept is None:  # torch 2.9 does not trace copy.copy
+            return replace(self, ref_logps=ref_logps.detach())
         changed = copy.copy(self)  # keeps the cached row counts, which were copied to the host once
         object.__setattr__(changed, "ref_logps", ref_logps.detach())
         return changed

@@ -53,9 +53,9 @@ class Call(NamedTuple):
     teacher: Teachers | None = None  # of an exact divergence
     certificate: Certificate | None = None  # of rows that may be left out
 
-    @property
     def at_once(self) -> bool:
-        """Whether the gradient is made in the forward, in one visit of each row."""
+        """Whether the gradient is made in the forward, in one visit of each row. No property: torch 2.9 does not trace those of
+        a NamedTuple."""
         over = self.kept is not None and self.options.over_vocabulary is not None
         apart = isinstance(self.teacher, Several) and (self.kept is not None or self.teacher.cut)
         return self.one_visit and not (
@@ -86,7 +86,7 @@ def loss_of_source(call: Call, source_of: SourceOf, tensors: tuple[Tensor | None
         remedy = 'a teacher known at some ids has no distribution over a kept set: pass Options(reference_over="vocabulary").'
         require(options.reference_over == "vocabulary", "reference_over", options.reference_over, remedy)
     shape = batch.targets.shape
-    if call.at_once:
+    if call.at_once():
         several = teacher if isinstance(teacher, Several) else None
         source = source_of(rows, None if several else teacher, kept)
         assert isinstance(source, (Logits, Hidden))

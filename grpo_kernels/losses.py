@@ -137,7 +137,7 @@ def grpo_loss(
     # visited twice anyway, with the exchange in between.
     late = shard is not None or (flat_logits.dtype == torch.float16 and torch.is_grad_enabled())
     call = Call(batch, objective, rows, kept, options, row_transform, objective.one_pass and not late, teacher)
-    if inplace and isinstance(teacher, Several) and not call.at_once:
+    if inplace and isinstance(teacher, Several) and not call.at_once():
         raise ValueError(
             "inplace=True, but beside several teachers the logits are needed again for each (an objective of one pass over fp32 or bf16 "
             "logits, without sets, needs them once): pass inplace=False."

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from .checks import as_number, require_number, require_whole
 
 #: The finest grid. A finer one draws so many columns a row that dense products are faster.
@@ -49,6 +51,8 @@ class Sparse:
     first_row: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.seed, torch.fx.Proxy):  # torch 2.9 makes one of placeholders while it traces
+            return
         require_number("step", self.step, "the grid of probabilities is a number in [1/4096, 1].", FINEST, 1)
         require_whole("seed", self.seed, "it is a whole number in [0, 2^63).", 0)
         require_number("seed", self.seed, "it is a whole number in [0, 2^63).", 0, 2**63 - 1)

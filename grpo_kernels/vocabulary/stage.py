@@ -90,7 +90,8 @@ class VocabularyStage(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         source, statistics, with_gradient, names, targets, read, scale, softcap, inv_temperature, *tensors = inputs
-        values = dict(zip(statistics, output[1:], strict=False))
+        # Slices, as torch 2.9 traces strict=False as strict=True.
+        values = dict(zip(statistics, output[1 : 1 + len(statistics)], strict=True))
         # What the backward needs beside partials: logits at further ids, behind their log-probs, or columns that were drawn.
         several = output[len(statistics) + (1 if source.at is None else 2) : -1]
         ctx.set_materialize_grads(False)
@@ -106,7 +107,7 @@ class VocabularyStage(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_logps: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         targets, read, inv_temperatures, partials, *saved = ctx.saved_tensors
-        upstream = {"logps": d_logps, **dict(zip(ctx.statistics, others, strict=False))}
+        upstream = {"logps": d_logps, **dict(zip(ctx.statistics, others[: len(ctx.statistics)], strict=True))}
         known = ("logps", *ctx.with_gradient)
         if ctx.source.at is not None:
             upstream["at"], known = others[len(ctx.statistics)], (*known, "at")
@@ -142,7 +143,8 @@ def vocabulary_stage(
     else:  # for a small batch the overhead of a Function would dominate
         with torch.no_grad():
             logps, *values = VocabularyStage.forward(source, statistics, with_gradient, names, *rows, *tensors)
-    return logps, dict(zip(statistics if source.at is None else (*statistics, "at"), values, strict=False))
+    known = statistics if source.at is None else (*statistics, "at")
+    return logps, dict(zip(known, values[: len(known)], strict=True))
 
 
 def _versions(source: Source) -> tuple[int, ...]:

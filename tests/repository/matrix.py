@@ -5,6 +5,8 @@ test runner and nothing else, and the tests run against it from a folder without
 packages skip themselves; those about this repository's own pages and figures are left out. One line per environment, as a
 table; exit status 1 if any failed. `pip`'s own settings (PIP_INDEX_URL, ...) decide whether torch is a CPU build.
 
+Before the tests, `doctor` must find nothing to repair with the C++ module, and the README's first example must run.
+
 `--python NAME=PYTHON` takes an environment that is there and has the versions of NAME; the wheel goes into a folder beside it.
 `--write` puts the lines into docs/versions.md, where lines of other environments stay.
 """
@@ -65,6 +67,9 @@ ENVIRONMENTS = {
     "newest": Environment("3.11", "2.15.0", "3.9.0", ("numpy",)),
 }
 
+#: pytest's arguments for all that is about the package.
+ALL = tuple(f"--ignore=tests/{path}" for path in REPOSITORY)
+
 #: What a wheel is made of.
 SOURCES = ("grpo_kernels/", "csrc/", "CMakeLists.txt", "pyproject.toml")
 
@@ -78,24 +83,33 @@ def version(name):
 assert metadata.version("grpo_kernels") == grpo_kernels.__version__
 print(grpo_kernels.__file__, platform.python_version(), *map(version, ("torch", "triton", "numpy")), sep="\\n")
 """
+#: The README's first example, from the folder of the tests.
+EXAMPLE = """
+import sys
+sys.path.insert(0, "tests")
+from support.pages import README, examples
+exec(examples(README)[0].code)
+"""
 
 
-def run(*command: str | Path, cwd: Path | None = None, site: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Nothing of the caller's own paths goes in; `site` is a folder of packages beside those of the environment."""
+def run(
+    *command: str | Path, cwd: Path | None = None, paths: Sequence[Path] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Nothing of the caller's own paths goes in; `paths` are folders of packages beside those of the environment."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST", "GRPO_KERNELS", "TRITON"))}
     return subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env=environment | {"OMP_WAIT_POLICY": "PASSIVE"} | ({"PYTHONPATH": str(site)} if site else {}),
+        env=environment | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": os.pathsep.join(map(str, paths))} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def call(*command: str | Path, cwd: Path | None = None, site: Path | None = None) -> str:
+def call(*command: str | Path, cwd: Path | None = None, paths: Sequence[Path] = ()) -> str:
     """What it printed; its last words and an exit if it failed."""
-    done = run(*command, cwd=cwd, site=site)
+    done = run(*command, cwd=cwd, paths=paths)
     if done.returncode != 0:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}")
     return done.stdout
@@ -139,17 +153,20 @@ def wheel(python: Path, archive: Path, work: Path) -> Path:
     return found[0]
 
 
-def made(environment: Environment, home: Path, archive: Path, work: Path) -> Path:
-    """The Python of a new environment with the wheel in it."""
+def empty(environment: Environment, home: Path) -> Path:
+    """The Python of a new environment with nothing in it."""
     call(interpreter(environment.python), "-m", "venv", home / "venv")
-    python = home / "venv" / "bin" / "python"
+    return home / "venv" / "bin" / "python"
+
+
+def fill(python: Path, environment: Environment, built: Path) -> None:
+    """What the tests need, then the wheel."""
     pip = (python, "-m", "pip", "install", "--quiet", "--no-cache-dir")
     triton = [f"triton=={environment.triton}"] if environment.triton else []
     call(*pip, f"torch=={environment.torch}", *triton, *environment.beside, *RUNNER)
     # With its dependencies, where they are there already, pip refuses a wheel whose ranges these versions are outside of.
-    call(*pip, *([] if triton else ["--no-deps"]), wheel(python, archive, work))
+    call(*pip, *([] if triton else ["--no-deps"]), built)
     call(*pip, f"torch=={environment.torch}", *triton)
-    return python
 
 
 def same(found: str, wanted: str) -> bool:
@@ -160,11 +177,12 @@ def same(found: str, wanted: str) -> bool:
 
 
 def check(
-    name: str, environment: Environment, archive: Path, work: Path, files: Sequence[str], given: Path | None = None
+    name: str, environment: Environment, archive: Path, work: Path, chosen: Sequence[str], given: Path | None, quick: bool
 ) -> dict[str, Any]:
-    """A line of the table, from the tests in `files`; none: all that are about the package.
+    """A line of the table, from the tests that these arguments of pytest choose.
 
-    given  the Python of an environment that is there; None: a new one."""
+    given  the Python of an environment that is there; None: a new one
+    quick  every value of each parameter; no products, in tests that start pytest neither"""
     home = work / name
     shutil.rmtree(home, ignore_errors=True)
     tests = home / "checkout"
@@ -173,24 +191,30 @@ def check(
     for file in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / file, tests)
 
-    site = home / "site" if given else None
+    site = [home / "site"] if given else []
+    python = given or empty(environment, home)
+    built = wheel(python, archive, work)
     if given:
-        call(given, "-m", "pip", "install", "--quiet", "--no-deps", "--target", home / "site", wheel(given, archive, work))
-    python = given or made(environment, home, archive, work)
+        call(python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", home / "site", built)
+    else:
+        fill(python, environment, built)
 
     # Torch warns where NumPy is missing.
-    file, *found = call(python, "-W", "ignore", "-c", VERSIONS, cwd=tests, site=site).split()
+    file, *found = call(python, "-W", "ignore", "-c", VERSIONS, cwd=tests, paths=site).split()
     if not Path(file).is_relative_to(home):
         sys.exit(f"{name}: tested {file}, not the wheel")
     line = dict(zip(("python", "torch", "triton", "numpy"), found, strict=True))
     wanted = {"python": environment.python, "torch": environment.torch, "triton": environment.triton or "-"}
     if not all(same(line[key], value) for key, value in wanted.items()):
         sys.exit(f"{name} is {wanted}, and {python} has {line}: give --python one that has these versions")
-    print(call(python, "-m", "grpo_kernels", "doctor", cwd=tests, site=site), file=sys.stderr)
-    chosen = [f"tests/{file}" for file in files] or [f"--ignore=tests/{path}" for path in REPOSITORY]
+    print(call(python, "-m", "grpo_kernels", "doctor", "--quick", cwd=tests, paths=site), file=sys.stderr)
+    call(python, "-W", "ignore", "-c", EXAMPLE, cwd=tests, paths=site)
     began = time.monotonic()
-    done = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, cwd=tests, site=site)
-    return line | versions.tested(done) | {"seconds": round(time.monotonic() - began, 1)}
+    plugins = "-p no:cacheprovider" + (" -p support.each_value" if quick else "")
+    paths = [*site, tests / "tests"]
+    done = run(python, "-m", "pytest", "-q", *chosen, cwd=tests, paths=paths, PYTEST_ADDOPTS=plugins)
+    seconds = round(time.monotonic() - began, 1)
+    return line | versions.tested(done) | {"seconds": seconds, "wheel": "-".join(built.stem.split("-")[2:4])}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -212,12 +236,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--write keeps whole selections: leave out --tests, or take --quick in its place")
     work = options.work.resolve()
     archive = sdist(work)
-    files = versions.QUICK if options.quick else options.tests
+    files = [f"tests/{file}" for file in (versions.QUICK if options.quick else options.tests)] or ALL
     lines, failed = {}, []
     for name in options.names or given or ENVIRONMENTS:
         try:
-            found = check(name, ENVIRONMENTS[name], archive, work, files, given.get(name))
-            lines[name] = found | {"tests": "quick" if options.quick else "some" if files else "all"}
+            found = check(name, ENVIRONMENTS[name], archive, work, files, given.get(name), options.quick)
+            lines[name] = found | {"tests": "quick" if options.quick else "some" if options.tests else "all"}
             failed += [name] if found["failed"] else []
         except SystemExit as error:
             print(f"{name} failed: {error}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ import trainer_versions
 import versions
 from matrix import ENVIRONMENTS, same
 from versions import ROOT
+
+from grpo_kernels._version import __version__
+from support import each_value
 
 PROJECT = (ROOT / "pyproject.toml").read_text()
 
@@ -38,6 +42,41 @@ def test_the_selection_is_of_files_that_are_there() -> None:
     for name in (*versions.QUICK, *adapters):
         file, _, test = name.partition("::")
         assert f"def {test}(" in (ROOT / "tests" / file).read_text() if test else (ROOT / "tests" / file).is_file(), name
+
+
+class Item:
+    """What each_value.py reads of a test."""
+
+    path = Path("test_it.py")
+
+    def __init__(self, name: str, **params: object) -> None:
+        self.nodeid = f"test_it.py::{name}[{'-'.join(map(str, params.values()))}]"
+        self.callspec = SimpleNamespace(params=params)
+
+
+def test_the_quick_selection_is_every_value_of_each_parameter() -> None:
+    values = [object() for _ in range(3)], [object() for _ in range(4)]
+    items = [Item("test_product", a=a, b=b) for a in values[0] for b in values[1]] + [Item("test_alone")]
+    left_out: list[Item] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    kept = list(items)
+    each_value.pytest_collection_modifyitems(SimpleNamespace(hook=hook), kept)  # type: ignore[arg-type]
+    assert len(kept) == 5 and kept[-1] is items[-1]
+    assert sorted(map(id, [*kept, *left_out])) == sorted(map(id, items))
+    params = [item.callspec.params for item in kept[:-1]]
+    assert {p["a"] for p in params} == set(values[0]) and {p["b"] for p in params} == set(values[1])
+
+
+def test_the_changelog_names_the_version() -> None:
+    """Between releases what comes is "Unreleased"; in a release that is empty, and the newest heading is its number."""
+    log = (ROOT / "CHANGELOG.md").read_text()
+    (newest, changes), *_ = re.findall(r"^## \[(.+?)\](.*?)(?=^## )", log, re.MULTILINE | re.DOTALL)
+    assert newest == "Unreleased"
+    number, _, between = __version__.partition(".dev")
+    if between:
+        assert f"What becomes {number}.\n" in changes and "\n### Moving from " in changes and f"## [{number}]" not in log
+    else:
+        assert not changes.strip() and re.findall(r"^## \[(\d.*?)\] - \d{4}-\d\d-\d\d$", log, re.MULTILINE)[0] == number
 
 
 @pytest.mark.parametrize(
@@ -69,7 +108,8 @@ def test_failures_are_counted_and_shown(capsys: pytest.CaptureFixture[str]) -> N
 
 def cell(torch: str, triton: str = "3.9.0", **changed: Any) -> dict[str, Any]:
     counts = {"passed": 1200, "failed": 0, "skipped": 4, "seconds": 61.2}
-    return {"python": "3.11.7", "torch": torch, "triton": triton, "numpy": "-", "tests": "quick", **counts, **changed}
+    line = {"python": "3.11.7", "torch": torch, "triton": triton, "numpy": "-", "wheel": "cp311-cp311", "tests": "quick"}
+    return line | counts | changed
 
 
 def test_a_line_replaces_its_former_self_and_no_other(tmp_path: Path) -> None:
@@ -82,7 +122,7 @@ def test_a_line_replaces_its_former_self_and_no_other(tmp_path: Path) -> None:
     assert found["trainers"]["trl 1"]["version"] == "1" and found["trainers"]["trl 1"]["date"]
     table = versions.environments(found["environments"].items()).splitlines()
     assert [row.split(" | ")[2] for row in table[2:4]] == ["2.9.1", "2.10.0"]  # by number, not by letter
-    assert "| 1,200 | 7 | 4 | 61 | quick |" in table[2]
+    assert "| cp311-cp311 | 1,200 | 7 | 4 | 61 | quick |" in table[2]
 
 
 def test_versions_begin_with_what_was_asked_for() -> None:

@@ -21,16 +21,13 @@ from benchmarks.printing import render, replace_block  # noqa: E402
 FILE, PAGE = ROOT / "benchmarks" / "results" / "versions.json", ROOT / "docs" / "versions.md"
 COMMAND = "python tests/repository/versions.py"
 
-#: What `matrix.py --quick` runs in an environment: log-probs and losses from logits, from hidden states and over kept sets by the
-#: eager and the C++ backend, divergences, torch.compile, the C++ kernels alone, Triton's kernels in its interpreter, and
-#: the machine code that Triton makes of them, with its budgets.
+#: What `matrix.py --quick` runs in an environment, so many cases that every value of each parameter occurs
+#: (tests/support/each_value.py): log-probs and losses from logits, from hidden states and over kept sets by the eager and the C++
+#: backend, divergences, torch.compile, the C++ kernels alone, Triton's kernels in its interpreter, and the machine code that
+#: Triton makes of them, with its budgets.
 QUICK = (
     "core/test_token_logprobs.py", "core/test_grpo_loss.py", "core/test_linear_logprobs.py", "core/test_linear_grpo_loss.py",
-    "core/test_kept.py", "core/test_divergences.py",
-    *(f"core/test_compile.py::test_{name}" for name in (
-        "grpo_loss_is_one_graph", "linear_grpo_loss_is_one_graph", "logprobs_are_one_graph", "inductor", "opcheck",
-        "lengths_and_new_tensors_compile_nothing",
-    )),
+    "core/test_kept.py", "core/test_divergences.py", "core/test_compile.py",
     "vocabulary/test_cpu_kernels.py", "vocabulary/test_cpu_fused.py", "vocabulary/test_linear_engine.py",
     "vocabulary/test_triton_interpreter.py", "vocabulary/test_triton_compile.py", "benchmarks/test_resources.py::test_budgets",
 )  # fmt: skip
@@ -86,15 +83,14 @@ def numbers(version: str) -> tuple[int, ...]:
 def environments(lines: Iterable[tuple[str, dict[str, Any]]]) -> str:
     """From the oldest torch to the newest, then what was run."""
     found = sorted(lines, key=lambda line: (numbers(line[1]["torch"]), numbers(line[1]["triton"]), numbers(line[1]["python"])))
-    rows = [["environment", "Python", "torch", "triton", "NumPy", "passed", "failed", "skipped", "seconds", "tests", "date"]]
+    rows = ["environment Python torch triton NumPy wheel passed failed skipped seconds tests date".split()]
     for name, c in found:
         counts = (f"{c[key]:,}" for key in ("passed", "failed", "skipped"))
-        rows.append(
-            [name, c["python"], c["torch"], c["triton"], c["numpy"], *counts, f"{c['seconds']:.0f}", c["tests"], c["date"]]
-        )
+        what = (c[key] for key in ("python", "torch", "triton", "numpy", "wheel"))
+        rows.append([name, *what, *counts, f"{c['seconds']:.0f}", c["tests"], c["date"]])
     parts = {name.partition(".py")[0]: " in part" if "::" in name else "" for name in QUICK}
     quick = ", ".join(f"`{file}`{part}" for file, part in parts.items())
-    return f"{render(rows, markdown=True)}\n\nquick: {quick}. all: every test of the package."
+    return f"{render(rows, markdown=True)}\n\nquick: of {quick} so many cases that every value of each parameter occurs. all: every test of the package."
 
 
 def trainers(lines: Iterable[tuple[str, dict[str, Any]]]) -> str:
