@@ -86,12 +86,13 @@ def sequence_ids(cu_seqlens: Tensor, n: int) -> Tensor:
 
 def per_token(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None) -> Tensor:
     """Flat fp32 [N]: `value` given per token (the shape of targets), per sequence ([B] or [B, 1]) or as a 0-d tensor."""
-    return as_wide(name, value, shape, cu_seqlens).expand(shape).reshape(-1)
+    wide = as_wide(name, value, shape, cu_seqlens)
+    return (wide if wide.shape == shape else wide.expand(shape)).reshape(-1)
 
 
 def as_wide(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None) -> Tensor:
     """The values of `per_token`, fp32 and of a shape that broadcasts to `shape`."""
-    value = value.detach().to(torch.float32)
+    value = (value.detach() if value.requires_grad else value).to(torch.float32)
     if value.shape == shape or value.dim() == 0:
         return value
     if cu_seqlens is None:

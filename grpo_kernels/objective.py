@@ -233,8 +233,10 @@ class Objective:
                 normalizer = batch.over_context(share).to(torch.float32)
             # An all-masked batch is 0 / 1.
             normalizer = normalizer.clamp(min=1.0) if isinstance(normalizer, Tensor) else max(normalizer, 1.0)
-        ones = torch.ones(batch.rows, dtype=torch.float32, device=batch.targets.device)
-        weight = ones if mask is None else mask.to(torch.float32)
+        if mask is None:
+            weight = torch.ones(batch.rows, dtype=torch.float32, device=batch.targets.device)
+        else:
+            weight = mask.to(torch.float32)
         inner: Tensor | None = None  # tokens that share a mean with this one
         if aggregate == "seq-mean-token-mean":
             inner = self._lengths(batch)
