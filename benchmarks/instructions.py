@@ -26,7 +26,7 @@ from benchmarks.inputs import make_case
 from benchmarks.kernel_bounds import PATH
 from benchmarks.launches import TARGETS, Case, compiling
 from benchmarks.machine import versions
-from benchmarks.other_launches import of_two
+from benchmarks.other_launches import Selecting, of_two
 from benchmarks.providers import providers
 from benchmarks.sass import PIPES, Loop, row_loops, whole
 from grpo_kernels.vocabulary.backends import triton as backend
@@ -77,6 +77,9 @@ WAYS = (
     Way("grpo_kernels, fp32 logits of a chunk -> bf16", 6, partial(_ours, Case("fused", torch.float32)), size=4),
     Way("grpo_kernels, KL of two logits", 10, partial(_ours, *of_two("reverse")), size=4),
     Way("grpo_kernels, JSD of two logits", 14, partial(_ours, *of_two("jsd")), size=4),
+    Way("grpo_kernels, KL of two logits, softcap", 10, partial(_ours, *of_two("reverse", "softcap")), size=4),
+    Way("grpo_kernels, JSD of two logits, softcap", 14, partial(_ours, *of_two("jsd", "softcap")), size=4),
+    Way("grpo_kernels, columns of a sparse gradient", 4, partial(_ours, Selecting("select", torch.float32)), size=4),
     Way("Liger GRPO loss", 6, partial(_theirs, "Liger GRPO loss")),
     Way("TRL kernel + loss", 6, partial(_theirs, "TRL kernel + loss")),
 )

@@ -39,13 +39,15 @@ class Beside(Case):
 
     @property
     def before_wait(self) -> float:
-        """A mixture's hundred instructions a logit hide any load. Tanh and a gradient with every slope leave registers for three of
-        four."""
+        """A mixture's hundred instructions a logit hide any load. A gradient with every slope leaves registers for three of four,
+        and one with tanh for half, which takes so long that they keep memory busy."""
         if self.divergence == "jsd" and self.kernel != "two_stats":
             return 0.5 if self.aligned else 0.0
         if not self.aligned:
             return 0.5
-        return 0.75 if self.kernel == "two_pull" and (self.squares or self.transform == "softcap") else 1.0
+        if self.kernel != "two_pull":
+            return 1.0
+        return 0.5 if self.transform == "softcap" else 0.75 if self.squares else 1.0
 
     def __str__(self) -> str:
         return f"{super().__str__()}, teacher {DTYPE_NAMES[self.teacher]}, {self.divergence}"
@@ -170,10 +172,10 @@ def beside(kernel: str, divergence: str, logits: torch.dtype, teacher: torch.dty
     return Beside(kernel, logits, gradient if kernel == "two_pull" else logits, teacher=teacher, divergence=divergence)
 
 
-def of_two(divergence: str) -> tuple[Beside, ...]:
+def of_two(divergence: str, transform: str = "linear") -> tuple[Case, ...]:
     """The launches that make a divergence of two rows of bf16 logits and its gradient."""
     kernels = ("two_stats", *(kernel for kernel, kind in KERNELS[2:] if kind == divergence))
-    return tuple(beside(kernel, divergence, HALF, HALF, HALF) for kernel in kernels)
+    return tuple(replace(beside(kernel, divergence, HALF, HALF, HALF), transform=transform) for kernel in kernels)
 
 
 def other_cases() -> list[Case]:
@@ -185,7 +187,11 @@ def other_cases() -> list[Case]:
         base = beside(kernel, divergence, HALF, HALF, HALF)
         around: list[Case] = [replace(base, vocab=vocab, stride=stride) for vocab, stride in LAYOUTS]
         around += [replace(base, transform=transform) for transform in TRANSFORMS]
+        # A softcap takes most registers: with every pair of dtypes, an odd vocabulary, and all that is summed beside.
+        capped: list[Case] = [replace(beside(kernel, divergence, *dtypes), transform="softcap") for dtypes in DTYPES]
+        around += [*capped, replace(base, vocab=50257, stride=50257, transform="softcap")]
         if kernel != "mixed":
+            around += [replace(case, entropy=True, squares=True) for case in capped]
             around += [replace(base, entropy=True), replace(base, entropy=True, squares=True)]
         found |= dict.fromkeys(around)
     for kernel in PRODUCTS:
@@ -206,6 +212,7 @@ OTHER_QUICK: list[Case] = [
     beside("mixed", "jsd", SINGLE, HALF, HALF),
     beside("two_pull", "reverse", SINGLE, SINGLE, HALF),
     beside("two_pull", "jsd", HALF, HALF, HALF),
+    replace(beside("two_pull", "jsd", SINGLE, SINGLE, HALF), transform="softcap"),
     *(Sparse(kernel, HALF, HALF, vocab=4096, stride=4096) for kernel in PRODUCTS),
     Selecting("select", SINGLE),
 ]
