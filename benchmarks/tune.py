@@ -33,7 +33,7 @@ from benchmarks.measure import measure
 from benchmarks.providers import Provider, Run, Unavailable, first_line, providers
 from grpo_kernels.vocabulary import backends, blocks
 from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import Choice
+from grpo_kernels.vocabulary.backends.triton_choices import Choice, clusters
 
 REGISTERS = 65536  # of a multiprocessor
 MIB = 1 << 20
@@ -49,6 +49,7 @@ class Rows:
     def __str__(self) -> str:
         c = self.choice
         words = [f"{c.threads} threads x {c.accesses} accesses, {c.programs} per SM", f"ends {c.ends}, kept {c.kept}"]
+        words += [f"cluster {c.cluster}"] * (c.cluster > 1)
         return ", ".join([*words, "hints" if c.hints else "no hints", f"grid {c.grid:g}" if c.grid else "a program a row"])
 
     @property
@@ -157,6 +158,9 @@ def settings(kind: str, small: bool) -> list[Setting]:
     if kind != "visit":
         around += [now._replace(grid=grid) for grid in (0.5, 1.0)] + [now._replace(kept=kept) for kept in range(now.ends)]
         around.append(now._replace(ends=now.ends + 1, kept=now.ends + 1))
+        if backend.available() is None and clusters():
+            around += [now._replace(cluster=cluster) for cluster in (2, 4, 8)]
+            around.append(now._replace(cluster=2, kept=now.ends - 1))  # two multiprocessors, and no register spilled
     found = [Rows(kind, choice) for choice in dict.fromkeys([*around, *shapes])]
     found = [found[0], *(s for s in found[1:] if s.fits)]
     return list(found[:2]) if small else list(found)

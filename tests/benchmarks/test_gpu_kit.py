@@ -456,6 +456,14 @@ def test_candidates_have_registers_and_what_is_now_comes_first(kind: str) -> Non
     assert not tune.Rows(kind, Choice(1024, 8)).fits
 
 
+def test_clusters_are_tried_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "available", lambda: None)
+    for some, sizes in ((True, {1, 2, 4, 8}), (False, {1})):
+        monkeypatch.setattr(tune, "clusters", lambda some=some: some)
+        assert {s.choice.cluster for s in tune.settings("fused32", small=False)} == sizes  # type: ignore[union-attr]
+        assert {s.choice.cluster for s in tune.settings("visit", small=False)} == {1}  # type: ignore[union-attr]
+
+
 def test_a_setting_reaches_the_compiler_and_is_taken_back() -> None:
     launch, chunk = dict(backend.LAUNCH), [dict(x) for x in (blocks.CHUNK_BYTES, blocks.BLOCK_BYTES)]
     objective = Objective.preset("dapo")

@@ -19,11 +19,14 @@ from support.rows import WITH_ENTROPY, slopes_of
 
 pytest.importorskip("triton")
 
+import triton
 from triton.runtime.jit import JITFunction
 
-from benchmarks.assembly import STORE, bits, code
+from benchmarks.assembly import STORE, bits, code, loops
 from benchmarks.launches import Case, compiling, device_name, token_rows
+from grpo_kernels.diagnosis import numbers
 from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.vocabulary.backends.triton_choices import Choice
 
 pytestmark = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
@@ -53,6 +56,22 @@ def test_minimum_and_maximum_of_a_formula_keep_nan() -> None:
     assembly = code(kernel)
     # exp(min(x, 60)), min(r, delta) A, clip(r): the lane reductions of the row's maximum use the plain form.
     assert assembly.count("min.NaN.f32") >= 4 and assembly.count("max.NaN.f32") >= 1 and "min.f32" not in assembly
+
+
+def test_multiprocessors_that_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They meet at the end of a row, not in its loops; and no thread of one stores the target's gradient where a thread of another
+    has stored a tile, since no barrier is between them."""
+    monkeypatch.setitem(backend.LAUNCH, "fused32", Choice(64, 1, ends=2, kept=1, cluster=2))
+    for target, vocab, shared in (("sm_90", 2048, True), ("sm_80", 2048, False), ("sm_90", 2047, False)):
+        with compiling(target) as launches:
+            Case("fused", torch.float32, vocab=vocab, stride=vocab).launch()
+        ((_, kernel),) = launches
+        shared = shared and numbers(triton.__version__) >= (3, 9)
+        assembly = code(kernel)
+        assert kernel.metadata.num_ctas == 1 + shared and ("barrier.cluster" in assembly) == shared
+        assert not any("barrier.cluster" in line for loop in loops(assembly) for line in loop)
+        widths = {bits(m[0]) for m in re.finditer(STORE, assembly)}
+        assert (16 in widths) != shared, widths  # 64: tiles of bf16; 32: log-prob, entropy, loss
 
 
 def variants(target: str) -> dict[str, int]:

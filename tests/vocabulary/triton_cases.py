@@ -246,6 +246,7 @@ CHOICES = {
     "an end of two tiles, one kept": Choice(32, 2, ends=2, kept=1, hints=True),
     "an end of three, all kept": Choice(64, 4, ends=3, kept=3),
     "rows in turn": Choice(32, 2, ends=2, kept=2, grid=0.5),
+    "a row on two multiprocessors": Choice(32, 1, ends=2, kept=2, cluster=2),
 }
 
 
@@ -256,7 +257,7 @@ def test_every_choice_gives_the_same_rows(choice: str, dtype: torch.dtype, monke
     for kind in LAUNCH:
         monkeypatch.setitem(LAUNCH, kind, CHOICES[choice])
     tile = CHOICES[choice].threads * CHOICES[choice].accesses * (16 // dtype.itemsize)
-    for V in (7, 257, 1031, 2 * tile, 5 * tile - 117):
+    for V in (7, 257, 1031, 2 * tile, 5 * tile - 117, *(() if CHOICES[choice].cluster == 1 else (9 * tile + 16,))):
         logits, rows = make_logits(5, V, dtype, V), make_rows(5, V, V)
         peeled = check("clip", logits, rows, FULL, RowTransform(1.3, 0.0, 0.7))
         wider = torch.full((1, 5, V + 3), 3.0, dtype=dtype)  # no boundary is where the logits' is

@@ -132,7 +132,7 @@ def fused(
         grid = LAUNCH[kind].grid
         run(
             _fused_kernel, functools.partial(choose, kind, V, (logits, gradient)),
-            lambda launch: min(n, round(grid * multiprocessors(logits.device)) * launch.programs_per_sm) if grid else n,
+            lambda launch: min(n, launch.programs(round(grid * multiprocessors(logits.device)))) if grid else n,
             arguments, {"TERMS": compiled_formula(token_stage.token_terms), **formulas, **flags},
         )  # fmt: skip
     return FusedRows(logps, entropies, losses)

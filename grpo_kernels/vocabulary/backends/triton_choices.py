@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from ...diagnosis import numbers
 from .triton_kernels import _stats_kernel
 from .triton_launch import Launch
 
@@ -30,6 +31,7 @@ class Choice(NamedTuple):
     kept: int = 0  # how many of these stay in registers between the first and the second pass over a row
     grid: float = 0.0  # fused kernel: programs per multiprocessor, each looping over rows; 0: one program per row
     hints: bool = False  # cache hints: keep data that is read again, evict the rest
+    cluster: int = 1  # fused kernel: multiprocessors that share an aligned row, where Triton can sum over them
 
 
 #: kind of kernel -> its choice. By reasoning and from the binaries, not from measurements: no GPU has timed them yet.
@@ -40,7 +42,9 @@ class Choice(NamedTuple):
 #:            twice as many would not. A program a row: where another stream holds multiprocessors, no row waits for them.
 #:            The end of a row stays in registers, so the second pass starts without a load.
 #:   fused32  the same with fp32 logits, of which more than fits goes through L2: as much of a row in registers as there is
-#:            room for. `grid` 0.5 halves the rows in flight, and so lets whole rows stay in L2 with half the multiprocessors.
+#:            room for. `grid` 0.5 halves the rows in flight, and so lets whole rows stay in L2 with half the multiprocessors;
+#:            `cluster` 2 does so with all of them, and keeps twice as much of a row in registers, 8 the whole row. Off, since
+#:            one version of Triton alone compiles it, and nothing of the kind has run: it is for the tuner to check and time.
 #:   two      one pass over a row and its teacher's, with twice the loads and sums of `visit`: one program by registers.
 #:   mixed    the same for the sums of a mixture, whose hundred instructions a logit hide any load.
 LAUNCH = {
@@ -62,7 +66,7 @@ def choose(kind: str, columns: int, tensors: tuple[Tensor, ...], halvings: int) 
     cols = 16 // tensors[0].element_size()
     # Both strides count, whatever the sizes, so that a dimension of size 1 does not select another kernel.
     aligned, behind = True, set()
-    for x in tensors:
+    for x in set(tensors):  # one, where the gradient is written in place
         (A, T, _), (of_a, of_t, _) = x.shape, x.stride()
         aligned = aligned and of_a % 16 == 0 == of_t % 16
         behind.add((of_a % cols if A > 1 else 0, of_t % cols if T > 1 else 0, x.data_ptr() // x.element_size() % cols))
@@ -79,28 +83,45 @@ def _launch(
     kind: str, choice: Choice, columns: int, cols: int, aligned: bool, peeled: bool, halvings: int, driver: Any, index: int | None
 ) -> Launch:  # fmt: skip
     """As `choose`, from numbers. `driver` and `index` name the device, whose target `options` asks for."""
-    accesses = min(choice.threads * choice.accesses, triton.next_power_of_2(triton.cdiv(columns, cols))) >> halvings
-    accesses = max(32, accesses)
-    lanes = min(choice.threads, accesses)
+    full, row = choice.threads * choice.accesses, triton.next_power_of_2(triton.cdiv(columns, cols))
+    cluster = choice.cluster if choice.cluster > 1 and aligned and choice.cluster * full <= row and clusters() else 1
+    accesses = max(32, min(cluster * full, row) >> halvings)
+    lanes = min(cluster * choice.threads, accesses)
     flags = {"ALIGNED": aligned, "LANES": lanes, "COLS": cols, "ACCESSES": accesses // lanes}
     if kind in ("visit", "fused", "fused32"):
         ends = min(choice.ends, triton.cdiv(columns, accesses * cols)) if aligned else 1  # single elements take more registers
         first, last = ("evict_last", "evict_first") if choice.hints else ("", "")
         flags |= {"PEELED": peeled, "ENDS": ends, "KEPT": min(choice.kept, ends) if aligned else 0}
         flags |= {"FIRST_HINT": first, "LAST_HINT": last}
+    if kind in ("fused", "fused32"):
+        flags["CLUSTER"] = cluster
+    threads = lanes // cluster
     return Launch(
-        flags, options(lanes, choice.programs, kind not in ("two", "mixed")), choice.programs * choice.threads // lanes
+        flags,
+        options(threads, choice.programs, kind not in ("two", "mixed"), cluster),
+        max(1, choice.programs * choice.threads // lanes),
     )
 
 
-def options(lanes: int, programs: int, fusion: bool = True) -> dict[str, Any]:
+def clusters() -> bool:
+    """Whether several multiprocessors can share a row: NVIDIA's from sm_90 on. Before 3.9 Triton refuses sums over them."""
+    if INTERPRETED:
+        return True
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90 and numbers(triton.__version__) >= (3, 9)
+
+
+def options(lanes: int, programs: int, fusion: bool = True, cluster: int = 1) -> dict[str, Any]:
     """Options of Triton's compiler for the number of threads in a program and of full-size programs that share a multiprocessor.
-    `fusion`: of multiplications and additions, which rounds once instead of twice."""
+    `fusion`: of multiplications and additions, which rounds once instead of twice. `cluster`: multiprocessors that a program
+    runs on, with `lanes` threads on each."""
     if INTERPRETED:
         return {}
     target = triton.runtime.driver.active.get_current_target()
     # Not every version fuses multiplications and additions by default.
     found: dict[str, Any] = {"num_warps": max(1, lanes // target.warp_size), "enable_fp_fusion": fusion}
+    if cluster > 1:
+        found["num_ctas"] = cluster
     if target.backend == "cuda":
         # Left alone, ptxas may spill a few bytes to make room for one more program.
         found["maxnreg"] = min(255, 65536 // (lanes * programs))

@@ -45,14 +45,32 @@ def _factors(m, s, k, d_target, d_constant, d_log, d_prob, KIND: tl.constexpr):
 
 
 @triton.jit
+def _target_gradient(
+    u, logp, d_target, d_constant, d_log, d_prob, scale, inv_t, SHAPE: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """That of the target's logit, computed separately: 1 - p_y cancels as p_y -> 1, -expm1(logp) does not, and adding 1 to a
+    stored 16-bit value would lose it."""
+    g = -d_target * _expm1(logp)
+    if KIND >= 1:
+        factor = d_constant + d_log * tl.maximum(logp, _FLOOR)
+        if KIND >= 2:
+            factor += d_prob * tl.exp(logp)
+        g += tl.exp(logp) * factor
+    return g * _dz_dx(u, scale, inv_t, SHAPE)
+
+
+@triton.jit
 def _write_tile(
-    xs, out, at, V, cols, c, b, constant, linear, quadratic, scale, softcap, inv_t,
+    xs, out, at, V, cols, target, g_target, c, b, constant, linear, quadratic, scale, softcap, inv_t,
     END: tl.constexpr, SHAPE: tl.constexpr, KIND: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     STEP: tl.constexpr = cols.shape[0] * cols.shape[1]
     for i in tl.static_range(len(xs)):
         here = at + i * STEP + cols
-        g = _gradient(xs[i], c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE, KIND).to(out.dtype.element_ty)
+        g = _gradient(xs[i], c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE, KIND)
+        if target is not None:
+            g = tl.where(here == target, g_target, g)
+        g = g.to(out.dtype.element_ty)
         if END:
             tl.store(out + here, g, mask=here < V, eviction_policy=HINT)
         else:
@@ -65,7 +83,7 @@ def _write_gradient(
     target, u_target, m, s, logp, d_target, d_constant, d_log, d_prob,
     k, scale, softcap, inv_t,
     SHAPE: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, PEELED: tl.constexpr, ACCESSES: tl.constexpr,
-    LANES: tl.constexpr, COLS: tl.constexpr, HINT: tl.constexpr,
+    LANES: tl.constexpr, COLS: tl.constexpr, HINT: tl.constexpr, CLUSTER: tl.constexpr,
 ):  # fmt: skip
     """d loss / dx_j = (d_target (1[j = target] - p_j) + p_j (d_constant + d_log log p_j + d_prob p_j)) dz_j / dx_j, with
     p_j = e^k(u_j - m) / s. KIND 0: d_target alone. 1: d_constant and d_log as well. 2: all. `kept`: the last tiles, where
@@ -74,6 +92,11 @@ def _write_gradient(
     ENDS: tl.constexpr = 1 if kept is None else len(kept) // ACCESSES
     c, b, constant, linear, quadratic = _factors(m, s, k, d_target, d_constant, d_log, d_prob, KIND)
     cols = _columns(ALIGNED or PEELED, LANES, COLS)
+    column = None
+    g_target = None
+    if CLUSTER > 1:  # a barrier orders the stores of one multiprocessor: of several, each puts it into its tile
+        column = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
+        g_target = _target_gradient(u_target, logp, d_target, d_constant, d_log, d_prob, scale, inv_t, SHAPE, KIND)
     first = row
     first_out = out
     width = V
@@ -96,23 +119,17 @@ def _write_gradient(
         ends = _load_end(first, end, width, cols, ACCESSES, HINT)
     for i in tl.static_range(ENDS - 1, -1, -1):
         _write_tile(
-            ends[i * ACCESSES : (i + 1) * ACCESSES], first_out, end + i * BLOCK, width, cols,
+            ends[i * ACCESSES : (i + 1) * ACCESSES], first_out, end + i * BLOCK, width, cols, column, g_target,
             c, b, constant, linear, quadratic, scale, softcap, inv_t, i == ENDS - 1, SHAPE, KIND, HINT,
         )  # fmt: skip
     for done in range(0, end, BLOCK):
         at = end - BLOCK - done
         xs = _load_full(first, at, cols, ACCESSES, HINT)
         _write_tile(
-            xs, first_out, at, width, cols, c, b, constant, linear, quadratic, scale, softcap, inv_t, False, SHAPE, KIND, HINT
+            xs, first_out, at, width, cols, column, g_target,
+            c, b, constant, linear, quadratic, scale, softcap, inv_t, False, SHAPE, KIND, HINT,
         )  # fmt: skip
-    # The target's gradient is computed separately: 1 - p_y cancels as p_y -> 1, -expm1(logp) does not, and adding 1 to a stored
-    # 16-bit value would lose it. One store for the row, which the barrier orders behind the tiles' stores.
-    g = -d_target * _expm1(logp)
-    if KIND >= 1:
-        factor = d_constant + d_log * tl.maximum(logp, _FLOOR)
-        if KIND >= 2:
-            factor += d_prob * tl.exp(logp)
-        g += tl.exp(logp) * factor
-    g *= _dz_dx(u_target, scale, inv_t, SHAPE)
-    tl.debug_barrier()
-    tl.store(out + target, g.to(out.dtype.element_ty), mask=(target >= 0) & (target < V))
+    if CLUSTER == 1:  # one store for the row, which the barrier orders behind the tiles' stores
+        g_target = _target_gradient(u_target, logp, d_target, d_constant, d_log, d_prob, scale, inv_t, SHAPE, KIND)
+        tl.debug_barrier()
+        tl.store(out + target, g_target.to(out.dtype.element_ty), mask=(target >= 0) & (target < V))

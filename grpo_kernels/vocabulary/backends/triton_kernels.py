@@ -102,7 +102,7 @@ def _pull_kernel(
         z = tl.load(z_targets + i)
         _write_gradient(row, out_row, V, None, tl.load(targets + i), tl.div_rn(z, k), tl.div_rn(m, k), s, (z - m) - tl.log(s),
                         d_target, d_constant, d_log, d_prob, k, scale, softcap, inv_t, SHAPE, KIND, ALIGNED, PEELED, ACCESSES,
-                        LANES, COLS, LAST_HINT)
+                        LANES, COLS, LAST_HINT, 1)
     else:
         _write_zeros(out_row, V, ALIGNED, LANES, COLS, LAST_HINT)
 
@@ -126,7 +126,7 @@ def _fused_kernel(
     STRAIGHT_THROUGH: tl.constexpr,
     SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr,
     COLS: tl.constexpr, PEELED: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, FIRST_HINT: tl.constexpr,
-    LAST_HINT: tl.constexpr,
+    LAST_HINT: tl.constexpr, CLUSTER: tl.constexpr,
 ):
     BONUS: tl.constexpr = 1 if entropy_weight is not None else 0
     for i in range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0)):
@@ -180,7 +180,7 @@ def _fused_kernel(
                 if (d_logp != 0.0) | (d_entropy != 0.0):
                     _write_gradient(row, out_row, V, kept if KEPT > 0 else None, target, u, m, s, logp, d_logp,
                                     -d_entropy * entropy, -d_entropy, 0.0, k, scale, softcap, inv_t, SHAPE, BONUS, ALIGNED,
-                                    PEELED, ACCESSES, LANES, COLS, LAST_HINT)
+                                    PEELED, ACCESSES, LANES, COLS, LAST_HINT, CLUSTER)
                 else:
                     _write_zeros(out_row, V, ALIGNED, LANES, COLS, LAST_HINT)
         else:

@@ -29,6 +29,10 @@ class Launch(NamedTuple):
     options: dict[str, Any]
     programs_per_sm: int
 
+    def programs(self, multiprocessors: int) -> int:
+        """Number of full-size programs that are resident on so many."""
+        return max(1, self.programs_per_sm * multiprocessors // self.options.get("num_ctas", 1))
+
     @property
     def accesses(self) -> int:
         """Number of accesses to load a tile, over all threads."""
