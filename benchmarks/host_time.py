@@ -105,8 +105,12 @@ def main() -> None:
         for name, call in losses().items():
             microseconds(call)  # what is made once is made
             taken, names = microseconds(call), operations(call)
-            found[name] = {"least": min(taken), "median": statistics.median(taken), "operations": len(names)}
-            print(f"{name:12} {found[name]['median']:.1f} us, at least {min(taken):.1f}, {len(names)} operations of torch")
+            found[name] = {
+                "least": round(min(taken), 1),
+                "median": round(statistics.median(taken), 1),
+                "operations": len(names),
+            }
+            print(f"{name:12} {found[name]['median']} us, at least {found[name]['least']}, {len(names)} operations of torch")
     if args.write:
         command = "python -m benchmarks.host_time --write"
         results.save(PATH, {"command": command, "date": time.strftime("%Y-%m-%d"), "machine": machine("cpu"), "us": found})
