@@ -172,5 +172,5 @@ def _values(
     transform: RowTransform = policy.transform.for_rows(policy.shape, policy.mask, None, policy.device)
     value = divergence_of(source_of, teacher, exact, targets, read, transform, tensors)
     if exact.temperature_squared:
-        value = value / squared(transform)
+        value = value / squared(transform, read)
     return value.view(policy.shape)

@@ -232,9 +232,12 @@ def check_given(given: str, value: Any, objective: Objective, batch: TokenBatch)
         raise ValueError("reference and batch.ref_logps are both given: pass one of them.")
 
 
-def squared(transform: RowTransform) -> float | Tensor:
-    """The square of the inverse temperature."""
-    return transform.inv_temperature * transform.inv_temperature
+def squared(transform: RowTransform, read: Tensor | None) -> float | Tensor:
+    """The square of the inverse temperature; 1 in rows that are not read, whose temperature may be anything."""
+    inverse = transform.inv_temperature
+    if isinstance(inverse, Tensor) and read is not None:
+        inverse = torch.where(read, inverse, 1.0)
+    return inverse * inverse
 
 
 def _for_rows(transform: LogitTransform, policy: Policy) -> RowTransform:
@@ -255,4 +258,4 @@ def scaled_by_temperature(rows: TokenRows, exact: Exact, transform: RowTransform
     """The rows with the square of the temperature in the weight of their divergence, where that is asked for."""
     if not exact.temperature_squared or rows.divergence_weight is None:
         return rows
-    return replace(rows, divergence_weight=rows.divergence_weight / squared(transform))
+    return replace(rows, divergence_weight=rows.divergence_weight / squared(transform, rows.read))

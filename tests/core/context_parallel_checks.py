@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from grpo_kernels.formulas.filters import EntropyQuantile
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.objective import AGGREGATES
 from grpo_kernels.rewards.corrections import importance_weights, off_policy_sequence_mask, rejection_mask
-from support.cases import OBJECTIVES, Case, assert_no_worse, build, near_a_kink, pack
+from support.cases import OBJECTIVES, Case, assert_no_worse, build, near_a_kink, pack, share_answers
 from support.collectives import counted
 from support.linear_cases import assert_near, build_linear
 from support.oracle import Spec
@@ -88,7 +89,8 @@ def objectives() -> dict[str, tuple[Objective, Spec]]:
 
 def check_every_objective(rank: int, ranks: int) -> None:
     """Any cut gives the loss and gradient of whole sequences, with the default normaliser."""
-    case = pack(build())
+    case, specs = pack(build()), [spec for _, spec in objectives().values()]
+    share_answers(partial(ask, spec) for spec in specs for ask in (case.expected, case.naive))
     for index, (name, (objective, spec)) in enumerate(objectives().items()):
         (exact, d_exact), (naive, d_naive) = case.expected(spec), case.naive(spec)
         if near_a_kink(exact):

@@ -26,6 +26,7 @@ from grpo_kernels import (
     token_logprobs,
 )
 from grpo_kernels.losses import objective_loss
+from support.divergences import of_listed_ids
 
 Tensor = torch.Tensor
 
@@ -222,6 +223,21 @@ def test_the_token_stage_takes_values_that_were_computed_elsewhere() -> None:
     assert_near(again.grad, logits.grad.double(), "gradient", 1e-5)
 
 
+def test_masked_rows_may_have_any_temperature() -> None:
+    """Also where the divergence is asked for times its square."""
+    data, exact = Data(), Exact(temperature_squared=True)
+    t = torch.linspace(0.5, 2.0, B * T).view(B, T)
+    rubbish = torch.where(data.mask, t, torch.tensor([math.nan, 0.0, -1.0, math.inf]))
+    objective, found = Objective.preset("distillation", kl=exact), []
+    for temperature in (t, rubbish):
+        transform = LogitTransform(temperature)
+        values = token_divergence(data.logits, data.ref_logits, exact, mask=data.mask, transform=transform)
+        out = grpo_loss(data.logits, data.batch(), objective, ref_logits=data.ref_logits, transform=transform)
+        found.append((values, out.loss, out.divergence))
+    assert not data.mask.all() and found[0][1] > 1e-3
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 # ---- kept sets
 
 
@@ -277,34 +293,12 @@ def top_k(data: Data, k: int = 5) -> TokenSets:
     return TokenSets.from_padded(ids, values=values)
 
 
-def tail_oracle(exact: Exact, log_p: Tensor, sets: TokenSets) -> Tensor:
-    """Row by row, from the formulas of the four tails."""
-    found = []
-    for row, lp in enumerate(log_p.reshape(-1, V)):
-        at = slice(int(sets.offsets[row]), int(sets.offsets[row + 1]))
-        lp, lq = lp[sets.ids[at]], sets.values[at].double()
-        if lq.numel() == 0:
-            found.append(lp.sum() * 0.0)
-            continue
-        p, q = lp.exp(), lq.exp()
-        b = {"reverse": 0.0, "forward": 1.0}.get(exact.direction, 0.5)
-        if exact.tail == "bin":
-            lp, lq = (torch.cat([x, torch.log1p(-x.exp().sum())[None]]) for x in (lp, lq))
-        elif exact.tail == "renormalise":
-            lp, lq = lp - lp.logsumexp(0), lq - lq.logsumexp(0)
-        value = divergence(exact, lp, lq)
-        if exact.tail == "generalised" and exact.direction != "jsd":  # the masses of a mixture cancel
-            value = value + (1 - 2 * b) * (q.sum() - p.sum())
-        found.append(value)
-    return torch.stack(found).view(B, T)
-
-
 @pytest.mark.parametrize("exact", TAILED, ids=lambda e: f"{e.direction}-{e.tail}")
 def test_a_teacher_known_at_some_ids(exact: Exact, backend: str) -> None:
     data = Data()
     sets = top_k(data)
     wide = data.logits.double().requires_grad_()
-    per_token = torch.where(data.mask, tail_oracle(exact, log_probs(wide), sets), 0.0)
+    per_token = torch.where(data.mask, of_listed_ids(exact, log_probs(wide).reshape(-1, V), sets).view(B, T), 0.0)
     (expected,) = torch.autograd.grad(per_token.sum() / data.mask.sum(), wide)
     objective = Objective.preset("distillation", kl=exact)
     logits = data.logits.clone().requires_grad_()

@@ -15,6 +15,7 @@ from grpo_kernels import Objective, TokenBatch, TokenSets
 from grpo_kernels.head import FusedLMHead
 
 Tensor = torch.Tensor
+BEFORE_THE_RANKS = ("torch.distributed.fsdp",)
 V, H, ROWS = 23, 6, 5
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from grpo_kernels import LogitTransform, LossOutput, Objective, TokenBatch, TokenSets, grpo_loss
 from grpo_kernels.formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
@@ -204,6 +205,24 @@ def content(x: Any) -> Any:
     host = x.detach().cpu().contiguous()
     values = ctypes.string_at(host.data_ptr(), host.numel() * host.element_size()) if host.numel() else b""
     return x.dtype, x.shape, x.device, hashlib.sha1(values).digest()
+
+
+def share_answers(asked: Iterable[Callable[[], Any]]) -> None:
+    """On ranks: each gets its part of the oracle's answers, and then has those of all. They take longer than what is compared."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    before = set(_answers)
+    for i, ask in enumerate(asked):
+        if i % ranks == rank:
+            ask()
+    own = {key: _answers[key] for key in _answers.keys() - before}
+    plain = {
+        key: (replace(x, **{k: v.detach() for k, v in vars(x).items() if isinstance(v, Tensor)}), d)
+        for key, (x, d) in own.items()
+    }
+    everyone: list[Any] = [None] * ranks
+    dist.all_gather_object(everyone, plain)
+    for answers in everyone:
+        _answers.update(answers)
 
 
 @dataclass

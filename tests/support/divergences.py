@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from grpo_kernels import Exact, TokenSets
 from grpo_kernels.vocabulary.hidden import FlatHead
 from grpo_kernels.vocabulary.rows import RowTransform, Teacher
 from grpo_kernels.vocabulary.stage import vocabulary_stage
@@ -22,7 +23,7 @@ PLAIN = RowTransform(1.0, 0.0, 1.0)
 CAPPED, COOL = RowTransform(-0.7, 9.0, 1.3), RowTransform(1.0, 0.0, 0.8)
 
 
-class Exact(NamedTuple):
+class Expected(NamedTuple):
     value: Tensor  # fp64 [n]
     gradient: Tensor  # fp64 [n, V], of the student's logits
 
@@ -72,7 +73,7 @@ def transformed(x: Tensor, transform: RowTransform) -> Tensor:
 
 def expected(
     logits: Tensor, teacher: Teacher, transform: RowTransform, upstream: Tensor, dtype: torch.dtype = torch.float64
-) -> Exact:
+) -> Expected:
     """The divergence of rows [n, V] and the gradient of its sum with weights `upstream`. With fp32 these are the lines of a careful
     trainer."""
     leaf = logits.detach().to(dtype).requires_grad_()
@@ -80,7 +81,27 @@ def expected(
     logps, of_teacher = (x.log_softmax(-1) for x in (transformed(leaf, transform), transformed(rows, teacher.transform)))
     value = oracle.divergence(logps, of_teacher, teacher.kind, teacher.mixture)
     (gradient,) = torch.autograd.grad((value * upstream.to(dtype)).sum(), leaf)
-    return Exact(value.detach().double(), gradient.double())
+    return Expected(value.detach().double(), gradient.double())
+
+
+def of_listed_ids(exact: Exact, log_p: Tensor, sets: TokenSets) -> Tensor:
+    """[n] of log-probs [n, V], to those that `sets` has as values: from the formulas of the four tails. 0 of a row without ids."""
+    row, place = sets.row_of.long(), torch.arange(sets.ids.numel()) - sets.offsets[sets.row_of.long()]
+    listed = torch.zeros(len(log_p), max(sets.longest, 1), dtype=torch.bool).index_put((row, place), torch.tensor(True))
+    used = listed.any(1)
+    listed[~used, 0] = True  # any id, so that nothing is NaN
+    ids = torch.zeros(listed.shape, dtype=torch.int64).index_put((row, place), sets.ids.long())
+    lq = torch.zeros(listed.shape, dtype=log_p.dtype).index_put((row, place), sets.values.to(log_p.dtype))  # type: ignore[union-attr]
+    lp, lq = (x.masked_fill(~listed, -torch.inf) for x in (log_p.gather(1, ids), lq))
+    p, q = lp.exp().sum(1), lq.exp().sum(1)
+    if exact.tail == "bin":
+        lp, lq = (torch.cat([x, (1 - mass).clamp(min=1e-7).log()[:, None]], 1) for x, mass in ((lp, p), (lq, q)))
+    elif exact.tail == "renormalise":
+        lp, lq = lp.log_softmax(1), lq.log_softmax(1)
+    value = oracle.divergence(lp, lq, exact.direction, exact.share)
+    if exact.tail == "generalised" and exact.direction != "jsd":  # the masses of a mixture cancel
+        value = value + {"reverse": 1, "forward": -1}[exact.direction] * (q - p)
+    return torch.where(used, value, 0.0)
 
 
 def check(found: Tensor, gradient: Tensor, logits: Tensor, teacher: Teacher, transform: RowTransform, upstream: Tensor) -> None:

@@ -16,6 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+#: Whether checks on ranks take the whole products of what they combine, as the tests that are marked `slow` ask for.
+WHOLE_PRODUCTS = os.environ.get("GRPO_KERNELS_WHOLE_PRODUCTS") == "1"
+
 #: Makes `import NAME` fail as if it were not installed; without "grpo_kernels._cpu" no installed copy offers one either.
 WITHOUT = """
 import gc, importlib.metadata, sys
@@ -56,15 +59,15 @@ def finish(*processes: subprocess.Popen[str]) -> None:
 
 
 def start_ranks(ranks: int, function: Callable[..., None], *arguments: Any, imports: str = "") -> subprocess.Popen[str]:
-    """`function(rank, *arguments)` on so many ranks. One process imports its module (and `imports`) and then becomes them: the
-    imports take longer than most checks."""
+    """`function(rank, *arguments)` on so many ranks. One process imports its module (and `imports`, and what that names in
+    BEFORE_THE_RANKS) and then becomes them: the imports take longer than most checks."""
     call = (ranks, function.__module__, function.__name__, arguments, imports)
     return start(f"from support import processes; processes.become_ranks(*{call!r})")
 
 
 def become_ranks(ranks: int, module: str, function: str, arguments: tuple[Any, ...], imports: str) -> None:
-    if imports:
-        importlib.import_module(imports)
+    for name in getattr(importlib.import_module(imports or module), "BEFORE_THE_RANKS", ()):
+        importlib.import_module(name)
     run, children = getattr(importlib.import_module(module), function), {}
     gc.freeze()  # the imports stay, and are shared
     for rank in range(ranks):
@@ -142,6 +145,13 @@ def run_checks(module: str, ranks: int, folder: Path) -> dict[str, str]:
                 found[name] = said
             found.setdefault(name, said)
     return found
+
+
+def run_whole_products(module: str, ranks: int, folder: Path, monkeypatch: Any) -> None:
+    """All checks of a module, each with every combination of what it is about."""
+    monkeypatch.setenv("GRPO_KERNELS_WHOLE_PRODUCTS", "1")
+    found = run_checks(module, ranks, folder)
+    assert set(found.values()) == {"ok"}, found
 
 
 def check_as_rank(rank: int, module: str, ranks: int, folder: str) -> None:

@@ -39,6 +39,7 @@ from grpo_kernels.training.trainer import Trainer
 from support.processes import finish, start, start_ranks
 from support.runs import PROMPTS, config, evens, lines, tiny
 
+BEFORE_THE_RANKS = ("torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3")
 Tensor = torch.Tensor
 ROOT = Path(__file__).parents[2]
 
@@ -86,6 +87,14 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], list[Any]]] = {
 }  # fmt: skip
 
 
+#: Each run in one layout, those that look at shards in both; the others with -m slow.
+LAYOUTS = [
+    ("uneven", "ddp"), ("uneven", "fsdp2"), ("masked", "ddp"), ("process", "fsdp2"), ("tokens", "fsdp2"), ("sets", "ddp"),
+    ("greedy", "fsdp2"), ("quantile", "ddp"),
+]  # fmt: skip
+OTHER_LAYOUTS = [(name, parallel) for name in RUNS for parallel in ("ddp", "fsdp2") if (name, parallel) not in LAYOUTS]
+
+
 def make(out: Path, name: str, *, rewards: Any = None, seed: int = 0, **changes: Any) -> Trainer:
     options, model, functions = RUNS[name]
     tok = arithmetic_tokenizer()
@@ -109,19 +118,26 @@ def run(out: Path, name: str, **changes: Any) -> dict[str, Any]:
 # ---- in the two processes
 
 
-def layouts(folder: Path, rank: int) -> dict[str, Any]:
+def run_layouts(folder: Path, rank: int, chosen: list[tuple[str, str]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in RUNS:
-        for parallel in ("ddp", "fsdp2"):
-            # Rank 1 brings another model, which must not matter.
-            t = make(folder / f"{name} {parallel}", name, parallel=parallel, seed=rank)
-            assert t.policy.layout == parallel and t.ranks.world == 2
-            kinds = {type(p).__name__ for p in t.model.parameters()}
-            assert kinds == {"Parameter" if parallel == "ddp" else "DTensor"}, kinds
-            assert t.train()
-            own = float(sum(p.detach().double().abs().sum() for p in t.model.parameters())) if parallel == "ddp" else 0.0
-            found[f"{name} {parallel}"] = result(t) | {"own": t.ranks.gather(own)}
+    for name, parallel in chosen:
+        # Rank 1 brings another model, which must not matter.
+        t = make(folder / f"{name} {parallel}", name, parallel=parallel, seed=rank)
+        assert t.policy.layout == parallel and t.ranks.world == 2
+        kinds = {type(p).__name__ for p in t.model.parameters()}
+        assert kinds == {"Parameter" if parallel == "ddp" else "DTensor"}, kinds
+        assert t.train()
+        own = float(sum(p.detach().double().abs().sum() for p in t.model.parameters())) if parallel == "ddp" else 0.0
+        found[f"{name} {parallel}"] = result(t) | {"own": t.ranks.gather(own)}
     return found
+
+
+def layouts(folder: Path, rank: int) -> dict[str, Any]:
+    return run_layouts(folder, rank, LAYOUTS)
+
+
+def other_layouts(folder: Path, rank: int) -> dict[str, Any]:
+    return run_layouts(folder, rank, OTHER_LAYOUTS)
 
 
 def half_precision(folder: Path, rank: int) -> dict[str, Any]:
@@ -208,13 +224,16 @@ def refused(folder: Path, rank: int) -> dict[str, Any]:
     return found
 
 
-def main(rank: int, path: str) -> None:
+PARTS = (layouts, half_precision, continued, random_states, stopped, refused)
+
+
+def main(rank: int, path: str, others: bool = False) -> None:
     torch.set_num_threads(1)
     report.plot = lambda metrics, picture: picture.write_bytes(b"")  # as in the tests' own process: no test looks at it
     folder = Path(path)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results: dict[str, Any] = {}
-    for part in (layouts, half_precision, continued, random_states, stopped, refused):
+    for part in (other_layouts,) if others else PARTS:
         began = time.perf_counter()
         results |= part(folder, rank)
         print(part.__name__, time.perf_counter() - began, flush=True)
@@ -239,6 +258,13 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
+def other_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("others")
+    finish(start_ranks(2, main, str(folder), True))
+    return torch.load(folder / "rank0.pt")
+
+
+@pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Any]:
     return {name: run(folder / f"{name} alone", name) for name in RUNS}
 
@@ -257,10 +283,18 @@ def assert_same_curve(got: list[dict[str, Any]], want: list[dict[str, Any]], *, 
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name, parallel", LAYOUTS)
 def test_curve_and_parameters_are_those_of_one_process(ranks: Any, alone: Any, name: str, parallel: str) -> None:
-    got, want = ranks[0][f"{name} {parallel}"], alone[name]
+    assert_as_alone(ranks[0][f"{name} {parallel}"], alone[name], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, parallel", OTHER_LAYOUTS)
+def test_curve_and_parameters_in_the_other_layout(other_ranks: Any, alone: Any, name: str, parallel: str) -> None:
+    assert_as_alone(other_ranks[f"{name} {parallel}"], alone[name], name)
+
+
+def assert_as_alone(got: dict[str, Any], want: dict[str, Any], name: str) -> None:
     if name == "quantile":  # of which "kept" says nothing where it is one over ranks
         want = want | {"lines": [{k: v for k, v in line.items() if k != "kept"} for line in want["lines"]]}
     assert_same_run(got, want)

@@ -13,7 +13,18 @@ from divergence_parallel_checks import (  # noqa: F401
     check_divergence_in_one_visit,
     check_several_teachers,
 )
-from vocab_parallel_checks import BACKENDS, WIDTHS, V, assert_loss, assert_same_everywhere, cut, run_head, shards, whole
+from vocab_parallel_checks import (
+    BACKENDS,
+    WIDTHS,
+    V,
+    assert_loss,
+    assert_same_everywhere,
+    cut,
+    in_turn,
+    run_head,
+    shards,
+    whole,
+)
 
 from grpo_kernels import Objective, Options, TokenSets, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
 from grpo_kernels.distributed import VocabShard
@@ -101,11 +112,11 @@ def check_loss_from_logits(rank: int, ranks: int) -> None:
     """In place too, and whatever the padding holds."""
     for dtype, mixed in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True)):
         case = logit_case(mixed, dtype)
-        for name in CHOSEN[:2]:
+        for i, name in enumerate(CHOSEN[:2]):
             make, spec = OBJECTIVES[name]
             (value, exact), (naive_value, naive) = case.expected(spec), case.naive(spec)
-            for widths, shard, backend in calls(rank, ranks):
-                for inplace in (False, True):
+            for j, (widths, shard, backend) in enumerate(calls(rank, ranks)):
+                for inplace in (False, True) if ranks == 1 else in_turn((False, True), i + j):
                     leaf = cut(case.logits, widths, rank, -1, padding=torch.nan).requires_grad_()
                     out = grpo_loss(
                         leaf.clone() if inplace else leaf, case.batch(), make(),

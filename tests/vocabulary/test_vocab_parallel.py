@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from grpo_kernels.vocabulary.merging import merge
 from grpo_kernels.vocabulary.rows import RowTransform
 from grpo_kernels.vocabulary.shard import on_shard
 from support.cases import build, same_bits
-from support.processes import checks_of
+from support.processes import checks_of, run_whole_products
 from support.rows import EVERYTHING, LOGPS, slopes_of
 
 MODULE, KEPT = "vocab_parallel_checks", "kept_parallel_checks"
@@ -31,6 +32,14 @@ def test_on_ranks(on_ranks: Callable[..., dict[str, str]], ranks: int, check: st
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_kept_sets_on_ranks(on_ranks: Callable[..., dict[str, str]], ranks: int, check: str) -> None:
     assert on_ranks(KEPT, ranks)[check] == "ok", on_ranks(KEPT, ranks)[check]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("module", [MODULE, KEPT])
+def test_whole_products(module: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each backend, and in place and not, with each way to cut the vocabulary."""
+    run_whole_products(module, ranks, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("cuts", [(0, 61), (0, 20, 61), (0, 0, 1, 60, 61), tuple(range(62))])

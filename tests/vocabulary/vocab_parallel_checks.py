@@ -27,10 +27,12 @@ from support import oracle
 from support.cases import OBJECTIVES, Case, assert_no_worse, build, same_bits
 from support.collectives import counted
 from support.linear_cases import LinearCase, assert_gradients_no_worse, assert_near, build_linear, run_linear
+from support.processes import WHOLE_PRODUCTS
 
 Tensor = torch.Tensor
 V = 61
 BACKENDS = ("eager", "cpu")
+BEFORE_THE_RANKS = ("torch.distributed.tensor.parallel",)
 
 #: Widths of the ranks' parts: even as torch.chunk cuts, uneven, with an empty part, with padding, a part of padding only.
 WIDTHS = {
@@ -73,10 +75,10 @@ def run_head(
 def whole(gradients: dict[str, Tensor], widths: list[int]) -> dict[str, Tensor]:
     """Gradients of the local parts put together; those of padding are 0, and cut off."""
     found = dict(gradients)
-    for name in sorted(found.keys() - {"hidden"}):  # in the same order on all ranks
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, gradients[name])
-        joined = torch.cat(everyone)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {name: x for name, x in gradients.items() if name != "hidden"})
+    for name in everyone[0]:
+        joined = torch.cat([parts[name] for parts in everyone])
         assert joined.shape[0] == sum(widths) and not joined[V:].any(), f"gradient of the padding of {name}"
         found[name] = joined[:V]
     return found
@@ -106,13 +108,18 @@ def chosen(ranks: int = 2) -> dict[str, tuple[Objective, oracle.Spec]]:
     return {name: (OBJECTIVES[name][0](), OBJECTIVES[name][1]) for name in CHOSEN[: 8 if ranks < 4 else 3]}
 
 
+def in_turn(choices: tuple[Any, ...], turn: int) -> tuple[Any, ...]:
+    """One of the choices; all of them where whole products are asked for."""
+    return choices if WHOLE_PRODUCTS else (choices[turn % len(choices)],)
+
+
 def check_loss_from_hidden(rank: int, ranks: int) -> None:
     for packed in (False, True) if ranks < 4 else (True,):
         case = build_linear(vocab=V, packed=packed, transform={"temperature": 0.8, "softcap": 9.0, "scale": 1.2})
-        for objective, spec in chosen(ranks).values():
+        for i, (objective, spec) in enumerate(chosen(ranks).values()):
             (value, exact), (naive_value, naive) = case.expected(spec), case.naive(spec)
-            for _, widths, shard in shards(rank, ranks):
-                for backend in BACKENDS:
+            for j, (_, widths, shard) in enumerate(shards(rank, ranks)):
+                for backend in BACKENDS if ranks == 1 else in_turn(BACKENDS, i + j):
                     out, gradients = run_head(case, objective, widths, rank, shard, backend)
                     assert_same_everywhere(out.loss, out.logps, out.entropy, gradients["hidden"])
                     assert_loss(out, value, naive_value)
@@ -181,11 +188,11 @@ def check_loss_from_logits(rank: int, ranks: int) -> None:
     """In place too, and whatever the padding holds."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         case = build(dtype, vocab=V, transform={"temperature": 1.3})
-        for objective, spec in chosen(ranks).values():
+        for i, (objective, spec) in enumerate(chosen(ranks).values()):
             (value, exact), (naive_value, naive) = case.expected(spec), case.naive(spec)
-            for _, widths, shard in shards(rank, ranks):
-                for backend in BACKENDS:
-                    for inplace in (False, True):
+            for j, (_, widths, shard) in enumerate(shards(rank, ranks)):
+                for k, backend in enumerate(BACKENDS):
+                    for inplace in (False, True) if ranks == 1 else in_turn((False, True), i + j + k):
                         leaf = cut(case.logits, widths, rank, -1, padding=torch.nan).requires_grad_()
                         out = grpo_loss(
                             leaf.clone() if inplace else leaf, case.batch(), objective,
