@@ -118,11 +118,14 @@ class Loss:
     def __init__(self, pair: Pair, logits: Tensor | None, more: Tensor | None = None, **head: Any) -> None:
         self.pair = pair
         self.built = build(pair.recipe, logits)
-        for fields in (self.built.case.fields, self.built.seen):  # whole distributions stand for them
-            fields.pop("ref_logps", None)
+        self.objective = replace(self.built.objective, beta=BETA, kl=pair.exact)
+        for fields in (self.built.case.fields, self.built.seen):
+            fields.pop("ref_logps", None)  # whole distributions stand for them
+            if "group-mean" in self.objective.aggregates:
+                sequences = oracle.sequences_of(self.built.case.targets, self.built.case.fields["cu_seqlens"])
+                fields["groups"] = torch.arange(len(sequences)) // 2
         logits = self.built.case.logits if logits is None else logits
         self.rest = exact_loss(self.built, logits, more)
-        self.objective = replace(self.built.objective, beta=BETA, kl=pair.exact)
         off: Tensor | float = 0.0 if more is None else more.reshape(-1)
         self.case = made(pair, self.built, logits, of_loss(pair, self.built), off, **head)
         self.found = total(self.case.parts)

@@ -32,6 +32,7 @@ from support import oracle
 from support.cases import OBJECTIVES, Case, assert_no_worse, build, same_bits
 from support.collectives import counted
 from support.linear_cases import LinearCase, assert_gradients_no_worse, assert_near, build_linear
+from support.processes import WHOLE_PRODUCTS
 
 Tensor = torch.Tensor
 CHOSEN = ("grpo, k3 and entropy", "gspo, k3 by the ratio", "entropy quantile, bonus of its own")
@@ -172,7 +173,9 @@ def log_probs(
 def assert_as_alone(rank: int, ranks: int, case: LinearCase, **options: Any) -> None:
     for linear in (True, False):
         alone = log_probs(case, None, linear, backend="eager", **options)
-        for widths, shard, backend in calls(rank, ranks):
+        for j, (widths, shard, backend) in enumerate(calls(rank, ranks)):
+            if ranks > 1 and (j + j // 2 + linear) % 2 and not WHOLE_PRODUCTS:
+                continue  # from hidden states the one backend, from logits the other
             found = log_probs(case, (widths, rank, shard), linear, backend=backend, **options)
             assert found.keys() == alone.keys()
             for name, x in alone.items():
