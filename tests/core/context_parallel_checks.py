@@ -20,6 +20,7 @@ from support.cases import OBJECTIVES, Case, assert_no_worse, build, near_a_kink,
 from support.collectives import counted
 from support.linear_cases import assert_near, build_linear
 from support.oracle import Spec
+from support.processes import WHOLE_PRODUCTS
 
 Tensor = torch.Tensor
 SINGLE = {"advantages"}  # fields with one value per sequence
@@ -92,6 +93,8 @@ def check_every_objective(rank: int, ranks: int) -> None:
     case, specs = pack(build()), [spec for _, spec in objectives().values()]
     share_answers(partial(ask, spec) for spec in specs for ask in (case.expected, case.naive))
     for index, (name, (objective, spec)) in enumerate(objectives().items()):
+        if ranks == 4 and index % 4 == 3 and not WHOLE_PRODUCTS:
+            continue  # which two ranks have
         (exact, d_exact), (naive, d_naive) = case.expected(spec), case.naive(spec)
         if near_a_kink(exact):
             continue

@@ -12,7 +12,7 @@ from grpo_kernels.vocabulary.backends import triton as backend
 from support.cases import same_bits
 
 Tensor = torch.Tensor
-N = 9
+N = 6
 ONE_PASS = Objective.preset("dapo", beta=0.1, entropy_coef=0.01)
 TWO_PASSES = Objective.preset("gspo", aggregate="token-mean", beta=0.1)
 
@@ -57,7 +57,7 @@ def check(vocab: int, dtype: torch.dtype, objective: Objective) -> None:
     same(rows(slice(None)), slice(None), "again")
     order = torch.randperm(N, generator=g)
     same(rows(order), order, "in another order")
-    for index in (slice(0, 1), slice(4, 5), slice(2, 8)):
+    for index in (slice(0, 1), slice(4, 5), slice(1, 5)):
         same(rows(index), index, "in a smaller batch")
     kept = torch.arange(N) % 3 != 1
     poisoned = fields["logits"].clone()

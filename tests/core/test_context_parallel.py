@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from grpo_kernels import TokenBatch
 from grpo_kernels.batch import shift_targets
 from support.cases import build
-from support.processes import checks_of
+from support.processes import checks_of, run_whole_products
 
 MODULE = "context_parallel_checks"
 
@@ -19,6 +20,12 @@ MODULE = "context_parallel_checks"
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_ranks(on_ranks: Callable[..., dict[str, str]], ranks: int, check: str) -> None:
     assert on_ranks(MODULE, ranks)[check] == "ok", on_ranks(MODULE, ranks)[check]
+
+
+@pytest.mark.slow
+def test_whole_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every objective on four ranks."""
+    run_whole_products(MODULE, 4, tmp_path, monkeypatch)
 
 
 def test_a_context_group_needs_sequences_and_torch_distributed() -> None:
