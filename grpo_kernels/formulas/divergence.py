@@ -94,11 +94,14 @@ def divergence_at(exact: Exact, logps: Tensor, teacher: Tensor, offsets: Tensor)
     def total(x: Tensor) -> Tensor:  # in a fixed order, no atomics
         return torch.segment_reduce(x, "sum", offsets=offsets, initial=0.0, unsafe=True)
 
-    p, q = log_p.exp(), log_q.exp()
+    def renormalised(x: Tensor) -> Tensor:
+        largest = torch.segment_reduce(x.detach(), "max", offsets=offsets, initial=-torch.inf, unsafe=True)
+        x = x - torch.where(largest == -torch.inf, 0.0, largest)[row_of]  # of ids that are hardly ever chosen all p may be 0
+        return x - total(x.exp()).log()[row_of]
+
     if exact.tail == "renormalise":
-        log_p = log_p - total(p).log()[row_of]
-        log_q = log_q - total(q).log()[row_of]
-        p, q = log_p.exp(), log_q.exp()
+        log_p, log_q = renormalised(log_p), renormalised(log_q)
+    p, q = log_p.exp(), log_q.exp()
     generalised = _terms(exact, log_p, log_q)
     value = total(generalised)
     if exact.tail == "bin":

@@ -350,6 +350,24 @@ def test_an_id_that_neither_side_can_choose_changes_nothing(exact: Exact) -> Non
     torch.testing.assert_close(gradient, expected)
 
 
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
+def test_renormalised_over_ids_that_are_hardly_ever_chosen(direction: str) -> None:
+    """Whose probabilities are 0 in float64 too, on one side, the other and both."""
+    exact = Exact(direction, tail="renormalise")
+    logits = torch.tensor(
+        [[0.0, -1000.0, -1001.5, -1003.0], [0.0, -1.0, 0.5, 0.2], [0.0, -900.0, -901.0, -902.0]]
+    ).requires_grad_()
+    values = torch.tensor([[-1.0, -1.5, -2.5], [-800.0, -801.0, -803.0], [-900.0, -902.0, -901.0]])
+    sets = TokenSets.from_padded(torch.tensor([[1, 2, 3]]).repeat(3, 1), values=values)
+    wide = logits.detach().double().requires_grad_()
+    expected = of_listed_ids(exact, log_probs(wide), sets)
+    found = token_divergence(logits, sets, exact)
+    assert expected.min() > 1e-3
+    assert_near(found, expected, "values")
+    (gradient,), (exactly,) = (torch.autograd.grad(x.sum(), leaf) for x, leaf in ((found, logits), (expected, wide)))
+    assert_near(gradient, exactly, "gradient", 1e-5)
+
+
 # ---- the objective
 
 

@@ -140,7 +140,7 @@ def of_two(exact: Exact, policy: Softmax, second: Softmax) -> Found:
     else:
         room = 2 * off_p * slope_p + of_p * p * (2 * off_p + 2 * off_q + 8 * EPS * (1 + value.detach()[:, None]))
         room = room + p * value_room[:, None]
-    room = room * policy.steep + 4 * EPS * gradient.abs() + 1e-36
+    room = room * policy.steep + 4 * EPS * gradient.abs() + 1e-12
     room = room + policy.cancelled * (of_p * slope_p + of_p * size_p + of_q * (p + q))
     clear = value.isfinite() & (off_p < 1e-2)[:, 0] & (off_q < 1e-2)[:, 0]
     return Found(value.detach(), gradient, value_room, torch.where(policy.keep, room, 0.0), clear)
@@ -169,7 +169,7 @@ def of_listed(exact: Exact, policy: Softmax, sets: TokenSets) -> Found:
     p, mass = policy.p.detach(), slopes.abs().sum(1, keepdim=True)
     (gradient,) = torch.autograd.grad(policy.all, policy.x, torch.where(policy.keep, slopes, 0.0), retain_graph=True)
     room = of_slopes + p * (of_slopes.sum(1, keepdim=True) + 2 * off[:, None] * mass) + EPS * (slopes.abs() + p * mass)
-    room = room * policy.steep + policy.cancelled * (slopes.abs() + p * mass) + 4 * EPS * gradient.abs() + 1e-36
+    room = room * policy.steep + policy.cancelled * (slopes.abs() + p * mass) + 4 * EPS * gradient.abs() + 1e-12
     rest = 1.0 - torch.zeros(n, dtype=torch.float64).index_add(0, sets.row_of.long(), p[sets.row_of.long(), sets.ids.long()])
     at_the_end = (exact.tail == "bin") & (rest < 1e-7 + 30 * off) & (sets.counts > 0)  # of what counts as a mass
     clear = value.isfinite() & slopes.isfinite().all(1) & (off < 1e-2) & ~at_the_end
