@@ -31,7 +31,8 @@ Not covered, and left to verl: Megatron's logits without the fused forward (`ver
 `entropy_from_logits_with_chunking`.
 "bypass_mode" is not registered: verl sets it itself when a rollout correction bypasses the old log-probs.
 
-Tested with verl 0.9.1 on a CPU: the losses through its `ppo_loss`, the heads through its fused forward on a tiny Qwen2.
+Tested with verl 0.9.1, 0.9.0, 0.8.0 and 0.7.1 on a CPU: the losses through its `ppo_loss`, the heads through its fused forward on
+a tiny Qwen2.
 Its trainer (Ray, vLLM), its Megatron engine and anything on a GPU were not run.
 """
 
@@ -56,12 +57,13 @@ from ..token_sets import TokenSets
 from ..transform import LogitTransform
 from ._shared import at_least_one, entropy_from_logits, even_shard, logprobs_from_logits, plain, scored_batch
 from ._slots import NotCovered, Slots, Trial, untested
+from ._verl_versions import gspo_by_sequence
 
 Tensor = torch.Tensor
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 
 #: The versions that the tests ran with.
-TESTED = ("0.9.1",)
+TESTED = ("0.7.1", "0.8.0", "0.9.0", "0.9.1")
 
 #: verl's names of its losses, and ours of the preset that has its formula.
 LOSSES = {
@@ -96,7 +98,8 @@ AGGREGATES = {
 
 
 def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
-    """Add our losses to verl's registry, and return their names: `prefix` with each name of LOSSES and of our presets.
+    """Add our losses to verl's registry, and return their names: `prefix` with each name of LOSSES that this verl has, and of our
+    presets.
 
     No function of verl is replaced, and names of ours that are there already stay. Under a version of verl that was not tested,
     unless any_version, the first call of a loss that verl has too is computed by verl's own beside it: RuntimeError where they
@@ -104,12 +107,13 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
     trial = Trial(untested("verl", TESTED, any_version))
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
-    names = [*LOSSES, *(name for name in PRESETS if name not in LOSSES and name not in WITHOUT)]
+    own = [name for name in LOSSES if name in POLICY_LOSS_REGISTRY]  # an older verl has fewer, and no constants of the others
+    names = [*own, *(name for name in PRESETS if name not in LOSSES and name not in WITHOUT)]
     for name in names:
         ours, theirs = policy_loss(name), POLICY_LOSS_REGISTRY.get(name)
         if prefix + name in POLICY_LOSS_REGISTRY and hasattr(POLICY_LOSS_REGISTRY[prefix + name], "grpo_kernels"):
             continue
-        if theirs is not None and name in LOSSES and name not in RANDOM:
+        if name in own and name not in RANDOM:
             ours = trial.beside(ours, theirs, itemgetter(0))
         ours.grpo_kernels = True  # type: ignore[attr-defined]
         register_policy_loss(prefix + name)(ours)
@@ -180,7 +184,7 @@ def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> O
             raise ValueError(f"clip_ratio_c={config.clip_ratio_c}: below 1 + clip_ratio_high, {1 + high}, it is verl's own.")
         changes["surrogate"] = Clip(low, high, delta=config.clip_ratio_c)
     elif name == "gspo":
-        changes["surrogate"] = Clip(low, high)
+        changes = {"surrogate": Clip(low, high)} | ({} if gspo_by_sequence(config) else changes)
     elif name == "gpg":
         changes["surrogate"] = PolicyGradient()
     elif name == "clip_cov":

@@ -23,6 +23,7 @@ from support.trainers import Data
 
 pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed", exc_type=ImportError)
 
+import verl
 from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo import core_algos
@@ -35,12 +36,17 @@ from verl.workers.utils.losses import ppo_loss
 import grpo_kernels
 from grpo_kernels import Objective
 from grpo_kernels.integrations import verl as ours
+from grpo_kernels.integrations._slots import OVERRIDE
 from grpo_kernels.presets import NUMERICS
 
 Tensor = torch.Tensor
 
 B, T = 6, 9
-OWN_MODE = ("sapo", "geo_mean")  # verl's aggregate in one way, whatever the mode
+#: These aggregate in one way, whatever the mode.
+OWN_MODE = ("sapo", "geo_mean", *(("gspo",) if tuple(map(int, verl.__version__.split(".")[:3])) < (0, 9, 1) else ()))
+#: Of our names of verl's losses, those that this verl has: no "dro" before 0.9.0, nor its constant and "token-sum".
+NAMES = [name for name in ours.LOSSES if name in core_algos.POLICY_LOSS_REGISTRY]
+RECENT = "dro" in NAMES
 #: None of them a default.
 OTHERS = {"clip_ratio_low": 0.13, "clip_ratio_high": 0.28, "clip_ratio_c": 1.6, "tau_pos": 0.9, "tau_neg": 1.3}
 OTHER_OPTIONS = {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.4, "clip_cov_ub": 2.5, "kl_cov_ratio": 0.15, "ppo_kl_coef": 0.7}
@@ -68,7 +74,9 @@ def data() -> Data:
 
 
 def config_of(info: dict[str, Any], others: bool = False, loss_mode: str = "vanilla", **options: Any) -> Any:
-    policy_loss = PolicyLossConfig(loss_mode=loss_mode, **({"dro_beta": 0.3} | (OTHER_OPTIONS if others else {})))
+    policy_loss = PolicyLossConfig(
+        loss_mode=loss_mode, **(({"dro_beta": 0.3} if RECENT else {}) | (OTHER_OPTIONS if others else {}))
+    )
     return ActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=4, policy_loss=policy_loss,
         global_batch_info=dict(info), **(OTHERS if others else {}), **options,
@@ -94,13 +102,13 @@ def assert_same(got: Any, want: Any, what: object) -> None:
 
 
 def modes_of(name: str) -> tuple[str, ...]:
-    return ("token-mean",) if name in OWN_MODE else tuple(ours.AGGREGATES)
+    return ("token-mean",) if name in OWN_MODE else tuple(mode for mode in ours.AGGREGATES if RECENT or mode != "token-sum")
 
 
 # ---- policy losses
 
 
-@pytest.mark.parametrize("name", ours.LOSSES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_loss_of_verl(data: Data, name: str, lots_in_order: None) -> None:
     """Value, gradient and metrics, x aggregation x importance weights x constants x alone and as a part of a step."""
     fused, theirs = ours.policy_loss(name), core_algos.get_policy_loss_fn(name)
@@ -127,11 +135,13 @@ def test_the_metrics_are_not_all_zero(data: Data, lots_in_order: None) -> None:
 def test_all_losses_are_registered(data: Data) -> None:
     """Every name of verl's (a new one is noticed), every preset with verl's numbers, and some that verl has not."""
     own = {n for n in core_algos.POLICY_LOSS_REGISTRY if not n.startswith("fused_")}
-    assert own == {*ours.LOSSES, "bypass_mode"}
+    assert own == {*NAMES, "bypass_mode"}
     before = dict(core_algos.POLICY_LOSS_REGISTRY)
     names = ours.register()
     try:
-        assert {f"fused_{name}" for name in (*own - {"bypass_mode"}, *NUMERICS["verl"], "vespo", "luspo")} <= set(names)
+        assert {
+            f"fused_{name}" for name in (*own - {"bypass_mode"}, *NUMERICS["verl"], "vespo", "luspo") if RECENT or name != "dro"
+        } <= set(names)
         assert all(core_algos.POLICY_LOSS_REGISTRY[name] is before[name] for name in own)
         for name in names:
             loss, slopes, metrics = evaluate(
@@ -361,12 +371,13 @@ def test_binding_is_refused_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     slots.undo()  # nothing is left to undo
     assert verl_functional.logprobs_from_logits is theirs
 
-    monkeypatch.setattr(metadata, "version", lambda _: "0.8.0")
+    monkeypatch.setattr(metadata, "version", lambda _: "0.10.0")
+    monkeypatch.delenv(OVERRIDE, raising=False)
     with ours.bind(any_version=True) as unasked:
         assert unasked.trial.version is None
     with ours.bind() as slots:
         logits, labels = torch.randn(3, 7, requires_grad=True), torch.tensor([1, 6, 0])
-        with pytest.warns(UserWarning, match=r"verl 0\.8\.0 was not tested.*0\.9\.1 was.*They agree"):
+        with pytest.warns(UserWarning, match=r"verl 0\.10\.0 was not tested.*0\.9\.1 was.*They agree"):
             verl_functional.logprobs_from_logits(logits, labels)
     assert slots.counts == {"fused": 1}
 
@@ -376,6 +387,7 @@ def test_losses_of_a_version_that_was_not_tested_are_compared_with_verls(
     data: Data, monkeypatch: pytest.MonkeyPatch, changed: bool
 ) -> None:
     monkeypatch.setattr(metadata, "version", lambda _: "0.10.0")
+    monkeypatch.delenv(OVERRIDE, raising=False)
     registry = dict(core_algos.POLICY_LOSS_REGISTRY)
     if changed:
         registry["vanilla"] = lambda *a, own=registry["vanilla"], **k: (lambda loss, metrics: (1.01 * loss, metrics))(

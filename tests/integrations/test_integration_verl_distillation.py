@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("verl.trainer.distillation.losses", reason="verl is not installed", exc_type=ImportError)
+pytest.importorskip("verl", minversion="0.9.0", exc_type=ImportError)
 
 from tensordict import TensorDict
 from verl.trainer.distillation import losses as theirs

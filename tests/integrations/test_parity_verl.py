@@ -19,9 +19,10 @@ import torch
 
 from support.trainers import Data
 
-pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed", exc_type=ImportError)
+pytest.importorskip("verl", minversion="0.9.0", exc_type=ImportError)  # before, returns were other ones
 
 import numpy as np
+import verl
 from tensordict import NonTensorData, TensorDict
 from verl.trainer.config import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos
@@ -56,7 +57,9 @@ ENTRIES = {
     "dro": ("dro",),
 }
 #: These aggregate in their own way, whatever the mode is: that of the preset.
-OWN_MODE = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
+OWN_MODE = dict.fromkeys(("sapo", "geo_mean"), "seq-mean-token-mean")
+if tuple(map(int, verl.__version__.split(".")[:3])) < (0, 9, 1):
+    OWN_MODE["gspo"] = "seq-mean-token-mean"
 CLAMPED = ("vanilla", "cispo", "sapo", "dppo_tv", "dppo_kl")
 
 B, T = 8, 12

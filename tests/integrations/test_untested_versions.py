@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels.integrations import areal, openrlhf, prime_rl, skyrl, slime
-from grpo_kernels.integrations._slots import OVERRIDE
+from grpo_kernels.integrations import areal, liger_slot, openrlhf, prime_rl, skyrl, slime, unsloth, verl
+from grpo_kernels.integrations._slots import OVERRIDE, Slots
 from grpo_kernels.integrations._trial import Differs, compare
-from support.trainers import DATA, MASK, V, log_softmax_of, stand_in
+from support.trainers import DATA, MASK, H, V, log_softmax_of, stand_in
 
 Tensor = torch.Tensor
 
@@ -88,6 +89,189 @@ def test_other_arithmetic_is_refused_with_the_difference(changed: dict[str, floa
     with areal.bind(any_version=True):
         theirs.module.gather_logprobs_entropy(logits, labels)
     assert theirs.calls == 1
+
+
+# ---- every other trainer, whose first step goes on and whose other arithmetic is refused
+
+
+class Head:
+    """Plain log-probs of a trainer at 1 / `changed` of the temperature, under the names and arguments of its functions."""
+
+    def __init__(self, changed: float) -> None:
+        self.changed, self.calls = changed, 0
+
+    def log_probs(self, logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+        self.calls += 1
+        return log_softmax_of(logits, labels, temperature / self.changed)[0].float()
+
+    def logprobs_from_logits(self, logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+        return self.log_probs(logits, labels)
+
+    def from_hidden(self, hidden: Tensor, lm_head: Tensor, index: Tensor, chunks: int = 4) -> Tensor:
+        return self.log_probs(hidden @ lm_head.T, index)
+
+
+Bound = tuple[Slots, Callable[[], Tensor]]
+
+
+def of_openrlhf(head: Head, logits: Tensor, labels: Tensor) -> Bound:
+    home = stand_in("openrlhf.models.utils", log_probs_from_logits=head.log_probs, compute_entropy=len)
+    return openrlhf.bind(), lambda: home.log_probs_from_logits(logits, labels)
+
+
+def of_skyrl(head: Head, logits: Tensor, labels: Tensor) -> Bound:
+    home = stand_in(
+        "skyrl.backends.skyrl_train.utils.torch_utils",
+        logprobs_from_logits=head.logprobs_from_logits, chunked_entropy_from_logits=len,
+    )  # fmt: skip
+    return skyrl.bind(), lambda: home.logprobs_from_logits(logits, labels, inplace_backward=False)
+
+
+def of_verl(head: Head, logits: Tensor, labels: Tensor) -> Bound:
+    home = stand_in("verl.utils.torch_functional", logprobs_from_logits=head.logprobs_from_logits, entropy_from_logits=len)
+    return verl.bind(hidden=False), lambda: home.logprobs_from_logits(logits, labels, inplace_backward=False)
+
+
+def of_unsloth(head: Head, logits: Tensor, labels: Tensor) -> Bound:
+    home = stand_in("unsloth_made", chunked_hidden_states_selective_log_softmax=head.from_hidden)
+    weight = torch.linspace(-1, 1, V * V).view(V, V)
+    trainer = type("UnslothGRPOTrainer", (), {"__module__": "unsloth_made"})
+    return unsloth.bind(trainer), lambda: home.chunked_hidden_states_selective_log_softmax(logits[None], weight, labels[None])
+
+
+TRAINERS = {"openrlhf": of_openrlhf, "skyrl": of_skyrl, "verl": of_verl, "unsloth_zoo": of_unsloth}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("changed", [1.0, 1.02])
+def test_log_probs_of_every_trainer(trainer: str, changed: float, without_verl: None) -> None:
+    head = Head(changed)
+    slots, call = TRAINERS[trainer](head, *operands())
+    with slots:
+        if changed != 1.0:
+            with pytest.raises(
+                RuntimeError, match=rf"{trainer} 99\.1.*is not what it was: values, tensor 0 of 1.*any_version=True"
+            ):
+                call()
+            assert head.calls == 1 and not slots.counts
+            call()  # its own again
+            assert head.calls == 2 and not slots.counts
+            return
+        with pytest.warns(UserWarning, match=rf"{trainer} 99\.1 was not tested.*They agree"):
+            first = call()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(call(), first)
+        assert head.calls == 1 and slots.counts == {"fused": 2}
+
+
+@pytest.fixture
+def without_verl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stand-ins neither overwrite the modules of a verl that is here, nor stay."""
+
+    def of_verl() -> list[str]:
+        return [name for name in sys.modules if name.partition(".")[0] == "verl"]
+
+    for name in of_verl():
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in of_verl():
+        del sys.modules[name]
+
+
+def verls_registry(**losses: Any) -> dict[str, Any]:
+    registry: dict[str, Any] = dict(losses)
+    stand_in(
+        "verl.trainer.ppo.core_algos",
+        POLICY_LOSS_REGISTRY=registry, register_policy_loss=lambda name: lambda f: registry.setdefault(name, f),
+    )  # fmt: skip
+    return registry
+
+
+def verls_config() -> Any:
+    return SimpleNamespace(
+        clip_ratio=0.2,
+        clip_ratio_low=0.17,
+        clip_ratio_high=None,
+        clip_ratio_c=100.0,
+        global_batch_info={"dp_size": 3},
+        policy_loss=None,
+    )
+
+
+@pytest.mark.parametrize("changed", [1.0, 1.02])
+def test_losses_in_verls_registry(changed: float, without_verl: None) -> None:
+    calls = []
+
+    def vanilla(
+        old: Tensor, logps: Tensor, advantages: Tensor, mask: Tensor, mode: str, config: Any, weights: Any = None
+    ) -> Any:
+        calls.append(mode)
+        ratio = (logps - old).exp()
+        clipped = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio)
+        return changed * -(torch.minimum(ratio * advantages, clipped * advantages) * mask).sum() / mask.sum(), {}
+
+    registry = verls_registry(vanilla=vanilla)
+    names = verl.register()
+    assert {"fused_vanilla", "fused_dapo"} <= set(names) and "fused_dro" not in names  # which this verl has no constants for
+    config = verls_config()
+    config.global_batch_info = {}
+    given = DATA.old, DATA.logps.clone().requires_grad_(), DATA.advantages, MASK, "token-mean", config
+    if changed != 1.0:
+        with pytest.raises(RuntimeError, match=r"verl 99\.1.*fused_vanilla is not what it was: values"):
+            registry["fused_vanilla"](*given)
+        return
+    with pytest.warns(UserWarning, match=r"verl 99\.1.*They agree"):
+        registry["fused_vanilla"](*given)
+    registry["fused_vanilla"](*given)
+    assert calls == ["token-mean"]
+
+
+@pytest.mark.parametrize("by_sequence", [False, True])
+def test_gspo_aggregates_as_this_verl_does(by_sequence: bool, without_verl: None) -> None:
+    """Before 0.9.1 its mode has no effect. The step of the config has no part in the question."""
+
+    def gspo(old: Tensor, logps: Tensor, advantages: Tensor, mask: Tensor, mode: str, config: Any) -> Any:
+        assert not config.global_batch_info and config.clip_ratio_low == 0.17
+        sums = (advantages * mask).sum(1)
+        means = sums / mask.sum(1)
+        return -(means if by_sequence or mode == "seq-mean-token-mean" else sums).mean(), {}
+
+    verls_registry(gspo=gspo)
+    config = verls_config()
+    for mode in ("token-mean", "seq-mean-token-sum"):
+        assert verl.objective_of("gspo", config, mode).aggregate == ("seq-mean-token-mean" if by_sequence else mode)
+    assert config.global_batch_info == {"dp_size": 3}
+
+
+@pytest.mark.parametrize("changed", [1.0, 1.02])
+def test_the_loss_in_ligers_place(changed: float) -> None:
+    chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
+
+    class Other(chunked.LigerFusedLinearGRPOLoss):  # type: ignore[misc]
+        def forward(self, *args: Any) -> Any:
+            loss, metrics = super().forward(*args)
+            return changed * loss, metrics
+
+    Other.__module__ = chunked.__name__
+    theirs = Other(beta=0.0, compiled=False, temperature=0.7, loss_type="bnpo", use_ref_model=False)
+    g = torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randn(*shape, generator=g).requires_grad_() for shape in ((2, 5, H), (V, H)))
+    given = hidden, weight, torch.randint(V, (2, 5), generator=g), torch.ones(2, 5), torch.tensor([1.0, -0.5])
+    trainer: Any = SimpleNamespace(liger_loss=theirs)
+    slots = liger_slot.patch(trainer)
+    if changed != 1.0:
+        with pytest.raises(RuntimeError, match=r"liger-kernel 99\.1.*loss is not what it was: values"):
+            trainer.liger_loss(*given)
+        assert trainer.liger_loss is theirs and hidden.grad is None
+        return
+    with pytest.warns(UserWarning, match=r"liger-kernel 99\.1.*They agree"):
+        trainer.liger_loss(*given)
+    trainer.liger_loss(*given)
+    assert slots.counts == {"fused": 2}
+
+
+# ---- what a comparison can see
 
 
 def test_slopes_are_compared_in_the_first_call_that_has_them() -> None:
