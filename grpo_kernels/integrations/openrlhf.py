@@ -11,7 +11,7 @@ entropy bonus fails in its backward, and has its entropy at temperature 1; so is
 otherwise. OpenRLHF 0.11.2 divides them before it calls either function: leave `entropy_temperature` at 1. KL and entropy
 terms, denominators and metrics stay OpenRLHF's.
 
-Tested with OpenRLHF 0.11.0 and 0.11.2 on a CPU: its loss and its functions of logits, from their files alone (deepspeed
+Tested with OpenRLHF 0.10.4 and 0.11.0 to 0.11.2 on a CPU: its loss and its functions of logits, from their files alone (deepspeed
 replaced by an empty module). Its actor, trainer, ring attention and anything on a GPU were not run.
 """
 
@@ -37,7 +37,7 @@ from ._slots import Slots, untested
 
 Tensor = torch.Tensor
 
-TESTED = ("0.11.0", "0.11.2")
+TESTED = ("0.10.4", "0.11.0", "0.11.1", "0.11.2")
 #: The arguments of OpenRLHF's `PolicyLoss`: those of both versions, of 0.11.0 alone, of 0.11.2.
 FIELDS = ("clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type")
 BEFORE = ("enable_vllm_is_correction", "vllm_is_truncated_threshold", "vllm_is_correction_type")
@@ -136,7 +136,7 @@ class PolicyLoss(torch.nn.Module):
                 return cls(**{name: getattr(theirs, name) for name in fields})
         missing = [name for name in FIELDS + SINCE if not hasattr(theirs, name)]
         raise ValueError(
-            f"{type(theirs).__name__} has no {', '.join(missing)}: the constants of OpenRLHF {' and '.join(TESTED)} are known "
+            f"{type(theirs).__name__} has no {', '.join(missing)}: the constants of OpenRLHF {', '.join(TESTED)} are known "
             "here: install one of them, or keep OpenRLHF's own loss."
         )
 

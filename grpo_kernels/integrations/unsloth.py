@@ -33,7 +33,7 @@ from ._slots import NotCovered, Slots, untested
 Tensor = torch.Tensor
 
 #: Of unsloth_zoo: the versions whose interface this was written from.
-TESTED = ("2026.8.13", "2026.10.9")
+TESTED = ("2026.8.13", "2026.9.1", "2026.10.8", "2026.10.9")
 ZOO = "unsloth_zoo.rl_replacements"
 
 

@@ -625,6 +625,27 @@ def test_the_fused_head_of_a_version_that_was_not_tested(path: str, tmp_path: Pa
     assert slot.counts == {"fused": 2}
 
 
+def test_another_fused_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_head = utils._ChunkedLogProbFunction
+
+    class Head(own_head):  # type: ignore[misc, valid-type]
+        @staticmethod
+        @functools.wraps(own_head.forward)
+        def forward(ctx: Any, hidden: Tensor, *args: Any) -> Any:
+            return own_head.forward(ctx, 1.01 * hidden, *args)
+
+    untested_trl(monkeypatch)
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Head)
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    given = hidden, weight, None, torch.arange(6), 0.9, 256, None, 1.0, ("entropy",)
+    with (
+        fused_lm_head() as slot,
+        pytest.raises(RuntimeError, match=r"trl 1\.99\.0.*log_probs is not what it was: values, tensor 0"),
+    ):
+        utils._ChunkedLogProbFunction.apply(*given)
+    assert utils._ChunkedLogProbFunction is Head and not slot.counts and hidden.grad is None
+
+
 def test_generate_and_plain_calls_are_untouched(path: str, tmp_path: Path) -> None:
     plain_trainer = trl_cases.make_trainer(path, tmp_path)
     model, ids = plain_trainer.model, torch.tensor([[3, 4, 5, 6]])
