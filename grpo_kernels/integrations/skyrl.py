@@ -19,8 +19,8 @@ hidden states only the pairs of a row and an id are projected, as in SkyRL, in f
 there; SkyRL scores its appended end token apart, over the vocabulary. For a loss of your own `kept_sets` makes both of its records
 the sets of a batch.
 
-Tested with SkyRL 0.3.0 and 0.2.0 on a CPU: its losses, its functions of logits and its dispatcher (on one rank and on two), from their
-files alone. Its workers and Megatron were not run. The replay, which 0.3.0 has not, is that of its branches of August 2026.
+Tested with SkyRL 0.3.0 and 0.2.0 on a CPU: its losses, its functions of logits and its dispatcher (on one rank and on two), from
+their files alone. Its workers and Megatron were not run. The replay, which 0.3.0 has not, is that of its branches of August 2026.
 """
 
 from __future__ import annotations
