@@ -52,16 +52,17 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """That of a stand-in for verl."""
+    """What is added to that of a stand-in for verl, which has one loss of its own."""
     losses: dict[str, Any] = {}
+    every: dict[str, Any] = {"vanilla": len}
 
     def register(name: str) -> Callable[[Any], Any]:
-        return lambda function: losses.setdefault(name, function)
+        return lambda function: losses.setdefault(name, every.setdefault(name, function))
 
     for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(metadata, "version", lambda _: "0.9.1")
-    stand_in("verl.trainer.ppo.core_algos", POLICY_LOSS_REGISTRY=losses, register_policy_loss=register)
+    stand_in("verl.trainer.ppo.core_algos", POLICY_LOSS_REGISTRY=every, register_policy_loss=register)
     yield losses
     for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
         del sys.modules[name]
