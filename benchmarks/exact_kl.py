@@ -10,12 +10,10 @@ docs/exact_kl_experiment.md."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +26,6 @@ import torch
 
 from benchmarks import exact_kl_page, experiments, replay, results
 from benchmarks.experiments import Record, Still, Task, moments
-from benchmarks.machine import machine
 from examples import arithmetic
 from grpo_kernels import token_divergence
 from grpo_kernels.training.data import prompts_of_step
@@ -218,7 +215,7 @@ def tasks() -> Iterator[Task]:
 
 
 def measure(seeds: tuple[int, ...] = SEEDS, folder: Path = FOLDER, parts: tuple[str, ...] = ()) -> None:
-    """All results of the seeds into the folder; those that are there, or in the result file, are not made again."""
+    """Adds the results of the seeds to the folder. Results in the folder or in the result file are not computed again."""
     experiments.measure(tasks(), known(folder), seeds, folder, parts)
 
 
@@ -231,26 +228,5 @@ def setup() -> Record:
     return {"run": SETTINGS, "changes": REWARDS, "stops": list(STOPS), "batches": BATCHES, "distillation": DISTILLED}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    parser.add_argument("--parts", nargs="+", default=(), choices=("gradients", "rewards", "distillation"), help="default: all")
-    parser.add_argument(
-        "--write", action="store_true", help="make the page and its pictures from what is there, and measure nothing"
-    )
-    args = parser.parse_args()
-    if not args.write:
-        measure(tuple(args.seeds), parts=tuple(args.parts))
-        return
-    record = {
-        "command": exact_kl_page.COMMAND,
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine("cpu"),
-        "settings": setup(),
-        "runs": known(),
-    }
-    exact_kl_page.write(record)
-
-
 if __name__ == "__main__":
-    main()
+    experiments.main(__doc__, exact_kl_page, ("gradients", "rewards", "distillation"), SEEDS, measure, known, setup)

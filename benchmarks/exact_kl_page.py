@@ -9,8 +9,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from benchmarks import results
-from benchmarks.experiment_pages import by, chosen, drawn, framed, legend, lines, made_by, mean, over_seeds, save, with_spread
+from benchmarks import experiment_pages, results
+from benchmarks.experiment_pages import by, chosen, drawn, framed, legend, lines, mean, over_seeds, save, with_spread
 from benchmarks.experiments import Record
 from benchmarks.harness import RESULTS
 from benchmarks.plots import HIGHLIGHT, TEXT, WIDTH
@@ -39,12 +39,7 @@ SHOWN = ("beta=1", "beta=1, large steps")
 
 
 def block(record: Record) -> str:
-    if not record:
-        return f"Not measured yet: `{COMMAND}`."
-    parts = [made_by(record)]
-    for table in (of_gradients, of_rewards, of_distillation):
-        parts += ["", *table(record)]
-    return "\n".join(parts)
+    return experiment_pages.block(record, COMMAND, (of_gradients, of_rewards, of_distillation))
 
 
 def of_gradients(record: Record) -> Iterator[str]:

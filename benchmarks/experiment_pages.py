@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import matplotlib
@@ -18,6 +18,13 @@ from benchmarks.plots import STYLE, TEXT
 def made_by(record: Record) -> str:
     m = record["machine"]
     return f"{m['name']}, {m['threads']} threads, torch {m['torch']}, {record['date']}; `{record['command']}`."
+
+
+def block(record: Record, command: str, tables: Iterable[Callable[[Record], Iterable[str]]]) -> str:
+    """The generated part of a page: a line that says how it was made, and the tables. Without a record, the command to run."""
+    if not record:
+        return f"Not measured yet: `{command}`."
+    return "\n".join([made_by(record), *(line for table in tables for line in ("", *table(record)))])
 
 
 def chosen(record: Record, part: str) -> list[Record]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from benchmarks import results
+from benchmarks.machine import machine
 from grpo_kernels.training.rewards import RewardFunction
 from grpo_kernels.training.trainer import TrainConfig, Trainer
 
@@ -80,6 +83,35 @@ def known(tasks: Iterable[Task], seeds: tuple[int, ...], folder: Path, file: Pat
 
 def key(record: Record) -> str:
     return "-".join(str(value) for name, value in record.items() if name != "found")
+
+
+def main(
+    description: str | None, page: ModuleType, parts: tuple[str, ...], seeds: tuple[int, ...], measure: Callable[..., None],
+    known: Callable[[], list[Record]], setup: Callable[[], Record],
+) -> None:  # fmt: skip
+    """The command line of an experiment: measures the chosen parts for the chosen seeds; with --write, makes the page instead.
+
+    description: the help text. page: the module with the page's COMMAND and `write`. parts: their names. seeds: the default.
+    measure(seeds, parts=...), known() and setup() are those of the experiment."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=seeds)
+    parser.add_argument("--parts", nargs="+", default=(), choices=parts, help="default: all")
+    parser.add_argument(
+        "--write", action="store_true", help="make the page and its pictures from the results so far, and measure nothing"
+    )
+    args = parser.parse_args()
+    if not args.write:
+        measure(tuple(args.seeds), parts=tuple(args.parts))
+        return
+    page.write(
+        {
+            "command": page.COMMAND,
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": machine("cpu"),
+            "settings": setup(),
+            "runs": known(),
+        }
+    )
 
 
 def short(x: Any) -> Any:

@@ -10,12 +10,10 @@ benchmarks/results/sparse_training.json, and of it the tables and the picture of
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +27,6 @@ import torch
 
 from benchmarks import experiments, results, sparse_training_page, spelled
 from benchmarks.experiments import Record, Still, Task, moments
-from benchmarks.machine import machine
 from examples import arithmetic
 from grpo_kernels.integrations import trl
 from grpo_kernels.training import require
@@ -184,6 +181,11 @@ def tasks() -> Iterator[Task]:
         yield {"part": "noise", "spellings": spellings}, functools.partial(noise, spellings=spellings)
 
 
+def measure(seeds: tuple[int, ...], parts: tuple[str, ...] = ()) -> None:
+    """Adds the results of the seeds to the folder. Results that are already known are not computed again."""
+    experiments.measure(tasks(), known(), seeds, FOLDER, parts)
+
+
 def known(folder: Path = FOLDER) -> list[Record]:
     return experiments.known(tasks(), SEEDS, folder, sparse_training_page.FILE, setup())
 
@@ -196,26 +198,5 @@ def setup() -> Record:
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS[:3])
-    parser.add_argument("--parts", nargs="+", default=(), choices=("noise", "trainer", "trl"), help="default: all")
-    parser.add_argument(
-        "--write", action="store_true", help="make the page and its picture from what is there, and measure nothing"
-    )
-    args = parser.parse_args()
-    if not args.write:
-        experiments.measure(tasks(), known(), tuple(args.seeds), FOLDER, tuple(args.parts))
-        return
-    record = {
-        "command": sparse_training_page.COMMAND,
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine("cpu"),
-        "settings": setup(),
-        "runs": known(),
-    }
-    sparse_training_page.write(record)
-
-
 if __name__ == "__main__":
-    main()
+    experiments.main(__doc__, sparse_training_page, ("noise", "trainer", "trl"), SEEDS[:3], measure, known, setup)

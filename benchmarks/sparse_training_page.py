@@ -9,8 +9,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from benchmarks import results
-from benchmarks.experiment_pages import by, chosen, drawn, framed, legend, lines, made_by, mean, over_seeds, save, with_spread
+from benchmarks import experiment_pages, results
+from benchmarks.experiment_pages import by, chosen, drawn, framed, legend, lines, mean, over_seeds, save, with_spread
 from benchmarks.experiments import Record
 from benchmarks.harness import RESULTS
 from benchmarks.plots import HIGHLIGHT, TEXT, WIDTH
@@ -40,12 +40,7 @@ def spelled(count: int) -> str:
 
 
 def block(record: Record) -> str:
-    if not record:
-        return f"Not measured yet: `{COMMAND}`."
-    parts = [made_by(record)]
-    for table in (of_rows, of_noise, of_runs):
-        parts += ["", *table(record)]
-    return "\n".join(parts)
+    return experiment_pages.block(record, COMMAND, (of_rows, of_noise, of_runs))
 
 
 def policies(record: Record) -> dict[tuple[int, int], list[Record]]:

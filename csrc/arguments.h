@@ -1,5 +1,5 @@
-// What a call's arguments say about themselves, without the tensors: what cannot be right raises ValueError in Python
-// instead of ending the process. Whether memory is as large as they say is up to the caller.
+// Checks of a call's arguments by their values alone. Arguments that cannot be right raise ValueError in Python instead of crashing
+// the process. The caller is responsible for the memory being as large as the arguments say.
 #pragma once
 #include <stdint.h>
 
@@ -8,7 +8,7 @@
 
 namespace grpo {
 
-// More elements than an address space holds. Sizes, and offsets made of them, stay far within 64 bits below it.
+// More elements than an address space holds. Sizes up to it, and the offsets computed from them, fit easily into 64 bits.
 constexpr int64_t LARGEST = int64_t(1) << 47;
 
 template <class T> T* at(uintptr_t address) { return reinterpret_cast<T*>(address); }
@@ -33,7 +33,7 @@ inline void check_address(const char* name, uintptr_t address, int element, bool
     require(address % uintptr_t(element) == 0, name, int64_t(address), "the address must be a multiple of the element size.");
 }
 
-// The steps from the first of `count` places to the last.
+// Checks that the offset from the first of `count` rows to the last fits into the address space.
 inline void check_stride(const char* name, int64_t stride, int64_t count) {
     const bool fits = count < 2 || (stride <= LARGEST / (count - 1) && stride >= -LARGEST / (count - 1));
     require(fits, name, stride, "the last row would lie outside any address space.");

@@ -1,4 +1,4 @@
-// The binding of the kernels over two streams; see module.cpp. vocabulary/backends/cpu_divergence.py knows the tensors.
+// The binding of the kernels over two streams; see module.cpp. vocabulary/backends/cpu_divergence.py checks the tensors.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -23,7 +23,7 @@ namespace {
 
 const DivergenceKernels* divergence = &divergence_baseline;
 
-// What a call takes of one of its streams: rows, and their transform, whose temperatures are those of the rows in the call.
+// One stream of a call: its rows and their transform. Temperatures per row are given for the rows of the call only.
 struct Stream {
     Rows rows;
     Transform transform;
@@ -49,7 +49,7 @@ void check_streams(const Stream& student, const Stream& teacher, int64_t vocab, 
             "it must be that of the student.");
 }
 
-// Vectors of a call, by name; all are of 4-byte numbers but for those of `read`.
+// Checks the addresses of a call's vectors. Numbers have 4 bytes, targets 8.
 struct Vectors {
     int64_t count;
 
@@ -67,7 +67,7 @@ struct Vectors {
     }
 };
 
-// What rows_at_once looks at.
+// The part of a job that rows_at_once reads.
 struct Size {
     int64_t vocab;
     const Rows& logits;
@@ -136,7 +136,7 @@ void pull(const Stream& student, const Stream& teacher, int direction, double mi
     each_row(job, student.rows, vocab, count, threads, divergence->pull);
 }
 
-// Memory for the terms of one row, which are kept where no slope takes the logits themselves.
+// Memory for the terms of one row. Terms are kept only if the gradient can be formed without reading the logits again.
 TwoScratch scratch_of(const TwoFused& job) {
     const FusedJob& of = job.student;
     if (!of.out.base || of.with_entropy) return {nullptr, nullptr, nullptr};

@@ -1,5 +1,5 @@
-// The binding of the products: addresses as integers, sizes and strides in elements, threads shared out.
-// vocabulary/backends/cpu_products.py checks the tensors; here, what cannot be right whatever they are.
+// The binding of the products: takes addresses as integers and sizes and strides in elements, and divides the work among threads.
+// vocabulary/backends/cpu_products.py checks the tensors; this file refuses arguments that cannot be right for any tensors.
 #include <nanobind/nanobind.h>
 
 #include <atomic>
@@ -33,7 +33,7 @@ const Products* supported_products() {
 
 const Products* const products = supported_products();
 
-// Work that returns false where it gets no memory. No exception may leave a thread, so the call raises when all are done.
+// For a body that returns false when it gets no memory. An exception must not leave a thread, so this raises after all are done.
 template <class Body> void each_range_with_memory(int64_t n, int64_t grain, int threads, const Body& body) {
     std::atomic<bool> enough{true};
     each_range(n, grain, threads, [&](int64_t begin, int64_t end) {
@@ -42,13 +42,13 @@ template <class Body> void each_range_with_memory(int64_t n, int64_t grain, int 
     if (!enough) throw std::bad_alloc();  // MemoryError in Python
 }
 
-// Of n things in `parts` nearly equal parts, in multiples of `unit`: where part i begins.
+// Divides n elements into `parts` nearly equal parts whose sizes are multiples of `unit`, and returns where part i begins.
 int64_t part(int64_t n, int64_t unit, int64_t parts, int64_t i) {
     const int64_t at = ceil_div(n, unit) * i / parts * unit;
     return at < n ? at : n;
 }
 
-// Several ranges for each thread, so that one which is held up leaves its last ones to the others.
+// Several ranges for each thread: if one thread is delayed, the others take over its remaining ranges.
 int64_t range_size(int64_t n, int threads) {
     constexpr int64_t UNIT = 192;  // whole groups of either product
     return ceil_div(n, int64_t(threads) * 8 * UNIT) * UNIT;
@@ -75,7 +75,7 @@ void check_types(bool gradient_is_bf16, bool operand_is_bf16) {
     require(operand_is_bf16 || !gradient_is_bf16, "gradient", 2, "a bf16 gradient is multiplied with bf16 operands only.");
 }
 
-// Panels are aligned like cache lines: a register never straddles two.
+// Panels are aligned to cache lines, so that a register is never loaded from two of them.
 struct Packed {
     std::unique_ptr<char[]> memory;
     explicit Packed(int64_t bytes) : memory(new char[size_t(bytes) + 64]) {}
@@ -109,8 +109,8 @@ struct Grid {
     int64_t row_parts, column_parts;
 };
 
-// A rectangle of the output for each thread, none of which waits for another. Every one packs its rows of the gradient and its
-// columns of the weight for itself, so there are as few parts of rows as an even distribution allows.
+// Each thread computes one rectangle of the output, and no thread waits for another. Each packs the rows of the gradient and the
+// columns of the weight that it needs. The grid with the smallest estimated time is chosen.
 Grid grid_for(int64_t rows, int64_t width, int threads) {
     Grid best{1, 1};
     double least = INFINITY;

@@ -1,5 +1,5 @@
-// The binding of the selection of columns. vocabulary/backends/cpu_select.py checks the tensors; here, what cannot be right whatever
-// they are.
+// The binding of the selection of columns. vocabulary/backends/cpu_select.py checks the tensors; this file refuses arguments that
+// cannot be right for any tensors.
 #include <nanobind/nanobind.h>
 
 #include <string>

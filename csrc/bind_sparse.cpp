@@ -1,5 +1,6 @@
-// The binding of the sparse products: addresses as integers, sizes and strides in elements, threads shared out.
-// vocabulary/backends/cpu_sparse.py checks the tensors; here, what cannot be right whatever they are. Ids and rows are trusted.
+// The binding of the sparse products: takes addresses as integers and sizes and strides in elements, and divides the work among
+// threads. vocabulary/backends/cpu_sparse.py checks the tensors; this file refuses arguments that cannot be right for any tensors.
+// The contents of ids and rows are not checked.
 #include <nanobind/nanobind.h>
 
 #include <memory>
@@ -24,7 +25,7 @@ namespace {
 
 const SparseKernels* sparse = &sparse_baseline;
 
-// Slots handed out at once: several ranges for each thread, and enough slots that waiting for the first rows does not count.
+// Slots in a range: few enough that each thread gets several ranges, and enough that waiting for the first rows costs little.
 int64_t slots_at_once(int64_t count, int threads) {
     const int64_t even = count / (int64_t(threads) * 16);
     return even < 32 ? 32 : even > 512 ? 512 : even;
@@ -61,7 +62,7 @@ void slot_logits(uintptr_t hidden, int hidden_dtype, int64_t hidden_stride, int6
 }
 
 void add_rows(const SlotSums& job, int threads) {
-    const int64_t columns = ceil_div(job.width, SUM_COLUMNS);  // a key with many slots is the work of several threads
+    const int64_t columns = ceil_div(job.width, SUM_COLUMNS);  // so that several threads share a key with many slots
     const int64_t slots = slots_at_once(job.count, threads);
     each_range(ceil_div(job.count, slots) * columns, 1, threads, [&](int64_t i, int64_t) {
         const int64_t begin = i / columns * slots, first = i % columns * SUM_COLUMNS;
@@ -87,8 +88,8 @@ void add_weight_rows(uintptr_t values, uintptr_t ids, uintptr_t slot_rows, int64
     add_rows(job, threads);
 }
 
-// The slots that count, sorted by id; those of one id stay in their order. Each chunk of slots is one thread's work, and what
-// comes out does not depend on how many there are.
+// The used slots whose value is not 0, sorted by id. Slots with equal ids keep their order. Each thread sorts one chunk of slots at
+// a time, and the result does not depend on the number of chunks.
 class SortedSlots {
 public:
     std::unique_ptr<KeyedSlot[]> slots;
@@ -122,14 +123,14 @@ public:
     }
 
 private:
-    static constexpr int MOST_BITS = 11;  // of a digit: its counters fit the L1 cache
+    static constexpr int MOST_BITS = 11;  // of a digit, so that its counters fit into the L1 cache
     const int64_t chunks;
     const int threads;
 
     // A stable counting sort by the bits from `low` on.
     void sort_by(const KeyedSlot* from, KeyedSlot* to, int low, int bits) const {
         const size_t bins = size_t(1) << bits;
-        std::vector<int64_t> places(size_t(chunks) * bins);  // first counts, then where the next one of a bin goes
+        std::vector<int64_t> places(size_t(chunks) * bins);  // first the count of each bin, then where its next slot goes
         const auto each = [&](int64_t c, const auto& visit) {
             int64_t* mine = places.data() + size_t(c) * bins;
             for (int64_t i = count * c / chunks; i < count * (c + 1) / chunks; i++) {

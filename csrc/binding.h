@@ -1,4 +1,4 @@
-// What the bindings of row kernels share.
+// Helpers of the bindings of row kernels.
 #pragma once
 #include <stdint.h>
 
@@ -7,9 +7,9 @@
 
 namespace grpo {
 
-extern const Kernels* kernels;  // those in use
+extern const Kernels* kernels;  // the table in use
 
-// Rows handed out at once: about 64 KiB of logits, so that short rows do not each pay for a turn.
+// Rows in a range: about 64 KiB of logits, so that the cost of starting a range is shared by many short rows.
 template <class Job> int64_t rows_at_once(const Job& job) {
     return 65536 / (job.vocab * (job.logits.dtype == FP32 ? 4 : 2)) + 1;
 }

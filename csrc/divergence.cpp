@@ -118,7 +118,7 @@ void pull(const TwoPull& job, int64_t i) {
     }
 }
 
-// ---- all of it in one visit of each row
+// ---- statistics, loss and gradient in one call
 
 struct FirstVisit {
     Known known;
@@ -133,7 +133,7 @@ FirstVisit first_visit(const Stream& student, const Stream& teacher, int64_t voc
     return {sums.known(), float(sums.total.weighted)};
 }
 
-// The gradient of a row whose loss has no divergence: the teacher's row may hold anything.
+// The gradient of a row whose loss has no divergence. The teacher's row is not used: it may hold anything, NaN included.
 void pull_alone(const TwoFused& job, int64_t i, const Slopes& slopes, const Known& known, float logit) {
     const FusedJob& of = job.student;
     const float target = float(slopes.target), constant = float(slopes.constant), log = float(slopes.log);
@@ -150,8 +150,8 @@ template <class O> void fused_rows(const TwoFused& job, int64_t i, const TwoScra
     const AtTarget target(student, teacher, of.targets[i], of.vocab);  // before its logit may be overwritten
 
     const float c = job.weight ? job.weight[i] : 0.0f;
-    // The slope of the entropy takes the logits themselves. What the jsd keeps is not known before the sums are; without a weight
-    // its second visit may find nothing to keep.
+    // Terms are not kept if the entropy has a slope, because its gradient needs the logits. The terms of the jsd need the sums of both
+    // rows, so they are kept in its second visit, and only if the divergence has a weight: else that visit may keep nothing.
     KeptTerms kept = {scratch.p, scratch.k, scratch.maxima};
     if constexpr (SAME_TYPE<O, float>) kept.p = out;
     const bool keeps = out && !of.with_entropy && scratch.maxima && (direction != JSD || c != 0), at_once = keeps && direction != JSD;

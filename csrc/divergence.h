@@ -1,5 +1,6 @@
-// Row kernels over two streams: a student's row, which gets a gradient, and a teacher's over the same ids. vocabulary/rows.py says
-// what partials are, vocabulary/divergence.py how the divergences are formed. divergence.cpp is compiled once per instruction set.
+// Row kernels over two streams: the student's row, which gets a gradient, and the teacher's row over the same ids.
+// vocabulary/rows.py defines the partial sums, vocabulary/divergence.py forms the divergences from them. divergence.cpp is compiled
+// once per instruction set.
 #pragma once
 #include "kernels.h"
 
@@ -11,16 +12,16 @@ struct Teacher {
     Rows logits;  // their inner_count is the student's
     Transform transform;
     int direction;
-    double mixture;  // its share in the mixture of JSD. The student's is formed from it in fp64, where it keeps its digits
+    double mixture;  // the teacher's share in the mixture of JSD; the student's share, 1 - mixture, is computed in fp64
 };
 
 struct TwoStats {
-    StatsJob student;  // its sum of squares goes with its weighted sum
+    StatsJob student;  // if `squares` is given, so is `weighted`
     Teacher teacher;
     float *max, *sum, *cross, *excess;  // max and sum of the teacher
 };
 
-// What is known of both rows before their second visit.
+// The statistics of both rows, from their first visit.
 struct TwoRows {
     const float *max, *sum, *teacher_max, *teacher_sum;
     const float* log_sums;  // log(teacher_sum / sum)
@@ -36,7 +37,7 @@ struct MixedJob {
     float *student_kl, *teacher_kl;  // to the mixture
 };
 
-// Plus slope G_j, G the gradient of the divergence.
+// The gradient of PullJob plus slope[i] G_j, where G is the gradient of the divergence.
 struct TwoPull {
     PullJob student;
     Teacher teacher;
@@ -45,7 +46,7 @@ struct TwoPull {
     void (*without)(const PullJob&, int64_t i);  // for rows whose slope is 0
 };
 
-// The loss and its gradient in one visit of each row, as FusedJob.
+// The loss and its gradient in one call, as in FusedJob.
 struct TwoFused {
     FusedJob student;
     Teacher teacher;
@@ -54,15 +55,15 @@ struct TwoFused {
     void (*without)(const PullJob&, int64_t i);  // as in TwoPull
 };
 
-// What terms of one block of a row are relative to.
+// The maxima that were subtracted from the logits of one block before the exponentials were taken.
 struct KeptMaxima {
     float student, teacher;
 };
 
 constexpr int64_t LOGITS = 1024;  // elements of a block
 
-// Memory of a thread for the terms of one row: p where the gradient is not fp32, else null, and what goes with it, see KeptTerms. Null
-// where there is none, which costs time.
+// Memory of a thread for the terms of one row, see KeptTerms. p is null if the gradient is fp32: its memory is used instead. All are
+// null if nothing is kept or no memory was available; the gradient is then computed from the logits, which takes longer.
 struct TwoScratch {
     float *p, *k;
     KeptMaxima* maxima;

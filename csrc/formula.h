@@ -1,4 +1,4 @@
-// A formula as the bindings of row kernels take it: a program that was found to be right, with its memory.
+// A formula for the bindings of row kernels: a checked program that owns its memory.
 #pragma once
 #include <memory>
 #include <new>
@@ -13,7 +13,7 @@
 
 namespace grpo {
 
-using Step = std::tuple<std::string, int, int, int>;  // operation, registers of its operands; those it has not are 0
+using Step = std::tuple<std::string, int, int, int>;  // the operation and the registers of its operands; unused ones are 0
 
 class Formula {
 public:
@@ -62,7 +62,7 @@ private:
     std::vector<uint16_t> outputs;
 };
 
-// The addresses of a call's inputs beside log-prob and entropy, after a check of the call.
+// Checks a call and returns the addresses of its inputs other than log-prob and entropy.
 inline std::vector<const float*> token_inputs(const Formula& formula, const std::vector<float>& numbers,
                                               const std::vector<uintptr_t>& inputs, int64_t count) {
     formula.check_call(numbers, inputs.size() + 2);
@@ -75,8 +75,8 @@ inline std::vector<const float*> token_inputs(const Formula& formula, const std:
     return vectors;
 }
 
-// Memory that a thread keeps from row to row and from call to call, from a multiple of 64 on: new pages cost more than a row. Null
-// where there is none.
+// Memory that a thread keeps from row to row and from call to call, because new pages cost more time than a row. It is aligned to 64
+// bytes. Null if none is available.
 inline char* memory_of_thread(size_t bytes) {
     constexpr size_t ALIGNED = 64;
     thread_local std::unique_ptr<char[]> memory;
@@ -92,7 +92,7 @@ inline char* memory_of_thread(size_t bytes) {
     return memory.get() + (ALIGNED - reinterpret_cast<uintptr_t>(memory.get()) % ALIGNED);
 }
 
-// Bytes of so many numbers, up to where others may begin.
+// The bytes of `count` numbers, rounded up to a multiple of 64.
 inline size_t bytes_of_floats(int64_t count) { return (size_t(count) * sizeof(float) + 63) / 64 * 64; }
 
 }  // namespace grpo

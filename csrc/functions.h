@@ -1,4 +1,4 @@
-// exp, tanh and what divergences need of vectors. Compiled once per instruction set, like simd.h.
+// exp, tanh and the functions of divergences, on vectors. Compiled once per instruction set, like simd.h.
 #pragma once
 #include "simd.h"
 
@@ -9,10 +9,10 @@ constexpr float EXP_CUTOFF = -87.0f;
 
 constexpr float LOG2_E = 1.44269504f;
 
-// exp of a few vectors d at once, EXP_CUTOFF <= d <= 1 or NaN, exactly 1 at 0; and 0 in the lanes that are not kept.
+// exp of several vectors d at once, for EXP_CUTOFF <= d <= 1 or NaN. It is exactly 1 at 0. Lanes whose bit in k is off become 0.
 #if defined(__AVX512F__)
 
-// 2^(j / 32), less j in the last bits of the exponent and below it.
+// The bits of 2^(j / 32), minus j 2^18. Shifting m, whose low bits hold j, to the left by 18 adds this j 2^18 back.
 alignas(64) const uint32_t POWERS[32] = {
     0x3f800000, 0x3f7ecd87, 0x3f7daac3, 0x3f7c980f, 0x3f7b95c2, 0x3f7aa43a, 0x3f79c3d3, 0x3f78f4f0,
     0x3f7837f0, 0x3f778d3a, 0x3f76f532, 0x3f767043, 0x3f75fed7, 0x3f75a15b, 0x3f75583f, 0x3f7523f6,
@@ -21,8 +21,8 @@ alignas(64) const uint32_t POWERS[32] = {
 };
 
 // With m = d log2(e) rounded to 1/32, 2^m is a power from the table with the whole part of m added to its exponent, and
-// 2^(d log2(e) - m) a polynomial fitted to a relative error of 5.4e-8. Stage by stage: a vector's own instructions wait for each
-// other, and the processor looks only so far ahead.
+// 2^(d log2(e) - m) a polynomial fitted to a relative error of 5.4e-8. Each stage is done for all vectors before the next one:
+// instructions of one vector depend on each other, and the processor reorders only a limited number of instructions.
 template <int N> INLINED void exp_where(const Keep (&k)[N], const F (&d)[N], F (&e)[N]) {
     const __m512i low = _mm512_load_si512(POWERS), high = _mm512_load_si512(POWERS + 16);
     const F to_32nds = all(393216.0f), log2_e = all(LOG2_E);  // 1.5 2^18, whose last bit is worth 1/32
@@ -42,8 +42,8 @@ template <int N> INLINED void exp_where(const Keep (&k)[N], const F (&d)[N], F (
 
 #else
 
-// 2^floor(t) 2^fraction(t) with t = d log2(e), the second by a polynomial fitted to a relative error of 8.3e-8, exactly 1 where t
-// is an integer. The rounding of t adds |d| 6e-8: as much as the rounding of d itself, and nothing where exp(d) is large.
+// 2^floor(t) 2^fraction(t) with t = d log2(e). The second factor is a polynomial fitted to a relative error of 8.3e-8, exactly 1 if
+// t is an integer. Rounding t adds a relative error of |d| 6e-8, as much as rounding d does; it is small where exp(d) is large.
 template <int N> INLINED void exp_where(const Keep (&k)[N], const F (&d)[N], F (&e)[N]) {
     for (int i = 0; i < N; i++) {
         const F t = mul(d[i], all(LOG2_E)), f = fraction(t);
@@ -87,7 +87,7 @@ INLINED Tanh tanh_and_slope(F u) {
 // Below this |x| psi(x) is a polynomial.
 constexpr float SMALL = 0.5f;
 
-// psi(x) = e^x - 1 - x for |x| <= SMALL, to a relative error of 2.4e-8 and a few roundings: no cancellation.
+// psi(x) = e^x - 1 - x for |x| <= SMALL, without cancellation: a relative error of 2.4e-8 and a few roundings.
 INLINED F psi_near_0(F x) {
     F p = fma(all(0.00019875608f), x, all(0.0013981997f));
     p = fma(p, x, all(0.008333452f));
@@ -97,7 +97,7 @@ INLINED F psi_near_0(F x) {
     return mul(mul(x, x), p);
 }
 
-// t - log(1 + t) for 1 + t from sqrt(1/2) to sqrt(2), to a few ulp: no cancellation.
+// t - log(1 + t) for 1 + t from sqrt(1/2) to sqrt(2), without cancellation: to a few ulp.
 INLINED F rest_of_log1p(F t) {
     F p = fma(all(0.08700264f), t, all(-0.14267462f));
     p = fma(p, t, all(0.1491481f));
@@ -108,7 +108,8 @@ INLINED F rest_of_log1p(F t) {
     return mul(mul(t, t), fma(sub(all(0.0f), t), p, all(0.5f)));
 }
 
-// log(u) and x - log(u), both to a few ulp, for u = 1 + x and -1 < x <= 0. Near -1 x does not have the digits of u.
+// log(u) and x - log(u), both to a few ulp, for u = 1 + x and -1 < x <= 0. Both x and u are needed: near x = -1, 1 + x would have lost
+// digits of u.
 struct Log1p {
     F value, rest;
 };
@@ -116,7 +117,7 @@ struct Log1p {
 INLINED Log1p log1p_and_rest(F x, F u) {
     F n;
     const F m = split_pow2(u, n);
-    const Keep near = not_below(u, all(0.70710678f));  // 1 + x is the mantissa, of which x is known exactly
+    const Keep near = not_below(u, all(0.70710678f));  // here n is 0 and m is u, and x is more exact than u - 1
     const F t = choose(near, x, sub(m, all(1.0f)));
     const F rest = rest_of_log1p(t), far = fma(n, all(0.693147181f), sub(t, rest));
     return {choose(near, sub(x, rest), far), choose(near, rest, sub(x, far))};

@@ -1,5 +1,6 @@
-// The two vocabulary stages for one row, both at once, and scaling. Compiled once per instruction set, with GRPO_ISA naming the
-// copy. No C++ library headers: their inline functions, compiled here for AVX-512, could replace the baseline ones at link time.
+// The operations on one row: statistics, gradient, both in one call, and scaling. Compiled once per instruction set; GRPO_ISA names
+// the copy. C++ library headers are not included: their inline functions, compiled here for AVX-512, could replace those of other
+// files at link time and crash on processors without AVX-512.
 #include "row_gradient.h"
 
 namespace grpo {
@@ -16,7 +17,7 @@ template <class T, Mode MODE> float max_block(const T* x, int64_t n, const RowTr
     return max_lanes(best);
 }
 
-// The first element whose z is max, or -1.
+// The index of the first element whose z is max, or -1.
 template <class T, Mode MODE> int32_t first_at(const T* x, int64_t vocab, const RowTransform& t, float max) {
     for (int64_t j = 0; j < vocab; j += STEP) {
         const int64_t n = vocab - j < STEP ? vocab - j : STEP;
@@ -69,7 +70,7 @@ void stats(const StatsJob& job, int64_t i) {
     }
 }
 
-// Which terms it has, each kind those before it too.
+// The highest term of the polynomial; lower terms are always present.
 enum Terms { CONSTANT, LINEAR, QUADRATIC };
 
 template <class T, class O, Mode MODE, Terms TERMS>
@@ -98,7 +99,7 @@ void gradients(const T* x, O* out, int64_t vocab, const RowTransform& t, float m
             const T* from = x + j + k * W;
             if constexpr (SAME_TYPE<T, O>) {
                 load_pair(from, v[k], v[k + 1]);
-            } else {  // a pair's order depends on its type
+            } else {  // load_pair orders elements differently for each type
                 v[k] = load(from), v[k + 1] = load(from + W);
             }
         }
@@ -151,7 +152,7 @@ template <class T, class O> void pull_row(const PullJob& job, int64_t i) {
     const RowGradient gradient(slopes, t, job.max[i], job.sum[i], log_sum);
     if (!gradient.finite()) return fill_nan(out, vocab);
     const bool has_target = target >= 0 && target < vocab;
-    const double dz_dx = has_target ? slope_at(x, target, t) : 0.0;  // before its logit may be overwritten
+    const double dz_dx = has_target ? slope_at(x, target, t) : 0.0;  // read now: its logit may be overwritten below
     gradients(x, out, vocab, t, gradient.max, gradient.polynomial());
     if (has_target) {
         const double logp = (double(job.target[i]) - gradient.max) - log_sum;
@@ -175,8 +176,8 @@ void pull(const PullJob& job, int64_t i) {
     }
 }
 
-// Where the first visit of a row keeps its exponentials: in the memory of the gradient, or of logits that the gradient overwrites,
-// if that is fp32, else beside it. Null: nowhere.
+// Where the first visit of a row keeps its exponentials: in the memory of the gradient if that is fp32; else in that of the logits, if
+// they are fp32 and the gradient overwrites them; else in `scratch`, which may be null.
 template <class T, class O> float* kept_in(T* x, O* out, float* scratch) {
     if constexpr (SAME_TYPE<O, float>) return out;
     if constexpr (SAME_TYPE<T, float>) {
@@ -191,16 +192,16 @@ void fused_row(const FusedJob& job, int64_t i, const Scratch& scratch, const Row
     const int64_t vocab = job.vocab, target = job.targets[i];
     T* x = reinterpret_cast<T*>(job.logits.row(i));
     O* out = job.out.base ? reinterpret_cast<O*>(job.out.row(i)) : nullptr;
-    // Before its logit may be overwritten.
+    // The logit of the target is read now: it may be overwritten below.
     const bool has_target = target >= 0 && target < vocab;
     const double z = has_target ? logit_at<T, MODE>(x, target, t) : NAN, dz_dx = has_target ? slope_at(x, target, t) : 0.0;
 
-    // The slope of the entropy takes the logits themselves, not their exponentials alone.
+    // The gradient of the entropy needs the logits, so their exponentials alone are of no use for it.
     const bool keeps = out && !job.with_entropy && scratch.segments;
     Kept kept = {keeps ? kept_in(x, out, scratch.row) : nullptr, scratch.segments, 0};
     const Visit found = kept.exponentials ? visit<T, MODE, WEIGHTED, KEEPING>(x, vocab, t, &kept)
                                           : visit<T, MODE, WEIGHTED, NOTHING>(x, vocab, t, nullptr);
-    const double sum = float(found.sums.sum), log_sum = log(sum);  // as `stats` hands it on
+    const double sum = float(found.sums.sum), log_sum = log(sum);  // rounded to fp32 as in `stats`, so that results are the same
     const double logp = (z - found.max) - log_sum, entropy = log_sum - float(found.sums.weighted) / sum;
     const Slopes slopes = token_of(job, i, float(logp), entropy < 0 ? 0.0f : float(entropy));
     if (!out) return;

@@ -13,7 +13,7 @@ enum DType : int { FP32 = 0, BF16 = 1, FP16 = 2 };
 struct Rows {
     char* base;
     int dtype;
-    int64_t inner_count, outer_stride, inner_stride;  // T; elements from one [T, V] to the next; from one row to the next
+    int64_t inner_count, outer_stride, inner_stride;  // T; strides of A and of T, in elements
 
     [[gnu::always_inline]] char* row(int64_t i) const {
         const int64_t element = (i / inner_count) * outer_stride + (i % inner_count) * inner_stride;
@@ -35,9 +35,9 @@ struct StatsJob {
     int64_t vocab, first;
     Transform transform;
     const int64_t* targets;
-    const uint8_t* read;  // rows whose entry is 0 are not touched; null = all are read
+    const uint8_t* read;  // rows whose entry is 0 are not read; null: all are read
     float *max, *sum, *target;
-    float *weighted, *squares;  // may be null; squares goes with weighted
+    float *weighted, *squares;  // may be null; if squares is given, so is weighted
     int32_t* top;               // may be null
 };
 
@@ -51,8 +51,8 @@ struct PullJob {
     const float *slope, *constant, *log, *prob;  // all but slope may be null
 };
 
-// The loss and its gradient in one visit of each row; the program gives both from the row's log-prob and entropy, which are its
-// first two inputs, and entry i of the others.
+// The loss and its gradient in one call. The program computes the loss and its slopes. Its first two inputs are the row's log-prob
+// and entropy; of the other inputs it gets entry i.
 constexpr int TOKEN_OUTPUTS = 3;  // loss, d loss / d log-prob, d loss / d entropy
 
 struct FusedJob {
@@ -60,11 +60,11 @@ struct FusedJob {
     int64_t vocab;
     Transform transform;
     const int64_t* targets;
-    const uint8_t* read;  // the gradient of a row whose entry is 0 is 0, its log-prob and entropy count as 0; null = all are read
+    const uint8_t* read;  // a row whose entry is 0 has gradient 0, and log-prob and entropy 0; null: all are read
     const Program* program;
     const float* numbers;
     const float* const* inputs;
-    bool with_entropy;  // entropies have a slope
+    bool with_entropy;  // the loss depends on the entropy
     float *logps, *entropy, *losses;
 };
 
@@ -74,11 +74,12 @@ struct Segment {
     float shift;
 };
 
-constexpr int64_t SHORTEST_SEGMENT = 16;  // but for the last ones
+constexpr int64_t SHORTEST_SEGMENT = 16;  // except for the last ones
 
 static inline int64_t most_segments(int64_t vocab) { return vocab / SHORTEST_SEGMENT + 8; }
 
-// Memory of a thread: a row of fp32 where rows are not kept elsewhere, and segments. Null where there is none, which costs time.
+// Memory of a thread: a row of fp32, if exponentials are not kept elsewhere, and segments. Null if none is available; the gradient is
+// then computed from the logits again, which takes longer.
 struct Scratch {
     float* row;
     Segment* segments;

@@ -1,5 +1,5 @@
-// The Python binding: addresses as integers, sizes and strides in elements. vocabulary/backends/cpu.py knows the tensors and
-// checks them; here a call is only refused if its arguments cannot be right whatever the tensors are.
+// The Python binding: addresses are integers, sizes and strides are in elements. vocabulary/backends/cpu.py checks the tensors; this
+// file refuses arguments that cannot be right for any tensors.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -20,7 +20,7 @@ extern const Kernels kernels_avx512bf16, kernels_avx512, kernels_avx2;
 #endif
 extern const Kernels kernels_baseline;
 
-// grpo_kernels/vocabulary/native.py reads this from the file, before it loads a module that another build has left.
+// grpo_kernels/vocabulary/native.py reads this from the file before it loads the module, to recognise one from an older build.
 extern const char built_from[];
 const char built_from[] = "grpo_kernels built from sha256:" GRPO_SOURCES;
 
@@ -43,7 +43,7 @@ std::vector<const Kernels*> supported() {  // best first
         if (__builtin_cpu_supports("avx512bf16")) tables.push_back(&kernels_avx512bf16);
         tables.push_back(&kernels_avx512);
     }
-    // Every processor with AVX2 also has F16C, which not every compiler can ask for.
+    // Every processor with AVX2 also has F16C, for which some compilers have no __builtin_cpu_supports.
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) tables.push_back(&kernels_avx2);
 #endif
     tables.push_back(&kernels_baseline);

@@ -1,5 +1,5 @@
-// How the operands of the products are laid out before they are multiplied. Everything is counted in units of 32 bits along the
-// inner dimension: a pair of neighbouring bf16 values, or one fp32 value.
+// Packs the operands of the products into the layout that is multiplied. Along the inner dimension everything is counted in units of
+// 32 bits: a pair of neighbouring bf16 values, or one fp32 value.
 //   left:  rows of units, one row after the other
 //   right: panels [unit][column] of PANEL_COLUMNS columns, so that one unit of all columns is VECTORS registers
 #pragma once
@@ -26,7 +26,7 @@ inline __m512i load_bf16(const uint16_t* p, int64_t n) {
 }
 inline __m512 load_fp32(const float* p, int64_t n) { return n >= 16 ? _mm512_loadu_ps(p) : _mm512_maskz_loadu_ps(first16(n), p); }
 
-// The two kinds of operands. `load` gives 16 units of a row of which n elements are left; those beyond are 0.
+// The two types of operands. `load` reads 16 units of a row that has n elements left; units beyond the end are 0.
 struct Bf16 {
     using Element = uint16_t;
     static constexpr int PER_UNIT = 2;
@@ -54,7 +54,7 @@ struct Interleaved {
     __m512i low, high;  // pairs of columns 0..15 and 16..31
 };
 
-// Pairs of one column in two rows of bf16, for 32 columns.
+// Interleaves two rows of bf16: each unit of the result pairs the two rows' values of one column, for 32 columns.
 inline Interleaved interleave(__m512i even_row, __m512i odd_row) {
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
                                          36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -62,7 +62,7 @@ inline Interleaved interleave(__m512i even_row, __m512i odd_row) {
     return {_mm512_permutex2var_epi16(even_row, low, odd_row), _mm512_permutex2var_epi16(even_row, high, odd_row)};
 }
 
-// 16 x 16 elements of 32 bits.
+// Transposes 16 x 16 elements of 32 bits in place.
 inline void transpose(__m512i (&x)[16]) {
     __m512i y[16];
     UNROLL for (int i = 0; i < 16; i += 2) {
@@ -89,7 +89,7 @@ inline void transpose(__m512i (&x)[16]) {
     }
 }
 
-// A panel whose columns are rows [columns] of `from`, inner dimension contiguous.
+// Packs a panel whose columns are rows of `from`; the inner dimension is contiguous there.
 template <class Op>
 void pack_panel_of_rows(const typename Op::Element* from, int64_t stride, int64_t columns, int64_t inner, uint32_t* panel) {
     const int64_t units = units_of<Op>(inner);
@@ -107,7 +107,7 @@ void pack_panel_of_rows(const typename Op::Element* from, int64_t stride, int64_
     }
 }
 
-// Panels of the columns of `from`, whose rows [inner] are the inner dimension; panels are panel_stride apart.
+// Packs panels whose columns are columns of `from`; the rows of `from` are the inner dimension. Panels are panel_stride apart.
 inline void pack_panels_of_columns(const uint16_t* from, int64_t stride, int64_t columns, int64_t inner, uint32_t* panels,
                                    int64_t panel_stride) {
     for (int64_t u = 0; u < units_of<Bf16>(inner); u++) {
@@ -132,7 +132,7 @@ inline void pack_panels_of_columns(const float* from, int64_t stride, int64_t co
     }
 }
 
-// Rows of units from rows [inner]; what is beyond the end in the last unit is 0.
+// Packs rows of `from` into rows of units. Elements beyond the end in the last unit are 0.
 template <class Op, class T>
 void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t inner, uint32_t* to, int64_t to_stride) {
     const int64_t units = units_of<Op>(inner);
@@ -144,13 +144,13 @@ void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t inner, uint3
     }
 }
 
-// 16 rows of 16 units, transposed to `to`, of which some rows and units are wanted.
+// Transposes 16 x 16 units and stores the first `units` units of the first `rows` rows of the result.
 inline void store_transposed(__m512i (&x)[LANES], int64_t rows, int64_t units, uint32_t* to, int64_t to_stride) {
     transpose(x);
     for (int k = 0; k < min(LANES, rows); k++) _mm512_mask_storeu_epi32(to + k * to_stride, first16(units), x[k]);
 }
 
-// Rows of units from the columns of `from` [inner, rows].
+// Packs the columns of `from` [inner, rows] into rows of units.
 template <class Op, class T>
 void pack_rows_of_columns(const T* from, int64_t stride, int64_t rows, int64_t inner, uint32_t* to, int64_t to_stride) {
     const int64_t units = units_of<Op>(inner);

@@ -1,4 +1,5 @@
-// Rows over threads, without a thread pool of our own: two pools that both spin would take each other's cores.
+// Divides rows among threads. There is no thread pool of our own: idle threads of a second pool would spin on the cores that torch's
+// threads need.
 #pragma once
 #include <dlfcn.h>
 #include <stdint.h>
@@ -22,8 +23,8 @@ struct ParallelFor {
         const int64_t begin = index * grain;
         if (begin < n) body(context, begin, begin + grain < n ? begin + grain : n);
     }
-    // The first range goes by the thread's number, so that a thread which visits the same few rows twice finds them in
-    // its own cache; the rest go to whoever is free.
+    // A thread's first range is given by its number, so that a thread that gets the same rows in two calls may find them in its
+    // cache. The other ranges go to whichever thread is free.
     void work(int number, int threads) {
         int64_t index = number;
         while (index * grain < n) {
@@ -33,7 +34,7 @@ struct ParallelFor {
     }
 };
 
-// The OpenMP runtime that torch has loaded for its own kernels, found at run time: its threads are borrowed.
+// The OpenMP runtime that torch has loaded for its own kernels, looked up at run time. Our loops run on its threads.
 struct OpenMP {
     void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
     int (*thread_number)();
@@ -70,7 +71,7 @@ inline void parallel_for(int64_t n, int64_t grain, int threads, void (*body)(con
         try {
             helpers.reserve(size_t(threads));
             for (int k = 1; k < threads; k++) helpers.emplace_back([&loop, k, threads] { loop.work(k, threads); });
-        } catch (const std::exception&) {  // no more threads, or no memory for them: those that are there share the work
+        } catch (const std::exception&) {  // no more threads or memory: the threads created so far do all of the work
         }
         loop.work(0, threads);
         for (int k = int(helpers.size()) + 1; k < threads; k++) loop.range(k);
@@ -78,7 +79,7 @@ inline void parallel_for(int64_t n, int64_t grain, int threads, void (*body)(con
     }
 }
 
-// The same for a body(begin, end) with state of its own.
+// The same for a callable object body(begin, end).
 template <class Body> void each_range(int64_t n, int64_t grain, int threads, const Body& body) {
     parallel_for(
         n, grain, threads,

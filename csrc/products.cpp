@@ -10,15 +10,16 @@
 namespace grpo {
 namespace {
 
-// The innermost loop multiplies TILE_ROWS rows of the left operand with a panel of PANEL_COLUMNS columns of the right one.
+// The innermost loop multiplies TILE_ROWS rows of the left operand by a panel of PANEL_COLUMNS columns of the right operand.
 constexpr int TILE_ROWS = 6;
 
-// Units that are summed in one go, in fp32. Longer sums lose accuracy; shorter ones spend more time on adding blocks up.
+// Units summed in one block, in fp32. Longer sums lose accuracy; shorter ones spend more time on adding blocks.
 constexpr int64_t BLOCK_UNITS = 256;
-// Rows of one block of the left operand are this far apart: not a multiple of 4 KiB, so that they share the L1 cache.
+// Distance between rows of one block of the left operand. It is not a multiple of 4 KiB, so that rows do not evict each other from
+// the L1 cache.
 constexpr int64_t BLOCK_STRIDE = BLOCK_UNITS + LANES;
 
-// Memory of one call on one thread. `missing` says that there was none: the caller returns false, and its own caller raises.
+// Memory of one call on one thread. `missing` is true if the allocation failed: the product then returns false and the binding raises.
 struct Scratch {
     uint32_t* data;
     bool missing;
@@ -29,8 +30,8 @@ struct Scratch {
     Scratch& operator=(const Scratch&) = delete;
 };
 
-// Memory that a later step reads in short strided pieces, which the hardware does not foresee: fetched a few lines at a time
-// between the tiles of the present step.
+// Memory that the next step reads in short strided pieces, which the hardware's prefetcher does not recognise. It is prefetched a few
+// cache lines at a time, between the tiles of the current step.
 struct Ahead {
     const char* base = nullptr;
     int64_t stride = 0, rows = 0, bytes = 0;  // bytes of each row
@@ -51,14 +52,14 @@ struct Ahead {
     }
 };
 
-// Where a tile goes: out = start + product. It is written as bf16, rounded, where `rounded` is given.
+// Where a tile is written: out = start + product. If `rounded` is given, the tile is written there, rounded to bf16.
 struct Destination {
     float* out;
     int64_t stride;
     const float* start;  // null: 0
     int64_t start_stride;
     int64_t columns;
-    bool stream;  // past the caches; out is aligned then
+    bool stream;  // bypasses the caches; `out` must be aligned
     uint16_t* rounded = nullptr;
 
     Destination at_row(int64_t i) const {
@@ -67,7 +68,7 @@ struct Destination {
     }
 };
 
-// One row of a tile.
+// Stores one row of a tile.
 inline void store_row(__m512 (&sum)[VECTORS], const Destination& to, int64_t row) {
     const float* start = to.start ? to.start + row * to.start_stride : nullptr;
     if (start) {
@@ -130,12 +131,12 @@ void rows_times_panel(const uint32_t* left, int64_t left_stride, int64_t rows, c
     }
 }
 
-// Blocks of the inner dimension one after the other: [block][row][unit].
+// The packed left operand holds the blocks of the inner dimension one after the other: [block][row][unit].
 uint32_t* left_block(uint32_t* packed, int64_t rows, int64_t block) { return packed + block * rows * BLOCK_STRIDE; }
 
 template <class Op> struct Blocks {
     static constexpr int64_t LENGTH = BLOCK_UNITS * Op::PER_UNIT;
-    static int64_t of(int64_t inner) { return inner ? ceil_div(inner, LENGTH) : 1; }  // a sum of nothing is 0
+    static int64_t of(int64_t inner) { return inner ? ceil_div(inner, LENGTH) : 1; }  // with nothing to sum, one empty block writes 0
     static int64_t size(int64_t inner, int64_t block) { return min(LENGTH, inner - block * LENGTH); }
 };
 
@@ -181,11 +182,11 @@ template <class Op> bool logits_of(const LogitsProduct& job, int64_t begin, int6
     return true;
 }
 
-// Columns of H whose block of the weight is packed at once: with the block's units 512 KiB, half of an L2 cache.
+// Columns of H packed at once. A block of the weight of this width takes 512 KiB, half of an L2 cache.
 constexpr int64_t HIDDEN_GROUP = 512;
 static_assert(HIDDEN_GROUP % PANEL_COLUMNS == 0, "");
 
-// Gradients of type T.
+// T is the type of the gradients.
 template <class Op, class T>
 bool d_hidden_of(const HiddenGradProduct& job, int64_t begin, int64_t end, int64_t first_column, int64_t last_column) {
     using Element = typename Op::Element;
@@ -199,7 +200,7 @@ bool d_hidden_of(const HiddenGradProduct& job, int64_t begin, int64_t end, int64
         for (int64_t group = first_column; group < last_column; group += HIDDEN_GROUP) {
             const int64_t width = min(HIDDEN_GROUP, last_column - group);
             pack_panels_of_columns(job.weight.at<Element>(k, group), job.weight.stride, width, inner, panels.data, panel_stride);
-            // What the next group packs: its columns of the same rows, or the next rows and their gradient.
+            // Prefetch what the next group packs: other columns of the same rows of the weight, or its next rows and their gradient.
             Ahead weight, gradient;
             const bool last = group + HIDDEN_GROUP >= last_column;
             if (!last) {
@@ -239,12 +240,12 @@ template <class Op> void pack_hidden_panels_of(const WeightGradProduct& job, int
                            min(job.width, end * PANEL_COLUMNS) - h, job.rows, job.packed + begin * panel_stride, panel_stride);
 }
 
-// Rows of the weight whose gradient is packed at once: a panel of the hidden states is fetched into L1 once for them.
+// Rows of the weight whose gradient is packed at once. A panel of the hidden states is loaded into L1 once for all of them.
 constexpr int64_t VOCAB_GROUP = 96;
 
 template <class Op, class T> bool d_weight_of(const WeightGradProduct& job, int64_t begin, int64_t end) {
     const int64_t blocks = Blocks<Op>::of(job.rows), panels = ceil_div(job.width, PANEL_COLUMNS);
-    // A sum of several blocks that is rounded at its end needs fp32 memory until then.
+    // A sum that is rounded to bf16 at its end needs fp32 memory for the blocks before.
     const Scratch left(blocks * VOCAB_GROUP * BLOCK_STRIDE), partial(job.out_is_bf16 ? VOCAB_GROUP * PANEL_COLUMNS : 0);
     if (left.missing || partial.missing) return false;
     float* sums = reinterpret_cast<float*>(partial.data);

@@ -1,14 +1,14 @@
-// Matrix products of bf16 or of fp32 operands with fp32 results, which libraries round, or make at half the speed of the
-// processor. Row-major operands with unit stride along the rows; strides in elements.
+// Matrix products of bf16 or fp32 operands with fp32 results. Libraries round the results of bf16 products or compute them at half
+// the speed of the processor. Operands are row-major with unit stride within a row; strides are in elements.
 //
-// Every output element is a sum of blocks along the inner dimension, whose size is fixed: it depends neither on the number of
-// threads nor on how many other rows there are.
+// Every output element is a sum over blocks of fixed size along the inner dimension. So its value depends neither on the number of
+// threads nor on the number of rows.
 #pragma once
 #include <stdint.h>
 
 namespace grpo {
 
-// fp32 or bf16.
+// A matrix of fp32 or bf16.
 struct Operand {
     const char* data;
     bool is_bf16;
@@ -50,9 +50,8 @@ struct WeightGradProduct {
     uint32_t* packed;  // hidden_panel_bytes(N, H)
 };
 
-// The operand that all threads share is packed first, by ranges of rows [N] or of column panels; then each range of the
-// vocabulary, or each rectangle of the output, is one thread's work from beginning to end. That work returns false, and has
-// done nothing, where the thread gets no memory to work in.
+// The operand that all threads share is packed first, by ranges of rows [N] or of column panels. Then one thread computes each range
+// of the vocabulary, or each rectangle of the output. These functions return false, and have done nothing, if they get no memory.
 struct Products {
     int64_t (*hidden_pack_bytes)(int64_t rows, int64_t width, bool is_bf16);
     void (*pack_hidden)(const LogitsProduct&, int64_t begin, int64_t end);  // rows of N

@@ -11,7 +11,7 @@ const char* const operation_names[OPERATIONS] = {
 
 namespace {
 
-// NaN goes through both, as it does in torch.
+// Both return NaN if an argument is NaN, as in torch.
 float smaller(float a, float b) { return a < b || a != a ? a : b; }
 float larger(float a, float b) { return a > b || a != a ? a : b; }
 

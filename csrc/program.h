@@ -1,13 +1,13 @@
-// A formula as a straight-line program of fp32 numbers, run for one row at a time. formulas/program.py makes it.
+// A formula as a straight-line program on fp32 numbers, run for one row at a time. formulas/program.py generates it.
 #pragma once
 #include <stdint.h>
 
 namespace grpo {
 
-// Registers hold first the numbers of a call, then the inputs of a row, then one result for each instruction.
+// Registers hold the numbers of a call, then the inputs of a row, then the result of each instruction.
 constexpr int MOST_REGISTERS = 512;
 
-// Conditions are 1 and 0. The names that Python uses are in program.cpp, in this order.
+// A condition is 1 if true, else 0. program.cpp has the names that Python uses, in this order.
 enum Operation : uint16_t {
     NEGATE, ABSOLUTE, EXPONENTIAL, LOGARITHM, SQUARE_ROOT, RECIPROCAL, NOT,
     ADD, SUBTRACT, MULTIPLY, DIVIDE, MINIMUM, MAXIMUM, LESS, LESS_EQUAL, EQUAL, NOT_EQUAL, AND, OR,

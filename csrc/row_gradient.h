@@ -1,4 +1,5 @@
-// What is known of the gradient of a row before its elements are visited. Compiled once per instruction set, like simd.h.
+// The gradient of a row: its coefficients, computed from the statistics, and the target's element. Compiled once per instruction set,
+// like simd.h.
 #pragma once
 #include "visits.h"
 
@@ -24,7 +25,7 @@ struct Slopes {
     bool none() const { return target == 0 && constant == 0 && log == 0 && prob == 0; }
 };
 
-// The gradient of a row from what is known of its softmax.
+// The coefficients of a row's gradient, from the statistics of its softmax.
 struct RowGradient {
     double k0, k1, k2;  // see Polynomial
     float max;
@@ -35,12 +36,12 @@ struct RowGradient {
           k2(s.prob * t.slope / (sum * sum)),
           max(max) {}
 
-    // A NaN or infinity anywhere in the row has made its sum NaN; without one no element's gradient is NaN.
+    // A NaN or +inf anywhere in the row has made its sum or its max NaN or infinite. If all of these are finite, so is the gradient.
     bool finite() const { return fabs(k0) < INFINITY && fabs(k1) < INFINITY && fabs(k2) < INFINITY && fabsf(max) < INFINITY; }
     Polynomial polynomial() const { return {float(k0), float(k1), float(k2)}; }
 };
 
-// The target's own element: -expm1(logp) is 1 - p without cancellation.
+// The gradient of the target's element: -expm1(logp) is 1 - p without cancellation.
 inline float gradient_of_target(const Slopes& s, double logp, double dz_dx) {
     const double p = exp(logp);
     return float((-s.target * expm1(logp) + (p > 0 ? p * (s.constant + s.log * logp + s.prob * p) : 0.0)) * dz_dx);
@@ -57,7 +58,7 @@ template <class O> void fill_nan(O* out, int64_t vocab) {
     for (int64_t j = 0; j < vocab; j++) out[j] = nan[0];
 }
 
-// What the program makes of a row's log-prob and entropy: its loss is stored, its slopes are returned.
+// Runs the program on a row's log-prob and entropy, stores the loss and returns the slopes.
 inline Slopes token_of(const FusedJob& job, int64_t i, float logp, float entropy) {
     float inputs[MOST_REGISTERS], found[TOKEN_OUTPUTS];
     inputs[0] = job.logps[i] = logp;

@@ -1,7 +1,7 @@
 // The selection of select.h. Compiled once per instruction set, and without C++ library headers: see kernels.cpp.
 //
-// Masses are whole numbers, so that their sums are the same in any order. Few stretches of a row have a column that is taken: the
-// others cost the sum of their masses.
+// Masses are integers, so that their sums are the same in any order. Columns are taken in few stretches of a row; in the others only
+// the sum of the masses is computed.
 #include "select.h"
 
 #include "row_gradient.h"
@@ -9,13 +9,14 @@
 namespace grpo {
 namespace {
 
-// Elements whose masses are summed before anything is asked of them.
+// Elements whose masses are summed before it is checked whether one of them is taken.
 constexpr int STRETCH = 256;
-static_assert(STRETCH % STEP == 0, "a stretch has whole steps");
+static_assert(STRETCH % STEP == 0, "a stretch must be a multiple of a step");
 
 constexpr float WHOLE_STEP = 2147483648.0f;  // 2^STEP_BITS
 
-// Sums of numbers in [0, 2^31), cut to whole ones: halves of 16 bits, of which a stretch does not fill 32.
+// Sums of numbers in [0, 2^31), each truncated to an integer. The low and high 16 bits are summed separately, so that no 32-bit sum
+// of a stretch overflows.
 #if defined(__AVX512F__)
 struct MassSums {
     __m512i low = _mm512_setzero_si512(), high = _mm512_setzero_si512();
@@ -60,11 +61,11 @@ struct MassSums {
 };
 #endif
 
-// The columns of one row.
+// The selection of the columns of one row.
 struct Row {
     const SelectJob& job;
     int64_t i, target;
-    int64_t mass = 0, before = 0;  // units so far; where the running sum is
+    int64_t mass = 0, before = 0;  // units of sampled columns so far; the running sum, which starts at `starts`
     int64_t count = 0;
 
     Row(const SelectJob& job, int64_t i) : job(job), i(i), target(job.targets[i]) {
@@ -76,7 +77,8 @@ struct Row {
         job.ids[i * job.capacity + count] = int32_t(j);
         job.taken[i * job.capacity + count++] = lane0(load_some(x + j, 1));
     }
-    // The next stretch, of n columns from j on: `units` of each, and the sum of their masses without those of whole steps.
+    // Takes columns of the next stretch, which has n columns from j on. `units` are their masses; `sum` is the sum of those below a
+    // whole step.
     template <class T> void go_on(const T* x, int64_t j, int n, const float* units, int64_t sum, bool has_whole) {
         const bool has_target = target >= j && target < j + n;
         if (has_target && units[target - j] < WHOLE_STEP) sum -= int64_t(units[target - j]);
@@ -108,7 +110,7 @@ template <class T, Mode MODE> void select_row(Row& row, const RowTransform& t, f
     float units[STRETCH];
     F most = all(0.0f);
     MassSums sums;
-    auto to_units = [&](auto& v, int last, float* to) INLINED_LAMBDA {  // of a few vectors of logits, the last one with so many
+    auto to_units = [&](auto& v, int last, float* to) INLINED_LAMBDA {  // of a few vectors of logits; the last vector has `last` elements
         constexpr int N = sizeof(v) / sizeof(F);
         F d[N], e[N];
         Keep keep[N];

@@ -1,5 +1,5 @@
-// Which columns of a row the sparse gradient is made of: see vocabulary/selection.py. select.cpp is compiled once per instruction
-// set, like kernels.cpp.
+// Selects the columns of a row that form the sparse gradient, see vocabulary/selection.py. select.cpp is compiled once per
+// instruction set, like kernels.cpp.
 #pragma once
 #include <stdint.h>
 
@@ -14,14 +14,14 @@ struct SelectJob {
     Rows logits;
     int64_t vocab;
     Transform transform;
-    const int64_t* targets;   // columns; one that is not among them changes nothing
+    const int64_t* targets;   // columns; a target outside the vocabulary is ignored
     const float *max, *sum;   // of whole rows
-    float per_unit;           // units of a probability of 1
-    const int64_t* starts;    // where each row's running sum begins; may be null where nothing is taken
-    int64_t capacity;         // columns of a row at most
-    int32_t* ids;             // [n, capacity]; null: none are taken
+    float per_unit;           // the units of a probability of 1
+    const int64_t* starts;    // the start of each row's running sum; may be null if `ids` is null
+    int64_t capacity;         // the most columns taken of a row
+    int32_t* ids;             // [n, capacity], -1 in unused places; null: only masses are computed
     float* taken;             // [n, capacity]: their logits, before the transform
-    int64_t* masses;          // [n]: units of all columns that are sampled; may be null
+    int64_t* masses;          // [n]: the total units of the columns that are sampled; may be null
 };
 
 struct SelectKernels {

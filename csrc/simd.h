@@ -1,7 +1,7 @@
-// One small vector type F of W floats per instruction set, chosen by the flags this header is compiled with. Everything
-// lives in an unnamed namespace: the same inline function, compiled twice, must not be merged by the linker.
+// A vector type F of W floats; the compiler's flags choose the instruction set. Everything is in an unnamed namespace, so that the
+// linker does not merge the copies of an inline function compiled for different instruction sets.
 //
-// Contraction is off (-ffp-contract=off), so a product is fused with a sum only where fma() says so.
+// Contraction is off (-ffp-contract=off): a product is fused with a sum only by fma().
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -11,7 +11,8 @@
 #include <immintrin.h>
 #endif
 
-// What runs at each step of a row is inlined, whatever the size of the file: where the compiler's budget ended, a row took twice the time.
+// Functions that run at each step of a row are always inlined. Left to the compiler's size limits, some were not, and a row took twice
+// as long.
 #define INLINED inline __attribute__((always_inline))
 #define INLINED_LAMBDA __attribute__((always_inline))
 
@@ -20,7 +21,7 @@ namespace {
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
 
-// split_pow2 takes a number of the normal range apart: a = m 2^n with m from sqrt(1/2) to sqrt(2). This is sqrt(1/2).
+// split_pow2 splits a normal number a = m 2^n with m from sqrt(1/2) to sqrt(2). These are the bits of sqrt(1/2).
 constexpr int32_t SQRT_HALF_BITS = 0x3f3504f3;
 
 #if defined(__AVX512F__)
@@ -159,12 +160,12 @@ inline void store(fp16* p, F a) {
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-#else  // SSE2, NEON and whatever else the compiler's vector extension maps to
+#else  // SSE2, NEON and any other target of the compiler's vector extension
 
 constexpr int W = 4;
 typedef float F __attribute__((vector_size(16)));
 typedef int32_t I __attribute__((vector_size(16)));
-typedef uint32_t U __attribute__((vector_size(16)));  // wraps around, which I may not
+typedef uint32_t U __attribute__((vector_size(16)));  // overflow wraps around; for I it is undefined
 using Keep = I;
 
 inline F all(float x) { return F{x, x, x, x}; }
@@ -183,7 +184,7 @@ inline Keep first_lanes(int n) { return I{0, 1, 2, 3} < I{n, n, n, n}; }
 inline F add_where(Keep k, F sum, F a) { return sum + (F)(k & (I)a); }
 inline F fma_where(Keep k, F a, F b, F c) { return (F)(k & (I)a) * (F)(k & (I)b) + c; }
 inline F mul_where(Keep k, F a, F b) { return (F)(k & (I)(a * b)); }
-inline F near_floor(F t) {  // right for |t| < 2^22, or one less where t is an integer
+inline F near_floor(F t) {  // floor(t) for |t| < 2^22, or floor(t) - 1 if t is an integer
     const F magic = all(12582912.0f);
     return ((t - 0.5f) + magic) - magic;
 }
@@ -261,11 +262,11 @@ inline void store(fp16* p, F a) {
 
 #endif
 
-// Two vectors of 2 W neighbours, in whichever order is cheapest; store_pair puts them back in the same one.
+// Loads 2 W neighbouring elements as two vectors, in the order that is fastest for the type; store_pair reverses that order.
 template <class T> inline void load_pair(const T* p, F& a, F& b) { a = load(p), b = load(p + W); }
 template <class T> inline void store_pair(T* p, F a, F b) { store(p, a), store(p + W, b); }
 
-// The bf16 stores above may round by integer arithmetic, which can turn a NaN into an infinity, but not this one.
+// A store that keeps NaN. The bf16 stores above may round by integer arithmetic, which can turn a NaN into an infinity.
 template <class T> inline void store_any(T* p, F a) { store(p, a); }
 inline void store_any(bf16* p, F a) { store(p, choose(is_nan(a), all(__builtin_nanf("")), a)); }
 

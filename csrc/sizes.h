@@ -1,5 +1,5 @@
-// Arithmetic of sizes. Each file has its own copy: of one that files compiled for different processors shared, the linker would
-// keep any, and a processor could meet instructions that it lacks.
+// Arithmetic of sizes. The unnamed namespace gives each file its own copy: of a shared function the linker would keep one copy, which
+// may use instructions that the processor lacks.
 #pragma once
 #include <stdint.h>
 

@@ -1,7 +1,7 @@
 // The sparse products of sparse.h. Compiled once per instruction set, and without C++ library headers: see kernels.cpp.
 //
-// They are bound by reading rows from random places in memory. So several rows are read side by side, and those that come
-// next are fetched meanwhile. What a slot or a key gets depends neither on the others nor on how slots are shared out.
+// The time goes into reading rows from random places in memory. So several rows are read at the same time, and the next ones are
+// prefetched meanwhile. The result of a slot or a key depends neither on other slots or keys nor on how threads divide them.
 #include "sparse.h"
 
 #include "kernels.h"
@@ -10,11 +10,11 @@
 namespace grpo {
 namespace {
 
-// Rows that are read side by side, each with so many partial sums.
-constexpr int DOTS = W == 16 ? 4 : 2, PARTS = 4;  // in registers
+// Rows that are read at the same time, and the partial sums of each; all sums are in registers.
+constexpr int DOTS = W == 16 ? 4 : 2, PARTS = 4;
 constexpr int TERMS = 4;
 
-// So many rows are on their way at least.
+// The least number of rows that are prefetched ahead.
 constexpr int AHEAD = 4;
 
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -22,7 +22,7 @@ inline int element_size(int dtype) { return dtype == FP32 ? 4 : 2; }
 
 template <class T> T* row_of(const Table& table, int64_t i) { return reinterpret_cast<T*>(table.base) + i * table.stride; }
 
-// Rows on their way, a few columns at a time.
+// Rows to prefetch, a few columns at a time.
 struct Ahead {
     struct Row {
         const char* at;
@@ -45,7 +45,7 @@ struct Ahead {
 
 // ---- logits
 
-// Sums of N products of rows; each sum is the same whatever N is.
+// N dot products of rows. Each result is the same for any N.
 template <class H, class T, int N>
 void dots(const H* const* x, const T* const* y, int64_t n, float* const* out, const Ahead& ahead) {
     F sum[N][PARTS];
@@ -115,7 +115,7 @@ void logits(const SlotLogits& job, int64_t begin, int64_t end) {
 
 // ---- sums
 
-// The slots of a range in their order: those that count, and to which key they belong.
+// Iterates over the slots of a range in order: which slots count, and the key of each.
 struct Places {
     const SlotSums& job;
     int64_t end;
@@ -131,7 +131,7 @@ struct Places {
         while (p < end && !starts_key(p)) p++;
         return p < end ? seek(p) : job.count;
     }
-    // The next place that counts from p on. A key that began within the range is finished beyond it; then the count of all.
+    // The next place from p on that counts, or job.count if there is none. A key that begins in the range is continued beyond its end.
     int64_t seek(int64_t p) const {
         for (; p < job.count; p++) {
             if (p >= end && starts_key(p)) return job.count;
@@ -141,15 +141,15 @@ struct Places {
     }
 };
 
-// What `terms` goes on from, and where its sums go.
+// How one call of `terms` continues the sum of a key.
 struct Stage {
-    bool first, last;  // of the passes over a key's slots
-    bool keep;         // the last adds to what is in `out`
+    bool first, last;  // whether this is the first, or the last, pass over a key's slots
+    bool keep;         // the last pass adds to what is in `out`
     float* sum;
     int64_t columns;
 };
 
-// sum (+)= values[r] * rows[r], one after the other; the last pass puts it into `out`.
+// Adds values[r] * rows[r] to the sum, in the order of r. The last pass writes the sum to `out`.
 template <class S, class O, int N>
 void terms(const S* const* rows, const float* values, O* out, const Stage& stage, const Ahead& ahead) {
     constexpr int STEP = 256 / int(sizeof(S));
@@ -173,7 +173,7 @@ void terms(const S* const* rows, const float* values, O* out, const Stage& stage
         }
         if (j < end) break;
     }
-    if (j < n) {  // there is room behind the last sum
+    if (j < n) {  // `sum` has W more elements than are used
         const int rest = int(n - j);
         F s = first ? all(0.0f) : load(sum + j);
         for (int r = 0; r < N; r++) s = fma(v[r], load_some(rows[r] + j, rest), s);

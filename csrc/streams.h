@@ -1,6 +1,7 @@
 // Two rows of logits over the same ids, read block by block. Compiled once per instruction set, like simd.h.
 //
-// Both rows go through the L1 cache as transformed fp32 logits: so dtypes and transforms, which may differ, meet only in `Stream`.
+// Both rows are turned into transformed fp32 logits block by block, in the L1 cache. Only `Stream` deals with dtypes and transforms,
+// which may differ between the rows.
 #pragma once
 #include "divergence.h"
 #include "row_gradient.h"
@@ -8,20 +9,20 @@
 namespace grpo {
 namespace {
 
-// Vectors that are computed with side by side (of four the registers do not hold what is needed), and elements that an accumulator
-// sums up, group by group, before its sum goes to fp64.
+// SIDE: vectors processed at the same time; four would need more registers than there are. SUMMED: elements that are summed in fp32
+// before the sum is added to one in fp64.
 constexpr int SIDE = 2;
 constexpr int64_t GROUP = int64_t(SIDE) * W;
 constexpr int64_t SUMMED = 32 * GROUP < LOGITS ? 32 * GROUP : LOGITS;
 
-constexpr float SMALLEST = 1.17549435e-38f;  // normal number
+constexpr float SMALLEST = 1.17549435e-38f;  // the smallest normal fp32 number
 
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline F minus(F a) { return sub(all(0.0f), a); }
 
 // ---- one row
 
-// The transformed logits of a block, with -inf up to a whole vector, and the largest of them.
+// The transformed logits of a block, padded with -inf to whole vectors, and the largest of them.
 struct Logits {
     const float* z;
     float max;
@@ -76,7 +77,7 @@ struct Stream {
     Stream(const Rows& rows, int64_t row, const Transform& transform, int64_t i)
         : base(rows.row(row)), dtype(rows.dtype), element(dtype == FP32 ? 4 : 2), t(transform, transform.inverse(i)) {}
 
-    // Those of n elements from j on: in their own place if that is what they are, else in `buffer`.
+    // The transformed logits of n elements from j on. They are written to `buffer`, unless the row in memory already is what is needed.
     Logits logits(int64_t j, int64_t n, float* buffer, float* slopes = nullptr) const {
         const char* x = base + j * element;
         switch (dtype) {
@@ -89,15 +90,14 @@ struct Stream {
             default: return {buffer, fetch(reinterpret_cast<const fp16*>(x), n, t, buffer, slopes)};
         }
     }
-    // One of them, and dz/dx.
+    // One transformed logit, and dz/dx.
     float logit(int64_t j, double* slope = nullptr) const {
         float z[W], factor[W] = {1};
         z[0] = logits(j, 1, z, factor).z[0];
         if (slope) *slope = double(t.slope) * (t.mode == CAPPED ? factor[0] : 1.0f);
         return z[0];
     }
-    // The block after this one is on its way while a group of this one is computed with. Of 16-bit rows each line is asked for twice,
-    // which costs less than to count.
+    // Prefetches the same group of the next block. For 16-bit rows each cache line is prefetched twice; avoiding that costs more.
     INLINED void prefetch(int64_t j) const {
         const char* next = base + (j + LOGITS) * element;
         for (int64_t k = 0; k < GROUP; k += 16) __builtin_prefetch(next + k * element);
@@ -110,7 +110,7 @@ struct Block {
 
 // ---- both rows
 
-// What the exponents of both rows are relative to; 0 in place of -inf, which makes all of them 0.
+// The maxima that are subtracted from the logits of both rows. A maximum of -inf becomes 0, so that all exponentials are 0.
 struct Shifts {
     F student, teacher, apart;
     bool close;
@@ -119,16 +119,16 @@ struct Shifts {
         const float m = max > -INFINITY ? max : 0.0f, n = teacher_max > -INFINITY ? teacher_max : 0.0f;
         student = all(m), teacher = all(n), apart = all(m - n), close = fabsf(m - n) <= 4.0f;
     }
-    // (z - m) - (w - n), of x = z - m and y = w - n. Of rows that are close z - w is exact where the two logits are: small differences
-    // keep their digits. Of rows that are far apart z - w would round at the distance.
+    // (z - m) - (w - n), given x = z - m and y = w - n. If the maxima are close, z - w is exact for nearly equal logits, so that small
+    // differences keep their digits. If the maxima are far apart, z - w would be rounded relative to their distance.
     template <bool CLOSE> INLINED F between(F z, F w, F x, F y) const { return CLOSE ? sub(sub(z, w), apart) : sub(x, y); }
 };
 
 struct Divergences {
-    double log_sums, value;  // log(teacher_sum / sum), and the KL of a direction
+    double log_sums, value;  // log(teacher_sum / sum), and the KL in the given direction
 };
 
-// What is known of both rows after their first visit, and what follows: see RowStats in vocabulary/rows.py.
+// The statistics of both rows after their first visit, and the KL from them, see RowStats in vocabulary/rows.py.
 struct Known {
     float max, sum, teacher_max, teacher_sum, cross, excess;
 

@@ -8,11 +8,11 @@ namespace {
 
 // ---- both rows and their mixture m = (1 - b) p + b q
 
-// Up to here y is near 0 for rest_of_log1p.
+// rest_of_log1p(y) is accurate for y up to this.
 constexpr float NEAR_MIXTURE = 0.41f;
 
-// Of one column, from D = log p - log q: the larger of p and q is M, the smaller M ratio. x = m/M - 1, and y the same of the smaller
-// one; far where y is not near 0.
+// The terms of one column, from D = log p - log q. M is the larger of p and q, and M ratio the smaller. x = m / M - 1, and
+// y = m / (M ratio) - 1. `far` marks lanes where y is too large for rest_of_log1p.
 struct Against {
     Keep student_larger, smaller_counts, far;
     F s, ratio, less, rest_of_share, y, rest_of_y;  // s = |D|, ratio = e^-s, less = e^-s - 1
@@ -37,19 +37,19 @@ struct Against {
         const F of_smaller = choose(far, add(x.value, s), sub(y, rest_of_y));
         return minus(choose(student_larger, x.value, of_smaller));
     }
-    // The term of the smaller one in its KL to m, over M. Of M itself it is x.rest.
+    // The term of the smaller one's KL to the mixture m, divided by M. The larger one's term is x.rest.
     INLINED F smaller() const {
         const F beyond = sub(minus(mul(rest_of_share, less)), mul_where(smaller_counts, ratio, add(x.value, s)));
         return choose(far, beyond, mul(ratio, rest_of_y));
     }
 };
 
-// The terms of both KLs to the mixture. `inverse`: 1 over the sums of the rows.
+// Computes the terms of both KLs to the mixture. inverse and teacher_inverse are 1 / the sums of the rows.
 struct MixtureOf {
     const Shifts& shifts;
     F log_sums, b, rest_of_b, inverse, teacher_inverse;
 
-    // What `KeptTerms` keeps of the column.
+    // The terms of a column that `KeptTerms` stores.
     struct Terms {
         F p, k;
     };
@@ -105,7 +105,7 @@ template <int DIRECTION, bool CLOSE, int N> INLINED void gradients(const float* 
     }
 }
 
-// G of one column.
+// The gradient of the divergence for one column.
 double gradient_of_divergence(const Teacher& teacher, double logp, double logq, double log_ratio, double center) {
     const double p = exp(logp), b = teacher.mixture;
     if (p == 0) return teacher.direction == FORWARD ? -exp(logq) : 0.0;
@@ -114,7 +114,7 @@ double gradient_of_divergence(const Teacher& teacher, double logp, double logq, 
     return (1 - b) * p * (-log1p(b * expm1(-log_ratio)) - center);
 }
 
-// The target's own column of both rows.
+// The logits of both rows in the target's column.
 struct AtTarget {
     bool there;
     double z = NAN, w = NAN, dz_dx = 0;
@@ -124,7 +124,8 @@ struct AtTarget {
     }
 };
 
-// What is known of the gradient of a row before its columns are visited: `slopes` of its own statistics, c of the divergence.
+// The coefficients of a row's gradient, before its columns are visited. `slopes` are those of the row's own statistics, c is the slope
+// of the divergence.
 struct PairGradient {
     const Teacher& spec;
     const Slopes slopes;
@@ -146,12 +147,12 @@ struct PairGradient {
           per_p(c * (spec.direction == JSD ? 1.0 - spec.mixture : 1.0) * t.slope / sum),
           per_q(spec.direction == FORWARD ? c * t.slope / known.teacher_sum : 0.0) {}
 
-    bool infinite() const { return spec.direction == REVERSE && center == INFINITY; }  // so is it wherever p is not 0
+    bool infinite() const { return spec.direction == REVERSE && center == INFINITY; }  // the gradient is then infinite wherever p is not 0
     double k0() const {
         const double constant = spec.direction == REVERSE ? log_sums - center : spec.direction == JSD ? -center : 0.0;
         return own.k0 + per_p * constant;
     }
-    // As of a single stream: a NaN or an infinity in either row shows here.
+    // As in RowGradient: false if either row has a NaN or +inf.
     bool finite() const {
         if (c == 0) return own.finite();
         return own.finite() && (infinite() || fabs(k0()) < INFINITY) && fabs(per_p) < INFINITY && fabs(per_q) < INFINITY &&
@@ -178,7 +179,7 @@ void write_gradient(const Stream& student, const Stream& teacher, const PairGrad
     Block block;
     for (int64_t j = 0; j < vocab; j += LOGITS) {
         const int64_t n = min(LOGITS, vocab - j);
-        // Elements are read before they are written: a narrower gradient may lie in their memory.
+        // The block is read before it is written: the gradient, in the same or a narrower dtype, may overwrite the logits.
         const float *z = student.logits(j, n, block.z, block.slopes).z, *w = teacher.logits(j, n, block.w).z;
         int64_t at = 0;
         for (; at + GROUP <= n; at += GROUP) {

@@ -1,5 +1,5 @@
-// The first visit of two rows, which makes all sums over both, and the last one of rows whose terms were kept. Compiled once per
-// instruction set, like simd.h.
+// The first visit of two rows, which computes all sums over both, and the last visit if terms were kept. Compiled once per instruction
+// set, like simd.h.
 #pragma once
 #include "two_gradients.h"
 
@@ -10,7 +10,8 @@ struct TwoSums {
     double sum, weighted, squares, teacher_sum, cross, excess;
 };
 
-// g - f and g - f + f a with g = f e^-a, of one stream's sums relative to other maxima: see merged_sums in vocabulary/divergence.py.
+// Changes the maxima that the sums are relative to. The differences g - f and g - f + f a with g = f e^-a are formed without
+// cancellation; see merged_sums in vocabulary/divergence.py.
 void rescale(double f, double g, double a, double sum, double other_sum, double& cross, double& excess) {
     if (f == 0) {
         cross = 0, excess = g * other_sum;
@@ -24,11 +25,11 @@ void rescale(double f, double g, double a, double sum, double other_sum, double&
     if (cross == INFINITY) excess = INFINITY;
 }
 
-// Where a visit leaves what the gradient is a sum of, times the slope of the softcap if there is one, with the maxima that it is
-// relative to. With p = e^(z - max) and q = e^(w - teacher max):
+// Where a visit stores the two terms of the gradient of each column, times the slope of the softcap if there is one, and the maxima
+// that they are relative to. With p = e^(z - max) and q = e^(w - teacher max) the terms are:
 //   reverse   p and p d
-//   forward   p and p - q where they are near each other, and elsewhere, with signs that say so, -p and -q
-//   jsd       both over the sum of the row: p and p (log p - log m)
+//   forward   p and p - q where p and q are near each other; elsewhere -p and -q, where the sign marks this case
+//   jsd       p and p (log p - log m), both divided by the sum of the row
 struct KeptTerms {
     float *p, *k;
     KeptMaxima* maxima;  // of each block
@@ -43,14 +44,14 @@ struct KeptTerms {
     }
 };
 
-// The sums over both rows, relative to the maxima so far.
+// The running sums over both rows, relative to the maxima so far.
 template <bool FORWARD, Kind KIND, bool KEEPS> struct RunningPair {
     float max = -INFINITY, teacher_max = -INFINITY;
     int64_t top_block = -1;
     TwoSums total = {};
     const KeptTerms* kept = nullptr;
 
-    // Both maxima move at once, so that nearly equal rows stay so.
+    // Both maxima are raised together, so that the differences of nearly equal rows stay small.
     void raise(float to, float teacher_to) {
         const double f = max > -INFINITY ? exp(double(max) - to) : 0.0;
         const double g = teacher_max > -INFINITY ? exp(double(teacher_max) - teacher_to) : 0.0;
@@ -66,7 +67,7 @@ template <bool FORWARD, Kind KIND, bool KEEPS> struct RunningPair {
         max = to, teacher_max = teacher_to;
     }
 
-    // Of n elements from j on.
+    // Adds n elements from j on.
     void take(const Logits& of_student, const Logits& of_teacher, int64_t j, int64_t n, const Stream& student, const Stream& teacher,
               const float* slopes) {
         if (of_student.max > max) top_block = j;
@@ -105,7 +106,7 @@ template <bool FORWARD, Kind KIND, bool KEEPS> struct RunningPair {
         if (KIND >= SQUARES) total.squares += sum_lanes(sums[5]);
     }
 
-    // N vectors, step by step: a vector's own instructions wait for each other.
+    // Adds N vectors. Each step is done for all of them before the next, because the instructions of one vector depend on each other.
     template <int N, bool CLOSE>
     INLINED void group(const float* z, const float* w, const Shifts& shifts, F (&sums)[6], const float* slopes, int64_t j, int count) const {
         F x[N], y[N], d[N], p[N], q[N], first[N], excess[N];
@@ -164,9 +165,9 @@ template <bool FORWARD, Kind KIND, bool KEEPS> struct RunningPair {
     }
 };
 
-// ---- the last visit of rows whose terms were kept
+// ---- the last visit, if terms were kept
 
-// What the terms of one block count in the gradient. Numbers below the normal range are slow, and count as 0.
+// The factors of the terms of one block in the gradient. Subnormal factors would be slow, and are set to 0.
 struct OfBlock {
     F of_p, of_minus_p, of_k;
     bool none;
@@ -176,7 +177,7 @@ struct OfBlock {
             set(g.sum * g.k0(), 0, g.sum * g.per_p);
             return;
         }
-        // As in `raise`: where there was nothing in one of the rows so far, their differences say nothing.
+        // As in `raise`: while one of the rows had nothing but -inf, differences of the maxima have no meaning.
         const bool empty = at.student == -INFINITY || at.teacher == -INFINITY;
         const double f = at.student > -INFINITY ? exp(double(at.student) - g.known.max) : 0.0;
         const double apart = empty ? 0.0 : (double(at.student) - g.known.max) - (double(at.teacher) - g.known.teacher_max);
@@ -199,7 +200,7 @@ struct OfBlock {
     static float normal(double x) { return fabs(x) < SMALLEST ? 0.0f : float(x); }
 };
 
-enum Terms { OF_P, OF_BOTH, OF_SIGNED, INFINITE };  // which count: p alone; p and k; by the sign of p; or all that is not 0 is infinite
+enum Terms { OF_P, OF_BOTH, OF_SIGNED, INFINITE };  // p; p and k; by the sign of p; or infinite where p is not 0
 
 template <Terms TERMS> INLINED F scaled_sum(F p, F k, const OfBlock& of) {
     if (TERMS == OF_P) return mul(magnitude(p), of.of_p);
@@ -222,7 +223,7 @@ template <class O, Terms TERMS> void scaled_block(const float* p, const float* k
     }
 }
 
-// The gradient of a row from the terms that were kept.
+// Computes the gradient of a row from the terms that were kept.
 template <class O> void from_kept(const KeptTerms& kept, O* out, int64_t vocab, const PairGradient& gradient) {
     KeptMaxima at = kept.maxima[0];
     OfBlock of(gradient, at);

@@ -1,4 +1,4 @@
-// The visits of a row of logits that the kernels are made of. Compiled once per instruction set, like simd.h.
+// The visits of a row of logits from which the kernels are built. Compiled once per instruction set, like simd.h.
 #pragma once
 #include "functions.h"
 #include "kernels.h"
@@ -8,10 +8,11 @@ namespace {
 
 constexpr int UNROLL = 4;
 constexpr int64_t STEP = int64_t(UNROLL) * W;
-// Elements that are summed in fp32 before the sums go to fp64. Each accumulator takes 32 of them, so that small terms
-// added to a large one lose at most 32 roundings.
+// Elements that are summed in fp32 before the sums are added to fp64 ones. Each accumulator adds 32 of them, so that a small term is
+// rounded at most 32 times next to a large sum.
 constexpr int64_t BLOCK = 32 * STEP;
-// The hardware's prefetcher stops at each 4 KiB page: one page ahead is worth a tenth of the time from memory.
+// The hardware's prefetcher stops at the end of each 4 KiB page. Prefetching one page ahead saves a tenth of the time of rows that
+// come from memory.
 constexpr int64_t PREFETCH_BYTES = 4096;
 
 enum Mode { PLAIN, SCALED, CAPPED };
@@ -19,7 +20,7 @@ enum Mode { PLAIN, SCALED, CAPPED };
 struct RowTransform {
     Mode mode;
     F in, out;  // PLAIN: z = x. SCALED: z = x * in. CAPPED: z = out * tanh(x * in)
-    float slope;  // dz/dx, times 1 - tanh^2 where CAPPED
+    float slope;  // dz/dx; for CAPPED it has to be multiplied by 1 - tanh^2
 
     RowTransform(const Transform& t, float inverse)
         : mode(t.softcap > 0 ? CAPPED : t.scale * inverse != 1 ? SCALED : PLAIN),
@@ -41,7 +42,7 @@ template <Mode MODE> INLINED Logit transformed(const RowTransform& t, F x) {
     return {mul(h.value, t.out), h.slope};
 }
 
-// Which sums a visit makes, each kind those before it too.
+// The sums that a visit computes; each kind includes those before it.
 enum Kind { SUM, WEIGHTED, SQUARES };
 
 struct Sums {  // of exp(d), exp(d) d and exp(d)^2, d = z - shift
@@ -49,7 +50,7 @@ struct Sums {  // of exp(d), exp(d) d and exp(d)^2, d = z - shift
 
     void raise_shift(double by) {
         const double factor = exp(-by);
-        weighted = factor > 0 ? factor * (weighted - by * sum) : 0.0;  // by may be infinite
+        weighted = factor > 0 ? factor * (weighted - by * sum) : 0.0;  // `by` may be infinite
         sum *= factor;
         squares *= factor * factor;
     }
@@ -58,14 +59,14 @@ struct Sums {  // of exp(d), exp(d) d and exp(d)^2, d = z - shift
 // A segment begins with a step, or with one of the vectors behind the last step.
 static_assert(STEP >= SHORTEST_SEGMENT && UNROLL < 8, "most_segments counts too few");
 
-// Where a visit leaves exp(z - shift) of a row, times the slope of the softcap if there is one.
+// Where a visit stores exp(z - shift) of a row, times the slope of the softcap if there is one.
 struct Kept {
     float* exponentials;
     Segment* segments;
     int count;
 };
 
-enum Keeping { NOTHING, IN_ORDER, IN_PAIRS };  // in pairs: as load_pair gives the elements of a step
+enum Keeping { NOTHING, IN_ORDER, IN_PAIRS };  // in pairs: in the order of load_pair
 
 // The sums of a row, relative to its largest logit.
 struct Visit {
@@ -73,9 +74,9 @@ struct Visit {
     Sums sums;
 };
 
-// Sums over the elements seen so far, relative to a shift. A vector with an element that is larger than the shift by more than 1
-// raises it to its own maximum: no exponential is above e, and none has to be computed again. While nothing but -inf was seen the
-// shift is 0: exp stays 0, and a NaN still shows.
+// Sums over the elements seen so far, relative to a shift. If an element exceeds the shift by more than 1, the shift is raised to the
+// maximum of its vectors. So no exponential is above e, and none has to be computed again. As long as all elements were -inf the
+// shift is 0: their exponentials are 0, and a NaN still makes the sum NaN.
 template <Kind KIND> struct RunningSums {
     F shift, limit, max, sum[UNROLL], weighted[UNROLL], squares[UNROLL];
     float shifted_by = -INFINITY;
@@ -86,7 +87,7 @@ template <Kind KIND> struct RunningSums {
     void clear() {
         for (int k = 0; k < UNROLL; k++) sum[k] = weighted[k] = squares[k] = all(0.0f);
     }
-    // The exponentials of logits that are not above the limit.
+    // Adds logits that are not above the limit, and returns their exponentials in e.
     template <int N> INLINED void take(const Logit (&of)[N], F (&e)[N]) {
         F d[N];
         Keep keep[N];
@@ -118,14 +119,14 @@ template <Kind KIND> struct RunningSums {
         to_total();
         const float largest = max_lanes(max);
         if (largest > shifted_by) total.raise_shift(double(largest) - double(shifted_by));
-        if (largest > -INFINITY && total.sum < 1) total.sum = 1;  // one term is exp(0): rounding must not give a log-prob above 0
+        if (largest > -INFINITY && total.sum < 1) total.sum = 1;  // exp(0) is one of the terms: rounding must not make a log-prob positive
         return {largest, total};
     }
 };
 
 template <Mode MODE> INLINED F kept_of(F e, const Logit& of) { return MODE == CAPPED ? mul(e, of.slope) : e; }
 
-// One visit of a row, with its exponentials kept or not; they may be kept in the memory of the row.
+// Visits a row once, and keeps its exponentials or not. They may be kept in the memory of the row itself.
 template <class T, Mode MODE, Kind KIND, Keeping KEEPING>
 Visit visit(const T* x, int64_t vocab, const RowTransform& t, Kept* kept) {
     RunningSums<KIND> sums;
@@ -175,7 +176,7 @@ Visit visit(const T* x, int64_t vocab, const RowTransform& t, Kept* kept) {
     return sums.visit();
 }
 
-// The second visit of a row whose exponentials were kept: each times `factor` and the exponential of its segment's distance from max.
+// The second visit, if exponentials were kept: multiplies each by `factor` and by exp(shift of its segment - max).
 template <class O, Keeping KEEPING>
 void scaled(const Kept& kept, O* out, int64_t vocab, float max, double factor) {
     const int64_t whole = vocab / STEP * STEP;
@@ -183,7 +184,7 @@ void scaled(const Kept& kept, O* out, int64_t vocab, float max, double factor) {
     for (int s = 0; s < kept.count; s++) {
         const int64_t end = s + 1 < kept.count ? kept.segments[s + 1].begin : vocab;
         const float by = float(factor * exp(double(kept.segments[s].shift) - double(max)));
-        const F f = all(fabsf(by) < 1.17549435e-38f ? 0.0f : by);  // numbers below the normal range are slow
+        const F f = all(fabsf(by) < 1.17549435e-38f ? 0.0f : by);  // products with subnormal numbers are slow
         int64_t j = s == 0 ? 0 : kept.segments[s].begin;
         for (; j < end && j < whole; j += STEP) {
             for (int k = 0; k < UNROLL; k += 2) {

@@ -10,7 +10,7 @@ from .config import TrainConfig
 from .data import Row
 from .ranks import Ranks
 from .rewards import Scores
-from .shown import shown
+from .shown import pair
 
 Tensor = torch.Tensor
 
@@ -45,7 +45,4 @@ def as_text(step: int, sample: dict[str, Any]) -> str:
     """A sample for the log: prompt and completion on a line each, shortened."""
     parts = ", ".join(f"{name} {value:.3g}" for name, value in sample["rewards"].items()) if len(sample["rewards"]) > 1 else ""
     numbers = f"reward {sample['reward']:.3g}{f' ({parts})' if parts else ''}, advantage {sample['advantage']:+.3g}"
-    return (
-        f"step {step}: {numbers}, {sample['tokens']} tokens\n"
-        f"  prompt     {shown(sample['prompt'])}\n  completion {shown(sample['completion'])}"
-    )
+    return f"step {step}: {numbers}, {sample['tokens']} tokens" + pair(sample["prompt"], sample["completion"])
