@@ -11,7 +11,7 @@ class Finding(NamedTuple):
 
     problem: str
     remedy: str
-    grave: bool  # True: kernels are missing or wrong. False: they run and are right, but may be slow or rounded.
+    grave: bool  # True: kernels are missing or wrong. False: they run and are right, but may be slow or less accurate.
     blocks: bool = False  # tests and timings mean nothing before this is repaired
 
 

@@ -2,9 +2,9 @@
 fast it is, and what to repair.
 
 Exit code: 0 all is well; 1 there are problems; 2 wrong arguments. `advice` (slow settings, untested versions) does not
-change it. --quick leaves the step out. Where losses run on the CPU and the compiled module is missing or out of date,
-doctor reports that and stops; with --without-native it tests the other backends all the same. --json prints one object
-instead of the report:
+change it. --quick skips the timing of a step. If losses run on the CPU and the compiled module is missing or out of date,
+doctor reports that and stops; with --without-native it still tests the other backends. --json prints one object instead of
+the report:
 
     healthy        bool, exit code 0
     problems       [{problem, remedy}]: kernels are missing or wrong
@@ -20,10 +20,10 @@ instead of the report:
     device         "cpu", or the type of the accelerator that Triton's driver serves ("cuda", "xpu"): where the tests below ran
     auto           the backend that backend="auto" takes there
     backends       {eager, cpu, triton: {available, reason, passed, value_error, gradient_error: {dtype}, seconds, warnings,
-                   checks: [{case, level, dtype, vocab, errors, failure}]}}; of one that is not available the first two;
+                   checks: [{case, level, dtype, vocab, errors, failure}]}}; only the first two if it is not available;
                    {} if doctor stopped before
     step           [{level, rows, hidden, vocab, dtype, reason, timings: [{name, ms, extra_mb, runs}]}], or null
-    environment    variables that matter here and are set
+    environment    the environment variables that are set and affect the kernels
     settings       {variable: meaning}
 
 Errors are absolute for values (loss, log-probs, entropy), relative to the largest entry for gradients. An error that is not
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def examine(step: bool = True, say: Any = print, without_native: bool = False) -> dict[str, Any]:
-    """The report as --json has it; `say` gets each section of the text as soon as it is known."""
+    """The report as --json prints it. `say` is called with each section of the text as soon as it is known."""
     device = machine.where()
     report, findings = facts(device)
     say(_text_of_facts(report))
@@ -134,7 +134,7 @@ def tests(report: dict[str, Any], device: torch.device, step: bool, say: Any) ->
         for level in ("logits", "hidden"):
             try:
                 timed = measure(level, auto, device)
-            except Exception as error:  # most likely out of memory; the other findings are still reported
+            except Exception as error:  # most likely out of memory; the other findings still have to be reported
                 findings.append(Finding(f"a step from {level} failed: {first_line(error)}", remedy_for(str(error)), True))
                 continue
             report["step"].append(asdict(timed))

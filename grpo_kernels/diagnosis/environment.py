@@ -25,7 +25,7 @@ SETTINGS = {
     "GRPO_KERNELS_ANY_VERSION": "1: adapters take versions of a trainer that they were not tested with",
     "TRITON_INTERPRET": '1: backend="triton" runs CPU tensors in Triton\'s interpreter (slow, for tests)',
 }
-#: Prefixes of variables that decide which device is seen, how threads wait and where kernels are compiled.
+#: Prefixes of variables that affect which device is seen, how threads wait and where kernels are compiled.
 WATCHED = ("OMP_", "KMP_", "GOMP_", "MKL_", "CUDA_", "HIP_", "ROCR_", "NVIDIA_TF32", "TORCH_", "TRITON_", "PYTORCH_", "LD_PRELOAD",
            "CC", "CXX", "GRPO_KERNELS_")  # fmt: skip
 
@@ -46,7 +46,7 @@ def versions() -> dict[str, str | None]:
 
 
 def version_findings(found: Mapping[str, str | None], torch_requires: Sequence[str]) -> list[Finding]:
-    """torch_requires: the requirements of the installed torch, as its metadata have them."""
+    """torch_requires: the requirements in the metadata of the installed torch."""
     findings = []
     if numbers(found["torch"] or "") < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
@@ -84,7 +84,7 @@ def tested_trainers() -> dict[str, tuple[str, ...]]:
 
 
 def variables() -> dict[str, str]:
-    """The environment variables that matter here and are set."""
+    """The environment variables that are set and affect the kernels."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(WATCHED)}
 
 

@@ -118,15 +118,15 @@ def _read(path: str | Path) -> str:
 
 
 def where() -> torch.device:
-    """Where losses run here: on the accelerator, if Triton's driver serves it, else on the CPU. "cuda" (NVIDIA, AMD) counts even
-    where Triton cannot run: that is a problem, which must show."""
+    """Where losses run here: on the accelerator if Triton has a driver for it, else on the CPU. "cuda" (NVIDIA, AMD) is
+    returned even if Triton cannot run, so that this is reported as a problem."""
     kind = _accelerator()
     served = kind is not None and (kind == "cuda" or backends.native(torch.device(kind))[1] is None)
     return torch.device(str(kind) if served else "cpu")
 
 
 def _accelerator() -> str | None:
-    """The type of the device that torch computes on beside the CPU."""
+    """The type of torch's device other than the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if accelerator is None else accelerator.type
 
@@ -208,12 +208,12 @@ def gpu_findings(found: Mapping[str, Any], present: bool, archs: Sequence[str]) 
     return findings
 
 
-#: What AMD's GPUs were compiled for ahead of time.
+#: The architectures of AMD's GPUs that kernels were compiled for ahead of time.
 COMPILED_FOR = "gfx942"
 
 
 def untested(device: Mapping[str, Any]) -> Finding:
-    """Of a GPU whose kind has run no kernel of ours."""
+    """The finding about a GPU of a kind on which none of our kernels has run."""
     name = f"{device['name']} ({device['capability']})"
     if device["capability"].startswith(COMPILED_FOR):
         known = f"the kernels have budgets for {COMPILED_FOR} and have not run there"

@@ -1,4 +1,4 @@
-"""What doctor and the benchmarks say of the compiled module: missing, out of date, or slower code than the processor runs."""
+"""The state of the compiled module for doctor and the benchmarks: missing, out of date, or slower than the processor allows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def compiler() -> str | None:
 
 
 def module() -> tuple[dict[str, Any], ModuleType | None]:
-    """What is known of the compiled module, and the module if it can be loaded."""
+    """Facts about the compiled module, and the module if it can be loaded."""
     found: dict[str, Any] = {"path": None, "reason": None, "compiler": None, "isa": None, "isas": [], "files": module_files()}
     try:
         native = load()
@@ -42,7 +42,7 @@ def findings(needed: bool) -> list[Finding]:
 def module_findings(
     found: dict[str, Any], native: ModuleType | None, origin: dict[str, Any], flags: frozenset[str], needed: bool
 ) -> list[Finding]:
-    """`needed`: no GPU has kernels of its own here, so that everything would run in eager PyTorch. `flags` are the processor's."""
+    """`needed`: no GPU has kernels here, so that everything would run in eager PyTorch. `flags` are those of the processor."""
     command = build_command(origin)
     findings = []
     if origin["shadows"] is not None:

@@ -40,7 +40,7 @@ Tensor = torch.Tensor
 BETA, ENTROPY_COEF, TEMPERATURE, CAP, MAX_TOKENS = 0.04, 0.02, 0.7, 1.2, 50
 
 #: The largest errors that rounding can cause. Those of loss, log-probs and entropy are absolute. Those of gradients are
-#: relative to the largest entry; of d_logits and d_hidden to the largest entry of each row, so that a lost row shows.
+#: relative to the largest entry; those of d_logits and d_hidden to the largest entry of each row, so that a missing row shows.
 #: Values are fp32 for every dtype of the logits. Gradients are rounded to that dtype, those from hidden states more than
 #: once.
 VALUE_LIMIT = 5e-5
@@ -59,7 +59,7 @@ class Inputs:
     old_logps: Tensor  # [B, T]
     ref_logps: Tensor  # [B, T]
     upstream: Tensor  # [2, B, T]: a gradient for log-probs and one for entropies
-    kept: TokenSets | None = None  # of B * T rows, some without ids
+    kept: TokenSets | None = None  # sets of ids for the B * T rows; some are empty
 
     @property
     def batch(self) -> TokenBatch:
@@ -69,7 +69,7 @@ class Inputs:
         )  # fmt: skip
 
     def log_p(self, logits: Tensor) -> Tensor:
-        """Log-probs of trained tokens over the vocabulary or their sets, which the targets join."""
+        """Log-probs of trained tokens over the vocabulary, or over their sets with the target added."""
         z = logits / TEMPERATURE
         if self.kept is not None:
             keep = self.kept.mask(z.shape[-1]).view(*self.mask.shape, -1).scatter(2, self.targets[..., None], True)
@@ -78,7 +78,7 @@ class Inputs:
 
 
 def some_sets(rows: int, V: int, g: torch.Generator) -> TokenSets:
-    """Sets of one id, of a few, and rows without one."""
+    """Sets of one id, sets of a few ids, and rows without a set."""
     counts = torch.tensor([7, 1, 0, 40])[torch.arange(rows) % 4]
     return TokenSets.from_lists([torch.randperm(V, generator=g)[:count].tolist() for count in counts.tolist()])
 
@@ -102,7 +102,8 @@ def make_inputs(B: int, T: int, V: int, H: int, dtype: torch.dtype, kept: bool =
     return inputs
 
 
-# ---- objectives: (log-probs, entropies, inputs) -> loss in float64, where masked tokens are 0 in both; and our names of them
+# ---- objectives: (log-probs, entropies, inputs) -> loss in float64, and our names for them. Log-probs and entropies are 0
+# where masked
 
 Formula = Callable[[Tensor, Tensor, Inputs], Tensor]
 
@@ -136,7 +137,8 @@ def capped_weight(logps: Tensor, entropy: Tensor, x: Inputs) -> Tensor:
 
 
 def log_probs(logps: Tensor, entropy: Tensor, x: Inputs) -> Tensor:
-    """Layer 1, with gradients that a trainer's own loss might send back; a mean, so that its error is that of a log-prob."""
+    """Layer 1, with gradients such as a trainer's own loss sends back. A mean, so that its error has the size of a log-prob's
+    error."""
     return (x.upstream.double() * torch.stack([logps, entropy])).mean()
 
 
@@ -160,7 +162,7 @@ class Case:
     formula: Formula
     objective: Objective | None  # None: token_logprobs and linear_logprobs
     kept: bool = False  # over kept sets
-    divergence: str = ""  # from a second stream of rows: the kind; then it takes the place of log-probs and entropy
+    divergence: str = ""  # the kind of divergence from a second stream of rows; it takes the place of log-probs and entropy
 
 
 _CLIP = Clip(eps_low=0.2, eps_high=0.28)
@@ -174,7 +176,7 @@ KEPT = tuple(replace(case, name=f"{case.name} over kept sets", kept=True) for ca
 DIVERGENCES = tuple(
     Case(f"divergence, {kind}", weighted_divergence, None, divergence=kind) for kind in ("reverse", "forward", "jsd")
 )
-#: (B, T, V, H) and cases: for an odd vocabulary, and for one of a real size (rows of many tiles).
+#: (B, T, V, H) and the cases: with an odd vocabulary, and with one of a model's size (rows of many tiles).
 SHAPES: tuple[tuple[tuple[int, int, int, int], tuple[Case, ...]], ...] = (
     ((3, 4, 1003, 64), CASES + KEPT + DIVERGENCES),
     ((2, 2, 128_257, 8), CASES[:1]),
@@ -244,7 +246,7 @@ def _tests() -> list[tuple[Case, str, Inputs, dict[str, Tensor]]]:
     for shape, cases in SHAPES:
         for dtype in GRADIENT_LIMIT:
             inputs = {kept: make_inputs(*shape, dtype, kept) for kept in {case.kept for case in cases}}
-            # The kernels of two streams see logits alone.
+            # The kernels of two streams take logits only.
             every = [(case, level) for case in cases for level in LEVELS if level == "logits" or not case.divergence]
             found += [(case, level, inputs[case.kept], expected(case, level, inputs[case.kept])) for case, level in every]
     return found
@@ -258,7 +260,7 @@ def leaves_of(level: str, x: Inputs) -> dict[str, Tensor]:
 
 
 def teacher_logits(x: Inputs) -> Tensor:
-    """Those of the second stream, fp32 [B, T, V]: of the same head, with other ids."""
+    """The logits of the second stream, fp32 [B, T, V]: of the same head, with other ids."""
     return (x.hidden.double() @ x.weight.double().t()).roll(1, -1).float()
 
 
@@ -279,7 +281,7 @@ def expected(case: Case, level: str, x: Inputs) -> dict[str, Tensor]:
 
 
 def results(case: Case, level: str, x: Inputs, backend: str, device: torch.device) -> dict[str, Tensor]:
-    """The same from a backend, with strict=True: a fallback would be tested in its place."""
+    """The same from a backend, with strict=True: otherwise a fallback could be tested in its place."""
     leaves = {name: leaf.to(device).requires_grad_() for name, leaf in leaves_of(level, x).items()}
     given: dict[str, Any] = {name: value for name, value in vars(x).items() if value is not None}
     x = Inputs(**{name: value.to(device) for name, value in given.items()})

@@ -1,4 +1,4 @@
-"""One training step's loss and gradient at a model's size, beside the same in eager PyTorch: time and extra memory."""
+"""Time and extra memory of one training step's loss and gradient at a model's size, compared with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .machine import memory_available
 
 Tensor = torch.Tensor
 
-#: (vocabulary, hidden size) of a model for each device. SMALL_VOCAB is taken where there is little memory.
+#: (vocabulary, hidden size) of a model for each device. SMALL_VOCAB is used if there is little memory.
 SIZES = {"cpu": (151_936, 896), "gpu": (151_936, 4096)}
 SMALL_VOCAB = 32_000
 MOST_ROWS = {"cpu": 256, "gpu": 8192}
@@ -31,7 +31,7 @@ EAGER_SECONDS = 0.6  # the number of rows is chosen so that eager PyTorch takes 
 LOGIT_BYTES, HEAD_BYTES = 20, 12
 SECONDS = 2.5  # for the rounds of one level
 LEAST, MOST = 3, 9  # rounds
-UNKNOWN_MEMORY = 2 << 30  # where the system does not say what is free
+UNKNOWN_MEMORY = 2 << 30  # if the system does not tell how much is free
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Step:
 
 
 class Output(torch.autograd.Function):
-    """The same memory, as the output of a computation: a leaf may not be overwritten."""
+    """Returns the same memory as the output of a computation, because a leaf may not be overwritten in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -96,13 +96,13 @@ def measure(level: str, backend: str, device: torch.device) -> Step:
 
 
 def _shape(level: str, device: torch.device) -> Step:
-    """What memory allows, without timings."""
+    """The shape that memory allows, without timings."""
     free = memory_free(device)
     kind = "cpu" if device.type == "cpu" else "gpu"
     vocab, width = SIZES[kind]
     if free < 3 * HEAD_BYTES * vocab * width:
         vocab, width = SMALL_VOCAB, min(width, 1024)
-    # fp32 on a CPU: from hidden states where bf16 products are slow, from logits because trainers have fp32 logits there.
+    # fp32 on a CPU: from hidden states if bf16 products are slow, from logits because trainers have fp32 logits there.
     fp32 = device.type == "cpu" and (level == "logits" or cpu_products.available() is not None)
     head = HEAD_BYTES * vocab * width if level == "hidden" else 0
     rows = min(MOST_ROWS[kind], int((free / 2 - head) / (LOGIT_BYTES * vocab)))
@@ -197,8 +197,8 @@ def timed(contender: Contender, device: torch.device) -> float:
 
 
 def extra_memory(contender: Contender, device: torch.device) -> float | None:
-    """MB that a run needs beyond its inputs, at its peak; None where the system does not say. It has run before, since its
-    code would be counted on a CPU."""
+    """MB that a run needs beyond its inputs, at its peak; None if the system does not tell. It must have run before: on a CPU the
+    memory of code loaded by a first run would be counted, too."""
     contender.restore()
     gc.collect()
     if device.type != "cpu":
@@ -209,7 +209,7 @@ def extra_memory(contender: Contender, device: torch.device) -> float | None:
         contender.run()
         _wait(device)
         return float(module.max_memory_allocated() - before) / 1e6
-    release()  # what earlier large results left, which a run would find again
+    release()  # frees the memory of earlier results, which a run would otherwise reuse unnoticed
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc: returns free memory, so that a run does not reuse what another has allocated
         libc.malloc_trim(0)

@@ -5,11 +5,11 @@
     openrlhf.bind()                                                             # before the actor is called
     trainer.actor_loss_fn = openrlhf.PolicyLoss.like(trainer.actor_loss_fn)     # in the actor's worker
 
-`bind` replaces two names that `openrlhf.models.actor` imported: log-probs and entropy then read the fp32 logits once each
-and keep their values. OpenRLHF 0.11.0 divides them by the temperature in place, which with a temperature other than 1 and an
-entropy bonus fails in its backward, and has its entropy at temperature 1; so is ours, unless `entropy_temperature` says
-otherwise. OpenRLHF 0.11.2 divides them before it calls either function: leave `entropy_temperature` at 1. KL and entropy
-terms, denominators and metrics stay OpenRLHF's.
+`bind` replaces two functions that `openrlhf.models.actor` has imported. Log-probs and entropy then read the fp32 logits once
+each and do not change them. OpenRLHF 0.11.0 divides the logits by the temperature in place. With a temperature other than 1 and
+an entropy bonus its backward then fails. Its entropy is taken at temperature 1, and so is ours, unless `entropy_temperature` is
+given. OpenRLHF 0.11.2 divides the logits before it calls either function: leave `entropy_temperature` at 1. KL and entropy
+terms, denominators and metrics remain OpenRLHF's.
 
 Tested with OpenRLHF 0.10.4 and 0.11.0 to 0.11.2 on a CPU: its loss and its functions of logits, from their files alone (deepspeed
 replaced by an empty module). Its actor, trainer, ring attention and anything on a GPU were not run.
@@ -50,19 +50,19 @@ class PolicyLoss(torch.nn.Module):
     """`openrlhf.models.loss.PolicyLoss`: the same arguments, defaults and results, of 0.11.0, (loss, clip_ratio, ppo_kl,
     vllm_kl), or with is_correction_level of 0.11.2, (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio).
 
-    Value, gradient and metrics are OpenRLHF's, but for a batch without tokens, which is 0 here and 0/0 there, and for a
-    divergence, which rounding cannot bring below its lower bound 0 here.
+    Value, gradient and metrics are those of OpenRLHF, with two exceptions: the loss of a batch without tokens is 0 here and 0/0 in
+    OpenRLHF, and rounding cannot make a divergence negative here.
 
     clip_eps_low, clip_eps_high, dual_clip   as in `Clip`, whose delta is dual_clip; None: without.
-    policy_loss_type   "ppo", or "gspo": one ratio a sequence. token_level_loss   True: mean over tokens, False: over sequences
-                       of their means; "gspo" has the second whatever is said.
+    policy_loss_type   "ppo", or "gspo": one ratio per sequence. token_level_loss   True: mean over tokens. False: mean over
+                       sequences of their means; "gspo" always does this.
     enable_vllm_is_correction   True: weights against the sampler's log-probs, within vllm_is_truncated_threshold (low, high):
                        vllm_is_correction_type "tis" clamps them, "icepop" drops tokens outside, "seq-mask-tis" sequences.
                        With "gspo" the ratio is to the sampler instead.
-    is_correction_level   the same since 0.11.2: "off", or "token" or "seq": what is in or outside is_correction_threshold.
-                       is_correction_mode "mask" drops what is outside, "clip" clamps the weight (of a token).
-                       is_correction_gating: what the threshold bounds, the weight, "ratio", or from above "binary_kl" or
-                       "tv" between the sampler's and the old policy's probabilities of the token.
+    is_correction_level   the same option since 0.11.2: "off", or whether is_correction_threshold applies to a "token" or a "seq".
+                       is_correction_mode "mask" drops those outside the threshold, "clip" clamps the weight (of tokens only).
+                       is_correction_gating: what the threshold bounds. "ratio": the weight. "binary_kl" or "tv": this distance
+                       between the sampler's and the old policy's probability of the token, which has an upper bound only.
 
     Raises ValueError naming the option that is wrong."""
 
@@ -152,7 +152,7 @@ class PolicyLoss(torch.nn.Module):
         global_batch_size: float | None = None,
     ) -> tuple[Tensor | None, ...]:
         """(loss, clip_ratio, ppo_kl, vllm_kl), 0-d; the last is None without a correction, and for "gspo". As a fifth, if
-        is_correction_level was given, the share of tokens, or sequences, that are outside the threshold, likewise.
+        is_correction_level was given, the share of tokens, or sequences, outside the threshold; also None without a correction.
 
         log_probs, old_log_probs, advantages, action_mask, rollout_log_probs   [B, T]; no mask: every token counts.
         batch_num_tokens, global_batch_size   the denominators of a mean over tokens, over sequences, of all ranks together;
@@ -211,8 +211,8 @@ def bind(*, entropy_temperature: float = 1.0, strict: bool = False, any_version:
     imported them. The returned `Slots` restores them, by `undo()` or as a context manager.
 
     strict   True: a call that OpenRLHF's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested, see `_slots.Trial`.
-    Raises RuntimeError where a function is replaced already, and in the first step where such a comparison fails."""
+    any_version   True: under a version that was not tested, skip the comparison with OpenRLHF's own functions, see `_slots.Trial`.
+    Raises RuntimeError if a function is replaced already, and in the first step if that comparison fails."""
     version = untested("openrlhf", TESTED, any_version)
     slots = Slots("openrlhf", strict, version=version)
     slots.bind("openrlhf.models.utils", "log_probs_from_logits", log_probs_from_logits)

@@ -8,20 +8,20 @@
     import_path = "grpo_kernels.integrations.prime_rl.loss"
     kwargs = { objective = "ipo", changes = { beta = 0.002 } }
 
-`bind` replaces the autograd function that `FusedOutputLinear.forward` calls, [N, H] hidden states and a temperature for
-each token. It is called in the head module's own forward, so hooks of FSDP and offloading fire as before. The entropy has
-no gradient, as in prime-rl, whose function asserts that none comes. Softcapped heads (Gemma) are another function, and kept.
+`bind` replaces the autograd function that `FusedOutputLinear.forward` calls with [N, H] hidden states and a temperature for each
+token. The call is in the head module's own forward, so hooks of FSDP and offloading still run. The entropy has no gradient, as in
+prime-rl. Softcapped heads (Gemma) use another function of prime-rl, which is not replaced.
 
-Sampling-mask replay goes through the same function: the sets that prime-rl's trainer hands to its head, padded with -1, are
-the kept sets of the rows. A row without ids is not replayed, nor is one whose label is not in its set, as in prime-rl. Its entropy
-is over the vocabulary, which costs the forward product with the whole weight: `bind(entropy_over="kept")` saves it, and logs the
-entropy of the set instead. Score centring (`return_mask_logprobs`) is left to prime-rl. `kept_sets` reads what its
-orchestrator sends, for losses of your own.
+Sampling-mask replay uses the same function: the sets that prime-rl's trainer passes to its head, padded with -1, become the
+kept sets of the rows. As in prime-rl, a row is not replayed if it has no ids or if its label is not in its set. The entropy is
+taken over the whole vocabulary, as in prime-rl, which costs a product with the whole weight in the forward.
+`bind(entropy_over="kept")` saves this product and logs the entropy of the set instead. Score centring (`return_mask_logprobs`)
+is left to prime-rl. `kept_sets` reads the records of its orchestrator, for losses of your own.
 
-`loss` is a custom loss: of one sequence, an unnormalised sum. prime-rl divides by its global token count.
+`loss` is a custom loss: the unnormalised sum over one sequence. prime-rl divides by its global token count.
 
-Written from prime-rl 0.8.0, and its replay from the heads that came later with 6, then 7 arguments. No registry has it: the tests
-run both heads' own function where a file of theirs is on the path, and stand-ins with its signatures always.
+Written from prime-rl 0.8.0; its replay from later heads, which take 6 or 7 arguments. prime-rl is in no package registry. The tests
+always run stand-ins with its signatures, and both heads' own functions if their files are on the path.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ TESTED = ("0.8.0",)
 def bind(
     *, entropy_over: str = "vocabulary", missing: str = "full", strict: bool = False, any_version: bool = False
 ) -> Slots:  # fmt: skip
-    """Put our function in the place of `_SequenceChunkedLogProbEntropyFn`; the result undoes it, by `undo()` or as a context
+    """Replace `_SequenceChunkedLogProbEntropyFn` by our function. The returned `Slots` restores it, by `undo()` or as a context
     manager.
 
-    entropy_over, missing   of replayed rows, as in `Options`: what the entropy runs over, and what becomes of a label that its
-                            set lacks. The defaults are prime-rl's.
+    entropy_over, missing   for replayed rows, as in `Options`: the set that the entropy is taken over, and how a label outside its
+                            set is treated. The defaults are prime-rl's.
     strict   True: a call that prime-rl's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested, see `_slots.Trial`.
-    Raises RuntimeError where a function is replaced already, and in the first step where such a comparison fails."""
+    any_version   True: under a version that was not tested, skip the comparison with prime-rl's own function, see `_slots.Trial`.
+    Raises RuntimeError if a function is replaced already, and in the first step if that comparison fails."""
     version = untested("prime-rl", TESTED, any_version)
     slots = Slots("prime_rl", strict, version=version)
     comparable = (missing, entropy_over) == ("full", "vocabulary")
@@ -82,9 +82,9 @@ def chunked_logprobs(
 ) -> tuple[Tensor | None, ...]:
     """(log-probs, entropy) fp32 [N] of labels [N]; hidden [N, H], weight [V, H], inv_temperature [N]. chunk_size is ours.
 
-    sampling_mask   int32 [N, K], -1 where there is no id: the set of each row; None: no replay.
-    return_mask_logprobs  False: heads that ask for the log-probs of the sets get a third result, None. True is left to prime-rl.
-    options         None: prime-rl's meaning of a label outside of its set, and of the entropy; see `bind`."""
+    sampling_mask   int32 [N, K]: the set of each row, padded with -1. None: no replay.
+    return_mask_logprobs  False: a third result, None, is returned for heads that expect one. True is left to prime-rl.
+    options         for replayed rows; None: as in prime-rl, see `bind`."""
     plain(hidden, weight)
     if return_mask_logprobs:
         raise NotCovered("score centring")
@@ -98,14 +98,15 @@ def chunked_logprobs(
 
 
 def kept_sets(record: Any, ids: Tensor, *, cu_seqlens: Tensor | None = None) -> TokenSets:
-    """What prime-rl's orchestrator sends, as the sets of the rows that predict ids.
+    """The sets of a record of prime-rl's orchestrator, for the rows that predict `ids`.
 
-    record       a `SamplingMask`: bytes of int32, `ids` and `counts`, one count for each token, the prompt's and tools' being 0;
-                 its `logprobs`, bytes of float32, become the values. Several texts: the records' bytes one after another.
+    record       a `SamplingMask` with bytes of int32: `ids`, and `counts`, one for each token (0 for tokens of the prompt and of
+                 tools). Its `logprobs`, bytes of float32, become the values. For several texts concatenate the bytes of the
+                 records.
     ids          int64 [B, T], or packed [N] with cu_seqlens: the texts, as `shift_targets` takes them.
 
-    A row without ids stands for the whole vocabulary, as to prime-rl. Raises ValueError where there is not a count for each
-    token, or not as many ids as the counts say."""
+    A row without ids stands for the whole vocabulary, as in prime-rl. Raises ValueError if there is not one count for each
+    token, or if the number of ids is not the sum of the counts."""
 
     def numbers(data: bytes, dtype: torch.dtype) -> Tensor:
         return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
@@ -119,9 +120,9 @@ def kept_sets(record: Any, ids: Tensor, *, cu_seqlens: Tensor | None = None) -> 
 def loss(inputs: Any, objective: str = "dppo_tv", changes: dict[str, Any] | None = None) -> Any:
     """`fn(LossInputs, **kwargs) -> LossOutputs` of one sequence [T], unnormalised.
 
-    objective, changes   `Objective.preset(objective, **changes)`, with prime-rl's numbers where it has that objective. Its
-                         aggregate is the sum, whatever the preset has. old_logps are the sampler's; so are the ref_logps of
-                         "dppo_tv" and "ipo", where the KL is to the sampler; else they are `inputs.ref_logprobs`.
+    objective, changes   `Objective.preset(objective, **changes)`, with prime-rl's constants if it has that objective. The aggregate
+                         is always the sum. old_logps are those of the sampler. ref_logps are `inputs.ref_logprobs`, except for
+                         "dppo_tv" and "ipo", whose KL is to the sampler.
 
     Metrics, 0-d: mismatch_kl (k3 to the sampler), is_masked (the share of tokens that are clipped or filtered out).
     """

@@ -3,23 +3,23 @@
     # my_loss.py
     from grpo_kernels.integrations import slime
     slots = slime.bind()
-    loss = slime.policy_loss()                                   # what slime's arguments say; or policy_loss(Objective(...))
+    loss = slime.policy_loss()                                   # from slime's arguments; or policy_loss(Objective(...))
 
     --loss-type custom_loss --custom-loss-function-path my_loss.loss
 
-`bind` replaces `calculate_log_probs_and_entropy` (fp32 logits [T, V / tensor-parallel ranks]), top-p replay included. It
-needs no custom loss. With `bind(replay=True)` slime's record of the ids goes there as it is: the [T, V] mask that slime makes of
-it, and the copy of the logits that the mask is filled into, do not exist, and a replayed row reads the logits of its ids alone. A
-token with an empty set (a tool's) has log-prob 0 and no gradient, as in slime; rows without a record run over the vocabulary. So
-does the entropy, unless `entropy_over="kept"`.
+`bind` replaces `calculate_log_probs_and_entropy` (fp32 logits [T, V / tensor-parallel ranks]), including its top-p replay. It works
+without a custom loss. With `bind(replay=True)` slime's record of ids is used directly. slime would make a [T, V] mask of it and
+fill that into a copy of the logits; neither is made here, and a replayed row reads only the logits of its ids. As in slime, a
+token with an empty set (a tool's) has log-prob 0 and no gradient, and rows without a record are over the whole vocabulary. The
+entropy is over the whole vocabulary, too, unless `entropy_over="kept"`.
 
-`policy_loss` calls slime's own `get_log_probs_and_entropy`, which knows about context parallelism and unpacking, and runs
-the token stage on what that returns. The weight of a token is the derivative of slime's `sum_of_sample_mean` with respect
-to it, so rollouts that share a denominator, per-token losses and custom masks are as slime has them. TIS, OPSM, score
-centring and a custom reducer are refused: keep slime's loss, with `bind` alone, for those.
+`policy_loss` calls slime's own `get_log_probs_and_entropy`, which handles context parallelism and unpacking, and runs the token
+stage on its results. The weight of a token is the derivative of slime's `sum_of_sample_mean` with respect to the token's loss, so
+that shared denominators of rollouts, per-token losses and custom masks have the same effect as in slime. TIS, OPSM, score centring
+and a custom reducer are refused: for those use slime's loss with `bind` alone.
 
-Written from slime 0.3.1. No registry has it and it needs Megatron, so it was not run: the tests call stand-ins with its
-signatures, and compare with a transcription of its loss.
+Written from slime 0.3.1. slime is in no package registry and needs Megatron, so it was not run: the tests call stand-ins with its
+signatures and compare with a transcription of its loss.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ._slots import Slots, untested
 Tensor = torch.Tensor
 
 TESTED = ("0.3.1",)
-#: What `policy_loss` does not do, and leaves to slime's own loss.
+#: Options that `policy_loss` refuses; slime's own loss has them.
 REFUSED = ("use_tis", "get_mismatch_metrics", "use_opsm", "use_score_centering", "custom_pg_loss_reducer_function_path")
 
 
@@ -65,14 +65,14 @@ class Replay(NamedTuple):
 def bind(
     *, replay: bool = False, entropy_over: str = "vocabulary", strict: bool = False, any_version: bool = False
 ) -> Slots:  # fmt: skip
-    """Put our function in the place of `slime.utils.ppo_utils.calculate_log_probs_and_entropy`; the result undoes it, by
+    """Replace `slime.utils.ppo_utils.calculate_log_probs_and_entropy` by our function. The returned `Slots` restores it, by
     `undo()` or as a context manager.
 
-    replay   True: also `slime.backends.megatron_utils.loss._build_topp_keep_mask`, so that the record stays ids.
-    entropy_over  of replayed rows under replay=True: "vocabulary", as slime has it, or "kept", which reads less.
+    replay   True: also replace `slime.backends.megatron_utils.loss._build_topp_keep_mask`, so that the record is not made a mask.
+    entropy_over  for replayed rows with replay=True: "vocabulary", as in slime, or "kept", which reads fewer logits.
     strict   True: a call that slime's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested, see `_slots.Trial`.
-    Raises RuntimeError where a function is replaced already, and in the first step where such a comparison fails."""
+    any_version   True: under a version that was not tested, skip the comparison with slime's own function, see `_slots.Trial`.
+    Raises RuntimeError if a function is replaced already, and in the first step if that comparison fails."""
     version = untested("slime", TESTED, any_version)
     slots = Slots("slime", strict, version=version)
     ours = functools.wraps(calculate_log_probs_and_entropy)(
@@ -96,14 +96,14 @@ def keep_sets(
 ) -> Replay:
     """slime's record as sets of this rank's T rows of logits, for `calculate_log_probs_and_entropy`.
 
-    top_p_token_ids, top_p_token_offsets   of each response the ids, and [response + 1] where those of each token start: lists, or
-                     int32 tensors on the CPU. Ids are those of the whole vocabulary, whatever part this rank has: vocab_local is
-                     not needed.
+    top_p_token_ids, top_p_token_offsets   for each response its ids, and [response + 1] offsets at which the ids of each token
+                     start: lists, or int32 tensors on the CPU. Ids are those of the whole vocabulary on every rank, so
+                     vocab_local is not needed.
     total_lengths, response_lengths   of each sample; a response is the end of its text.
-    allgather_cp     slime's layout of context parallelism, which its own code is asked for.
-    device           where the sets are made.
+    allgather_cp     slime's layout of context parallelism; slime's own code computes it.
+    device           the device of the sets.
 
-    Raises ValueError, with the sample, where a record has not a set for each token of its response."""
+    Raises ValueError, naming the sample, if a record does not have one set for each token of its response."""
     from slime.backends.megatron_utils.loss import _build_shifted_tokens
 
     records, numbers, known = [], [], 0
@@ -112,7 +112,7 @@ def keep_sets(
         records.append(response_sets(f"rollout_top_p_token_ids[{b}]", (ids, offsets), tokens))
         numbers.append(torch.cat([torch.zeros(total - tokens, dtype=torch.int64), torch.arange(tokens) + known + 1]))
         known += tokens
-    # slime's own layout of tokens, of their numbers in place of them: row t gets that of the token which it predicts, or 0.
+    # slime's own function lays out token numbers in place of tokens: row t gets the number of the token that it predicts, or 0.
     index = _build_shifted_tokens(T, torch.device("cpu"), numbers, total_lengths, response_lengths, allgather_cp) - 1
     sets = (TokenSets.cat(records) if records else TokenSets.whole(0)).take(index)
     return Replay(sets.to(device), ((index < 0) | (sets.counts > 0)).to(device))
@@ -133,9 +133,9 @@ def calculate_log_probs_and_entropy(
     several ranks logits and log_prob_keep_mask are [T, V / ranks], this rank's parts; None is, as in slime, the default group
     of torch.distributed where there is one. chunk_size is not needed.
 
-    with_entropy, with_entropy_grad   the entropy is wanted, and with a gradient.
-    log_prob_keep_mask   bool [T, V]: the softmax of the log-prob, not of the entropy, is over these tokens and the target. Or
-                         what `keep_sets` makes; what the entropy runs over is then said by `options`, None: the vocabulary."""
+    with_entropy, with_entropy_grad   whether to compute the entropy, and whether it has a gradient.
+    log_prob_keep_mask   bool [T, V]: the softmax of the log-prob, but not of the entropy, is over these tokens and the target. Or
+                         the result of `keep_sets`; then `options` say what the entropy is taken over (None: the vocabulary)."""
     plain(logits)
     width = logits.shape[-1]
     shard = even_shard(width, default_group(tp_group))
@@ -217,7 +217,8 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
         old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
         rollout = joined(batch.get("rollout_log_probs"))
 
-        # The reducer is linear, so its result for a single token is its derivative. It applies its masks itself.
+        # The reducer is linear, so its result for a single token is the derivative with respect to that token. It applies its
+        # own masks.
         weights = torch.zeros_like(logps, dtype=torch.float32)
         if lengths:  # without samples the reducer may return a plain number
             probe = weights.requires_grad_()
@@ -235,7 +236,7 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
 
 
 def _metrics(objective: Objective, out: Any, batch: TokenBatch, weights: Tensor, rollout: Tensor | None) -> dict[str, Tensor]:
-    """slime's, under slime's names: 0-d tensors, in its reducer's units."""
+    """slime's metrics under slime's names: 0-d tensors, reduced by its reducer."""
     logps, rows = out.logps, out.rows
     old = logps if batch.old_logps is None else torch.where(weights != 0, batch.old_logps, 0.0)
     x = objective.log_ratio(logps, rows, batch)

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with its loss in one pass: log-probs, loss and gradient in one visit of the head, inside the model's
+"""TRL's GRPOTrainer with its loss in one pass: log-probs, loss and gradient are computed together in the head, inside the model's
 forward.
 
     from grpo_kernels.integrations.trl import FusedGRPOTrainer     # in place of trl.GRPOTrainer, same arguments
@@ -7,19 +7,20 @@ forward.
     trainer.train()
     print(trainer.fused_loss.counts)                               # Counter({'fused': 400, 'scored': 100})
 
-or, for a trainer that exists, `fused = patch(trainer)` and, to take it off again, `fused.undo()`.
+or, for an existing trainer, `fused = patch(trainer)`, and `fused.undo()` to restore it.
 
-How. TRL's own `_compute_loss` still runs. The model that it calls hands one more argument, the batch and its objective, through
-DDP, FSDP, PEFT and accelerate down to the model's forward, where `linear_grpo_loss` makes loss and gradient of the head at
-once. TRL gets log-probs and entropies back without a graph, so its arithmetic on [B, T] costs nothing and gives what it always
-gives: all of its metrics by name, the adaptive entropy coefficient, and its value of the loss. Strict mode compares that, and
-its gradient on [B, T], with ours.
+How it works. TRL's own `_compute_loss` still runs. It calls the model with one more argument, the batch and its objective, which
+passes through DDP, FSDP, PEFT and accelerate to the model's forward. There `linear_grpo_loss` computes the loss and the gradient of
+the head in one call. TRL gets log-probs and entropies without a graph, so its arithmetic on [B, T] costs almost nothing and still
+gives all of its metrics, the adaptive entropy coefficient and its value of the loss. Strict mode compares this value, and its
+gradient on [B, T], with ours.
 
 Log-probs of the old policy and of the reference, which TRL computes without gradients, are "scored" by `linear_logprobs`.
 
-Replay. TRL's vLLM gives log-probs of what top-k and top-p left, and TRL scores over the vocabulary. With `patch(trainer,
-replay=True)` the sets of the generation (`sampling_mask`: of vLLM in this process, or an extra field of a rollout_func) go to
-every log-prob of the run: old policy, reference, loss. The entropies that TRL logs are then those of the sets.
+Replay. vLLM's log-probs are over the tokens that top-k and top-p kept, but TRL scores over the whole vocabulary. With
+`patch(trainer, replay=True)` the sets of the generation (`sampling_mask`: from vLLM in this process, or an extra field of a
+rollout_func) are used for every log-prob of the run: old policy, reference and loss. The entropies that TRL logs are then those
+over the sets.
 
 Written for TRL 1.16.0 and tested with it, and with 1.15.0; transformers 5.23, PEFT 0.21.
 """
@@ -62,19 +63,19 @@ def patch(
                    log-probs (in evaluation only the loss is compared). False: such a configuration runs in TRL's code, warns
                    once and is counted.
     skip_inactive  True: tokens that cannot have a gradient (advantage or weight 0, neither KL nor entropy bonus, token level)
-                   are not projected, unless a micro-batch has no other tokens. The entropy that TRL logs is then the mean
-                   over the projected tokens, and a token of weight 0 counts as not clipped. Nothing else in TRL's log changes.
-                   False: they are projected once, for the metrics, and have no part in the backward.
+                   are not projected, unless a micro-batch has no other tokens. The entropy that TRL logs is then the mean over the
+                   projected tokens, and a token of weight 0 counts as not clipped. Nothing else in TRL's log changes.
+                   False: they are projected in the forward, for the metrics, but not in the backward.
     replay         True: completions are scored and trained over the sets that their tokens were sampled from, as vLLM in this
                    process or a rollout_func returns them; generation without them raises RuntimeError, and so does a
                    configuration that has to be left to TRL's own loss.
-    sparse_step    not 0: the gradient of the head takes columns drawn on a grid of this probability (`grpo_kernels.Sparse`), with
-                   another seed for each micro-batch, made of args.seed, the step and the process.
-    any_version    True: go on with a version of TRL that this was not tested with, without the comparison below.
+    sparse_step    not 0: the gradient of the head uses only columns drawn on a grid of this probability
+                   (`grpo_kernels.Sparse`). Each micro-batch has its own seed, derived from args.seed, the step and the process.
+    any_version    True: accept a version of TRL that was not tested, without the comparison below.
 
-    Under a version that was not tested the first step is computed by TRL's own head (not with replay) and arithmetic too. One
-    warning says that log-probs, loss and slopes agree; or the patch is taken off and RuntimeError, before a gradient was made,
-    names the difference.
+    Under a version that was not tested, the first step is also computed by TRL's own head (not with replay) and arithmetic. If
+    log-probs, loss and slopes agree, one warning says so. Otherwise the patch is undone, and RuntimeError names the difference
+    before any gradient is computed.
 
     Raises TypeError for an object that is not a GRPOTrainer, RuntimeError for one that is patched already or has another
     loss or forward than TRL's, and ValueError for a head that is not a plain Linear, such as one with a LoRA.
@@ -95,7 +96,7 @@ def patch(
 
 
 def check_trl(any_version: bool = False) -> str | None:
-    """What `untested` says of the TRL that is here. Raises RuntimeError for one that this cannot work with."""
+    """The result of `untested` for the installed TRL. Raises RuntimeError for a version that cannot be patched."""
     version = untested("trl", TESTED, any_version)
     import trl
     from trl.trainer import utils
@@ -152,7 +153,7 @@ class FusedLoss:
     # ---- the loss of a micro-batch
 
     def _columns(self) -> Sparse | None:
-        """How columns are drawn for the gradient of the head; None: all of them count."""
+        """How columns are drawn for the gradient of the head; None: the gradient is dense."""
         if not self.sparse_step:
             return None
         trainer, processes = self.trainer, self.trainer.accelerator
@@ -173,7 +174,7 @@ class FusedLoss:
             return self._theirs(model, inputs)
 
         batch = specs.token_batch(trainer, inputs, objective)
-        # Without active tokens all are projected: TRL logs a mean entropy, which needs some tokens.
+        # If no token is active, all are projected: the mean entropy that TRL logs needs some tokens.
         first = self.trial.pending(LOSS)
         skip = self.skip_inactive and not first and objective.one_pass and batch.count(objective.active_rows) > 0
         options = Options(skip_inactive=skip, sparse=self._columns())
@@ -200,7 +201,8 @@ class FusedLoss:
         return loss
 
     def _trls_own(self, model: Any, kwargs: dict[str, Any]) -> Any:
-        """What TRL's own head gives for this call of the model, without gradients and with the random numbers of the next call."""
+        """The result of TRL's own head for this call of the model, without gradients and with the same random numbers as the
+        next call."""
         device = self.trainer.accelerator.device
         for forward in self._forwards:
             forward.active = False
@@ -227,7 +229,7 @@ class FusedLoss:
 
 
 def _check(loss: Tensor, theirs: Tensor, call: LossCall) -> None:
-    """Raise Differs unless TRL's arithmetic gives this loss and its slopes of the same log-probs."""
+    """Raise Differs unless TRL's arithmetic gives the same loss and slopes for the same log-probs."""
     assert call.rows is not None
     _check_value(loss.detach(), theirs.detach(), call.rows)
     if theirs.requires_grad:
@@ -235,7 +237,7 @@ def _check(loss: Tensor, theirs: Tensor, call: LossCall) -> None:
 
 
 def _check_value(ours: Tensor, theirs: Tensor, rows: TokenRows) -> None:
-    """Raise Differs unless TRL's loss of the same log-probs is the same number; its formulas may change with a version."""
+    """Raise Differs unless TRL's loss of the same log-probs is equal. A new version of TRL may have other formulas."""
     if not (ours - theirs).abs() <= 1e-3 * (_size(rows) + theirs.abs()):  # NaN raises too
         raise Differs(
             f"the fused loss is {float(ours):.6g} and TRL's own arithmetic on its log-probs gives {float(theirs):.6g}"
@@ -243,8 +245,8 @@ def _check_value(ours: Tensor, theirs: Tensor, rows: TokenRows) -> None:
 
 
 def _check_slopes(call: LossCall, theirs: Tensor) -> None:
-    """The same for the gradient, since on-policy the loss is near 0 with any denominator. The absolute differences of all
-    tokens are summed, so that one token whose ratio is rounded across the edge of its clip range does not raise."""
+    """The same for the gradient, because on-policy the loss is near 0 for any denominator. The absolute differences of all
+    tokens are summed, so that a single token whose ratio rounding moves across the edge of the clip range does not raise."""
     assert call.rows is not None and call.read is not None
     found = torch.autograd.grad(theirs, call.read, allow_unused=True)
     logps, entropy = (x.detach().reshape(-1) for x in call.read)

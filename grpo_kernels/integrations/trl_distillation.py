@@ -8,8 +8,8 @@
 
 `DistillationTrainer` calls a function of its module, `_chunked_divergence_loss`, with the hidden states and heads of student
 and teacher. It is replaced for all trainers of the process, on request only, and put back by `undo()` or at the end of `with`.
-Its values are TRL's: beta, the temperature on both sides, scale and softcap of each model, the denominator. Other than in TRL a
-logit of -inf gives no NaN.
+beta, the temperature of both models, scale and softcap of each model and the denominator have the same effect as in TRL. Unlike in
+TRL, a logit of -inf does not give NaN.
 
 Written for and tested with TRL 1.16.0.
 """
@@ -42,8 +42,8 @@ def fused_divergence(*, strict: bool = False, any_version: bool = False) -> Slot
 
     strict   True: a call that TRL's own function has to handle raises RuntimeError, and so does the end of a `with` block in
              which TRL did not call ours.
-    any_version   True: no comparison under a version of TRL that was not tested, see `_slots.Trial`.
-    Raises RuntimeError for a TRL whose function has other arguments, and in the first step where such a comparison fails."""
+    any_version   True: under a version that was not tested, skip the comparison with TRL's own function, see `_slots.Trial`.
+    Raises RuntimeError for a TRL whose function has other arguments, and in the first step if that comparison fails."""
     version = untested("trl", KNOWN, any_version)
     from trl.trainer import distillation_trainer as theirs
 
@@ -78,7 +78,7 @@ def divergence_loss(
 
     completion_mask      [B, K], not 0 where a token counts.
     beta                 0: KL(teacher, student). 1: KL(student, teacher). In between: the jsd, with the teacher's share beta.
-    num_items_in_batch   what the sum over tokens is divided by; None: the tokens of this batch.
+    num_items_in_batch   the divisor of the sum over tokens; None: the number of tokens of this batch.
     *_lm_head_weight, *_lm_head_bias, *_logit_scale, *_final_logit_softcapping, temperature   of the two heads, see
     `LogitTransform`."""
     plain(student_hidden_states, teacher_hidden_states)

@@ -1,4 +1,4 @@
-"""TRL's fused LM head on our kernels: log-probs and entropy of every TRL trainer that is built on it.
+"""TRL's fused LM head on our kernels: log-probs and entropy of every TRL trainer that uses it.
 
     from grpo_kernels.integrations.trl_head import fused_lm_head
 
@@ -6,12 +6,12 @@
         trainer.train()
     print(slot.counts)          # Counter({'fused': 120})
 
-TRL looks its function up in a module global, `trl.trainer.utils._ChunkedLogProbFunction`. There is no slot on an instance,
-so this one is replaced for all trainers of the process, on request only, and put back by `undo()` or at the end of `with`.
-It sits below masks, label shifts, gathers, PEFT, images and mixtures of experts, which stay TRL's. With two exceptions. Of a
-head that FSDP2 shards TRL would keep each rank's own gradient, see `average_gathered`; calls left to TRL get its own. And on
-a CPU TRL hands over padding and prompts as well, to keep the shapes of its tiles; while the slot is ours it hands over the
-rows that it wants, as it does on a GPU.
+TRL looks its function up in a module global, `trl.trainer.utils._ChunkedLogProbFunction`. It cannot be replaced for a single
+trainer, so it is replaced for all trainers of the process, on request only, and restored by `undo()` or at the end of `with`.
+Masks, label shifts, gathers, PEFT, images and mixtures of experts are handled above it and remain TRL's. There are two
+exceptions. First, for a head that FSDP2 shards the gradient is averaged over the ranks; in calls left to TRL each rank keeps
+its own, see `average_gathered`. Second, on a CPU TRL also passes padding and prompts to its function, to keep the shapes of its
+tiles. While it is replaced, TRL passes only the rows that it needs, as it does on a GPU.
 
 Written for TRL 1.16.0 and tested with it, and with 1.15.0. For the whole loss in one pass see `integrations.trl`.
 """
@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 TESTED = ("1.15", "1.16")
 SLOT = "_ChunkedLogProbFunction"
 EVERY_OUTPUT = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-#: What the fused head makes of them, and the statistic of `linear_logprobs(also=)` that it needs for it.
+#: TRL's names of outputs -> the statistic of `linear_logprobs(also=)` from which they are computed.
 FUSED_OUTPUTS = {"entropy": None, "log_sum_sq_probs": "sum_squares", "is_top1": "top_id"}
 
 
@@ -44,9 +44,9 @@ def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
 
     strict   True: a call that TRL's own function has to handle raises RuntimeError, and so does the end of a `with` block in
              which TRL did not call ours.
-    any_version   True: no comparison under a version of TRL that was not tested, see `_slots.Trial`.
-    Raises RuntimeError for a TRL whose function has other arguments, where the function is replaced already, and in the first step
-    where such a comparison fails."""
+    any_version   True: under a version that was not tested, skip the comparison with TRL's own function, see `_slots.Trial`.
+    Raises RuntimeError for a TRL whose function has other arguments, if the function is replaced already, and in the first step
+    if that comparison fails."""
     version = untested("trl", TESTED, any_version)
     import trl
     from trl.trainer import utils
@@ -91,7 +91,7 @@ def log_probs(
     None for what `outputs` does not ask for. A row whose target is -100 gives 0.
 
     temperature, final_logit_softcapping, logit_scale   as in `LogitTransform`.
-    outputs      what TRL wants beside the log-probs: "entropy", "log_sum_sq_probs", "is_top1"; "mean_logits" is left to TRL.
+    outputs      what TRL asks for besides the log-probs: "entropy", "log_sum_sq_probs", "is_top1"; "mean_logits" is left to TRL.
     chunk_size   not needed."""
     others = sorted(set(outputs) - {"log_probs", *FUSED_OUTPUTS})
     if others:
@@ -135,8 +135,8 @@ def gathered(parameter: Tensor) -> Tensor:
 
 
 def average_gathered(whole: Tensor) -> None:
-    """`whole` may come from TRL's plain `full_tensor()`, whose backward expects the same gradient on all ranks. Each rank would
-    keep the gradient of its own data for its own shard, so average it over the ranks here.
+    """`whole` may come from TRL's plain `full_tensor()`, whose backward expects the same gradient on all ranks: from its own
+    gradient each rank would keep the part for its shard. So the gradient is averaged over the ranks here.
 
     This holds for calls of our function only: calls that run in TRL (counted "TRL: ...") keep TRL's gradient."""
     spec = getattr(whole.grad_fn, "dtensor_spec", None)

@@ -5,16 +5,16 @@
     from grpo_kernels.integrations import unsloth as fused
     fused.bind(GRPOTrainer)
 
-Unsloth writes a trainer module as text. Until 2026.8 its loss called `chunked_hidden_states_selective_log_softmax` by the copy
-in that module, and the name is replaced there. Since then loss and scoring import `grpo_chunked_hidden_states_logprobs` and,
-where they need the entropy or are told to recompute, `chunked_hidden_states_selective_log_softmax_recompute` from
-unsloth_zoo.rl_replacements on each call, and both are replaced there. Its packing, offloading and loss stay Unsloth's, and so
-does what its loss does to an upstream gradient (it ignores it). It compiles its accumulated loss as one graph, which this call
-breaks; if it insists on one graph, it fails: say UNSLOTH_COMPILE_DISABLE=1.
+Unsloth generates a trainer module as text. Until 2026.8 its loss calls `chunked_hidden_states_selective_log_softmax`, of which that
+module has a copy; this copy is replaced. In later versions loss and scoring import `grpo_chunked_hidden_states_logprobs` from
+unsloth_zoo.rl_replacements on each call, and `chunked_hidden_states_selective_log_softmax_recompute` if they need the entropy
+or are told to recompute; both are replaced there. Packing, offloading and the loss remain Unsloth's; its loss ignores an
+upstream gradient. Unsloth compiles its accumulated loss as one graph, and our call breaks that graph. If it requires a single
+graph it fails: set UNSLOTH_COMPILE_DISABLE=1.
 
-Written from the interfaces of unsloth_zoo 2026.8.13 and 2026.10.9, which are under the AGPL: nothing of it is here. Its helpers
-were run on a CPU, from their files alone, as what ours are compared with. Unsloth itself needs a GPU and was not run: the tests
-bind into stand-ins for the modules that it generates and imports.
+Written from the interfaces of unsloth_zoo 2026.8.13 and 2026.10.9. These are under the AGPL, and none of their code is here.
+The tests run its helpers on a CPU, from their files alone, to compare ours with them. Unsloth itself needs a GPU and was not
+run: the tests bind into stand-ins for the modules that it generates and imports.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def bind(trainer: type, *, strict: bool = False, any_version: bool = False) -> S
     restores them, by `undo()` or as a context manager.
 
     strict   True: a call that Unsloth's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested, see `_slots.Trial`.
-    Raises RuntimeError where a function is replaced already, and in the first step where such a comparison fails.
-    Raises AttributeError where the module has no such name."""
+    any_version   True: under a version that was not tested, skip the comparison with Unsloth's own functions, see `_slots.Trial`.
+    Raises RuntimeError if a function is replaced already, and in the first step if that comparison fails.
+    Raises AttributeError if the module has no such name."""
     version = untested("unsloth_zoo", TESTED, any_version)
     if hasattr(sys.modules.get(ZOO), "grpo_chunked_hidden_states_logprobs"):
         slots = Slots("unsloth_zoo", strict, version=version)
@@ -78,10 +78,10 @@ def selective_log_softmax(
     """Log-probs fp32 [B, T] of index; hidden_states [B, T, H], lm_head [V, H], lm_head_bias [V]. The result is on the device of
     hidden_states.
 
-    logit_scale_multiply, logit_scale_divide, logit_softcapping   of the logits, in this order, before temperature; 0: without.
-    fp32_lm_head   True: products in fp32 whatever autocast says; None: as UNSLOTH_VLLM_FP32_LM_HEAD has it.
+    logit_scale_multiply, logit_scale_divide, logit_softcapping   applied to the logits in this order, before temperature; 0: none.
+    fp32_lm_head   True: products in fp32, even under autocast; None: the setting of UNSLOTH_VLLM_FP32_LM_HEAD.
     support_top_k, support_top_p, support_min_p, support_excluded_ids   a softmax over the sampler's kept set: left to Unsloth.
-    support_triton_sampler   how the sampler breaks ties in that set: without one it says nothing.
+    support_triton_sampler   how the sampler breaks ties in that set; without a set it has no effect.
     chunks, max_rows_per_chunk, fused_linear   choose among Unsloth's own implementations; no effect here."""
     if support_top_k > 0 or support_top_p < 1 or support_min_p > 0 or support_excluded_ids is not None:
         raise NotCovered("a softmax over a kept set of tokens (support_top_k, ...)")
@@ -129,7 +129,7 @@ def _scored(
     if fp32 is None:
         fp32 = os.environ.get("UNSLOTH_VLLM_FP32_LM_HEAD", "0").strip().lower() in ("1", "true", "on", "yes")
     transform = LogitTransform(temperature=temperature, softcap=softcap or None, scale=(multiply or 1.0) / (divide or 1.0))
-    # A model that is spread over devices has its head on the last one. Unsloth multiplies in the head's dtype.
+    # A model spread over several devices has its head on the last one. Unsloth multiplies in the head's dtype.
     h, ids = hidden.to(head.device, torch.float32 if fp32 else head.dtype), index.to(head.device)
     with torch.autocast(head.device.type, enabled=False) if fp32 else nullcontext():
         logps, H = linear_logprobs(h, head, ids, bias=bias, transform=transform, entropy=entropy)

@@ -9,17 +9,18 @@
         distillation.distillation_loss.loss_mode=fused_reverse_kl_topk \\
         distillation.distillation_loss.use_policy_gradient=False
 
-`register` adds a name for each of LOSSES, or for divergences of your own. verl computes every top-k loss by one function,
-whatever its name, inside of the forward where the logits are; `bind` takes its place for our names, and leaves verl's own
-`forward_kl_topk` to verl. The policy's log-probs at the teacher's ids come from one log-sum-exp over the logits as they are,
-where verl writes a log-softmax of all of them in their dtype.
+`register` adds a name for each of LOSSES, or for divergences of your own. verl computes all top-k losses by one function, which is
+called in the forward, where the logits are. `bind` replaces this function for our names; verl's own `forward_kl_topk` is still
+computed by verl. Our log-probs at the teacher's ids come from one log-sum-exp over the logits, while verl writes a log-softmax
+of all logits in their dtype.
 
-`fused_forward_kl_topk` is verl's formula, the sum over the ids alone, without what verl does to it: log-probs are not clamped at
-`log_prob_min_clamp`, which stops their gradient, nor the value at 0, which stops that of the whole token. `loss_max_clamp` remains
-verl's, and clamps to both sides; metrics are verl's, but for the overlap of both top-k, which is not measured. The estimators
-from the sampled token (k1, k3, ...) are verl's own: they have no vocabulary in them.
+`fused_forward_kl_topk` is verl's formula, the sum over the ids alone, without two clamps: that of log-probs at
+`log_prob_min_clamp`, which stops their gradient, and that of the value at 0, which stops the gradient of the whole token.
+`loss_max_clamp` is applied by verl, in both directions. Metrics are those of verl, except for the overlap of both top-k sets,
+which is not measured. The estimators from the sampled token (k1, k3, ...) remain verl's: they do not use the vocabulary.
 
-Strategies fsdp and fsdp2, sequence parallelism among them. Megatron's logits and VeOmni's fused loss never come here: refused.
+The strategies fsdp and fsdp2 are supported, also with sequence parallelism. Megatron and VeOmni's fused loss do not pass logits
+to this function, and are refused.
 Written for verl 0.9.1, tested with it and with 0.9.0, on a CPU.
 """
 
@@ -40,7 +41,7 @@ Tensor = torch.Tensor
 
 #: The versions that the tests ran with.
 TESTED = ("0.9.0", "0.9.1")
-#: Names that are registered, behind a prefix, and what they are.
+#: Names that are registered, with a prefix in front, and their divergences.
 LOSSES: Mapping[str, Exact] = {
     "forward_kl_topk": Exact("forward", tail="ignore"),
     "forward_kl_topk_bin": Exact("forward"),
@@ -90,7 +91,7 @@ def topk_divergence(
     student_logits: Tensor, teacher_topk_log_probs: Tensor, teacher_topk_ids: Tensor, config: Any, data_format: str
 ) -> dict[str, Tensor]:
     """`distillation_losses`, `student_mass` and `teacher_mass`, fp32 [1, n], of logits [1, n, V] and nested log-probs and ids
-    [n, K] of the teacher, as verl's function of this place takes them. A row whose ids repeat is padding, and has 0.
+    [n, K] of the teacher, as verl's own function takes them. A row whose ids repeat is padding and gets 0.
 
     config   verl's DistillationConfig, whose loss_mode is one of ours."""
     from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
@@ -118,7 +119,7 @@ def topk_divergence(
 
 
 def _check_version(any_version: bool) -> None:
-    """Of these losses verl has none to compare a first step with."""
+    """verl has none of these losses, so a first step cannot be compared with verl's own."""
     version = untested("verl", TESTED, any_version)
     if version is not None:
         raise RuntimeError(f"{version}: install verl {TESTED[-1]}, or pass any_version=True.")

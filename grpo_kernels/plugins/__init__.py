@@ -1,5 +1,5 @@
-"""What a trainer's configuration names, so that no line of its code changes: docs/adoption.md.
+"""Plugins that a trainer's configuration names, so that none of its code has to change; see docs/adoption.md.
 
-Other modules of this package change nothing of a trainer's when they are imported. These do, or are functions that the trainer
-calls at its start: naming one is the request. Each acts once in a process, however often and under whatever name it is imported,
-and says in one line what it did."""
+Importing other modules of this package changes nothing in a trainer. Importing a plugin does, or the trainer calls the plugin's
+function when it starts: naming it in the configuration asks for that. Each plugin acts once per process, even if it is imported
+several times or under several names, and logs one line about what it did."""

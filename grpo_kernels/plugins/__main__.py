@@ -1,4 +1,4 @@
-"""`python -m grpo_kernels.plugins ms_swift`: the path of a plugin's file, for trainers that ask for a file."""
+"""`python -m grpo_kernels.plugins ms_swift` prints the path of a plugin's file, for trainers that take a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def main(arguments: list[str]) -> int:
-    """Print the path, or the names there are."""
+    """Print the path of a plugin's file, or the names of all plugins."""
     files = {file.stem: file for file in sorted(Path(__file__).parent.glob("[a-z]*.py"))}
     if len(arguments) != 1 or arguments[0] not in files:
         print(f"one of: {', '.join(files)}", file=sys.stderr)

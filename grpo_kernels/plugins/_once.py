@@ -1,4 +1,4 @@
-"""What all plugins share: they act once in a process, and say so."""
+"""Shared by all plugins: each acts once per process and logs what it did."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 LOG = logging.getLogger("grpo_kernels.plugins")
-#: What each plugin's action returned in this process: `Slots` whose undo() takes it off again, or names.
+#: The result of each plugin that has acted in this process: `Slots`, whose undo() removes the change again, or names.
 DONE: dict[str, Any] = {}
 
 
 def announce(text: str) -> None:
-    """One line of the log, as a warning, since trainers hide what is less, and on rank 0 alone."""
+    """Logs one line on rank 0 only. It is a warning, because trainers hide lower levels."""
     if os.environ.get("RANK", "0") == "0":
         LOG.warning("grpo_kernels: %s", text)
 
@@ -21,8 +21,8 @@ def announce(text: str) -> None:
 def once(plugin: str, act: Callable[[], Any], says: Callable[[Any], str]) -> Any:
     """The result of `act`, which runs if this plugin has not acted in this process yet.
 
-    says   what is logged then, from the result.
-    An error is logged in every process before it goes on to the trainer, some of which would hide it."""
+    says   makes the line of the log from the result.
+    An error is logged in every process and then raised, because some trainers hide it."""
     if plugin not in DONE:
         try:
             DONE[plugin] = act()

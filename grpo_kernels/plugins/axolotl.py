@@ -4,8 +4,8 @@
       - grpo_kernels.plugins.axolotl.FusedGRPO
     grpo_kernels_strict: false
 
-With TRL from 1.15 on the whole loss is patched into the trainer; with the TRL before 1.14 that axolotl may pin, the loss in Liger's
-place, which wants `trl: {use_liger_loss: true}`. Trainers of other methods are left as they are."""
+With TRL 1.15 and later the whole loss is patched into the trainer. axolotl may pin a TRL before 1.14; then our loss takes the
+place of Liger's, which needs `trl: {use_liger_loss: true}`. Trainers of other methods are not changed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from ._once import announce
 
 
 class Settings(BaseModel):
-    """What axolotl's configuration may hold for this plugin."""
+    """The options of this plugin in axolotl's configuration."""
 
     grpo_kernels_strict: bool = False
 
 
 class FusedGRPO(BasePlugin):
-    """Patches each GRPO trainer that axolotl makes; `trainer.fused_loss` counts what ran, or the result of `liger_slot.patch`."""
+    """Patches each GRPO trainer that axolotl creates. `trainer.fused_loss` is the result of `trl.patch` or of
+    `liger_slot.patch`."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.{Settings.__name__}"

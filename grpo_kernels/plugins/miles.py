@@ -1,5 +1,5 @@
-"""miles: `--custom-megatron-init-path grpo_kernels.plugins.miles.init` puts log-probs and entropy on our kernels, over the sets
-that its rollouts recorded where its arguments say that they do."""
+"""miles: `--custom-megatron-init-path grpo_kernels.plugins.miles.init` computes log-probs and entropy with our kernels. They
+are taken over the sets that rollouts have recorded, if miles' arguments ask for that."""
 
 from typing import Any
 

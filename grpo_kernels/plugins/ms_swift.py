@@ -1,7 +1,7 @@
 """ms-swift: `--external_plugins "$(python -m grpo_kernels.plugins ms_swift)" --use_liger_kernel true`.
 
-GRPO of ms-swift then computes its loss where it would call Liger's, from hidden states; its other losses (`swift.loss.loss_map` is
-for supervised training) are not ours. ms-swift loads this file by its path."""
+ms-swift's GRPO then calls our loss from hidden states in place of Liger's. Other losses of ms-swift are not changed
+(`swift.loss.loss_map` is for supervised training). ms-swift loads this file by its path."""
 
 from grpo_kernels.integrations import liger_slot
 from grpo_kernels.plugins._once import once

@@ -1,4 +1,4 @@
-"""prime-rl: a custom loss, which its trainer imports when it starts, and with it the head on our kernels.
+"""prime-rl: a custom loss. The trainer imports this module when it starts, and the import also puts the head on our kernels.
 
     [trainer.loss]
     type = "custom"

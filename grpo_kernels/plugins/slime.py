@@ -3,15 +3,15 @@
     --custom-megatron-init-path grpo_kernels.plugins.slime.init
     --loss-type custom_loss --custom-loss-function-path grpo_kernels.plugins.slime.loss
 
-`init` puts log-probs and entropy on our kernels, with replay where slime's arguments have it. `loss` is the policy loss that
-slime's arguments describe, through our token stage; slime's own loss does with `init` alone."""
+`init` computes log-probs and entropy with our kernels, over replayed sets if slime's arguments ask for that. `loss` is the policy
+loss that slime's arguments describe, computed by our token stage. Without `loss`, slime's own loss is used."""
 
 from typing import Any
 
 from ..integrations import slime
 from ._once import once
 
-#: (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), of the objective that args describe.
+#: (args, batch, logits, sum_of_sample_mean) -> (loss, metrics) for the objective that args describe.
 loss = slime.policy_loss()
 
 

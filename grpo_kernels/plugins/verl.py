@@ -1,8 +1,9 @@
-"""verl finds this by the entry point `verl.plugins` and imports it in every process: the policy losses of `integrations.verl` are
-then in its registry, and `actor_rollout_ref.actor.policy_loss.loss_mode=fused_vanilla` is all there is to set.
+"""verl finds this module by the entry point `verl.plugins` and imports it in every process. The policy losses of
+`integrations.verl` are then in verl's registry, and only `actor_rollout_ref.actor.policy_loss.loss_mode=fused_vanilla` has to
+be set.
 
-Nothing of verl is replaced. Log-probs and entropy of its head are another plugin's, `grpo_kernels.plugins.verl_head`, which you
-name. VERL_USE_EXTERNAL_PLUGINS=none leaves both out. verl hides the errors of plugins, so they are logged here."""
+Nothing of verl is replaced. For log-probs and entropy of its head, name the plugin `grpo_kernels.plugins.verl_head`.
+VERL_USE_EXTERNAL_PLUGINS=none turns both off. verl hides errors of plugins, so they are logged here."""
 
 from ..integrations import verl
 from ._once import once

@@ -1,1 +1,1 @@
-"""Numbers per token that exist before the loss: advantages, returns, corrections of the sampler, entropy targets."""
+"""Per-token inputs of the loss: advantages, returns, corrections of the sampler mismatch, entropy control."""

@@ -1,4 +1,4 @@
-"""Rewards to advantages: normalisation within groups of completions of the same prompt, and the estimators around it.
+"""Advantages from rewards: normalisation within groups of completions of the same prompt, and estimators built on it.
 
 Everything is computed in fp64, in a fixed order, and returned as fp32. Per-token estimators are in `returns`.
 """
@@ -23,8 +23,8 @@ SCALES = ("group", "batch", "none", "mean", "others")
 COMBINATIONS = ("sum", "gdpo")
 
 #: `group_advantages(rewards, group_size=8, **NUMERICS["verl"])` has the numbers of that trainer's group normalisation;
-#: {**NUMERICS["verl"], "baseline": "leave-one-out", "scale": "none"} is its RLOO. One difference stays: equal rewards give
-#: exactly 0 here, and there the rounding error of their mean, divided by eps (an advantage of up to 1 at 1e-9).
+#: {**NUMERICS["verl"], "baseline": "leave-one-out", "scale": "none"} is its RLOO. One difference remains: equal rewards give
+#: exactly 0 here. In the trainers they give the rounding error of their mean divided by eps (an advantage of up to 1 at eps=1e-9).
 NUMERICS: dict[str, dict[str, Any]] = {
     "trl": {"eps": 1e-4, "missing": "skip"},
     "verl": {"eps": 1e-6, "singleton": "raw"},
@@ -75,12 +75,12 @@ def group_advantages(
                  of several rewards, those that are NaN are left out.
     singleton    what a group with one reward gets: "zero", or "raw": baseline 0 and a group scale of 1 (verl, SkyRL).
 
-    Equal rewards in a group give exactly 0 (except to baseline="none" and "raw"), tested by max == min: in fp32 their mean
-    need not equal them, and the residue over eps is an advantage of up to 1e-3 (0.1 at eps 1e-6) that means nothing. Kernels
-    can skip rows whose advantage is exactly 0.
+    Equal rewards in a group (max == min) give exactly 0, except with baseline="none" or singleton="raw". In fp32 the mean of equal
+    rewards may differ from them by rounding; divided by eps this would be a meaningless advantage of up to 1e-3 (0.1 at eps=1e-6).
+    Kernels can skip rows whose advantage is exactly 0.
 
-    Raises ValueError, naming the index, for NaN or infinite rewards (looked at where `values_are_checked`), for group sizes
-    that do not divide B, and for arguments that do not go together.
+    Raises ValueError, naming the index, for NaN or infinite rewards (where `values_are_checked`), for group sizes that do not
+    divide B, and for arguments that exclude each other.
     """
     check_choice("baseline", baseline, BASELINES)
     check_choice("scale", scale, SCALES)
@@ -113,7 +113,8 @@ def group_advantages(
 
 @dataclass(frozen=True, eq=False)
 class _Normalisation:
-    """The normalisation of `group_advantages` for the rewards [B] of one function; its fields are arguments of that."""
+    """The normalisation of `group_advantages` for the rewards [B] of one function. Its fields are arguments of
+    `group_advantages`."""
 
     within: Groups
     tokens: Tensor | None
@@ -212,8 +213,8 @@ def greedy_baseline_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tenso
 def gpg_scale(rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None) -> Tensor:
     """GPG's factor, a 0-d fp32 tensor: B / max(number of samples that count, 1) (arXiv 2504.02546).
 
-    Without group_size and groups (as `zero_variance` takes them) those with a reward other than 0 count (verl). With one,
-    those of groups whose rewards differ: the samples that have a gradient. verl's GPG is gpg_scale(r) * group_advantages(r,
+    Without group_size and groups (as in `zero_variance`), samples with a reward other than 0 count (verl). With one of them,
+    samples of groups whose rewards differ count: those that have a gradient. verl's GPG is gpg_scale(r) * group_advantages(r,
     ..., scale="none", singleton="raw")."""
     if group_size is None and groups is None:
         r, _ = read_rewards(rewards)
@@ -294,7 +295,8 @@ def group_metrics(
 
 
 def _weighted_sum(columns: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
-    """Added term by term, so that equal rows have exactly equal sums. A matrix product may add rows in different orders."""
+    """Adds the terms one by one, so that equal rows have exactly equal sums. A matrix product may add different rows in
+    different orders."""
     total = torch.zeros_like(columns[0])
     for column, factor in zip(columns, factors, strict=True):
         total = total + factor * column
@@ -314,8 +316,9 @@ def _std_of_others(
 ) -> tuple[Tensor, Tensor]:
     """([B] std of the group's other scored rewards, where those are exactly equal or fewer than 2).
 
-    Leaving out r subtracts n/(n-1) (r - mean)^2 from the sum of squares. For the r furthest from the mean this cancels, so the
-    sum over its others is computed again. For equal rewards rounding leaves a std other than 0, hence the second result."""
+    Leaving out r subtracts n/(n-1) (r - mean)^2 from the sum of squares. For the r furthest from the mean this subtraction cancels,
+    so the sum over the other rewards is computed directly. The second result is needed because rounding may give equal rewards a
+    std other than 0."""
     highest = within.max_of_others(torch.where(scored, r, -math.inf))
     lowest = -within.max_of_others(torch.where(scored, -r, -math.inf))
     own = centred * centred * size / (size - 1.0).clamp(min=1.0)

@@ -1,7 +1,7 @@
-"""Sampler mismatch: weights and masks for tokens that another engine (or an older policy) sampled.
+"""Corrections of the sampler mismatch: weights and masks for tokens that another engine, or an older policy, has sampled.
 
-With w_t = pi_old(token t) / pi_sampler(token t), W the product of a sequence's w_t and G their geometric mean, everything
-here is a number per token, known before the policy is evaluated, that multiplies the policy term:
+Let w_t = pi_old(token t) / pi_sampler(token t), W the product of a sequence's w_t and G their geometric mean. Every correction here
+is one number per token that multiplies the policy term. It is known before the policy is evaluated:
 
     batch = TokenBatch(..., old_logps=old, sampler_logps=sampler)
     weights = importance_weights(batch, high=2.0) * rejection_mask(batch, over="mean", low=0.99, high=1.01)
@@ -36,7 +36,7 @@ decoupled mode does, put the result into the mask instead: mask & (rm(...) != 0)
 
 A token whose sampler log-prob is NaN was not scored: its w is 1, and it adds 0 to sums and counts in means (as in TRL).
 Log-ratios are bounded at 60 in size and exponents at 60 from above, so that every result is finite. Every result is fp32,
-detached and exactly 0 where the mask is False, whatever is there. Sums are fp64, in a fixed order.
+detached and exactly 0 where the mask is False, even if the inputs are NaN or infinite there. Sums are fp64, in a fixed order.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MODES = ("truncate", "mask")
 METRICS = ("ratio", "k1", "k2", "k3")
 OVER = ("token", "sum", "mean", "max", "min")
 
-#: A ratio of e^60 is already lost, and e^60 is still finite in fp32; see ops.bounded_exp.
+#: A ratio beyond e^60 is useless anyway, and e^60 is still finite in fp32; see ops.bounded_exp.
 BOUND = 60.0
 
 
@@ -80,8 +80,8 @@ def importance_weights(
     low, high   0 <= low <= high; math.inf for no upper bound.
     normalize   divide by the mean weight: over trained tokens, or at the other levels over the sequences that have any (as
                 in verl). Normalise the whole batch, before it is split.
-    process_group  the mean is over all ranks of this group (torch.distributed.group.WORLD: all there are), which must all
-                call. None: over this process.
+    process_group  the mean is over all ranks of this group (torch.distributed.group.WORLD: all ranks), and all of them must call.
+                None: over this process.
 
     Raises ValueError on options outside these, on a batch without old_logps or sampler_logps, and on a level other than
     "token" for packed rows without cu_seqlens.
@@ -103,7 +103,9 @@ def importance_weights(
         if process_group is not None:
             torch.distributed.all_reduce(total, group=process_group)
         mean = total[0] / total[1]
-        w = torch.where(mean > 0, w / mean, w)  # with no trained token, or only zeros, there is no mean to divide by
+        w = torch.where(
+            mean > 0, w / mean, w
+        )  # without a trained token, or if all weights are 0, there is no mean to divide by
     return _per_token(batch, w if level == "token" else batch.spread(w))
 
 
@@ -149,7 +151,7 @@ def rejection_mask(
 
 def off_policy_sequence_mask(batch: TokenBatch, logps: Tensor, *, delta: float) -> Tensor:
     """1 where A >= 0 or the sequence's mean of (sampler_logp - logp) <= delta, else 0: fp32, the shape of targets, 0 where
-    masked. It drops what the policy has moved away from and should not be pushed away from further.
+    masked. It drops sequences that the policy has already moved away from, so that it is not pushed away from them further.
 
     logps   the policy's log-probs now, or old_logps: the shape of targets, or flat [N].
     delta   finite: TRL suggests 0.5, slime has 1e-4.
@@ -199,7 +201,7 @@ def without_truncated(mask: Tensor, finished: Tensor, *, cu_seqlens: Tensor | No
     mask        bool (or 0/1 integer) [B, T], or packed [N] with cu_seqlens.
     finished    bool (or 0/1 integer) [B]: True where the completion ended by itself.
 
-    What is taken out of the mask leaves the denominators too (TRL's `mask_truncated_completions`; overlong filtering in
+    Tokens that are taken out of the mask leave the denominators, too (TRL's `mask_truncated_completions`; overlong filtering in
     DAPO, arXiv 2503.14476). Raises ValueError on shapes or dtypes that do not fit.
     """
     if not isinstance(mask, Tensor) or mask.dim() != (2 if cu_seqlens is None else 1):

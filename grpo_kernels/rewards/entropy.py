@@ -1,4 +1,5 @@
-"""Entropy control: the threshold above which tokens are trained on, and a coefficient that keeps entropy from falling."""
+"""Entropy control: a threshold that selects the tokens of high entropy, and a coefficient of the bonus that keeps entropy from
+falling."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ Tensor = torch.Tensor
 def entropy_threshold(entropy: Tensor, mask: Tensor, share: float, process_group: Any = None) -> Tensor:
     """The entropy that the `share` of tokens with the highest entropy reach: their quantile 1 - share, 0-d fp32.
 
-    entropy         float, any shape; what it holds where the mask is False has no effect, nor have NaN and inf.
+    entropy         float, any shape. Values where the mask is False have no effect; nor have NaN and inf.
     mask            bool (or 0/1 integer), the shape of entropy: trained tokens.
     share           in (0, 1]: 0.2 in arXiv 2506.01939 (TRL's `top_entropy_quantile`), 1 keeps all.
-    process_group   all of its ranks must call; the quantile is then that of all their tokens, of which each may have any
-                    number, none included. The ranks exchange their sizes, for which the host waits. None: this process
-                    only; torch.distributed.group.WORLD: all there are.
+    process_group   the quantile is over the tokens of all ranks of this group (torch.distributed.group.WORLD: all ranks), and all
+                    of them must call. A rank may have any number of tokens, also none. The ranks exchange these numbers, and the
+                    host waits for that. None: this process only.
 
     Interpolates linearly between two tokens, as torch.quantile does, but without its limit of 16 million. Keep entropies
     >= the result. Where no rank has a token it is the lowest number of fp32, which keeps all.
@@ -31,7 +32,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, share: float, process_group
     if mask.shape != entropy.shape:
         raise ValueError(f"mask has shape {list(mask.shape)}, but entropy has {list(entropy.shape)}: they must be the same.")
     values = entropy.detach().reshape(-1).to(torch.float32)
-    # Infinity marks tokens that do not count, and sorts behind the others.
+    # Tokens that do not count become infinity, which sorts behind the others.
     values = torch.where((mask.reshape(-1) != 0) & values.isfinite(), values, torch.inf)
     if process_group is not None:
         values = _gather(values, process_group)
@@ -46,7 +47,8 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, share: float, process_group
 
 
 def _gather(values: Tensor, process_group: Any) -> Tensor:
-    """The flat `values` of all ranks, whose numbers may differ, one after the other; padded with infinity."""
+    """The flat `values` of all ranks, concatenated. Ranks may have different numbers of them: shorter ones are padded with
+    infinity."""
     size = torch.tensor([values.numel()], device=values.device)
     sizes = [torch.zeros_like(size) for _ in range(torch.distributed.get_world_size(process_group))]
     torch.distributed.all_gather(sizes, size, group=process_group)
@@ -59,14 +61,15 @@ def _gather(values: Tensor, process_group: Any) -> Tensor:
 
 
 class AdaptiveEntropyCoef:
-    """A weight of the entropy bonus that rises by `step` while entropy is at or below `target` and falls while it is above.
+    """A coefficient of the entropy bonus that rises by `step` while the entropy is at or below `target`, and falls while it is
+    above.
 
     target      the entropy, in nats per token, that must not be undercut.
     step        change per optimiser step.
     low, high   the range that changes stay in.
     initial     the coefficient at the start.
 
-    It is applied only where the last entropy seen was at or below the target; before the first `update` it is not.
+    The coefficient is applied only if the last entropy seen was at or below the target, so not before the first `update`.
 
         coef = AdaptiveEntropyCoef(target=0.2)
         for window in windows:                                        # one optimiser step each
@@ -92,7 +95,7 @@ class AdaptiveEntropyCoef:
 
     @property
     def coef(self) -> float:
-        """What to weigh the bonus with in the next window."""
+        """The coefficient of the bonus in the next window."""
         return self._coef if self._entropy <= self.target else 0.0
 
     def update(self, entropy: float | Tensor) -> None:
@@ -108,7 +111,7 @@ class AdaptiveEntropyCoef:
             self._coef = max(self._coef - self.step, self.low)
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps: the coefficient and the last entropy."""
+        """The state for a checkpoint: the coefficient and the last entropy."""
         return {"coef": self._coef, "entropy": self._entropy}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -36,13 +36,13 @@ Tensor = torch.Tensor
 class Evidence:
     """The data from which advantages of B completions are estimated. Per token means [B, T], or [N] with cu_seqlens.
 
-    rewards      float [B]: of each completion, those of several functions added up.
+    rewards      float [B]: the reward of each completion; with several reward functions, their sum.
     group_size, groups   which completions answer one prompt, as in `group_advantages`.
     columns, reward_weights   [B, K] rewards of K functions, and their weights.
     lengths      [B]: trained tokens; None: counted in the mask.
     greedy_rewards   [B]: of the greedy completion of the same prompt.
     mask, cu_seqlens   trained tokens, as in a TokenBatch.
-    steps        per token: the reward of the step that ends there, NaN where none does.
+    steps        per token: the reward of the step that ends at this token, NaN where none does.
     values       per token: a critic's value before the token.
     old_logps, sum_squares   per token: log-probs under the policy that sampled, and the sum of its squared probabilities."""
 
@@ -151,7 +151,7 @@ def _group(
     reward_weights: Sequence[float] | Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    if isinstance(rewards, Tensor) and rewards.dim() == 2:  # of several functions, which are not added up yet
+    if isinstance(rewards, Tensor) and rewards.dim() == 2:  # of several functions, before they are added up
         options["reward_weights"] = reward_weights
     if options.get("baseline") == "length":
         options["lengths"] = lengths if lengths is not None or mask is None else mask.reshape(len(rewards), -1).sum(1)
@@ -239,7 +239,7 @@ def _table(kind: Any, *entries: tuple[Any, ...]) -> dict[str, Any]:
     return {entry[0]: kind(*entry) for entry in entries}
 
 
-#: Names are those of the papers. Dr. GRPO is "group" with scale="none"; the options are those of the functions.
+#: The names are those of the papers. Options are arguments of the functions: Dr. GRPO is "group" with scale="none".
 ADVANTAGES: dict[str, Estimator] = _table(
     Estimator,
     ("group", _group, {}, (group_advantages,)),
@@ -256,7 +256,7 @@ ADVANTAGES: dict[str, Estimator] = _table(
     ("optimal_token", _optimal_token),
 )
 
-#: The table at the top of corrections.py says which trainer has which.
+#: The table at the top of corrections.py lists which trainer uses which correction.
 CORRECTIONS: dict[str, Correction] = _table(
     Correction,
     ("importance_weights", importance_weights),

@@ -14,7 +14,8 @@ Tensor = torch.Tensor
 class Groups:
     """Reductions over members with equal ids, each member receiving its group's value: [n] -> [n].
 
-    Sums have a fixed order and use no atomics. There is room for n groups, so their number needs no host sync."""
+    Sums have a fixed order and use no atomics. Memory is allocated for n groups, so that the host need not wait for their
+    number."""
 
     def __init__(self, ids: Tensor) -> None:
         self.order = torch.argsort(ids, stable=True)

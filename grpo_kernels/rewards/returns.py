@@ -1,8 +1,9 @@
-"""Per-token rewards to per-token advantages: returns, GAE, process supervision, KL in the reward, whitening.
+"""Per-token advantages from per-token rewards: returns, GAE, process supervision, KL in the reward, whitening.
 
-Padded [B, T] or packed [N] with cu_seqlens (one sequence without it), like a TokenBatch. A token outside the mask (a tool's,
-padding) is stepped over: what is there (NaN, inf) has no effect, time does not pass, the result is 0. Everything is computed
-in fp64, in a fixed order, and returned as fp32 in the shape of the rewards; nothing is asked of the device on the way.
+Inputs are padded [B, T] or packed [N] with cu_seqlens (one sequence without it), as in a TokenBatch. A token outside the mask
+(padding, or written by a tool) is skipped: its values (NaN, inf) have no effect, no discount is applied for it, and its result
+is 0. Everything is computed in fp64, in a fixed order, and returned as fp32 in the shape of the rewards. Nothing waits for the
+device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Tensor = torch.Tensor
 
 GUARDS = ("add", "floor", "std")
 
-#: `whiten(advantages, mask, **WHITENING["verl"])` has the numbers of that trainer (TRL's is its RLOO, over sequences).
+#: `whiten(advantages, mask, **WHITENING["verl"])` whitens as that trainer does (TRL: as its RLOO does, over sequences).
 WHITENING: dict[str, dict[str, Any]] = {
     "trl": {"eps": 1e-4, "guard": "std"},
     "verl": {},
@@ -74,7 +75,7 @@ def gae(
     else:
         _check_share("lam", lam)
         decay = gamma * lam
-    # The value at t if trained, else at the next trained token: V_{t+1} of the token before.
+    # The value at t if t is trained, else at the next trained token. Shifted by one this is V_{t+1}.
     at_or_after = tokens.backwards(torch.where(tokens.trained, 0.0, 1.0), v)
     delta = r + gamma * tokens.next(at_or_after) - v
     advantages = tokens.to_go(decay, torch.where(tokens.trained, delta, 0.0))
@@ -93,8 +94,8 @@ def process_advantages(
 ) -> Tensor:
     """Process supervision of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.3): fp32, 0 where the mask is False.
 
-    The rewards of all steps of all completions of a prompt are normalised together; a token's advantage is the sum of those
-    of the steps that end at it or later, discounted by gamma.
+    The rewards of all steps of all completions of a prompt are normalised together. A token's advantage is the sum, discounted by
+    gamma, of the normalised rewards of the steps that end at this token or later.
 
     rewards              float [B, T] or [N]: the reward of the step that ends at this token, NaN where none does.
     group_size, groups   of the B sequences, as in `group_advantages`, which takes `options` (scale, unbiased, eps, ...).
@@ -109,8 +110,8 @@ def process_advantages(
 
 
 def at_last_token(rewards: Tensor, *, mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Rewards per token, fp32 in the shape of the mask: `rewards` [B] at the last trained token of each sequence (one without any
-    loses it), 0 elsewhere.
+    """Rewards per token, fp32 in the shape of the mask: `rewards` [B] at the last trained token of each sequence, 0 elsewhere. The
+    reward of a sequence without a trained token is lost.
 
     mask, cu_seqlens   as in a TokenBatch. Raises ValueError naming the argument."""
     tokens = _Tokens("mask", mask.to(torch.float32), mask, cu_seqlens)
@@ -132,8 +133,8 @@ def kl_in_reward(
 ) -> Tensor:
     """Rewards with the KL to the reference taken off: r_t - beta KL_t, fp32.
 
-    rewards            float [B], of the whole completion, which its last trained token receives (a sequence without one
-                       loses it); or per token, the shape of logps.
+    rewards            float [B], of whole completions: each goes to the last trained token, as in `at_last_token`. Or per token,
+                       the shape of logps.
     logps, ref_logps   float [B, T] or [N]: log-probs under the policy that sampled and under the reference.
     beta, kl           weight and estimator: "k1", "k2", "k3", "abs", or a Kl for clamps (verl, AReaL and OpenRLHF have
                        Kl("k3", clamp=10.0)). Of an estimator only the value counts here.
@@ -174,8 +175,8 @@ def optimal_token_advantages(
     """G_t - B_t with the optimal token baseline of verl: fp32, 0 where the mask is False.
 
     B_t = sum G_t W_t / (sum W_t + 1e-8) over the group's completions at their t-th trained token, where G_t is the return
-    and W_t = sum_{j <= t} (1 - 2 pi_j + sum pi^2) w_j^2 stands for the variance of the path so far. A token that no other
-    completion of the group reaches has no baseline.
+    and W_t = sum_{j <= t} (1 - 2 pi_j + sum pi^2) w_j^2 estimates the variance of the path so far. A token has no baseline if no
+    other completion of the group is as long.
 
     rewards       float [B, T] or [N].   old_logps   the same shape: log pi of the tokens under the policy that sampled.
     sum_squares   the same shape: sum of pi^2 over the vocabulary, which `token_logprobs(..., also=("sum_squares",))` gives.
@@ -218,8 +219,8 @@ def whiten(
     values      float, any shape: advantages per token (REINFORCE++, arXiv 2501.03262) or per sequence.
     mask        bool, the shape of values; None = all.
     unbiased    True: the variance divides by n - 1 (verl); False: by n (OpenRLHF, NeMo-RL).
-    eps, guard  what is divided by. "add": sqrt(variance + eps); "floor": sqrt(max(variance, eps)); "std": std + eps. See
-                WHITENING for the trainers' choices.
+    eps, guard  the divisor. "add": sqrt(variance + eps); "floor": sqrt(max(variance, eps)); "std": std + eps. WHITENING has the
+                trainers' choices.
     shift_mean  False adds the mean again afterwards.
 
     Equal values give exactly 0 (their value with shift_mean=False). Raises ValueError naming the argument."""
@@ -289,12 +290,12 @@ class _Tokens:
         return _scan(torch.where(self.followed, decay, 0.0), x, self.longest)
 
     def to_go(self, decay: float | Tensor, x: Tensor) -> Tensor:
-        """y_t = x_t + decay y_{t+1} over the trained tokens; untrained ones pass the value after them on unchanged."""
+        """y_t = x_t + decay y_{t+1} over the trained tokens. An untrained token takes over the value of the next token."""
         return self.backwards(torch.where(self.trained, decay * torch.ones_like(x), 1.0), x)
 
     def so_far(self, x: Tensor) -> Tensor:
         """Sum of x over the sequence up to and including each token."""
-        follows = torch.cat((self.followed[-1:], self.followed[:-1]))  # the last token of all has no follower
+        follows = torch.cat((self.followed[-1:], self.followed[:-1]))  # the very last token has no next one
         return _scan(follows.double().flip(0), x.flip(0), self.longest).flip(0)
 
     def at_last(self, x: Tensor) -> Tensor:
@@ -310,7 +311,7 @@ class _Tokens:
 
 
 def _scan(decay: Tensor, x: Tensor, length: int) -> Tensor:
-    """y_i = x_i + decay_i y_{i+1} in log2(length) passes. decay is 0 at least once in every `length` neighbouring places."""
+    """y_i = x_i + decay_i y_{i+1} in log2(length) passes. Of any `length` consecutive places, at least one must have decay 0."""
     reach = 1
     while reach < length:
         x = torch.cat((x[:-reach] + decay[:-reach] * x[reach:], x[-reach:]))

@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 def read_rewards(
     rewards: Tensor, missing: str = "raise", *, several: bool = False, name: str = "rewards"
 ) -> tuple[Tensor, Tensor]:
-    """(rewards in fp64 with 0 in place of missing ones, where they are not missing); [B], or [B, K] of `several` functions."""
+    """(rewards in fp64 with missing ones set to 0, a mask of those not missing); [B], or [B, K] of `several` functions."""
     if not isinstance(rewards, Tensor) or rewards.is_complex():
         got = rewards.dtype if isinstance(rewards, Tensor) else type(rewards).__name__
         raise ValueError(f"{name} is {got}: pass a float tensor, one number per completion, [B].")
