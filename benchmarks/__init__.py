@@ -3,6 +3,5 @@ own."""
 
 import os
 
-# Before torch loads OpenMP, so that it is the same for all contenders: waiting threads that spin would slow down the next
-# run.
+# Set before torch loads OpenMP, so that it holds for all contenders: waiting threads that spin would slow down the next run.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

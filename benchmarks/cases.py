@@ -1,8 +1,8 @@
-"""What a cell of a table measures: its inputs, the loss in plain PyTorch, and the answer in float64.
+"""A cell of a table: its inputs, the loss in plain PyTorch, and the reference results in float64.
 
-Rows form sequences of equal length, 16 by default, with one advantage each: every trainer supports that. No ratio of new to
-old policy is near a clip bound. Rounded logits therefore change a gradient by a rounding error only, which the gate can
-tell from a wrong formula."""
+Rows form sequences of equal length, 16 by default, with one advantage per sequence: every trainer supports that. No ratio of new to
+old policy is near a clip bound. So rounding of the logits changes a gradient by no more than a rounding error, and the accuracy
+check can tell that from a wrong formula."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Cell:
     dtype: torch.dtype
     hidden: int | None = None
     active: float = 1.0  # share of sequences whose advantage is not 0
-    layers: int | None = None  # of the model in a training step
+    layers: int | None = None  # layers of the model in a training step
     sequences: int = 16
-    entropy: float | None = None  # mean of the rows, in nats, of the suite "sparse"
+    entropy: float | None = None  # mean entropy of the rows, in nats, for the suite "sparse"
 
     def __post_init__(self) -> None:
         if self.contract not in CONTRACTS:
@@ -68,7 +68,7 @@ class Cell:
 
     @property
     def active_rows(self) -> int:
-        """Rows with a gradient."""
+        """The number of rows with a gradient."""
         return self.rows if self.contract == "cross-entropy" else round(self.active * self.sequences) * self.length
 
     @property
@@ -81,7 +81,7 @@ class Cell:
 class LogitsCase:
     cell: Cell
     batch: TokenBatch
-    logits: Tensor  # [N, V], what a contender reads (and may overwrite)
+    logits: Tensor  # [N, V], read by a contender, which may overwrite it
     pristine: Tensor  # [N, V], to restore it
     buffer: Tensor  # [N, V], warm memory for a copy
 
@@ -153,7 +153,7 @@ def policy_loss(logps: Tensor, batch: TokenBatch, beta: float) -> Tensor:
 
 
 def loss_of(cell: Cell, logps: Tensor, batch: TokenBatch) -> Tensor:
-    """The loss that the cell's contract asks for, of log-probs."""
+    """The loss of the cell's contract, from log-probs."""
     return -logps.mean() if cell.contract == "cross-entropy" else policy_loss(logps, batch, cell.beta)
 
 
@@ -168,7 +168,7 @@ def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
 
 
 def _logits_case(cell: Cell, device: str, g: torch.Generator) -> LogitsCase:
-    """Logits as a policy has them: a few likely tokens over a flat tail, targets sampled."""
+    """Logits like those of a policy: a few likely tokens and a flat tail. Targets are sampled from them."""
     pristine = torch.empty(cell.rows, cell.vocab, dtype=cell.dtype, device=device)
     targets = torch.empty(cell.rows, dtype=torch.int64, device=device)
     likely = torch.randperm(cell.vocab, generator=g, device=device)[: min(50, cell.vocab // 4)]
@@ -218,7 +218,7 @@ def _step_case(cell: Cell, device: str, g: torch.Generator) -> StepCase:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    optimizer.step()  # its state exists from here on
+    optimizer.step()  # creates the optimizer's state
     optimizer.zero_grad(set_to_none=True)
     ids = torch.randint(0, cell.vocab, (cell.sequences, cell.length + 1), generator=g, device=device)
     case = StepCase(cell, None, ids, model, optimizer)  # type: ignore[arg-type]  # the batch needs the model's log-probs
@@ -267,12 +267,12 @@ def row_blocks(cell: Cell, size: int, device: str) -> Iterator[slice]:
         yield slice(lo, min(lo + step, cell.rows))
 
 
-# ---- the answer
+# ---- the reference results
 
 
 @torch.no_grad()
 def reference(case: Case) -> Result:
-    """What the contract asks for, computed in float64, some rows at a time, and returned in fp32. The slope of the loss
+    """The results of the contract, computed in float64, some rows at a time, and returned in fp32. The slope of the loss
     comes from autograd through `loss_of`. The derivative of the softmax, onehot - p, is written out, because a pass
     over logits of this size takes long."""
     if isinstance(case, StepCase):
@@ -314,7 +314,7 @@ def reference(case: Case) -> Result:
 
 
 def loss_and_slope(logps: Tensor, batch: TokenBatch, part: slice, cell: Cell) -> tuple[Tensor, Tensor]:
-    """The share of these rows in the loss, and its derivative with respect to their log-probs."""
+    """The part of the loss from these rows, and its derivative with respect to their log-probs."""
     assert batch.old_logps is not None
     rows = TokenBatch(
         batch.targets[part], batch.advantages[part], old_logps=batch.old_logps[part],

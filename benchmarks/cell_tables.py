@@ -15,7 +15,7 @@ Cell = dict[str, Any]
 Row = dict[str, Any]
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-#: What a suite varies: (field of a cell, what it is).
+#: The field of a cell that a suite varies, and its description.
 SWEEPS = {
     "rows": ("rows", "rows"),
     "vocab": ("vocab", "vocabulary"),
@@ -34,7 +34,7 @@ def machines(folder: Path) -> list[str]:
 
 
 def shapes(record: Record) -> list[list[Cell]]:
-    """The cells, those of one shape together: they differ in their dtype."""
+    """The cells grouped by shape: those of one group differ in their dtype."""
     found: dict[tuple, list[Cell]] = {}
     for cell in record["cells"]:
         found.setdefault((cell["rows"], cell["hidden"], cell["vocab"], cell["active"], cell.get("entropy")), []).append(cell)
@@ -42,7 +42,7 @@ def shapes(record: Record) -> list[list[Cell]]:
 
 
 def headline(record: Record) -> list[list[Cell]]:
-    """The cells of each shape that is shown: of the first and the last with rows enough for a training batch."""
+    """The cells of the shapes that are shown: the first and the last that have enough rows for a training batch."""
     every = shapes(record)
     enough = [cells for cells in every if cells[0]["rows"] >= 256] or every
     return [enough[0], enough[-1]] if enough[0][0]["rows"] < enough[-1][0]["rows"] else enough[:1]
@@ -103,7 +103,7 @@ def source(record: Record, packages: bool = False) -> str:
 
 
 def figure(x: float | None, digits: int = 3) -> str:
-    """`digits` significant digits, all of those before the point."""
+    """`digits` significant digits, and always all digits before the point."""
     if x is None:
         return ""
     places = digits - 1 - math.floor(math.log10(abs(x))) if x else 0

@@ -1,11 +1,11 @@
-"""Where TRL's trainer with our loss in it begins to be faster than without: small vocabularies and micro-batches.
+"""The size from which on TRL's trainer is faster with our loss than with its own: small vocabularies and micro-batches.
 
     python -m benchmarks.crossover [--write]
 
-Forward and backward of one micro-batch with TRL's `_compute_loss`, stock and in `FusedGRPOTrainer`, on the same tiny model in
-turns; their losses and gradients have to be equal first. A fused call costs Python and small tensors before it computes
-anything: this measures from which size on that is paid back. --write: benchmarks/results/crossover.json, and the table in
-grpo_kernels/integrations/README.md that is made from it."""
+Times forward and backward of one micro-batch with TRL's `_compute_loss`, its own and that of `FusedGRPOTrainer`, in turns on
+the same tiny model, after a check that losses and gradients are equal. A fused call has a fixed cost in Python and small
+tensors; this measures from which size on it is worth that cost. --write: benchmarks/results/crossover.json, and the table in
+grpo_kernels/integrations/README.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from benchmarks.tables import replace_block
 FILE = RESULTS / "crossover.json"
 COMMAND = "python -m benchmarks.crossover --write"
 VOCABULARIES = (104, 512, 2048, 8192, 32768)
-#: Tokens of a micro-batch: eight completions of so many each.
+#: Tokens of each of the eight completions of a micro-batch.
 LENGTHS = (4, 8, 16, 32, 128)
 SEQUENCES, PROMPT, WIDTH = 8, 8, 64
 
@@ -62,7 +62,7 @@ def make_trainer(cls: Any, vocabulary: int, folder: Path) -> Any:
 
 
 def micro_batch(vocabulary: int, length: int) -> dict[str, torch.Tensor]:
-    """Half of the completions end half way."""
+    """A micro-batch in which half of the completions have half of the length."""
     g = torch.Generator().manual_seed(length)
     mask = torch.ones(SEQUENCES, length, dtype=torch.int64)
     mask[::2, length // 2 :] = 0
@@ -75,7 +75,7 @@ def micro_batch(vocabulary: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def step(trainer: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, gradient of the head), the gradients taken away again."""
+    """(loss, gradient of the head); the gradients are then reset."""
     loss = trainer._compute_loss(trainer.model, dict(inputs))
     loss.backward()
     gradient = trainer.model.get_output_embeddings().weight.grad

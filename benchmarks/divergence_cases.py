@@ -1,5 +1,5 @@
-"""The cases of the suite `divergence`: the mean divergence of a policy's rows to those of a frozen teacher, and the answer in
-float64."""
+"""The cases of the suite `divergence`: the mean divergence of a policy's rows to those of a frozen teacher, and the reference
+results in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXACT = {
 
 @dataclass
 class TeacherCase(HiddenCase):
-    """From hidden states. The teacher has the policy's sizes, and as much noise in it as signal."""
+    """A case from hidden states. The teacher's tensors are the policy's plus noise of the same standard deviation."""
 
     ref_hidden: Tensor
     ref_weight: Tensor
@@ -36,7 +36,7 @@ class TwoLogitsCase(LogitsCase):
 
 def make_divergence(cell: Cell, device: str, seed: int = 0) -> TeacherCase | TwoLogitsCase:
     g = torch.Generator(device).manual_seed(seed)
-    ones = torch.ones(cell.rows, device=device)  # advantages, which scale the error of a loss
+    ones = torch.ones(cell.rows, device=device)  # advantages, by which errors of a loss are scaled
     if cell.hidden is None:
         logits, ref_logits = (torch.empty(cell.rows, cell.vocab, dtype=cell.dtype, device=device) for _ in range(2))
         for row, ref in zip(logits.split(64), ref_logits.split(64), strict=True):
@@ -57,7 +57,7 @@ def make_divergence(cell: Cell, device: str, seed: int = 0) -> TeacherCase | Two
 
 
 def mean_divergence(exact: Exact, z: Tensor, w: Tensor) -> Tensor:
-    """Of logits [n, V], by definition."""
+    """The mean divergence from logits [n, V], by its definition."""
     log_p, log_q = z.log_softmax(-1), w.log_softmax(-1)
     if exact.direction == "reverse":
         return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
@@ -69,7 +69,7 @@ def mean_divergence(exact: Exact, z: Tensor, w: Tensor) -> Tensor:
 
 
 def divergence_reference(case: TeacherCase | TwoLogitsCase) -> Result:
-    """In float64, some rows at a time; autograd gives the gradient of the logits."""
+    """The reference results in float64, some rows at a time. Autograd computes the gradient of the logits."""
     exact, loss = EXACT[case.cell.contract], torch.zeros((), dtype=torch.float64, device=case.batch.targets.device)
     found: dict[str, Tensor] = {}
     if isinstance(case, TwoLogitsCase):

@@ -36,7 +36,7 @@ def _largest(values: list[float]) -> float:
 
 def _relative(found: Tensor, expected: Tensor) -> tuple[float, float]:
     """Relative errors of all rows together, and of the worst row. A row's norm counts as at least a fifth of the root mean
-    square of all rows: where the gradient nearly vanishes, all that is left is rounding."""
+    square of all rows: if the gradient of a row nearly vanishes, its relative error is only rounding."""
     pairs = zip(found.reshape(expected.shape).split(512), expected.split(512), strict=True)  # 512: no copies of everything
     norms = [((x.float() - y).norm(dim=-1).flatten(), y.norm(dim=-1).flatten()) for x, y in pairs]
     off, size = (torch.cat(parts) for parts in zip(*norms, strict=True))

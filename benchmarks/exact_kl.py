@@ -1,12 +1,12 @@
-"""The effect of the exact KL of whole distributions on a training run, and distillation with it.
+"""The effect on training of the exact KL over whole distributions, and distillation with it.
 
     python -m benchmarks.exact_kl [--seeds 0 1 ...] [--write]
 
-The reference trainer on the problems of examples/arithmetic.py, in three experiments: how much the KL and its gradient differ from
-batch to batch at policies that stand still; what reward and KL runs end with; and whether a small student reaches its teacher.
-Every result is kept in runs/exact_kl as soon as it is there, so that a command that was cut off goes on, and several may share the
-seeds. --write: from what is there benchmarks/results/exact_kl.json, and of it the tables and pictures of
-docs/exact_kl_experiment.md."""
+Three experiments with the reference trainer on the problems of examples/arithmetic.py: how much the KL and its gradient vary from
+batch to batch while the policy is fixed; the reward and the KL at the end of training runs; and whether a small student reaches its
+teacher. Each result is saved in runs/exact_kl as soon as it is known, so that an interrupted command can be run again, and several
+commands may share the seeds. --write: writes the results so far to benchmarks/results/exact_kl.json, and from it the tables and
+pictures of docs/exact_kl_experiment.md."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ FOLDER = results.ROOT / "runs" / "exact_kl"
 SEEDS = (0, 1, 2, 3, 4)
 #: Values of --kl. The gradients of k1+ and k3 are those of the two exact divergences above them, estimated from the sampled token.
 ARMS = ("exact", "exact-forward", "k1+", "k3")
-#: What all runs with rewards share.
+#: The settings of all runs with rewards.
 SETTINGS: Record = {
     "preset": "dapo", "steps": 120, "prompts_per_step": 32, "group_size": 8, "max_new_tokens": 4, "lr": 5e-4, "warmup_steps": 5,
     "lr_schedule": "linear",
 }  # fmt: skip
-#: Coefficients of the KL; and two settings in which noise counts for more: large steps to the end, and an eighth of the
-#: completions.
+#: Coefficients of the KL, and two settings in which noise has more effect: a large learning rate until the end, and an eighth of
+#: the completions.
 REWARDS: dict[str, Record] = {
     "beta=0.3": {"beta": 0.3},
     "beta=1": {"beta": 1.0},
     "beta=1, large steps": {"beta": 1.0, "lr": 1e-3, "lr_schedule": "constant"},
     "beta=0.3, small batch": {"beta": 0.3, "prompts_per_step": 8, "group_size": 4},
 }
-#: Steps of a run without a KL after which its policy is looked at, and batches of completions that are drawn from it.
+#: Steps of a run without a KL after which its policy is measured, and the number of batches of completions drawn from it.
 STOPS, BATCHES = (1, 10, 120), 100
-#: Steps from one look at a run to the next, and completions of each held-out prompt that it takes.
+#: Steps between two evaluations of a run, and completions of each held-out prompt in an evaluation.
 EVERY, LOOK = 10, 8
 #: Distillation: width and layers of teacher and student and their supervised steps; numbers in the problems; runs.
 TEACHER, STUDENT, TEACHER_STEPS, STUDENT_STEPS = (128, 2), (64, 2), 700, 300
@@ -61,7 +61,8 @@ DISTILLED: Record = {
     "steps": 1200, "prompts_per_step": 128, "group_size": 1, "max_new_tokens": 4, "warmup_steps": 5, "lr_schedule": "linear"
 }  # fmt: skip
 WAYS = {"exact": "distillation", "sampled token": "sampled_distillation"}
-#: The first two are what the others are for: the exact KL at its best rate, and the sampled token at its own.
+#: The first two are the comparison: the exact KL and the sampled token, each at its best learning rate. The others show other
+#: rates.
 PAIRS = (("exact", 5e-3), ("sampled token", 1e-3), ("exact", 1e-3), ("sampled token", 5e-3))
 
 
@@ -73,15 +74,15 @@ def trainer(kind: type[Trainer], model: Any, rows: tuple[list[Any], list[Any]], 
 
 @functools.cache
 def warmed_up(seed: int) -> tuple[Any, list[Any], list[Any]]:
-    """The model, training problems and held-out problems that every run with rewards begins with: those of `replay`."""
+    """The model, training problems and held-out problems at the start of every run with rewards; those of `replay`."""
     return replay.warmed_up(seed, arithmetic.tokenizer())
 
 
-# ---- policies that stand still
+# ---- noise at fixed policies
 
 
 def gradients(seed: int, stops: tuple[int, ...] = STOPS, batches: int = BATCHES) -> list[Record]:
-    """At policies along a run without a KL: the spread over batches of the KL's value and gradient."""
+    """The spread over batches of the KL's value and gradient, at policies along a run without a KL."""
     model, training, held_out = warmed_up(seed)
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -94,8 +95,8 @@ def gradients(seed: int, stops: tuple[int, ...] = STOPS, batches: int = BATCHES)
 
 
 def spread(policy: Any, reference: Any, rows: tuple[list[Any], list[Any]], seed: int, batches: int) -> Record:
-    """Of batches of completions of the same prompts, as many as a step has: for each arm mean and standard deviation of the value,
-    and of the gradient what `moments` says."""
+    """Over batches of completions of the same prompts, each as large as that of a step: for each arm the mean and standard
+    deviation of the value, and the statistics of the gradient from `of_gradient`."""
     values: dict[str, list[float]] = {arm: [] for arm in ARMS}
     sums: dict[str, list[Any]] = {arm: [0.0, 0.0, 0.0, 0.0] for arm in ARMS}
     with tempfile.TemporaryDirectory() as folder:
@@ -124,10 +125,10 @@ def of_value(values: list[float]) -> Record:
 
 
 def of_gradient(total: Any, squares: Any, apart: Any, squares_apart: Any, count: int, unit: float) -> Record:
-    """From sums over batches of gradients, of their squared lengths, and of the same of their distances from those of the exact KL:
-    deviation: root mean square distance of a batch's gradient from the mean gradient, by the length of the mean. bias: distance of
-    the mean from that of the exact KL, by the length of that (`unit`), with what so few batches add taken off; bias_noise is
-    that."""
+    """Statistics from sums over batches: of the gradients and their squared lengths, and of the differences from the gradients
+    of the exact KL and their squared lengths. deviation: root mean square distance of a batch's gradient from the mean
+    gradient, divided by the length of the mean. bias: distance of the mean gradient from that of the exact KL, divided by the
+    latter's length (`unit`), after subtracting the part due to the finite number of batches; bias_noise is that part."""
     _, variance = moments(total, squares, count)
     distance, noise = moments(apart, squares_apart, count)
     return {
@@ -141,7 +142,7 @@ def of_gradient(total: Any, squares: Any, apart: Any, squares_apart: Any, count:
 
 
 def rewarded(seed: int, **changes: Any) -> Record:
-    """A run: the mean reward of each step; and, every few steps and at the end, reward and exact KL on held-out prompts."""
+    """One run: the mean reward of each step, and the reward and exact KL on held-out prompts every few steps and at the end."""
     model, training, held_out = warmed_up(seed)
     with tempfile.TemporaryDirectory() as folder:
         t = trainer(Trainer, model, (training, held_out), folder, seed=seed, **{**SETTINGS, **changes})
@@ -155,8 +156,8 @@ def rewarded(seed: int, **changes: Any) -> Record:
 
 @torch.no_grad()
 def look(t: Trainer, reference: Any) -> tuple[float, float]:
-    """(mean reward, KL(policy, reference) per token) of completions of the held-out prompts, the same numbers choosing them
-    each time."""
+    """(mean reward, KL(policy, reference) per token) of completions of the held-out prompts, always sampled with the same random
+    numbers."""
     completions = t.sample(t.eval_rows, LOOK, 1.0, generator=torch.Generator().manual_seed(0))
     reward = float(t.score(t.eval_rows, completions, LOOK).totals.mean())
     logits, of_reference = (completion_logits(model, completions) for model in (t.model, reference))
@@ -169,8 +170,8 @@ def look(t: Trainer, reference: Any) -> tuple[float, float]:
 
 @functools.cache
 def pair(seed: int, teacher_steps: int = TEACHER_STEPS) -> tuple[Any, Any, list[Any], list[Any]]:
-    """(teacher, student, training problems, held-out problems, which have no sum in common). The teacher has learnt from right
-    answers; the student, four times as small and not for as long, from those of the careless teacher of the example."""
+    """(teacher, student, training problems, held-out problems with other sums). The teacher was trained on right answers. The
+    student, four times as small, was trained for fewer steps on the answers of the example's careless teacher."""
     training, held_out = (
         [row for row in rows if all(abs(int(term)) <= LARGEST for term in row["sum"].split())]
         for rows in arithmetic.problems(40_000, seed)
@@ -185,8 +186,8 @@ def pair(seed: int, teacher_steps: int = TEACHER_STEPS) -> tuple[Any, Any, list[
 
 
 def distilled(seed: int, way: str, lr: float, teacher_steps: int = TEACHER_STEPS, **changes: Any) -> Record:
-    """Greedy accuracy on held-out problems of the teacher, and of the student at every twentieth of its run. The reward counts
-    nothing."""
+    """Greedy accuracy on held-out problems: of the teacher, and of the student at every twentieth of its run. The reward has
+    weight 0."""
     teacher, student, training, held_out = pair(seed, teacher_steps)
     settings = {**DISTILLED, "preset": WAYS[way], "lr": lr, "seed": seed, "reward_weights": [0.0], **changes}
     with tempfile.TemporaryDirectory() as folder:
@@ -201,7 +202,7 @@ def distilled(seed: int, way: str, lr: float, teacher_steps: int = TEACHER_STEPS
     return {"teacher": of_teacher, "steps": steps, "accuracy": accuracy}
 
 
-# ---- all of it
+# ---- all tasks
 
 
 def tasks() -> Iterator[Task]:
@@ -224,7 +225,7 @@ def known(folder: Path = FOLDER) -> list[Record]:
 
 
 def setup() -> Record:
-    """What a result depends on."""
+    """The settings that a result depends on."""
     return {"run": SETTINGS, "changes": REWARDS, "stops": list(STOPS), "batches": BATCHES, "distillation": DISTILLED}
 
 

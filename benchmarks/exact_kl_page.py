@@ -1,4 +1,4 @@
-"""The page of `exact_kl`: its three tables, and its two pictures, which hold the means that they show."""
+"""The page of `exact_kl`: its three tables, and its two pictures, whose files contain the means that they show."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ NAMES = {
 COLOURS = {
     "exact": HIGHLIGHT, "exact-forward": "#3f9470", "k1+": "#8a76c9", "k3": "#bb6f2c", "no KL": TEXT, "sampled token": "#bb6f2c"
 }  # fmt: skip
-#: Whose gradient an estimator's is in expectation.
+#: The exact KL whose gradient is the expectation of an estimator's gradient.
 ESTIMATED = {"k1+": "exact", "k3": "exact-forward"}
-#: Looks at a run, the last ones, that its end is the mean of.
+#: The end of a run is the mean of so many last evaluations.
 LAST = 3
 #: The settings whose curves are drawn.
 SHOWN = ("beta=1", "beta=1, large steps")
@@ -61,7 +61,7 @@ def of_gradients(record: Record) -> Iterator[str]:
 
 
 def at_policies(record: Record) -> dict[tuple[int, str], list[Record]]:
-    """(step, arm) -> what was found there, seed after seed."""
+    """(step, arm) -> the measurements there, one per seed."""
     found: dict[tuple[int, str], list[Record]] = {}
     for run in chosen(record, "gradients"):
         for stop in run["found"]:

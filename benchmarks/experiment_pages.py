@@ -1,4 +1,4 @@
-"""What pages of experiments with training runs share: means over seeds, curves, pictures that hold what they show."""
+"""Shared by the pages of experiments with training runs: tables, means over seeds, curves, pictures that contain their data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def chosen(record: Record, part: str) -> list[Record]:
 
 
 def by(runs: list[Record], *fields: str) -> dict[tuple, list[Record]]:
-    """The runs with the same values of these fields together, seed after seed."""
+    """The runs grouped by the values of these fields."""
     found: dict[tuple, list[Record]] = {}
     for run in runs:
         found.setdefault(tuple(run[field] for field in fields), []).append(run)
@@ -44,7 +44,7 @@ def mean(values: list[float]) -> float:
 
 
 def with_spread(values: list[float], form: str) -> str:
-    """Mean and standard deviation over the seeds, which one seed has not; "" of nothing."""
+    """Mean and standard deviation over the seeds. One seed has no deviation; no seed gives ""."""
     if len(values) < 2:
         return "".join(format(value, form) for value in values)
     return f"{mean(values):{form}} ± {statistics.stdev(values):{form}}"
@@ -77,7 +77,7 @@ def lines(
     axes: Axes, names: dict, colours: dict, curves: dict[str, list[list[float]]], means: dict[str, list[float]],
     at: Callable[[int], list[float]],
 ) -> None:  # fmt: skip
-    """A thin line for each seed, and their mean. `at` gives the steps of so many numbers."""
+    """A thin line for each seed, and their mean. at(n) returns the steps of n numbers."""
     for arm, of_seeds in curves.items():
         for curve in of_seeds:
             axes.plot(at(len(curve)), curve, color=colours[arm], linewidth=0.5, alpha=0.5)

@@ -1,4 +1,4 @@
-"""What experiments with training runs share: trainers, gradients that move nothing, results that are kept one by one."""
+"""Shared by experiments with training runs: trainers, gradients at a fixed policy, results saved one by one, the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_kernels.training.rewards import RewardFunction
 from grpo_kernels.training.trainer import TrainConfig, Trainer
 
 Record = dict[str, Any]
-#: What there is to do for each seed: (its name in parts, the function of the seed).
+#: A task that is run for each seed: (the parts of its name, a function of the seed).
 Task = tuple[Record, Callable[[int], Any]]
 
 
@@ -37,7 +37,7 @@ def trainer(
 
 
 class Still(Trainer):
-    """An update leaves its gradient in `gradient`, and the policy where it is."""
+    """A trainer whose updates store the gradient in `gradient` and do not change the policy."""
 
     gradient: torch.Tensor
 
@@ -59,7 +59,7 @@ def moments(total: Any, squares: Any, count: int) -> tuple[float, float]:
 
 
 def measure(tasks: Iterable[Task], kept: list[Record], seeds: tuple[int, ...], folder: Path, parts: tuple[str, ...]) -> None:
-    """All results of the seeds into the folder; those that are kept are not made again. `parts`: only these, if any."""
+    """Saves the results of the seeds in the folder. Those among `kept` are not computed again. parts: only these, if not empty."""
     found = {key(record) for record in kept}
     for name, task in tasks:
         for seed in seeds:
@@ -72,8 +72,7 @@ def measure(tasks: Iterable[Task], kept: list[Record], seeds: tuple[int, ...], f
 
 
 def known(tasks: Iterable[Task], seeds: tuple[int, ...], folder: Path, file: Path, settings: Record) -> list[Record]:
-    """The results in the folder, and those of the result file if it has these settings; in the order of the tasks, then of the
-    seeds."""
+    """The results in the folder, and those of the result file if it has these settings. Ordered by task, then by seed."""
     kept = results.load(file)
     found = {key(record): record for record in kept.get("runs", ()) if kept["settings"] == settings}
     found |= {one.stem: results.load(one) for one in folder.glob("*.json")}

@@ -1,8 +1,8 @@
-"""The picture and the table at the top of the README: the cell where we are furthest ahead of everybody else, and the cell
-where we are furthest behind or least ahead.
+"""The picture and the table at the top of the README: the cell where we are furthest ahead of all others, and the cell where we are
+furthest behind or least ahead.
 
-Both are chosen by one rule from the result files, so that neither can be picked by hand: of every measured cell in which other
-code takes part, the ratio of the fastest other implementation that is right to the fastest of ours. Cells over kept sets and of
+Both are chosen by one rule from the result files, not by hand. The rule compares, in every measured cell with other
+implementations, the time of the fastest correct other implementation with the fastest of ours. Cells over kept sets and of
 sparse gradients are left out: no other project has these operations."""
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from benchmarks.printing import render
 from benchmarks.suites import EAGER, OURS, SUITES
 
 NAME = "front"
-SCALED = "upstream 0.5"  # a variant of ours, which the tables have
+SCALED = "upstream 0.5"  # a variant of ours that only the tables show
 COLUMNS = 2  # of the picture: time, memory
 WITHOUT_PEERS = ("kept", "sparse")
 
 
 class Standing(NamedTuple):
-    """Of one cell: the fastest of ours, and the fastest other implementation that is right."""
+    """One cell: the fastest of ours, and the fastest correct other implementation."""
 
     record: Record
     cell: Cell
@@ -41,7 +41,7 @@ class Standing(NamedTuple):
 
 
 def standings(folder: Path, machine: str) -> list[Standing]:
-    """Of every cell with both, the strongest first."""
+    """The standings of all cells that have both, the strongest first."""
     found = []
     for suite in SUITES:
         if suite in WITHOUT_PEERS:
@@ -58,7 +58,7 @@ def standings(folder: Path, machine: str) -> list[Standing]:
 
 
 def extremes(folder: Path, machine: str) -> list[tuple[str, Standing]]:
-    """The strongest and the weakest cell; nothing where nothing was measured."""
+    """The strongest and the weakest cell; empty if nothing was measured."""
     found = standings(folder, machine)
     return [("strongest", found[0]), ("weakest", found[-1])] if found else []
 

@@ -1,4 +1,4 @@
-"""The stage of the GPU kit that runs the cases of the tests on the device, and what it reads from their reports."""
+"""The stage of the GPU kit that runs the cases of the tests on the device and reads their reports."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.gpu_running import ROOT, Kit, outcome
 
 
 def correctness(kit: Kit) -> None:
-    """The cases of the tests on the device, a run for each group. Of each test, single values of the parameters come first and
-    their combinations later, see tests/support/on_device.py. Combinations that do not fit into the time are not a failure."""
+    """Runs the cases of the tests on the device, one group after the other. Of each test, single values of the parameters come
+    first and combinations later, see tests/support/on_device.py. Combinations that do not fit into the time are not a failure."""
     begin, whole, found, spent = time.monotonic(), 0.95 * kit.left, {}, 0.0
     for name, cases in CASES.items():
-        spent += cases.share  # what an earlier group has left over goes to this one
+        spent += cases.share  # time left over by earlier groups is given to this one
         report = kit.work / "json" / f"tests-{slug_of(name)}.jsonl"
         report.unlink(missing_ok=True)
         status = kit.python(

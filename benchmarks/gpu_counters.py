@@ -1,5 +1,5 @@
-"""What the stages `counters` and `resources` of the GPU kit look at: calls of every public function, what they compile, where
-they make the host wait, how long the host takes for them, and whether a CUDA graph of them gives the same result.
+"""The measurements of the stages `counters` and `resources` of the GPU kit. For calls of every public function: what they compile,
+where they make the host wait, how much host time they take, and whether a CUDA graph of them gives the same result.
 
 A new entry point of the package registers in `losses`, and in `graphed` if it is to be captured."""
 
@@ -67,8 +67,8 @@ def loaded_kernels() -> list[dict]:
 def batch_of(
     lengths: tuple[int, int], vocab: int, device: str, masked: bool = True, kept: bool = False, reference: bool = True
 ) -> TokenBatch:
-    """[B, T] random tokens, half of the sequences without an advantage, one token of each masked; with `kept` each of them from a
-    set of four ids; without `reference` no log-probs of one."""
+    """A batch of [B, T] random tokens. Half of the sequences have advantage 0, and one token of each is masked. kept: each
+    token has a set of four ids. reference: whether there are log-probs of a reference."""
     targets = torch.randint(vocab, lengths, device=device)
     mask = torch.ones(lengths, dtype=torch.bool, device=device)
     mask[:, 0] = False
@@ -84,7 +84,7 @@ def batch_of(
 
 
 def losses(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Callable[[], Any]]:
-    """{entry point: a call of it with its backward}, each called once."""
+    """{entry point: a call of it with its backward}; each has been called once."""
     shape, objective = (4, max(2, rows // 4)), Objective.preset("dapo", beta=0.04)
     batch, kept = batch_of(shape, vocab, device), batch_of(shape, vocab, device, kept=True)
     logits = torch.randn(*batch.targets.shape, vocab, device=device).to(dtype).requires_grad_()
@@ -178,7 +178,7 @@ def first_wait(step: Callable[[], Any]) -> str | None:
 
 
 def host_ms(call: Callable[[], Any], runs: int = 30) -> float:
-    """The median time that the host takes for a call, whose work the device does later: every run finds it idle."""
+    """The median host time of a call, whose work the device does later. The device is idle when a run starts."""
     taken = []
     for _ in range(runs):
         torch.cuda.synchronize()
@@ -197,11 +197,11 @@ class Captured(NamedTuple):
 
     given: Tensor
     step: Callable[[], tuple[Tensor, ...]]
-    exact: bool  # the same bits are due; products may be made by another kernel while they are captured
+    exact: bool  # results must be equal bit by bit; if not, products may run another kernel while they are captured
 
 
 def graphed(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Captured]:
-    """What a trainer would capture: each loss with its backward, on one batch."""
+    """The losses that a trainer would capture, each with its backward, on one batch."""
     shape, objective = (4, rows // 4), Objective.preset("dapo", beta=0.04)
     batch, kept = batch_of(shape, vocab, device), batch_of(shape, vocab, device, kept=True)
     logits = torch.randn(*shape, vocab, device=device).to(dtype).requires_grad_()
@@ -237,7 +237,7 @@ def graphed(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype =
     }
 
 
-#: What a replay may differ by from a plain call where products are made by another kernel: gradients are bf16.
+#: The largest difference of a replay from a plain call, if products run another kernel: gradients are bf16.
 REPLAYED = 1e-2
 
 
@@ -245,7 +245,7 @@ def replay_differs(what: Captured) -> str | None:
     """Captures a step, replays it on another input and compares with a plain call; None, or what is wrong, in words."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what is created at first use must not be captured
+    with torch.cuda.stream(side):  # a first call, so that nothing created at first use is captured
         what.step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()

@@ -1,17 +1,18 @@
-"""Checks, tunes and measures everything on a GPU, in calls of ten minutes, what is worth most first:
+"""Checks, tunes and measures everything on a GPU, in calls of ten minutes, the most important stages first:
 
     python -m benchmarks.gpu_kit --out DIR [--call 1] [--wheels DIR] [--resume results.tar.gz] [--work DIR] [--minutes 10]
                                  [--stages NAME ...] [--rehearse]
 
-docs/gpu.md says what to run and what each call brings home. It runs from the source tree on a machine without network that has
-torch and Triton; the peers' wheels come in a folder and are installed into a temporary one. The stages of a call are those of
-gpu_plan.py. Each is a process with a time limit, a log and a JSON file, so that a crash or a hang does not affect the others;
-most of the time that later stages need is reserved for them. After each stage, and every 20 seconds, DIR holds everything found
-so far: summary.md, results.tar.gz (the JSON files and pictures), logs.tar.gz and a few of the pictures. `--resume` begins with
-what an earlier call brought home, `--work` with what is in that folder: stages that ended well are not run again unless --stages
-names them, and measured cells are not measured again. `--rehearse` runs the same script on a CPU, small.
+docs/gpu.md says what to run and which results each call gives. The script runs from the source tree, on a machine with torch and
+Triton, without network. The wheels of other projects come in a folder and are installed into a temporary one. gpu_plan.py lists the
+stages of each call. Each stage is a process with a time limit, a log and a JSON file, so that a crash or a hang does not affect the
+others. Most of the time that later stages need is reserved for them. After each stage, and every 20 seconds, DIR is updated
+with all results so far: summary.md, results.tar.gz (the JSON files and pictures), logs.tar.gz and a few of the pictures.
+`--resume` starts from the results of an earlier call, `--work` from those in that folder: stages that ended well are not run
+again unless --stages names them, and measured cells are not measured again. `--rehearse` runs the same script with small sizes
+on a CPU.
 
-How to copy the results into the repository, for the tables and the pictures of the documentation:
+Copy the results into the repository, for the tables and the pictures of the documentation, by:
 
     tar xzf DIR/results.tar.gz -C benchmarks results && python -m benchmarks.plots && python -m benchmarks.tables --write
 
@@ -58,13 +59,13 @@ class Kit:
 
     def command(self, stage: str, seconds: float) -> list[str]:
         command = [sys.executable, "-m", "benchmarks.gpu_stages", stage, "--work", str(self.work)]
-        command += ["--seconds", f"{0.95 * seconds:.0f}"]  # it should end by itself
+        command += ["--seconds", f"{0.95 * seconds:.0f}"]  # the stage should stop by itself after this
         if self.wheels is not None:
             command += ["--wheels", str(self.wheels)]
         return command + (["--rehearse"] if self.rehearse else [])
 
     def found(self, name: str) -> dict[str, Any]:
-        """What a stage has written so far."""
+        """The results that a stage has written so far."""
         path = self.work / "json" / f"{name}.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -101,7 +102,7 @@ def run_stage(
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """The process and whatever it has left behind."""
+    """Ends the process and those that it has started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -112,7 +113,7 @@ def end_group(process: subprocess.Popen) -> None:
 def run(kit: Kit, stages: Sequence[Stage], minutes: float) -> None:
     """Runs one stage after the other. The reserved seconds of all stages are scaled to 80 % of the time."""
     scale = 0.8 * 60 * minutes / max(1.0, sum(stage.kept for stage in stages))
-    deadline = time.monotonic() + 57 * minutes  # the rest is for packing and for what starts the call
+    deadline = time.monotonic() + 57 * minutes  # the rest is for packing and for starting the call
     for i, stage in enumerate(stages):
         kept = scale * sum(later.kept for later in stages[i + 1 :])
         seconds = min(scale * stage.most, deadline - time.monotonic() - kept)
@@ -128,7 +129,7 @@ def run(kit: Kit, stages: Sequence[Stage], minutes: float) -> None:
         pack(kit)
 
 
-# ---- what comes back: few files, none in a folder
+# ---- the output: a few files, not in folders
 
 
 def pack(kit: Kit) -> None:

@@ -1,8 +1,8 @@
 """The stages of the GPU kit, their order and time limits: names only, for gpu_kit.py, which uses nothing but the standard library.
 
-A new part of the package registers here: files of tests in CASES, suites in HEADLINE, COMPARED or FURTHER. Calls of it whose
-waits, recompilations and CUDA graphs are looked at stand in gpu_counters.py (`losses`, `graphed`); workloads of its launches
-that are tuned in tune.py (`workloads`)."""
+A new part of the package is registered here: files of tests in CASES, suites in HEADLINE, COMPARED or FURTHER. Calls whose waits,
+recompilations and CUDA graphs are checked are in gpu_counters.py (`losses`, `graphed`), workloads for tuning its launches in
+tune.py (`workloads`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Stage(NamedTuple):
     kept: float  # of these, reserved: earlier stages may not use them
 
 
-#: One after the other, what is worth most first; each in ten minutes on a machine that keeps nothing between them.
+#: The calls, the most important first. Each takes ten minutes, on a machine that keeps nothing between calls.
 CALLS = {
     1: (
         Stage("install", 60, 10), Stage("env", 120, 40), Stage("correctness", 300, 190), Stage("counters", 90, 60),

@@ -39,7 +39,7 @@ class Kit:
         self.add(lines=[*self.found["lines"], line])
 
     def leave_out(self, *names: str) -> None:
-        """Says what this machine cannot do."""
+        """Notes what this machine cannot do, and why."""
         self.add(left_out=[*self.found.get("left_out", []), *names])
         for name in names:
             self.say(f"left out: {name}")

@@ -92,7 +92,7 @@ def env(kit: Kit) -> None:
 
 
 def peers(kit: Kit) -> None:
-    """The peers that cannot be imported here, and why. This runs in a process of its own, since an import may crash."""
+    """The other projects that cannot be imported here, and why. It runs in a process of its own, because an import may crash."""
     reasons: dict[str, str | None] = {}
     for contract in ("logits", "logits-forward", "hidden", "hidden-forward"):
         cell = Cell(contract, 16, 512, torch.bfloat16, None if contract.startswith("logits") else 128)
@@ -117,8 +117,8 @@ def peers(kit: Kit) -> None:
 
 
 def resources(kit: Kit) -> None:
-    """The kernels that have just run, as the driver has loaded them. (All others are compiled and held to their budgets at home:
-    `python -m benchmarks.resources`.)"""
+    """The resources of the kernels that have just run, as the driver has loaded them. (The budgets of all other kernels are
+    checked without a GPU: `python -m benchmarks.resources`.)"""
     with on_triton(kit.rehearse):
         losses(kit.device, *((8, 272, 8, torch.float32) if kit.rehearse else (64, 151936, 64, torch.bfloat16)))
     if kit.rehearse:
@@ -193,7 +193,7 @@ def tune(kit: Kit) -> None:
     save(kit.work / "json" / CHOICES, tuning.winners(found))
 
 
-#: What the tuner found clearly faster, for the stages that come after it.
+#: The settings that the tuner has found clearly faster, for later stages.
 CHOICES = "choices.json"
 
 
@@ -213,8 +213,8 @@ def further(kit: Kit) -> None:
 
 
 def compare(kit: Kit, names: Sequence[str], *options: str) -> None:
-    """Suites of the benchmarks with the settings that the tuner found, each in a process of its own. A provider that breaks CUDA
-    ends its process; the next process continues without it."""
+    """Runs suites of the benchmarks with the settings that the tuner has found, each suite in its own process. A provider that
+    breaks CUDA ends its process; the next process continues without that provider."""
     results = kit.work / "results"
     if kit.rehearse:
         kit.leave_out(*(f"suite {name}" for name in names if name not in REHEARSED_SUITES))
@@ -238,7 +238,7 @@ def compare(kit: Kit, names: Sequence[str], *options: str) -> None:
 
 
 def name_the_command(results: Path) -> None:
-    """Writes a command into the result files that a reader can run: that of this call contains a temporary folder."""
+    """Writes a command into the result files that a reader can run. The command of this call contains a temporary folder."""
     for path in results.glob("*/*.json"):
         record = load(path)
         for made in (record, *record["cells"]):
@@ -263,7 +263,7 @@ def memcheck(kit: Kit) -> None:
 
 
 def small(kit: Kit) -> None:
-    """Every kernel once, aligned and not, for the sanitizer."""
+    """Runs every kernel once with aligned and once with unaligned rows, for the sanitizer."""
     with on_triton(kit.rehearse):
         for dtype in (torch.float32,) if kit.rehearse else (torch.float32, torch.bfloat16, torch.float16):
             for vocab in (272, 1031):

@@ -25,7 +25,7 @@ from grpo_kernels.vocabulary.memory import release
 
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 256 << 20  # beyond every L2
-AHEAD_MS = 0.6  # what a call of Python code may take on the host before its kernels reach the GPU
+AHEAD_MS = 0.6  # the host time that Python code may need before its kernels reach the GPU
 
 # ---- time
 
@@ -123,10 +123,10 @@ def _summary(times: list[float]) -> dict:
 
 
 def modes(times: list[float]) -> list[list[float]]:
-    """[[ms, share of the runs], [ms, share]] of two kinds of runs, the fast ones first; [] if there is one kind only.
+    """[[ms, share of the runs], [ms, share]] of two kinds of runs, the fast ones first; [] if there is only one kind.
 
-    There are two where the runs fall into groups of at least a fifth each, of which every slow run takes at least 1.3 times as
-    long as any fast one, and the groups are further apart than either is wide."""
+    There are two kinds if the runs fall into two groups of at least a fifth each, every slow run takes at least 1.3 times as
+    long as any fast one, and the gap between the groups is larger than the range of either."""
     ordered, least = sorted(times), max(2, len(times) / 5)
     gaps = [(ordered[i] - ordered[i - 1], i) for i in range(1, len(ordered)) if least <= i <= len(ordered) - least]
     gap, at = max(gaps, default=(0.0, 0))
@@ -138,7 +138,7 @@ def modes(times: list[float]) -> list[list[float]]:
 
 # ---- neighbours
 
-#: Keeps a core busy until it is ended, or its parent is gone.
+#: A program that keeps a core busy until it is ended or its parent has exited.
 NEIGHBOUR = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(100_000): pass"
 
 
@@ -162,7 +162,7 @@ def memory_in_use(device: str) -> int:
     if device == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
-    release()  # what our own large results left
+    release()  # frees the memory of our own earlier results
     _trim()
     return _status("VmRSS")
 

@@ -1,4 +1,4 @@
-"""The inputs of a cell and the answer in float64, whatever its contract."""
+"""The inputs of a cell and the reference results in float64, for every contract."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Instructions per logit on a GPU, read from the machine code of our kernels and of other projects': without a GPU.
+"""Instructions per logit on a GPU, counted in the machine code of our kernels and of other projects'. No GPU is needed.
 
     python -m benchmarks.instructions [--target sm_90 ...] [--write]
 
-Everything is compiled as it is launched: ours as the library does, the others by a call of the provider that is timed, with
-launches that compile and do not run. `--write` puts the counts of this version of Triton into results/instructions.json, from
-which `python -m benchmarks.roofline --kernels` says what binds on which GPU. A kernel without a loop over its row is counted
-whole. What is counted is what a thread issues, in the steady state of a row."""
+Kernels are compiled with the arguments of real launches: ours as the library launches them, others by a call of their provider
+whose launches compile but do not run. `--write` puts the counts of this version of Triton into results/instructions.json, from
+which `python -m benchmarks.roofline --kernels` computes what limits each kernel on each GPU. Counts are the instructions that a
+thread issues in the steady state of a row. A kernel without a loop over its row is counted as a whole."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ QWEN = 151936
 
 @dataclass(frozen=True)
 class Work:
-    """Of one visit of a row."""
+    """The work of one visit of a row."""
 
     kernel: str
     writes: bool  # it stores the gradient
@@ -52,7 +52,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Way:
-    """A way from logits to their gradient."""
+    """One way to compute the gradient of logits."""
 
     name: str
     bytes: float  # of device memory, read and written for each logit
@@ -73,7 +73,7 @@ def _shared(multiprocessors: int, *cases: Case) -> None:
 
 
 def _theirs(name: str) -> None:
-    """A call of the provider that is timed."""
+    """A call of another project's provider, which is the one that is timed."""
     provider = next(p for p in providers("logits") if p.name == name)
     provider.make(make_case(Cell("logits", 4, QWEN, torch.bfloat16, sequences=2), "cpu")).call()
 
@@ -96,7 +96,7 @@ WAYS = (
 
 
 def elements(kernel: Any, loop: Loop, size: int) -> float:
-    """Logits that a thread takes in one round of the loop. Where there is none: its share of the program's block."""
+    """Logits that a thread processes in one iteration of the loop. Without a loop: its share of the program's block."""
     if row_loops(kernel):
         return sum(loop.loads) / 8 / size
     names, constants = kernel.src.fn.arg_names, kernel.src.constants

@@ -1,8 +1,8 @@
-"""The case of the suite `kept`: rows whose tokens were sampled from sets, and the answer in float64.
+"""The case of the suite `kept`: rows whose tokens were sampled from sets, and the reference results in float64.
 
-Sizes of sets follow what prime-rl published for top-k and top-p sampling: 46 % of the rows have a single id, the median is 2, the
-mean about 8, the 99th percentile about 82. Rows with more than one id have sizes of a log-normal distribution, which with these
-parameters has those quantiles."""
+The sizes of the sets follow figures that prime-rl published for top-k and top-p sampling: 46 % of the rows have a single id,
+the median is 2, the mean about 8, the 99th percentile about 82. For rows with more than one id, sizes are drawn from a
+log-normal distribution whose parameters reproduce these quantiles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KeptCase:
     batch: TokenBatch  # with the sets
     hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H]
-    weight_grad: Tensor  # fp32 [V, H]: memory of one's own that a gradient is added into
+    weight_grad: Tensor  # fp32 [V, H]: the caller's memory, to which a gradient is added
 
     @property
     def sets(self) -> TokenSets:
@@ -33,7 +33,7 @@ class KeptCase:
 
     @property
     def plain_batch(self) -> TokenBatch:
-        """Without the sets, for those who do not know them."""
+        """The batch without its sets, for implementations that do not support them."""
         return TokenBatch(self.batch.targets, self.batch.advantages, old_logps=self.batch.old_logps)
 
     def restore(self) -> None:
@@ -44,13 +44,13 @@ class KeptCase:
         return {"loss": loss.detach(), "d_hidden": d_hidden, "d_weight": d_weight}
 
     def added(self, loss: Tensor) -> Result:
-        """Of a loss whose backward adds the gradient of the weight into `weight_grad`."""
+        """The results of a loss whose backward adds the gradient of the weight to `weight_grad`."""
         (d_hidden,) = torch.autograd.grad(loss, (self.hidden,))
         return {"loss": loss.detach(), "d_hidden": d_hidden, "d_weight": self.weight_grad}
 
 
 def sizes(rows: int, vocab: int, g: torch.Generator) -> Tensor:
-    """int64 [rows]: how many ids each set has."""
+    """int64 [rows]: the number of ids in each set."""
     draw = torch.randn(rows, generator=g, device=g.device)
     several = (SIGMA * draw + MU).exp().round().clamp(2, min(LARGEST, vocab)).long()
     return torch.where(torch.rand(rows, generator=g, device=g.device) < SINGLE, 1, several)
@@ -61,7 +61,7 @@ def sets_of(targets: Tensor, vocab: int, g: torch.Generator) -> TokenSets:
     counts = sizes(targets.numel(), vocab, g)
     row = torch.repeat_interleave(counts)
     first = torch.zeros_like(row).index_fill(0, counts.cumsum(0) - counts, 1).bool()
-    # The ids of a row are consecutive from a random one on, times a factor that scatters them over the vocabulary.
+    # The ids of a row are consecutive numbers from a random one on, times a factor that scatters them over the vocabulary.
     start = torch.randint(0, vocab, targets.shape, generator=g, device=targets.device)[row]
     inside = torch.arange(row.numel(), device=row.device) - (counts.cumsum(0) - counts)[row]
     factor = next(p for p in (7919, 104729) if vocab % p)  # a prime that does not divide V: different ids stay different
@@ -88,7 +88,7 @@ def make_kept(cell: Cell, device: str, seed: int = 0) -> KeptCase:
 
 @torch.no_grad()
 def log_probs(case: KeptCase) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probs of targets [N], log-probs [nnz] of all ids, is the id its row's target [nnz]) in float64."""
+    """(log-probs of targets [N], log-probs [nnz] of all ids, whether each id is its row's target [nnz]) in float64."""
     sets, rows = case.sets, case.sets.row_of
     pairs = zip(rows.split(4096), sets.ids.long().split(4096), strict=True)
     z = torch.cat([(case.hidden[r].double() * case.weight[i].double()).sum(1) for r, i in pairs])
@@ -101,7 +101,7 @@ def log_probs(case: KeptCase) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def kept_reference(case: KeptCase) -> Result:
-    """Loss and gradients in float64, over the pairs of a row and an id alone."""
+    """Loss and gradients in float64, computed only for the pairs of a row and an id."""
     sets, rows = case.sets, case.sets.row_of
     logps, log_q, is_target = log_probs(case)
     loss, slope = loss_and_slope(logps, case.plain_batch, slice(None), case.cell)

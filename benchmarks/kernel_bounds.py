@@ -1,8 +1,8 @@
 """What limits a row kernel on a GPU: issuing its instructions, its exponentials, its fp32 arithmetic, or memory.
 
-Counts are those that benchmarks/instructions.py read from machine code (results/instructions.json), rates those of data sheets
-and programming guides: an estimate of the least time, which no kernel reaches. `python -m benchmarks.roofline --kernels` prints
-it, and `--write` puts it on docs/gpu.md."""
+The counts are those that benchmarks/instructions.py has read from machine code (results/instructions.json), the rates those of data
+sheets and programming guides. The result is an estimate of the least time, which no kernel reaches. `python -m benchmarks.roofline
+--kernels` prints it, and `--write` puts it into docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from grpo_kernels.diagnosis import numbers
 PATH, BUDGETS = RESULTS / "instructions.json", RESULTS / "budgets.json"
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
 
-#: Of a data sheet's bandwidth, the share that copies and row kernels reach on such GPUs (published figures: 0.82 to 0.94).
+#: The share of a data sheet's bandwidth that copies and row kernels reach on such GPUs (published figures: 0.82 to 0.94).
 REACHED = 0.85
 
 
 @dataclass(frozen=True)
 class Chip:
-    """Rates of a GPU: numbers that a multiprocessor takes in a clock, clocks as under load."""
+    """Rates of a GPU: operations of a multiprocessor in a clock cycle, and its clock rate under load."""
 
     name: str
     target: str
@@ -49,7 +49,7 @@ BOUNDS = ("issue", "special", "fp32", "memory")
 
 
 def bounds(way: dict[str, Any], chip: Chip, rows: int, vocab: int) -> dict[str, float]:
-    """Milliseconds by BOUNDS of a way from logits to their gradient, an entry of results/instructions.json."""
+    """Milliseconds by BOUNDS, for one way to compute the gradient of logits, an entry of results/instructions.json."""
     logits = rows * vocab
     issued = [visit["issued"] for visit in way["visits"]]
     work = {
@@ -63,7 +63,7 @@ def bounds(way: dict[str, Any], chip: Chip, rows: int, vocab: int) -> dict[str, 
 
 
 def tables(rows: int = 8192, vocab: int = 151936) -> dict[str, Table]:
-    """The bounds, the counts that they rest on, and what other versions of Triton make of the same kernels."""
+    """The bounds, the counts from which they are computed, and the counts of the same kernels with other versions of Triton."""
     record = results.load(PATH)
     version = max(record, key=numbers)
     targets = record[version]["targets"]

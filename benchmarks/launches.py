@@ -44,7 +44,7 @@ class Target:
 
     def occupancy(self, warps: int, registers: int, shared: int) -> tuple[int, str]:
         """(programs resident at a time, what limits them) of programs of so many warps and registers per thread."""
-        # Four partitions, each with its share of the registers, given to a warp in eights per thread.
+        # There are four partitions, each with a quarter of the registers. A warp gets a multiple of 8 registers per thread.
         warp_registers = -(-registers // 8) * 8 * self.gpu.warp_size
         held = 4 * (self.registers // 4 // warp_registers)
         limits = {
@@ -66,7 +66,7 @@ TARGETS = {
 
 
 class _Driver:
-    """Takes the place of Triton's driver. The name of the device separates these kernels from those of a real GPU."""
+    """Replaces Triton's driver. Its name of the device keeps these kernels apart from those of a real GPU."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -104,7 +104,7 @@ def compiling(target: str) -> Iterator[list[tuple[str, Any]]]:
         yield launches
 
 
-# ---- what the library launches
+# ---- the launches of the library
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", None: "no gradient"}
 
@@ -132,7 +132,7 @@ class Case:
     def aligned(self) -> bool:
         return self.stride % 16 == 0
 
-    # ---- what its budgets are made of
+    # ---- the figures that budgets are computed from
 
     @property
     def choice(self) -> Choice:
@@ -140,17 +140,17 @@ class Case:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes that a visit reads for a logit, of each stream; the first is as wide as an access."""
+        """Bytes that a visit reads per logit, for each stream; the first stream sets the width of an access."""
         return (self.logits.itemsize,)
 
     @property
     def loops(self) -> str:
-        """The pipe that its loops over a row issue to: "special" are exponentials."""
+        """The pipe that the kernel's loops over a row issue to; "special" computes exponentials."""
         return "memory" if self.kernel == "scale_" else "special"
 
     @property
     def counted(self) -> bool:
-        """Whether a loop does nothing but go over a row, so that its accesses and instructions are those of a logit."""
+        """Whether a loop does nothing but go over a row, so that its accesses and instructions can be counted per logit."""
         return self.kernel != "scale_"  # whose loop also handles the end of a row
 
     @property
@@ -159,8 +159,8 @@ class Case:
 
     @property
     def before_wait(self) -> float:
-        """The share of the loads of a tile that a thread issues before it waits for the first. Tanh takes so long that half of a
-        tile keeps memory busy, and the gradient of an entropy in odd rows has registers for half of one."""
+        """The share of the loads of a tile that a thread issues before it waits for the first. Tanh takes so long that half a tile
+        keeps memory busy. The gradient of an entropy in odd rows has registers for half a tile only."""
         odd = not self.aligned or self.vocab % 8 != 0
         half = self.kernel == "fused" and (self.transform == "softcap" or (self.entropy and odd))
         return 0.5 if half else 1.0
@@ -208,7 +208,7 @@ def token_rows(n: int, objective: Objective, without: str | None = None, offset:
 
 
 def _objectives() -> dict[str, Objective]:
-    """The formulas of all presets that take one pass, and of the other terms that a preset may have."""
+    """The formulas of all presets that need one pass, and of the other terms that a preset may have."""
     presets = {
         name: replace(preset, aggregate="token-mean")
         for name, preset in PRESETS.items()
@@ -219,7 +219,7 @@ def _objectives() -> dict[str, Objective]:
     every = presets | {f"grpo + {kl if isinstance(kl, str) else _kl_name(kl)}": replace(grpo, beta=0.04, kl=kl) for kl in kls}
     every["grpo, entropy floor"] = replace(grpo, filters=(EntropyFloor(1.0),))
     every["grpo, bounded ratio"] = replace(grpo, log_ratio_bounds=(-20.0, 20.0))
-    # Presets with the same formula differ in parameters only, which compile nothing new: the first name is kept.
+    # Presets with the same formula differ only in parameters, which do not cause a compilation: only the first is kept.
     distinct = {
         (*formulas(o).values(), o.beta != 0, o.kl_spec.clamps is None, o.filters == (), o.log_ratio_bounds): name
         for name, o in reversed(every.items())
@@ -241,8 +241,8 @@ TRANSFORMS = {
 #: (vocabulary, stride of a row): long and short rows; aligned, not aligned, and an odd vocabulary in padded rows.
 SHORT = 8192
 LAYOUTS = ((151936, 151936), (50257, 50257), (50257, 50272), (1024, 1024), (1001, 1001))
-#: Logits and gradient at logits level; the last is a chunk of logits at hidden level. The gradient of fp16 logits has to
-#: wait for the loss scale, so the fused kernel makes none for them.
+#: Dtypes of logits and gradient at logits level; the last are those of a chunk of logits at hidden level. The gradient of fp16
+#: logits has to wait for the loss scale, so the fused kernel does not compute it.
 DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),

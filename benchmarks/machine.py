@@ -28,7 +28,7 @@ def slug(device: str) -> str:
 
 
 def machine(device: str) -> dict:
-    """What the figures were measured on."""
+    """A description of the machine and the packages, for the result files."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     reason = backends.unavailable(NATIVE[device])
     found = {
@@ -59,8 +59,8 @@ def machine(device: str) -> dict:
 
 
 def require_kernels(device: str) -> None:
-    """SystemExit with the remedy where the kernels for `device` are missing or out of date: eager PyTorch, or old code,
-    would be measured in their place."""
+    """Raises SystemExit with the remedy if the kernels for `device` are missing or out of date: otherwise eager PyTorch, or old
+    code, would be measured in their place."""
     if device == "cpu":
         reasons = [f"{f.problem}\n  -> {f.remedy}" for f in findings(needed=True) if f.blocks]
     else:
@@ -102,7 +102,7 @@ def versions() -> dict[str, str]:
 
 
 def gpu_state(device: str) -> dict[str, str]:
-    """Clock, power and temperature now, where nvidia-smi tells; empty on a CPU."""
+    """Clock, power and temperature now, if nvidia-smi is there; empty on a CPU."""
     return _nvidia_smi("clocks.sm", "power.draw", "temperature.gpu") if device == "cuda" else {}
 
 

@@ -31,7 +31,7 @@ from benchmarks.sparse_cases import SparseCase
 #: row or one missing term.
 FULL = {"loss": 1e-4, "gradient": 1e-4, "worst row": 1e-3, "parameter": 1e-4, "value": 1e-4}
 HALF = {"loss": 1e-2, "gradient": 3e-2, "worst row": 0.3, "parameter": 0.1, "value": 0.15}
-#: The same of one draw of a gradient. A row's may be off by more than its norm: that of a target of p near 1 is small.
+#: The same limits for one draw of a gradient. A row may be off by more than its norm, which is small if the target's p is near 1.
 NOISE = {"gradient": 0.5, "worst row": math.inf}
 GATE = {torch.float32: FULL, torch.bfloat16: HALF, torch.float16: HALF}
 
@@ -45,7 +45,7 @@ class DeviceLost(RuntimeError):
 
 
 class _Failed(Exception):
-    """What a provider raised, in one line."""
+    """The error of a provider, in one line."""
 
 
 def measure(
@@ -62,9 +62,10 @@ def measure(
     candidates: list[Provider] | None = None,
     save: Callable[[dict], None] | None = None,
 ) -> dict:
-    """The cell in the form of the result files. `only` names the providers that take part beside the limits (None: all that
-    support the contract). `known`, {provider: reason}, are failures of an earlier process, which are not tried again. `save` gets
-    what there is, marked "unfinished", after each provider: those checked so far, with times of a few runs of their own."""
+    """The measured cell, in the form of the result files. `only` names the providers that take part besides the limits (None:
+    all that support the contract). `known`, {provider: reason}, are failures of an earlier process, which are not tried again.
+    `save` is called after each provider with the results so far, marked "unfinished": the providers checked so far, with times
+    of a few runs."""
     begin = time.perf_counter()
     chosen = providers(cell.contract) if candidates is None else candidates
     chosen = [p for p in chosen if only is None or p.limit or p.name in only]
@@ -79,7 +80,7 @@ def measure(
     runs: dict[str, Run] = {}
     counts: dict[str, int | None] = {}
     early: dict[str, dict[str, Any]] = {}
-    for row in sorted(rows, key=lambda row: byname[row["name"]].late):  # what compiles for long comes last
+    for row in sorted(rows, key=lambda row: byname[row["name"]].late):  # providers that compile for long come last
         provider = byname[row["name"]]
         if provider in counted and provider.name not in counts:
             together = [p for p in chosen if p in counted and p.late == provider.late]
@@ -119,7 +120,7 @@ def measure(
     retries = _alloc_retries(device)
     times = interleaved(
         {name: run.call for name, run in runs.items()}, device, lambda name: _restore(runs[name]), attempt=attempt,
-        seconds=seconds, least=least, most=most, warm_up=device != "cpu",  # on a CPU the check was one
+        seconds=seconds, least=least, most=most, warm_up=device != "cpu",  # on a CPU the check was a warm-up
     )  # fmt: skip
     state = gpu_state(device)
     rows = with_sum_of_parts(rows, times, failures)
@@ -141,7 +142,8 @@ def measure(
 
 
 def _early(provider: Provider, row: dict[str, Any], runs: dict[str, Run], device: str) -> dict[str, Any]:
-    """Times of a few runs by itself, for a cell that may not be finished. Who fails here takes no part further on."""
+    """Times of a few runs of one provider alone, in case the cell is not finished. A provider that fails here is left out from
+    then on."""
     if row["status"] != "ok":
         return {}
     name, run = provider.name, runs[provider.name]
@@ -159,9 +161,8 @@ def _early(provider: Provider, row: dict[str, Any], runs: dict[str, Run], device
 
 
 def with_sum_of_parts(rows: list[dict], times: dict[str, dict], failures: dict[str, str]) -> list[dict]:
-    """The rows, with one in place of those that are ways to make a part of a limit: the sum of the fastest way of each part. Its
-    "ways" are the milliseconds of all of them, or the reasons why there are none; "of" names the fastest. Its times are added to
-    `times`."""
+    """The rows, with one row for each limit that has parts: the sum of the fastest way to compute each part. The row's "ways"
+    are the milliseconds of all ways, or the reasons why they have none; "of" names the fastest. Its times are added to `times`."""
     others, ways = [r for r in rows if not r.get("part")], [r for r in rows if r.get("part")]
     if not ways:
         return rows
@@ -183,8 +184,7 @@ def with_sum_of_parts(rows: list[dict], times: dict[str, dict], failures: dict[s
 def _checked(
     provider: Provider, run: Run, case: Case, device: str, expected: Result, memory: bool, counters: bool
 ) -> dict[str, Any]:
-    """The errors, and for a provider that passes the gate also what is measured in separate runs: memory and waits of the
-    host."""
+    """The errors, and for a provider that passes the check also the results of separate runs: memory, and waits of the host."""
     baseline = memory_in_use(device) if device == "cuda" else None
     scale = float(case.batch.advantages.abs().mean())
     row: dict[str, Any] = {"errors": _attempt(provider, device, lambda: _errors(run, expected, scale))}
@@ -213,13 +213,13 @@ def describe(cell: Cell) -> dict:
 
 
 def _reached(case: Case) -> dict[str, float]:
-    """What rows have that were made for a mean entropy."""
+    """The mean entropy that the rows have, if they were made for one."""
     return {"entropy_reached": round(case.entropy, 3)} if isinstance(case, SparseCase) else {}
 
 
 def outside_gate(cell: Cell, found: dict[str, float], drawn: bool = False) -> str | None:
-    """The first error that is too large to be rounding, in words; None if there is none. Of a gradient that is `drawn` it is
-    too large to be noise around the dense one."""
+    """The first error that rounding cannot explain, in words; None if there is none. For a gradient that is `drawn`, the first
+    that noise around the dense gradient cannot explain."""
     for name, value in found.items():
         most = GATE[cell.dtype][_kind(name)]
         if cell.contract in EXACT and _kind(name) == "worst row":
@@ -247,7 +247,11 @@ def derived(cell: Cell, ms: float) -> dict:
     if cell.contract == "step":
         return {}
     seconds = ms / 1e3
-    if cell.contract in ("kept", "sparse", *EXACT):  # of drawn columns there is no product of a size known before
+    if cell.contract in (
+        "kept",
+        "sparse",
+        *EXACT,
+    ):  # the number of drawn columns is not known before, so neither is the size of the products
         return {}
     if cell.hidden is None:
         unit = cell.rows * cell.vocab * cell.dtype.itemsize / 1e9

@@ -1,5 +1,5 @@
-"""The launches of our Triton kernels beside those of one stream of rows: rows beside a teacher's, the sparse products of
-kept sets, and the columns of sparse gradients."""
+"""The launches of our other Triton kernels: for rows next to a teacher's rows, for the sparse products of kept sets, and for
+the columns of sparse gradients. launches.py has those of one stream of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SINGLE, HALF, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Beside(Case):
-    """Rows beside a teacher's: "two_stats", "two_pull", and "mixed", the sums of a mixture."""
+    """Rows next to a teacher's rows: "two_stats", "two_pull", and "mixed", the sums of a mixture."""
 
     teacher: torch.dtype = HALF
     divergence: str = "reverse"
@@ -39,8 +39,8 @@ class Beside(Case):
 
     @property
     def before_wait(self) -> float:
-        """A mixture's hundred instructions a logit hide any load. A gradient with every slope leaves registers for three of four,
-        and one with tanh for half, which takes so long that they keep memory busy."""
+        """A mixture takes a hundred instructions per logit, which hide any load. A gradient with all slopes leaves registers for
+        three of four loads, and one with tanh for half of them; tanh takes so long that these keep memory busy."""
         if self.divergence == "jsd" and self.kernel != "two_stats":
             return 0.5 if self.aligned else 0.0
         if not self.aligned:
@@ -92,7 +92,7 @@ class Sparse(Case):
 
     @property
     def counted(self) -> bool:
-        return False  # ids and values of slots are read among the rows
+        return False  # its loops also read ids and values of slots
 
     @property
     def stores(self) -> bool:
@@ -105,7 +105,7 @@ class Sparse(Case):
     def launch(self) -> None:
         n, m, ids = 4, 8, 16
         slots = Slots(*(torch.zeros(k, dtype=torch.int64) for k in (m, n + 1, m)))
-        # Of the weight, of the hidden states: the first matrix sets the width of an access.
+        # The weight, or the hidden states: the first matrix sets the width of an access.
         read, second = (torch.zeros(ids, self.stride, dtype=dtype)[:, : self.vocab] for dtype in (self.logits, self.second))
         if self.kernel == "slot_logits":
             backend.slot_logits(second[:n], read, slots)
@@ -123,7 +123,7 @@ class Selecting(Case):
 
     @property
     def aligned(self) -> bool:
-        """An odd vocabulary ends within an access, which is then one of single elements, side by side."""
+        """Whether all accesses of a row are aligned and whole. Those of an odd vocabulary are made of single elements."""
         return self.stride % 16 == 0 == self.vocab % 16
 
     @property
@@ -179,7 +179,7 @@ def of_two(divergence: str, transform: str = "linear") -> tuple[Case, ...]:
 
 
 def other_cases() -> list[Case]:
-    """Layouts, transforms and what else is summed are varied one at a time."""
+    """Layouts, transforms and further sums are varied one at a time."""
     found: dict[Case, None] = {}
     for kernel, divergence in KERNELS:
         for dtypes in DTYPES:

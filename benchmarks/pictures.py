@@ -56,8 +56,8 @@ class Curves:
 @dataclass(frozen=True)
 class Picture:
     title: str
-    panels: list[Bars | Curves]  # all of one kind
-    notes: list[str]  # who is missing
+    panels: list[Bars | Curves]  # if all cells are of one kind
+    notes: list[str]  # the providers that are missing
 
 
 def picture(record: Record) -> Picture:

@@ -33,7 +33,7 @@ from benchmarks.suites import OURS
 TEXT = "#797979"
 MUTED = "#8f8f8f"
 HIGHLIGHT = "#2f81f7"
-#: Curves, by how a name begins: the first that fits.
+#: Styles of curves, by the start of a name: the first match counts.
 COLOURS = {
     "grpo_kernels,": "#5b8fc7",
     "grpo_kernels": HIGHLIGHT,
@@ -98,7 +98,7 @@ def _draw_bars(shown: Picture, panels: list[Bars], columns: int) -> Figure:
 
 
 def _bar_names(panels: list[Bars]) -> list[str]:
-    """Fastest of the first panel at the top, then those that were not timed."""
+    """The names of the bars: the fastest of the first panel first, those that were not timed last."""
     first = sorted(panels[0].bars, key=lambda bar: bar.value)
     names = list(dict.fromkeys([bar.name for bar in first] + [bar.name for panel in panels for bar in panel.bars]))
     return names + [name for name in dict.fromkeys(n for panel in panels for n in panel.wrong) if name not in names]
@@ -199,7 +199,7 @@ def _short(x: float) -> str:
 
 def _name_ends(page: Figure, axes: Axes, panel: Curves) -> None:
     """Writes the name of each curve at the right, as near to its end as the other names allow, with a line from the end to
-    the name. The name of a curve that ends early says where it ends."""
+    the name. If a curve ends early, its name says where."""
     to_axes = axes.transScale + axes.transLimits
     inches = axes.get_position().height * page.get_figheight()
     last = max((curve.x[-1] for curve in panel.curves), default=0)

@@ -10,18 +10,18 @@ limit: what the hardware needs for the least that the contract asks for, measure
 error: the worst of the loss (by the mean |advantage|), gradients and their worst row (relative), log-probs and entropy (absolute)."""
 
 
-#: Said below a table with rows whose gradient is drawn.
+#: The note below a table with rows whose gradient is drawn.
 DRAWN = "Errors of gradients in sparse rows are those of one draw: unbiased noise around the dense gradient, not a wrong result"
 
 
 def entropy(cell: dict) -> str:
-    """Of a cell whose rows were made for a mean entropy: what they have."""
+    """The mean entropy of the rows of a cell, if they were made for one."""
     wanted = cell.get("entropy")
     return "" if wanted is None else f", mean entropy {cell.get('entropy_reached', wanted):.2f} nats"
 
 
 def worst(row: dict) -> str:
-    """The largest error of a row; of a gradient that is drawn the relative noise of all rows together."""
+    """The largest error; for a gradient that is drawn, the relative noise of all rows together."""
     if not row.get("errors"):
         return ""
     if row.get("drawn"):
@@ -30,7 +30,7 @@ def worst(row: dict) -> str:
 
 
 def ways(row: dict) -> str:
-    """What a limit is the sum of, and the ways that took longer, in ms."""
+    """The parts of a limit, and the ways to compute them that took longer, in ms."""
     found = []
     for name in row["of"]:
         part, _, way = name.partition(", ")

@@ -2,10 +2,10 @@
 
     python -m benchmarks.replay [--write]
 
-The reference trainer on the problems of examples/arithmetic.py, from the same warm-up, with the same seeds and top-p: over the
-sets, and over the vocabulary with the ratio to the sampler's log-probs (as trainers have it that take those of the engine) or to
-the trainer's own. One update on each batch, so that every ratio would be 1 if nothing were wrong. --write:
-benchmarks/results/replay.json, and in docs the table of kept_sets.md and the picture replay.svg that are made from it."""
+Runs of the reference trainer on the problems of examples/arithmetic.py, from the same warm-up, with the same seeds and top-p.
+Losses are over the sets; over the vocabulary with the ratio to the sampler's log-probs, as in trainers that use those of the
+engine; or over the vocabulary with the ratio to the trainer's own log-probs. There is one update on each batch, so that every
+ratio should be 1. --write: benchmarks/results/replay.json, and in docs the table of kept_sets.md and the picture replay.svg."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ PAGE = results.ROOT / "docs" / "kept_sets.md"
 PICTURE = results.ROOT / "docs" / "replay.svg"
 SEEDS = (0, 1, 2)
 WIDTH_OF_MODEL, LAYERS, WARM_UP = 64, 2, 300
-#: Problems with numbers up to this, which so small a model learns; so many of them are held out.
+#: Problems have numbers up to LARGEST, which such a small model can learn; HELD_OUT of them are held out.
 LARGEST, HELD_OUT = 9, 100
-#: What all runs share.
+#: The settings of all runs.
 SETTINGS: dict[str, Any] = {
     "steps": 60, "prompts_per_step": 32, "group_size": 8, "max_new_tokens": 4, "lr": 2e-4, "warmup_steps": 5, "top_p": 0.6
 }  # fmt: skip
-#: What a run does otherwise, by name.
+#: The changes of each run, by its name.
 ARMS: dict[str, dict[str, Any]] = {
     "over the sets": {"ratio_to": "sampler", "entropy_over": "vocabulary"},
     "over the vocabulary, ratio to the sampler": {"replay": False, "ratio_to": "sampler"},
     "over the vocabulary, ratio to the trainer's own": {"replay": False},
 }
 COLOURS = dict(zip(ARMS, (HIGHLIGHT, "#bb6f2c", "#3f9470"), strict=True))
-#: What is kept of a step: (field of the record, title of its panel).
+#: The fields of a step that are recorded, and the titles of their panels.
 FIELDS = (
     ("ratio", "mean ratio, before any step on the batch"),
     ("outside", "share of tokens with a ratio outside the clip range"),
     ("reward", "reward: share of right answers, sampled"),
     ("entropy", "entropy over the vocabulary, nats"),
 )
-#: Steps that a figure of the table is the mean of.
+#: A figure of the table is the mean over so many steps.
 SPAN = 10
 
 
@@ -86,7 +86,7 @@ def warmed_up(seed: int, tok: Any, steps: int = WARM_UP) -> tuple[Any, list[Any]
 
 
 def run(model: Any, tok: Any, rows: tuple[list[Any], list[Any]], seed: int, **changes: Any) -> dict[str, Any]:
-    """What is kept of one run: the fields, a number for each step, and greedy accuracy before and after."""
+    """The record of one run: the fields with a number for each step, and greedy accuracy before and after."""
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(**{
             **SETTINGS, "eval_steps": SETTINGS["steps"], "eval_prompts": len(rows[1]), "checkpoint_steps": 0, "out": folder,
@@ -108,7 +108,7 @@ def run(model: Any, tok: Any, rows: tuple[list[Any], list[Any]], seed: int, **ch
 
 
 def watched(trainer: Trainer) -> list[float]:
-    """A list that gets the share of tokens outside the clip range of each loss that the trainer computes, one a step."""
+    """A list to which each loss of the trainer, one per step, appends its share of tokens outside the clip range."""
     found: list[float] = []
     surrogate, loss = trainer.objective.surrogate, trainer.losses.loss
 
@@ -177,7 +177,7 @@ def block(record: dict[str, Any]) -> str:
 
 
 def _both(runs: list[dict[str, Any]], field: str, form: str) -> str:
-    """Mean over the seeds of the first steps and of the last."""
+    """The mean over the seeds, of the first steps and of the last steps."""
     return " -> ".join(format(sum(of(made[field]) for made in runs) / len(runs), form) for of in (first, last))
 
 
@@ -219,7 +219,7 @@ def draw(record: dict[str, Any]) -> Figure:
             for made in record["runs"]:
                 axes.plot(smooth(made[field]), color=COLOURS[made["arm"]], linewidth=0.5, alpha=0.6)
             for arm, mean in means[field].items():
-                over = arm == list(ARMS)[-1]  # it lies on another where the ratio is 1
+                over = arm == list(ARMS)[-1]  # where the ratio is 1 it is the same as another
                 axes.plot(mean, color=COLOURS[arm], linewidth=1.8, label=arm, linestyle=(0, (3, 3)) if over else "-")
         handles, labels = axes.get_legend_handles_labels()
         legend = page.legend(handles, labels, loc="outside lower center", ncols=len(ARMS), frameon=False, labelcolor=TEXT)
@@ -228,7 +228,7 @@ def draw(record: dict[str, Any]) -> Figure:
 
 
 def described(record: dict[str, Any]) -> str:
-    """The field Description of the picture's file: the lines that are its means."""
+    """The field Description of the picture's file: the mean lines."""
     return json.dumps(curves(record), separators=(",", ":"))
 
 

@@ -1,13 +1,13 @@
-"""The resources that the Triton kernels need on a GPU, without a GPU: registers, accesses, occupancy, work per logit; and
-their budgets.
+"""The resources that the Triton kernels need on a GPU, and their budgets: registers, accesses, occupancy, work per logit. No GPU is
+needed.
 
     python -m benchmarks.resources [--target sm_90 ...] [--quick] [--json FILE] [--write]
 
 Compiles the kernels for each target as the library launches them, and reads the binary (AMD: the assembly). Exits with 1 when
 a budget (see `broken`) is exceeded. Nothing is timed. Figures per logit are counted in the machine code of the loops over a
-row, see `benchmarks/sass.py`; those of `scale_` and of the sparse products are derived. Run it with each version of Triton that
-matters: they order loads differently.
-`--write` keeps what became of the budgets in results/budgets.json, for docs/gpu.md."""
+row, see `benchmarks/sass.py`; those of `scale_` and of the sparse products are derived. Run it with each version of Triton that is
+supported, because they order loads differently. `--write` saves the outcome of the budgets in results/budgets.json, for
+docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Report:
     shared: int  # bytes per program
     warps: int  # per program
     programs: int  # resident per multiprocessor
-    limit: str  # what keeps it from being more
+    limit: str  # what limits the number of resident programs
     loads: list[int]  # widths in bits of the loops' accesses, per thread
     stores: list[int]
     together: list[tuple[int, int, int]]  # of each loop: the most loads of a thread in flight, all of an iteration, their bits
@@ -100,9 +100,9 @@ def per_logit(found: Sequence[Loop], size: int) -> dict[str, float]:
     return work
 
 
-#: Bytes per thread that a kernel may spill, outside its loops: a tile in single elements, as is the last one of an odd
-#: vocabulary in padded rows, tanh of a tile that is kept, and tanh of two rows with all of their sums, take ptxas more registers
-#: than there are.
+#: Bytes per thread that a kernel may spill outside its loops. For three things ptxas needs more registers than there are: a tile in
+#: single elements, such as the last one of an odd vocabulary in padded rows; tanh of a tile that is kept in registers; and tanh of
+#: two rows with all of their sums.
 UNALIGNED_SPILL = {"fused": 192, "scale_": 32}
 PADDED_SPILL = {"fused": 160, "pull": 8}
 SOFTCAP_SPILL = {"fused": 32, "two_stats": 8}
@@ -117,7 +117,7 @@ def broken(case: Case, found: Report) -> list[str]:
         PADDED_SPILL.get(case.kernel, 0) if case.vocab % 8 else 0,
         SOFTCAP_SPILL.get(case.kernel, 0) if case.transform == "softcap" else 0,
     )
-    # A choice is made for so many full programs on a multiprocessor, or as many threads in programs of short rows.
+    # A choice is made for this number of full programs on a multiprocessor, or for as many threads in programs of short rows.
     at_most = {
         "registers": (found.registers, TARGETS[found.target].registers // threads),
         "bytes spilled": (found.spilled + found.stack, spill),
@@ -128,10 +128,10 @@ def broken(case: Case, found: Report) -> list[str]:
     at_least = {"resident threads": (found.programs * found.warps * TARGETS[found.target].gpu.warp_size, threads)}
     if case.aligned:
         widest = min if case.counted else max
-        # A tile is as wide as an access to the first stream: those of a narrower one are narrower.
+        # The access to the first stream sets the width of a tile: accesses to a stream of a narrower dtype are narrower.
         at_least["bits per load"] = (widest(found.loads, default=0), min(128, 128 * min(case.sizes) // case.sizes[0]))
         if case.gradient is not None and case.stores:
-            # A tile is as wide as an access to the logits: 16-bit gradients of fp32 logits are stored by 64 bits.
+            # The access to the logits sets the width of a tile: 16-bit gradients of fp32 logits are stored in accesses of 64 bits.
             at_least["bits per store"] = (
                 widest(found.stores, default=0),
                 128 * case.gradient.itemsize // max(case.logits.itemsize, case.gradient.itemsize),
@@ -144,7 +144,7 @@ def broken(case: Case, found: Report) -> list[str]:
             tile = min(every, len(case.sizes) * accesses * (1 if width == 128 else cols))
             needed = max(1, round(case.before_wait * tile))
             if TARGETS[found.target].gpu.backend == "hip" and numbers(triton.__version__) < (3, 6):
-                needed = 1  # its compiler for AMD waits for the first loads of a tile before it issues the last
+                needed = 1  # Triton's compiler for AMD waits for the first loads of a tile before it issues the last
             if together < needed:
                 at_least["loads before the first wait"] = (together, needed)
     return [f"{name} {value}, at most {limit}" for name, (value, limit) in at_most.items() if value > limit] + [

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.cases import Cell
 
 ROOT = Path(__file__).parent.parent
-#: What a figure depends on: the library, and those parts of the benchmarks that make figures.
+#: The files that a figure depends on: the library, and the parts of the benchmarks that measure.
 SOURCES = (
     "grpo_kernels/**/*.py", "csrc/*", "benchmarks/cases.py", "benchmarks/errors.py", "benchmarks/harness.py",
     "benchmarks/inputs.py", "benchmarks/*_cases.py", "benchmarks/measure.py", "benchmarks/suites.py", "benchmarks/providers/*.py",
@@ -35,7 +35,7 @@ def save(path: Path, record: dict[str, Any]) -> None:
 
 
 def fingerprint(cell: Cell, only: tuple[str, ...] | None, quick: bool, machine: dict[str, Any]) -> str:
-    """Changes with the cell, who takes part, the effort, the machine, the packages and the code."""
+    """Changes with the cell, the providers that take part, the effort, the machine, the packages and the code."""
     return _hash(cell, only, quick, setting(machine))
 
 

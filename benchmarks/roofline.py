@@ -1,4 +1,4 @@
-"""The least time that each scheme can take on a device, beside the times that were measured there.
+"""The least time that each scheme can take on a device, compared with the times measured there.
 
     python -m benchmarks.roofline [--gpu h200] [--rows 8192 --hidden 4096 --vocab 151936 --dtype bfloat16] [--markdown]
     python -m benchmarks.roofline --bandwidth 3.0 --flops 700           TB/s and dense TFLOP/s of your own
@@ -6,10 +6,10 @@
     python -m benchmarks.roofline --kernels [--write]                   what binds each row kernel on each GPU, see kernel_bounds.py
     python -m benchmarks.roofline --sparse [--write]    what sparse gradients would take on H100 and H200, see sparse_bounds.py
 
-A limit is counted bytes over a bandwidth, or counted flops over a rate: an estimate, of which no kernel reaches all. The
-bandwidth and the rate are a data sheet's (--gpu), yours, or those at which plain copies and bare matrix products ran on
-the machine of the result files; --gpu looks for its own under benchmarks/results. N rows, H hidden size, V vocabulary;
-U: one pass over the logits [N, V]; a product: 2NHV flops; a: the share of rows that get a gradient."""
+A limit is the counted bytes divided by a bandwidth, or the counted flops divided by a rate: an estimate that no kernel reaches. The
+bandwidth and the rate are those of a data sheet (--gpu), given by you, or those of plain copies and bare matrix products on the
+machine of the result files; with --gpu these are looked for under benchmarks/results. N rows, H hidden size, V vocabulary; U:
+one pass over the logits [N, V]; a product: 2NHV flops; a: the share of rows that get a gradient."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Shape:
         return 2 if self.dtype == "bfloat16" else 4
 
     def work(self, ranks: int = 1) -> Work:
-        """What the engine does for these rows, with `ranks` that share the vocabulary."""
+        """The work of the engine for these rows, with `ranks` that share the vocabulary."""
         size = getattr(torch, self.dtype).itemsize
         apart = self.device != "cpu" and self.gradient_size == 2
         return Work(self.vocab, self.hidden, apart, d_hidden=size, d_weight=size, ranks=ranks)
@@ -66,7 +66,7 @@ class Shape:
         return -(-int(self.rows * active) // self.plan(active, ranks).block)
 
     def held(self, ranks: int = 1) -> int:
-        """Bytes of logits and their gradients beside an fp32 sum of d_weight, which one block of all rows does without."""
+        """Bytes of logits and their gradients, plus an fp32 sum of d_weight, which is not needed if one block has all rows."""
         work = self.work(ranks)
         many = work.plan(self.device, 1 << 60)
         block = min(self.rows, many.block) * 2 if work.apart else 0
@@ -183,12 +183,12 @@ def given(name: str, bandwidth: float, flops: float) -> Rates:
     return Rates(f"{name}: {bandwidth:g} TB/s, {flops:g} TFLOP/s", bandwidth * 1e12, bandwidth * 1e12, dense)
 
 
-#: The head of an 8B model, on the GPUs that the estimate of sparse gradients is made for.
+#: The head of an 8B model, and the GPUs, for the estimate of sparse gradients.
 OF_SPARSE = (Shape(8192, 4096, 151936), [given(name, *rates) for name, *rates in (GPUS["h100"], GPUS["h200"])])
 
 
 def measured(records: Iterable[dict[str, Any]]) -> Rates:
-    """The best that copies, reads and bare products reached in result files of one machine; 0 where there is none."""
+    """The best rates of copies, reads and bare products in the result files of one machine; 0 if there are none."""
     read, copy, flops = 0.0, 0.0, dict[str, float]()
     name = ""
     for record in records:
@@ -222,14 +222,14 @@ def limits(shape: Shape, sources: Sequence[Rates], shares: Sequence[float]) -> T
 
 
 def against(cell: dict[str, Any], sources: Sequence[Rates], device: str) -> Table:
-    """Head and rows: what was measured in a cell, in per cent of the limit of each scheme of its contract."""
+    """Head and rows of a table: the limit of each scheme of a cell's contract, in per cent of the measured times."""
     shape = Shape(cell["rows"], cell["hidden"] or 0, cell["vocab"], cell["dtype"], device)
     found: list[tuple[str, float]] = []
     for i, rates in enumerate(sources):
         mark, seen = f"({i + 1}) " if len(sources) > 1 else "", set[float]()
         for scheme in SCHEMES:
             limit = rates.ms(scheme, shape, cell["active"]) if scheme.contract == cell["contract"] else None
-            if limit is not None and limit not in seen:  # where every row has a gradient, two schemes are the same
+            if limit is not None and limit not in seen:  # if every row has a gradient, two schemes are the same
                 found.append((f"{mark}{scheme.short} = {_ms(limit)} ms", limit))
                 seen.add(limit)
     rows = [["provider", "ms", "extra MB", *(f"% of {name}" for name, _ in found)]]

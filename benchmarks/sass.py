@@ -1,4 +1,4 @@
-"""The machine code of a compiled kernel: its loops over a row, what an iteration issues, and the loads that are in flight.
+"""The machine code of a compiled kernel: its loops over a row, the instructions of an iteration, and the loads in flight.
 
 NVIDIA's binaries are disassembled by `cuobjdump`, which Triton ships; each instruction carries in its encoding the barrier that
 a load sets and the barriers that an instruction waits for. AMD's assembly states its waits."""
@@ -15,7 +15,8 @@ from benchmarks.assembly import LOAD, NO_INSTRUCTION, STORE, bits, code, cuobjdu
 
 
 class Instruction(NamedTuple):
-    """One of a loop. `loads` and `stores`: bits a thread accesses in device memory; `local`: it is a spilled register's."""
+    """An instruction of a loop. loads and stores: bits that a thread accesses in device memory. local: it accesses a spilled
+    register."""
 
     pipe: str  # one of PIPES
     loads: int
@@ -26,8 +27,9 @@ class Instruction(NamedTuple):
     local: bool = False
 
 
-#: What limits an instruction beside the four that a multiprocessor issues in a clock: exponentials and reciprocals, the
-#: fp32 adders and multipliers, device memory, AMD's scalar unit, all else (integers, maxima, conversions, shared memory).
+#: The unit that executes an instruction, and limits it besides the four instructions that a multiprocessor issues in a clock cycle:
+#: exponentials and reciprocals, fp32 adders and multipliers, device memory, AMD's scalar unit, and all else (integers, maxima,
+#: conversions, shared memory).
 PIPES = ("special", "fp32", "memory", "scalar", "other")
 _SPECIAL = r"MUFU|v_(?:exp|log|rcp|rsq|sqrt)_"
 _FP32 = r"F(?:FMA|ADD|MUL)|v_(?:pk_)?(?:fma|fmac|add|sub|subrev|mul|mac)_f32"
@@ -91,7 +93,7 @@ def _amd(lines: list[str]) -> Iterator[Instruction]:
 
 @dataclass(frozen=True)
 class Loop:
-    """What is issued in one round of an innermost loop that loads from device memory."""
+    """The instructions of one iteration of an innermost loop that loads from device memory."""
 
     body: tuple[Instruction, ...]
 
@@ -146,7 +148,8 @@ def row_loops(kernel: Any, needs: str = "special") -> list[Loop]:
 
 
 def whole(kernel: Any) -> Loop:
-    """All instructions of a kernel up to the last return: what a kernel without loops issues, but for rows that it leaves out."""
+    """All instructions of a kernel up to the last return: those that a kernel without loops issues, except for rows that it
+    skips."""
     text, read = _text(kernel)
     lines = text.splitlines()
     end = max(i for i, line in enumerate(lines) if re.search(r"\bEXIT\b|s_endpgm", line))
@@ -154,5 +157,5 @@ def whole(kernel: Any) -> Loop:
 
 
 def _text(kernel: Any) -> tuple[str, Callable[[list[str]], Iterator[Instruction]]]:
-    """The machine code, and what reads its lines."""
+    """The machine code, and the function that reads its lines."""
     return (disassembled(kernel), _nvidia) if "cubin" in kernel.asm else (code(kernel), _amd)

@@ -1,11 +1,11 @@
-"""Memory, time and bytes on the wire of the head under tensor and data parallelism, on paper: the tables of SCALING.md.
+"""Estimates of memory, time and bytes sent for the head under tensor and data parallelism: the tables of SCALING.md.
 
     python -m benchmarks.scaling [--model 7B | 70B | 671B] [--tokens 32768] [--tp 1 2 4 8] [--dp 1 8 64 1024] [--gpu h200]
     python -m benchmarks.scaling --hidden 5120 --vocab 151936 --params 32.8e9 --active 0.3     a model of your own
     python -m benchmarks.scaling --bandwidth 4 --flops 700 --nvlink 350 --network 40 --efficiency 1    rates that you measured
     python -m benchmarks.scaling --write                                                  the page, from the defaults
 
-Estimates from counted bytes and flops; nothing here is measured. SCALING.md says what the columns are. N: rows (tokens) that
+Estimates are computed from counted bytes and flops; nothing is measured. SCALING.md explains the columns. N: rows (tokens) that
 the ranks of a tensor-parallel group share in a micro-batch; a: the share of them that get a gradient. MB and GB are 10^6 and
 10^9 bytes."""
 
@@ -121,7 +121,7 @@ def interconnects(s: Setup) -> Table:
 
 
 def crossings(s: Setup) -> Table:
-    """Ours beside the other schemes, a column a model."""
+    """Our scheme compared with the others, one column per model."""
     tp, at = s.tp[-1], s.at
     rows: Table = [[f"at TP {tp}", *(model.name for model in s.models)]]
     columns = []

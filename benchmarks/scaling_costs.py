@@ -1,4 +1,4 @@
-"""What the head costs under tensor and data parallelism, counted: bytes held, bytes moved and sent, flops, by scheme.
+"""The costs of the head under tensor and data parallelism, by scheme: bytes held, bytes moved and sent, flops.
 
 N: rows (tokens) that the ranks of a tensor-parallel group share in a micro-batch; a: the share of them that get a gradient."""
 
@@ -28,7 +28,7 @@ class Model:
     name: str
     hidden: int
     params: float
-    active_params: float  # that a token meets; fewer than `params` in a mixture of experts
+    active_params: float  # parameters used for a token; fewer than `params` in a mixture of experts
     vocab: int = 151936
 
 
@@ -78,7 +78,7 @@ def cluster(gpu: str, efficiency: float = 0.75, latency: float = 5e-6) -> Cluste
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one rank, for the N rows of its tensor-parallel group, forward and backward of the head."""
+    """The costs of one rank for forward and backward of the head, with the N rows of its tensor-parallel group."""
 
     held: float  # bytes at the peak: weight, its fp32 gradient, d_hidden, logits
     moved: float  # bytes of device memory beside the operands of the products
@@ -121,8 +121,8 @@ def vocabulary_parallel(whole: Shape, tp: int, active: float) -> Cost:
 
 
 def weight_gathered(whole: Shape, tp: int, active: float) -> Cost:
-    """Our fused head of one device on N / tp rows, with the whole weight gathered and its fp32 gradient scattered. This is
-    its best case: the layers in front are sequence-parallel, so no hidden states are sent."""
+    """Our fused head of one device on N / tp rows, with the whole weight gathered and its fp32 gradient scattered. This is the best
+    case of this scheme: the layers before are sequence-parallel, so no hidden states are sent."""
     own = vocabulary_parallel(replace(whole, rows=-(-whole.rows // tp)), 1, active)
     return replace(own, wire=reduce_scatter(weights(whole), tp), collectives=2 if tp > 1 else 0)
 
@@ -141,7 +141,7 @@ def logits_gathered(whole: Shape, tp: int, active: float) -> Cost:
 
 
 def megatron_held(whole: Shape) -> int:
-    """With the gradient of 16-bit logits beside the softmax."""
+    """Bytes held by Megatron-LM: the softmax, and the gradient of 16-bit logits."""
     return MEGATRON_HELD + (element(whole) if element(whole) < 4 else 0)
 
 
@@ -175,12 +175,12 @@ SCHEMES: dict[str, Callable[[Shape, int, float], Cost]] = {
 
 
 def least_vocabulary(hidden: int, tp: int, active: float, size: int, flops: float, link: float) -> float:
-    """The V from which cutting the vocabulary saves more time in products than its collectives take, whatever N is."""
+    """The V from which on cutting the vocabulary saves more time in products than its collectives take, for any N."""
     return (size + PARTIALS * tp / (2 * hidden)) / (1 + 2 * active) * flops / link
 
 
 def least_rows(whole: Shape, tp: int, active: float, at: Cluster) -> float:
-    """The N from which the time that it saves exceeds the latency of one exchange and one sum, in one chunk."""
+    """The N from which on the time saved exceeds the latency of one exchange and one sum, in one chunk."""
     products = (1 - 1 / tp) * (1 + 2 * active) * whole.product / at.flops
     sent = vocabulary_parallel(whole, tp, active).wire / at.link(tp)
     return whole.rows * 2 * at.steps(tp) / (products - sent)
@@ -203,8 +203,8 @@ def optimizer(size: int, dp: int) -> float:
 
 
 def head_share(model: Model, active: float) -> tuple[float, float]:
-    """(of the parameters, of the flops). Body: 6 a parameter and token that is neither head nor embedding; attention's part
-    that grows with the context is left out, so the second is an upper bound at long contexts."""
+    """The head's share (of the parameters, of the flops). The flops of the body are 6 per token and parameter other than head and
+    embedding. The part of attention that grows with the context is left out, so the second is an upper bound for long contexts."""
     head = model.vocab * model.hidden
     mine = (1 + 2 * active) * 2 * head
     return head / model.params, mine / (mine + 6 * (model.active_params - 2 * head))

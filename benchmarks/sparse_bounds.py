@@ -1,5 +1,5 @@
-"""What sparse gradients would take on a GPU, on paper: counted bytes and flops over the rates that are reached of a data sheet's.
-An estimate; `python -m benchmarks.roofline --sparse` prints it."""
+"""An estimate of the time of sparse gradients on a GPU: counted bytes and flops, divided by the reachable share of a data
+sheet's rates. `python -m benchmarks.roofline --sparse` prints it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).parent.parent / "docs" / "sparse_gradients.md"
 COMMAND = "python -m benchmarks.roofline --sparse --write"
 STEP = 1 / 256
-#: Mean columns of a row, the last the most that a row of this step may have.
+#: Mean columns of a row. The last is the most that a row of this step can have.
 COLUMNS = (8, 32, 160, capacity(STEP))
-#: Of a data sheet's bandwidth and flops.
+#: The reachable shares of a data sheet's bandwidth and flops.
 REACHED = 0.75
-#: Bytes that move for each place of the padded columns: filled, drawn and copied (40), ids and rows as int64 (20), the sort of
-#: ids, four passes that read and write 12 bytes (96), values from logits, some twenty passes of PyTorch of about 12 bytes (240).
+#: Bytes moved for each place of the padded columns: filled, drawn and copied (40); ids and rows as int64 (20); sorting the ids,
+#: four passes that read and write 12 bytes (96); computing values from logits, about twenty passes of PyTorch of about 12 bytes
+#: (240).
 PLACE = 40 + 20 + 96 + 240
 
 

@@ -1,5 +1,5 @@
-"""The case of the suite `sparse`: rows of a wanted mean entropy. Random hidden states are scaled until their rows have it, and
-targets are drawn from these rows, as a policy's are."""
+"""The case of the suite `sparse`: rows with a given mean entropy. Random hidden states are scaled until their rows have it.
+Targets are sampled from these rows, like those of a policy."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from benchmarks.cases import Cell, HiddenCase, row_blocks, tokens
 
 Tensor = torch.Tensor
 
-#: Rows that the scale is chosen by.
+#: The number of rows from which the scale is chosen.
 LOOKED_AT = 64
 
 
 @dataclass
 class SparseCase(HiddenCase):
-    scale: float  # standard deviation of the hidden states, those of the weight being that of 1 / sqrt(H)
+    scale: float  # standard deviation of the hidden states; that of the weight is 1 / sqrt(H)
     entropy: float  # the mean that was reached, in nats
 
 
@@ -27,7 +27,8 @@ def entropies(logits: Tensor) -> Tensor:
 
 
 def scale_for(logits: Tensor, wanted: float) -> float:
-    """The factor of these logits with which their rows have this mean entropy, in nats. It falls as the factor grows."""
+    """The factor by which these logits have to be multiplied for this mean entropy, in nats. The entropy falls as the factor
+    grows."""
     low, high = 0.0, 1024.0
     for _ in range(24):
         middle = (low + high) / 2

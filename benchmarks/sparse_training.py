@@ -2,11 +2,11 @@
 
     python -m benchmarks.sparse_training [--seeds 0 1 ...] [--parts noise ...] [--write]
 
-The problems of examples/arithmetic.py over a vocabulary of thousands (`spelled`), in three parts: noise, of the columns that are
-drawn beside that of the batch, at policies that stand still; trainer and trl, runs of the reference trainer and of TRL's
-GRPOTrainer with the dense gradient and at three steps. Every result is kept in runs/sparse_training as soon as it is there, so that
-a command that was cut off goes on, and several may share the seeds. --write: from what is there
-benchmarks/results/sparse_training.json, and of it the tables and the picture of docs/sparse_training.md."""
+Experiments on the problems of examples/arithmetic.py over a vocabulary of thousands of ids (`spelled`), in three parts. noise: the
+noise from drawing columns compared with that of the batch, at fixed policies. trainer and trl: runs of the reference trainer and of
+TRL's GRPOTrainer with the dense gradient and with three steps of the grid. Each result is saved in runs/sparse_training as soon
+as it is known, so that an interrupted command can be run again, and several commands may share the seeds. --write: writes the
+results so far to benchmarks/results/sparse_training.json, and from it the tables and the picture of docs/sparse_training.md."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from grpo_kernels.training.trainer import Trainer
 
 FOLDER = results.ROOT / "runs" / "sparse_training"
 SEEDS = (0, 1, 2, 3, 4)
-#: Steps of the grid that columns are drawn on: fine, coarse, and one column a row beside the target's.
+#: Steps of the grid on which columns are drawn: fine, coarse, and one column per row in addition to the target's.
 STEPS = (1 / 256, 1 / 16, 1.0)
-#: Spellings of each digit in the teacher's answers where noise is measured.
+#: Spellings of each digit in the teacher's answers, in the part noise.
 MEASURED = (1, 8, 64)
 SETTINGS: Record = {
     "preset": "dapo", "steps": 60, "prompts_per_step": 16, "group_size": 8, "max_new_tokens": 4, "lr": 1e-3, "warmup_steps": 5,
     "lr_schedule": "linear",
 }  # fmt: skip
 TRL_STEPS = 40
-#: Steps of a dense run after which its policy is looked at, and batches that are drawn from it.
+#: Steps of a dense run after which its policy is measured, and the number of batches sampled from it.
 STOPS, BATCHES = (1, 60), 16
-#: The groups of parameters, by how their names begin.
+#: The groups of parameters, by the start of their names.
 GROUPS = {"head": "lm_head.", "embedding": "model.embed_tokens.", "layers": "model."}
 
 
@@ -58,11 +58,11 @@ def trainer(kind: type[Trainer], seed: int, spellings: int, folder: str, **chang
     return experiments.trainer(kind, model, spelled.tokenizer(), (rows[0], rows[1]), exact, folder, **settings)
 
 
-# ---- policies that stand still
+# ---- noise at fixed policies
 
 
 def noise(seed: int, spellings: int, stops: tuple[int, ...] = STOPS, batches: int = BATCHES) -> list[Record]:
-    """At policies along a run: what drawing adds to the noise of a batch."""
+    """The noise that drawing adds to that of a batch, at policies along a run."""
     found = []
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
         run, still = trainer(Trainer, seed, spellings, folder), trainer(Still, seed, spellings, other)
@@ -75,14 +75,15 @@ def noise(seed: int, spellings: int, stops: tuple[int, ...] = STOPS, batches: in
 
 
 def spread(still: Any, batches: int) -> Record:
-    """Of batches of other prompts and completions, of the gradient of the policy term and of that of an entropy bonus alone: for
-    each group of parameters and step the mean squared distance from the dense gradient of the same batch, by the variance of
-    the dense gradient over batches. And the mean entropy of the first batch's rows, and how many columns they have."""
+    """The noise over batches of different prompts and completions, for the gradient of the policy term and for that of an
+    entropy bonus alone. For each group of parameters and each step: the mean squared distance from the dense gradient of the
+    same batch, divided by the variance of the dense gradient over batches. Also the mean entropy and the number of columns of
+    the first batch's rows."""
     config, found = still.config, {}
     terms = {"policy": config.objective, "entropy": replace(config, entropy_coef=1.0).objective}
     sums = {(term, group): [0.0] * (2 + len(STEPS)) for term in terms for group in GROUPS}
     for number in range(batches):
-        still.step = number  # of which columns have their seed
+        still.step = number  # the columns' seed depends on it
         prompts = prompts_of_step(still.train_rows, number, config.prompts_per_step, config.seed)
         generator = torch.Generator().manual_seed(1_000_003 * (config.seed + 1) - number - 1)
         completions = still.sample(prompts, config.group_size, 1.0, generator=generator)
@@ -111,7 +112,7 @@ def spread(still: Any, batches: int) -> Record:
 
 
 def by_group(still: Any) -> dict[str, torch.Tensor]:
-    """The gradient of each group of parameters, one after the other."""
+    """The gradient of each group of parameters, flattened."""
     names, sizes = zip(*((name, p.numel()) for name, p in still.model.named_parameters()), strict=True)
     parts: dict[str, list[torch.Tensor]] = {group: [] for group in GROUPS}
     for name, part in zip(names, still.gradient.split(list(sizes)), strict=True):
@@ -128,9 +129,9 @@ def rows(model: Any, completions: Completions) -> Record:
 
 
 def expected_columns(p: torch.Tensor, targets: torch.Tensor, step: float) -> torch.Tensor:
-    """[n]: how many columns of rows with probabilities p [n, V] are drawn, on average over seeds."""
+    """[n]: the mean number of drawn columns, over seeds, for rows with probabilities p [n, V]."""
     drawn = (p / step).clamp(max=1)
-    return drawn.sum(1) + 1 - drawn.gather(1, targets[:, None])[:, 0]  # the target always
+    return drawn.sum(1) + 1 - drawn.gather(1, targets[:, None])[:, 0]  # the target is always taken
 
 
 # ---- runs
@@ -146,7 +147,7 @@ def trained(seed: int, spellings: int, step: float, **changes: Any) -> Record:
 
 
 def trained_by_trl(seed: int, spellings: int, step: float, steps: int = TRL_STEPS, batch: int | None = None) -> Record:
-    """The same of TRL's GRPOTrainer; `batch` completions a step, as many as of the reference trainer."""
+    """The same for TRL's GRPOTrainer with `batch` completions per step (None: as many as the reference trainer has)."""
     transformers, theirs, datasets = require("transformers"), require("trl"), require("datasets")
     model, training, held_out = spelled.warmed_up(seed, spellings, FOLDER)
     with tempfile.TemporaryDirectory() as folder:
@@ -169,7 +170,7 @@ def trained_by_trl(seed: int, spellings: int, step: float, steps: int = TRL_STEP
         return {"reward": reward, "accuracy": arithmetic.accuracy(t.model, spelled.tokenizer(), held_out)}
 
 
-# ---- all of it
+# ---- all tasks
 
 
 def tasks() -> Iterator[Task]:
@@ -191,7 +192,7 @@ def known(folder: Path = FOLDER) -> list[Record]:
 
 
 def setup() -> Record:
-    """What a result depends on."""
+    """The settings that a result depends on."""
     return {
         "run": SETTINGS, "trl_steps": TRL_STEPS, "steps": list(STEPS), "stops": list(STOPS), "batches": BATCHES,
         "vocabulary": spelled.VOCABULARY, "warm_up": spelled.WARM_UP,

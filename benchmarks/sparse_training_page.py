@@ -1,4 +1,4 @@
-"""The page of `sparse_training`: its tables, and its picture, which holds the means that it shows."""
+"""The page of `sparse_training`: its tables, and its picture, whose file contains the means that it shows."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FILE = RESULTS / "sparse_training.json"
 COMMAND = "python -m benchmarks.sparse_training --write"
 PAGE = results.ROOT / "docs" / "sparse_training.md"
 PICTURE = results.ROOT / "docs" / "sparse_training.svg"
-#: Of the dense gradient, then of the steps from fine to coarse.
+#: The colour of the dense gradient, then those of the steps from fine to coarse.
 COLOURS = (TEXT, HIGHLIGHT, "#3f9470", "#bb6f2c")
 TRAINERS = {"trainer": "reference", "trl": "TRL"}
-#: Steps at the end of a run that its reward is the mean of, and those that a point of a curve is the mean of.
+#: The reward of a run is the mean over its last LAST steps; a point of a curve is the mean over SPAN steps.
 LAST, SPAN = 20, 8
 
 
@@ -44,7 +44,7 @@ def block(record: Record) -> str:
 
 
 def policies(record: Record) -> dict[tuple[int, int], list[Record]]:
-    """(spellings, steps of training) -> what was found there, seed after seed."""
+    """(spellings, steps of training) -> the measurements there, one per seed."""
     found: dict[tuple[int, int], list[Record]] = {}
     for run in chosen(record, "noise"):
         for stop in run["found"]:

@@ -1,6 +1,6 @@
 """The problems of examples/arithmetic.py over a vocabulary of thousands: each character has many ids, its spellings.
 
-How many of them a teacher uses sets the entropy of the policy that learns from it; what an answer says is the same."""
+The number of spellings that a teacher uses sets the entropy of the policy that learns from it. It does not change the answers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from examples import arithmetic
 from grpo_kernels.training import require
 
 VOCABULARY, WARM_UP = 4096, 300
-#: Between a character and the number of its spelling.
+#: Separates a character from the number of its spelling.
 MARK = "·"
 
 
 @functools.cache
 def tokenizer() -> Any:
-    """Texts become the first spelling of each character; all spellings of a character are decoded to it."""
+    """A tokenizer that encodes each character as its first spelling and decodes all spellings."""
     tokenizers, transformers = require("tokenizers"), require("transformers")
     chars, many = arithmetic.CHARS, len(arithmetic.CHARS)
     names = [chars[i % many] + (f"{MARK}{i // many}" if i >= many else "") for i in range(VOCABULARY)]
@@ -35,7 +35,7 @@ def tokenizer() -> Any:
 
 
 class Teacher:
-    """The tokenizer of one who draws each digit of an answer from its first `spellings`."""
+    """The tokenizer of a teacher that draws each digit of an answer from its first `spellings`."""
 
     def __init__(self, spellings: int, seed: int) -> None:
         self.spellings, self.random, self.eos_token_id = spellings, random.Random(seed), tokenizer().eos_token_id
@@ -48,7 +48,7 @@ class Teacher:
 
 
 def policy(width: int = replay.WIDTH_OF_MODEL, layers: int = replay.LAYERS) -> Any:
-    """That of the example with these ids and a head of its own."""
+    """The example's policy with these ids and an untied head."""
     transformers = require("transformers")
     config = arithmetic.policy(width, layers).config.to_dict() | {"vocab_size": VOCABULARY, "tie_word_embeddings": False}
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(config))

@@ -24,10 +24,10 @@ QWEN, LLAMA, GEMMA = 151936, 128256, 262144  # vocabularies
 FP32, BF16 = torch.float32, torch.bfloat16
 OURS, EAGER = "grpo_kernels", "eager PyTorch"
 FEW = (OURS, EAGER)
-#: Providers of sweeps: without those that compile for seconds at each new shape on a CPU, or take many times as long as the
+#: Providers of sweeps: without those that compile for seconds at each new shape on a CPU, or take many times longer than the
 #: others.
 SWEEP = (OURS, "grpo_kernels, layer 1 + loss", EAGER, "TRL fused head + loss")
-#: The fastest of the others on a CPU.
+#: The fastest of the other projects' on a CPU.
 AT_ANY_COUNT = ("torch.compile", "CCE (torch.compile) + loss", "torch linear_cross_entropy + loss")
 PEERS = (
     *SWEEP,
@@ -71,8 +71,8 @@ def _hidden(device: str, quick: bool) -> list[Planned]:
         return [Planned(_head("hidden", n, h, v, BF16)) for n, h, v in (shapes[:1] if quick else shapes)]
     if quick:
         return [Planned(_head("hidden", 64, 256, 32768, dtype)) for dtype in (FP32, BF16)]
-    # Row counts that are a whole number of chunks, and that are not. 700 and 1000 are no multiples of 16: of many rows the slowest
-    # contenders would take minutes.
+    # Row counts that are a whole number of chunks, and some that are not: 700 and 1000 are no multiples of 16. With many rows
+    # the slowest contenders would take minutes.
     sequences = {16: 16, 256: 16, 700: 14, 1000: 8}
     return [
         Planned(_head("hidden", n, 1024, QWEN, dtype, sequences=of), None if n <= 256 else (*SWEEP, *AT_ANY_COUNT))
@@ -117,7 +117,7 @@ def _kept(device: str, quick: bool) -> list[Planned]:
 
 
 def _sparse(device: str, quick: bool) -> list[Planned]:
-    """By the mean entropy of the rows. Many rows are measured at two of them, ours alone: it takes minutes a cell."""
+    """Cells by the mean entropy of the rows. Many rows are measured at two entropies, and only with ours: a cell takes minutes."""
     if device == "cuda":
         return [
             Planned(_head("sparse", 8192, 4096, QWEN, BF16, entropy=e)) for e in ((0.6,) if quick else (0.6, 0.3, 2.0, 6.0))
@@ -168,7 +168,7 @@ def _active(device: str, quick: bool) -> list[Planned]:
 
 
 def _length(device: str, quick: bool) -> list[Planned]:
-    """By the number of tokens in a batch, up to what fits. From 65,536 on they are one sequence."""
+    """Cells by the number of tokens in a batch, up to what fits into memory. From 65,536 on they are one sequence."""
     if device == "cuda":
         tokens, shape, dtype = (8192, 65536) if quick else (8192, 65536, 131072, 262144), (1024, QWEN), BF16
     else:
@@ -221,13 +221,13 @@ class _Record:
     suite: Suite
     path: Path
     here: dict[str, Any]
-    marks: list[str]  # of the cells that are wanted, in order
+    marks: list[str]  # of the requested cells, in order
     done: dict[str, dict[str, Any]]  # by mark
     lost: list[dict[str, str]]  # providers that broke CUDA
 
     @staticmethod
     def continued(suite: Suite, path: Path, here: dict[str, Any], marks: list[str], fresh: bool) -> _Record:
-        """With what the file holds already, unless it is to be measured again."""
+        """The record with the results that the file has already, unless they are to be measured again."""
         former = results.load(path)
         done = {cell["fingerprint"]: cell for cell in former.get("cells", []) if cell.get("fingerprint") in marks and not fresh}
         lost = [entry for entry in former.get("lost", []) if entry["setting"] == results.setting(here)]
@@ -289,14 +289,14 @@ def run(
 
 
 def _promptly(suite: Suite, planned: Planned) -> Planned:
-    """The same without those who compile for long."""
+    """The same without providers that compile for long."""
     names = planned.only or tuple(p.name for p in providers(suite.contract))
     late = {p.name for p in providers(suite.contract) if p.late}
     return Planned(planned.cell, tuple(name for name in names if name not in late))
 
 
 def heading(here: dict[str, Any]) -> str:
-    """What runs where, and how to read the tables."""
+    """A text that says what runs where and how to read the tables."""
     parts = [here["name"], f"{here['threads']} threads", f"torch {here['torch']}"]
     parts += [f"{name} {version}" for name, version in here["versions"].items()]
     parts += [f"backend {here['backend']}", *(here[x] for x in ("instruction set", "neighbour") if x in here)]

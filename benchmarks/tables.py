@@ -55,7 +55,7 @@ def presets() -> str:
 
 
 def presets_by_surrogate() -> str:
-    """The names alone, with what they share."""
+    """The presets' names only, grouped by their surrogate."""
     found: dict[str, list[str]] = {}
     for name, objective in PRESETS.items():
         found.setdefault(type(objective.surrogate).__name__, []).append(f"`{name}`")
@@ -67,7 +67,7 @@ def presets_by_surrogate() -> str:
 
 
 def _call(part: Any) -> str:
-    """The expression that makes it: its class and its numbers, without defaults that switch something off."""
+    """The Python expression of a part of an objective: its class and its numbers, without defaults that switch something off."""
     shown = []
     for f in fields(part):
         value = getattr(part, f.name)

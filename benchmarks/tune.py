@@ -3,11 +3,11 @@ registers of the row kernels, and from hidden states the bytes of a chunk of log
 
     python -m benchmarks.tune [--kind visit fused fused32 chunk] [--seconds 0.05] [--json FILE] [--choices FILE] [--small]
 
-A candidate is a call of the package with another entry in its table of launches, so a trial changes no code. Each is
-checked against float64 before it is timed; those of one workload are interleaved. Prints a ranking for each kind
-(the geometric mean, over its workloads, of the time relative to the best) and the table to paste; `--choices` writes the best of
-each kind for `python -m benchmarks --choices`. `--small` takes small shapes on the CPU: with TRITON_INTERPRET=1 the same lines
-run without a GPU, and no figure means anything."""
+A candidate is a call of the package with another entry in its table of launches, so a trial changes no code. Each is checked
+against float64 before it is timed, and the runs of one workload are interleaved. Prints a ranking for each kind (the geometric
+mean over its workloads of the time relative to the best), and the table to paste. `--choices` writes the best of each kind for
+`python -m benchmarks --choices`. `--small` uses small shapes on the CPU: with TRITON_INTERPRET=1 this script can be tested
+without a GPU; its figures then mean nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Rows:
     @contextmanager
     def applied(self) -> Iterator[None]:
         with warnings.catch_warnings(), mock.patch.dict(backend.LAUNCH, {self.kind: self.choice}):
-            warnings.simplefilter("error", RuntimeWarning)  # a smaller tile was taken, so this one has failed
+            warnings.simplefilter("error", RuntimeWarning)  # a smaller tile was used, so this one has failed to compile
             yield
 
 
@@ -127,9 +127,9 @@ class Workload:
 
 
 def workloads(small: bool) -> list[Workload]:
-    # The interpreter truncates where a GPU rounds to bf16.
+    # The interpreter truncates to bf16, while a GPU rounds.
     rows, few, vocab, width, dtype = (16, 16, 272, 8, torch.float32) if small else (8192, 2048, 151936, 4096, torch.bfloat16)
-    narrow = 4 if small else 1024  # for which 8192 rows are several blocks, and d_weight is a sum
+    narrow = 4 if small else 1024  # so that 8192 rows are several blocks, and d_weight is a sum over them
     return [
         Workload("fused", "grpo_kernels, in place", Cell("logits", rows, vocab, dtype)),
         Workload("fused32", "grpo_kernels, in place", Cell("logits", few, vocab, torch.float32)),
@@ -218,7 +218,7 @@ def tune(
     for kind in kinds:
         candidates = settings(kind, small)
         chosen = [w for w in workloads(small) if w.kind == kind]
-        if kind != "chunk":  # which compiles nothing that the package does not
+        if kind != "chunk":  # its kernels are those that the package compiles
             workers = 1 if small else min(12, os.cpu_count() or 1)
             compile_all([(w, s, device) for w in chosen for s in candidates], workers)
         cells: list[dict] = []
@@ -237,9 +237,9 @@ def tune(
     return found
 
 
-# ---- what was found, for the benchmarks
+# ---- the settings found, for the benchmarks
 
-#: A setting replaces that of the package only where it is faster than it by more than this share: the rest is noise.
+#: A setting replaces that of the package only if it is faster by more than this share: a smaller difference may be noise.
 GAIN = 0.02
 
 
@@ -254,7 +254,7 @@ def winners(found: dict[str, dict]) -> dict[str, Any]:
 
 
 def apply(path: Path) -> dict[str, Any]:
-    """Sets the launches of this process to the settings that a file holds (none: as they are), and returns them."""
+    """Sets the launches of this process to the settings of a file, and returns them. Without a file nothing changes."""
     chosen: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for kind, best in chosen.items():
         if kind == "chunk":

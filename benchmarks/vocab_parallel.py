@@ -56,7 +56,7 @@ class Effort:
     runs: int = 11
 
 
-# ---- calls: (case, shard) -> log-probs, and what the contract asks for
+# ---- calls: (case, shard) -> log-probs and the results of the contract
 
 Call = Callable[[Any, VocabShard | None], tuple[torch.Tensor, Result]]
 
@@ -89,7 +89,7 @@ CALLS: dict[str, tuple[str, Call]] = {
 
 
 def columns(case: Any, part: slice) -> Any:
-    """The case with these columns of the vocabulary alone; its batch is that of the whole."""
+    """The case with only these columns of the vocabulary. Its batch is that of the whole vocabulary."""
     if isinstance(case, HiddenCase):
         return replace(case, weight=case.weight.detach()[part].clone().requires_grad_())
     own = case.pristine[:, part].clone()
@@ -97,8 +97,8 @@ def columns(case: Any, part: slice) -> Any:
 
 
 def as_whole(case: Any, logps: torch.Tensor, call: Call) -> Any:
-    """The case with this rank's columns as its whole vocabulary. Targets are moved into it; the log-probs of other policies
-    keep their distance to `logps`, which are those over the whole vocabulary."""
+    """The case with this rank's columns as its whole vocabulary. Targets are moved into that. `logps` are those over the whole
+    vocabulary; the log-probs of other policies keep their distance to them."""
     width = case.weight.shape[0] if isinstance(case, HiddenCase) else case.logits.shape[1]
     batch = replace(case.batch, targets=case.batch.targets % width)
     shift = call(replace(case, batch=batch), None)[0] - logps
@@ -171,7 +171,7 @@ def burst(step: Callable[[], Any]) -> None:
 
 
 def slower(timed: dict[str, dict]) -> dict[str, dict]:
-    """The times of each contender on the rank with the larger median."""
+    """The times of each contender on its slower rank, the one with the larger median."""
     every: list[Any] = [None] * RANKS
     dist.all_gather_object(every, timed)
     return {name: max((x[name] for x in every), key=lambda x: x["ms"]) for name in timed}

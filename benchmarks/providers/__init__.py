@@ -22,8 +22,8 @@ class Unavailable(Exception):
 
 @dataclass
 class Run:
-    call: Callable[[], Any]  # a Result, but for a limit
-    restore: Callable[[], None] | None = None  # restores what `call` overwrites; runs untimed before each call
+    call: Callable[[], Any]  # a Result, except for a limit
+    restore: Callable[[], None] | None = None  # restores the inputs that `call` overwrites; runs untimed before each call
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,18 @@ class Provider:
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = DTYPES
     limit: bool = False  # not a contender: the least time that the hardware needs for the contract
-    part: str | None = None  # of a limit: one way to do this part of it, whose fastest way counts
-    beside: bool = False  # it computes another contract, which its name says: timed beside, and not checked here
-    drawn: bool = False  # its gradient is unbiased noise around the dense one: errors are shown, and judged as such
+    part: str | None = None  # for a limit: one way to compute this part of it; the fastest way counts
+    beside: bool = False  # it computes another contract, as its name says: it is timed for comparison and not checked
+    drawn: bool = False  # its gradient is the dense one with unbiased noise: its errors are shown and checked as noise
     memory: Callable[[Cell], float] | None = None  # bytes beyond the inputs, for providers that may need more than is free
 
     @property
     def late(self) -> bool:
-        """It compiles for seconds at each new shape: others are checked first."""
+        """Whether it compiles for seconds at each new shape; others are checked first."""
         return "torch.compile" in self.name
 
     def reason_against(self, cell: Cell, device: str, free: float) -> str | None:
-        """The reason why it cannot take part in `cell`, where that is known without a run; else None."""
+        """The reason why it cannot take part in `cell`, if that is known without a run; else None."""
         if device not in self.devices:
             return f"runs on {' and '.join(self.devices)} only"
         if cell.dtype not in self.dtypes:

@@ -1,4 +1,4 @@
-"""The mean divergence to a frozen teacher, value and gradients: ours, and what trainers have."""
+"""The mean divergence to a frozen teacher, value and gradients: ours, and those of trainers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Call = Callable[[], Result]
 
 FROM_HIDDEN = ("divergence", "divergence-forward", "divergence-jsd")
 FROM_LOGITS = "logits-divergence"
-#: TRL's and Liger's name of the same divergence.
+#: TRL's and Liger's parameter for the same divergence.
 BETA = {"divergence-forward": 0.0, "divergence": 1.0, "divergence-jsd": 0.5}
 
 
@@ -101,7 +101,7 @@ def compiled(case: TeacherCase) -> Call:
 
 @provider("TRL chunked divergence + mean", *FROM_HIDDEN)
 def trl(case: TeacherCase) -> Call:
-    """Six products; the jsd eight."""
+    """TRL's chunked loss: six products, eight for the jsd."""
     function = peer("trl.kernels.chunked_divergence", "trl").ChunkedDivergenceFunction
     teacher, beta = (case.ref_hidden, case.ref_weight, None), BETA[case.cell.contract]
     return lambda: case.gradients(function.apply(case.hidden, case.weight, None, *teacher, beta)[0].mean())

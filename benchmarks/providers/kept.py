@@ -1,5 +1,5 @@
-"""Losses over kept sets, from hidden states: ours, and what trainers do today. The gradient of the weight is returned by autograd,
-or added into memory that is there ("into weight_grad"), as trainers sum it over micro-batches."""
+"""Losses over kept sets, from hidden states: ours, and those of trainers today. The gradient of the weight is returned by
+autograd, or added to existing memory ("into weight_grad"), as trainers do that sum it over micro-batches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def eager_backend(case: KeptCase) -> Call:
 
 @provider("whole vocabulary, loss without sets", "kept", limit=True)
 def whole_vocabulary(case: KeptCase) -> Call:
-    """Another loss: what a trainer pays that does not know the sets."""
+    """Another loss, over the whole vocabulary: the cost for a trainer that does not use the sets."""
     wanted, backend = objective(case.cell), native(case)
 
     def run() -> Tensor:
@@ -57,7 +57,7 @@ def whole_vocabulary(case: KeptCase) -> Call:
 
 @provider("eager PyTorch, masked logits", "kept", memory=lambda cell: 13.0 * cell.rows * cell.vocab)
 def masked(case: KeptCase) -> Call:
-    """The whole product, -inf outside of the sets: what trainers do that replay them."""
+    """The whole product, with -inf outside the sets, as in trainers that replay them."""
     outside = ~case.sets.mask(case.cell.vocab)
 
     def run() -> Result:
@@ -70,8 +70,8 @@ def masked(case: KeptCase) -> Call:
 
 @provider("pairs in PyTorch, autograd", "kept")
 def pairs(case: KeptCase) -> Call:
-    """Gathered pairs of a row and an id, padded, as SkyRL's replay head has them: dot products in the dtype of the operands, the
-    gradient of the weight by index_add in new memory."""
+    """Gathered and padded pairs of a row and an id, as in SkyRL's replay head: dot products in the dtype of the operands, and the
+    gradient of the weight by index_add into new memory."""
     padded = case.sets.padded(0).long()
     used = torch.arange(padded.shape[1], device=padded.device) < case.sets.counts[:, None]
     target = ((padded == case.batch.targets[:, None]) & used).to(torch.int64).argmax(1)
@@ -92,8 +92,8 @@ def pairs(case: KeptCase) -> Call:
 
 @provider("one gather, rows of the weight", "kept", limit=True)
 def gathered(case: KeptCase) -> Call:
-    """The least: each row of the weight that a set of more than one id names, read once in random order and written side by
-    side."""
+    """A limit: each row of the weight in a set of more than one id is read once, in random order, and written to contiguous
+    memory."""
     ids = case.sets.ids[(case.sets.counts > 1)[case.sets.row_of]].long()
     out = torch.empty(ids.numel(), case.weight.shape[1], dtype=case.weight.dtype, device=case.weight.device)
     weight = case.weight.detach()

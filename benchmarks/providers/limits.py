@@ -1,8 +1,8 @@
-"""The limits: the least work that a contract needs, measured in the same run. That is one read and one write of the logits
-(into other warm memory, or in place), one read, or the bare matrix products. Each of the three products counts with the fastest of
-all ways to make it that are known here, so that nothing which makes the same products is faster than their sum: torch.mm, oneDNN
-(on a CPU), and the kernels of our engine, which keep logits and sums in fp32 and round gradients at the end. Rows of zero
-advantage take part in the first product only."""
+"""The limits: the least work that a contract needs, measured in the same run. This is one read and one write of the logits
+(into other warm memory, or in place), one read, or the bare matrix products. For each of the three products the fastest of all
+ways that are tried here counts: torch.mm, oneDNN (on a CPU), and the kernels of our engine, which keep logits and sums in fp32
+and round gradients at the end. So an implementation that computes the same products cannot be faster than their sum. Rows of
+zero advantage take part in the first product only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def copy(case: LogitsCase) -> Call:
 
 @provider("in-place pass", "logits", limit=True)
 def in_place(case: LogitsCase) -> Call:
-    """On a CPU this is less than a copy, which reads its destination from memory before it writes it."""
+    """On a CPU this moves fewer bytes than a copy, which reads its destination from memory before it writes it."""
     return lambda: case.buffer.neg_()
 
 
@@ -134,7 +134,7 @@ WAYS: dict[str, tuple[type[_Torch], tuple[str, ...]]] = {
 
 
 def _memory(cell: Cell) -> float:
-    """Logits in fp32, and their gradient."""
+    """Bytes of the logits in fp32 and of their gradient."""
     return 8.0 * cell.rows * cell.vocab
 
 

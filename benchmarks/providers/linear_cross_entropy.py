@@ -1,5 +1,6 @@
-"""torch's own linear_cross_entropy (from 2.13 on), with the options that it has. It computes a cross-entropy: it is compared on
-that contract, and with reduction="none" as the log-probs of a policy's loss. Eager PyTorch and torch.compile of the same."""
+"""torch's own linear_cross_entropy (torch 2.13 and later) with its options; also eager PyTorch and torch.compile of the same
+loss. It computes a cross-entropy. So it is compared on that contract, and with reduction="none" as the log-probs of a policy's
+loss."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from benchmarks.providers.pytorch import compiled, whole_logits
 Tensor = torch.Tensor
 Call = Callable[[], Result]
 
-#: By name: what LinearCrossEntropyOptions gets; None: no options, all logits at a time. Sums are fp32, as "auto" has them.
+#: Arguments of LinearCrossEntropyOptions by name. None: no options, all logits at a time. Sums are fp32, as with "auto".
 OPTIONS: dict[str, dict[str, Any] | None] = {
     "": None,
     "auto": {},

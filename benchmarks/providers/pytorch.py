@@ -1,5 +1,5 @@
-"""Plain PyTorch: eager with the softmax in fp32, as trainers have it; eager in the 16 bits of the operands; and
-torch.compile of head, log-softmax and loss together."""
+"""Plain PyTorch: eager with the softmax in fp32, as in trainers; eager in the 16 bits of the operands; and torch.compile of head,
+log-softmax and loss together."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The gradient of a head from the columns that are drawn of each row, at three steps. Each run draws others. Ours with the
-dense gradient, CCE with its filter and the bare products are those of the contract `hidden`."""
+"""The gradient of a head from columns drawn in each row, with three steps of the grid. Each run draws other columns. Our dense
+gradient, CCE with its filter and the bare products are those of the contract `hidden`."""
 
 from __future__ import annotations
 

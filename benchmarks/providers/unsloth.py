@@ -1,4 +1,4 @@
-"""Unsloth: its chunked log-probs of hidden states, with the loss in torch. Its package wants to have been imported by
+"""Unsloth: its chunked log-probs of hidden states, with the loss in torch. Its package must be imported by
 `unsloth`, which replaces parts of torch and transformers: set UNSLOTH_IS_PRESENT=1, and without a GPU
 UNSLOTH_ZOO_DISABLE_GPU_INIT=1, instead."""
 

@@ -103,9 +103,7 @@ def importance_weights(
         if process_group is not None:
             torch.distributed.all_reduce(total, group=process_group)
         mean = total[0] / total[1]
-        w = torch.where(
-            mean > 0, w / mean, w
-        )  # without a trained token, or if all weights are 0, there is no mean to divide by
+        w = torch.where(mean > 0, w / mean, w)  # no trained token, or all weights 0: no mean to divide by
     return _per_token(batch, w if level == "token" else batch.spread(w))
 
 
