@@ -64,8 +64,8 @@ def loops(assembly: str) -> list[list[str]]:
                 stack += predecessors[block]
         return frozenset(inside)
 
-    found = {around(header) for header in reached} - {frozenset()}
-    inner = [a for a in found if not any(b < a for b in found)]
+    natural_loops = {around(header) for header in reached} - {frozenset()}
+    inner = [a for a in natural_loops if not any(b < a for b in natural_loops)]
     return [[line for block in sorted(loop) for line in body[block]] for loop in inner]
 
 
@@ -104,11 +104,11 @@ def taken(kernel: Any) -> dict[str, int]:
     """Registers per thread, bytes spilled and bytes of stack."""
     if "amdgcn" in kernel.asm:
         # Scalar registers may spill into lanes of vector registers, which is not memory.
-        found = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)", kernel.asm["amdgcn"]))
+        counts = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)", kernel.asm["amdgcn"]))
         return {
-            "registers": int(found["vgpr_count"]),
-            "spilled": 4 * int(found["vgpr_spill_count"]),
-            "stack": int(found["private_segment_fixed_size"]),
+            "registers": int(counts["vgpr_count"]),
+            "spilled": 4 * int(counts["vgpr_spill_count"]),
+            "stack": int(counts["private_segment_fixed_size"]),
         }
     text = cuobjdump(kernel, "--dump-resource-usage")
     reg, stack, local = (int(re.search(rf"{key}:(\d+)", text)[1]) for key in ("REG", "STACK", "LOCAL"))  # type: ignore[index]

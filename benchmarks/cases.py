@@ -111,9 +111,9 @@ class HiddenCase:
         return rows if self.cell.contract == "cross-entropy" else rows[self.batch.advantages != 0]
 
     def gradients(self, loss: Tensor) -> Result:
-        wanted = {"d_hidden": self.hidden, "d_weight": self.weight}
-        wanted = {name: x for name, x in wanted.items() if x.requires_grad}
-        return {"loss": loss.detach(), **dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))}
+        leaves = {"d_hidden": self.hidden, "d_weight": self.weight}
+        leaves = {name: x for name, x in leaves.items() if x.requires_grad}
+        return {"loss": loss.detach(), **dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))}
 
 
 @dataclass
@@ -279,15 +279,15 @@ def reference(case: Case) -> Result:
         return _step_reference(case)
     cell, batch = case.cell, case.batch
     device = batch.targets.device.type
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     if isinstance(case, HiddenCase):
         hidden, weight = case.hidden.double(), case.weight.double()
         if case.hidden.requires_grad:
-            found["d_hidden"] = torch.empty_like(hidden)
+            results["d_hidden"] = torch.empty_like(hidden)
         if case.weight.requires_grad:
-            found["d_weight"] = torch.zeros_like(weight)
+            results["d_weight"] = torch.zeros_like(weight)
     elif case.logits.requires_grad:
-        found["d_logits"] = torch.empty(case.pristine.shape, device=device)
+        results["d_logits"] = torch.empty(case.pristine.shape, device=device)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     logps, entropy = (torch.empty(cell.rows, dtype=torch.float64, device=device) for _ in range(2))
     for part in row_blocks(cell, 8, device):
@@ -297,19 +297,19 @@ def reference(case: Case) -> Result:
         logps[part] = z.gather(1, targets)[:, 0]
         if cell.contract == "logits-forward":
             entropy[part] = -(z.exp() * z).sum(-1)
-        if not found:
+        if not results:
             continue
         value, slope = loss_and_slope(logps[part], batch, part, cell)
         loss += value
         d_logits = z.exp_().mul_(-slope[:, None]).scatter_add_(1, targets, slope[:, None])
-        if "d_logits" in found:
-            found["d_logits"][part] = d_logits
-        if "d_hidden" in found:
-            found["d_hidden"][part] = d_logits @ weight
-        if "d_weight" in found:
-            found["d_weight"].addmm_(d_logits.t(), hidden[part])
-    if found:
-        return {name: x.float() for name, x in ({"loss": loss} | found).items()}
+        if "d_logits" in results:
+            results["d_logits"][part] = d_logits
+        if "d_hidden" in results:
+            results["d_hidden"][part] = d_logits @ weight
+        if "d_weight" in results:
+            results["d_weight"].addmm_(d_logits.t(), hidden[part])
+    if results:
+        return {name: x.float() for name, x in ({"loss": loss} | results).items()}
     return {"logps": logps.float()} | ({"entropy": entropy.float()} if cell.contract == "logits-forward" else {})
 
 

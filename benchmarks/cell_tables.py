@@ -29,16 +29,16 @@ SWEEPS = {
 
 def machines(folder: Path) -> list[str]:
     """The folders that hold result files, the CPU's first."""
-    found = {path.parent.name for path in folder.glob("*/*.json")}
-    return sorted(found, key=lambda name: (name != "cpu", name))
+    names = {path.parent.name for path in folder.glob("*/*.json")}
+    return sorted(names, key=lambda name: (name != "cpu", name))
 
 
 def shapes(record: Record) -> list[list[Cell]]:
     """The cells grouped by shape: those of one group differ in their dtype."""
-    found: dict[tuple, list[Cell]] = {}
+    by_shape: dict[tuple, list[Cell]] = {}
     for cell in record["cells"]:
-        found.setdefault((cell["rows"], cell["hidden"], cell["vocab"], cell["active"], cell.get("entropy")), []).append(cell)
-    return list(found.values())
+        by_shape.setdefault((cell["rows"], cell["hidden"], cell["vocab"], cell["active"], cell.get("entropy")), []).append(cell)
+    return list(by_shape.values())
 
 
 def headline(record: Record) -> list[list[Cell]]:
@@ -74,18 +74,18 @@ def ratio(cell: Cell, row: Row) -> float | None:
 def reasons(cells: list[Cell], what: str = "dtype") -> str:
     """The providers that were not timed, one line per reason. Their cells are named by the field `what`, unless it is all
     of them. "" if all were timed."""
-    found: dict[str, dict[str, list[str]]] = {}
+    by_reason: dict[str, dict[str, list[str]]] = {}
     for cell in cells:
         mark = DTYPES[cell["dtype"]] if what == "dtype" else f"{cell[what]:,}"
         for row in cell["providers"]:
             if row["status"] != "ok":
-                found.setdefault(f"{row['status']}, {row['reason']}", {}).setdefault(row["name"], []).append(mark)
-    return "".join(f"\n- {reason}: {named(names, len(cells))}" for reason, names in found.items())
+                by_reason.setdefault(f"{row['status']}, {row['reason']}", {}).setdefault(row["name"], []).append(mark)
+    return "".join(f"\n- {reason}: {named(names, len(cells))}" for reason, names in by_reason.items())
 
 
 def named(names: dict[str, list[str]], every: int) -> str:
     """The providers, each with its cells, unless it is all of them."""
-    return "; ".join(name if len(marks) == every else f"{name} [{', '.join(marks)}]" for name, marks in names.items())
+    return "; ".join(name if len(cells) == every else f"{name} [{', '.join(cells)}]" for name, cells in names.items())
 
 
 def source(record: Record, packages: bool = False) -> str:

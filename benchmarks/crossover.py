@@ -113,16 +113,16 @@ def measure(
 def block(record: dict[str, Any]) -> str:
     if not record:
         return f"Not measured yet: `{COMMAND}`."
-    m, found = record["machine"], {(r["vocabulary"], r["tokens"]): r for r in record["rows"]}
-    tokens = sorted({t for _, t in found})
+    m, rows = record["machine"], {(r["vocabulary"], r["tokens"]): r for r in record["rows"]}
+    tokens = sorted({t for _, t in rows})
     lines = [
         f"{m['name']}, {m['threads']} threads, torch {m['torch']}, {record['date']}; `{record['command']}`.",
         "",
         f"| vocabulary | {' | '.join(f'{t} tokens' for t in tokens)} |",
         "|---" * (1 + len(tokens)) + "|",
     ]
-    for vocabulary in sorted({v for v, _ in found}):
-        cells = [found[vocabulary, t] for t in tokens]
+    for vocabulary in sorted({v for v, _ in rows}):
+        cells = [rows[vocabulary, t] for t in tokens]
         shown = [f"{r['stock']:.1f} -> {r['fused']:.1f} ({r['fused'] / r['stock']:.2f})" for r in cells]
         lines.append(f"| {vocabulary} | {' | '.join(shown)} |")
     return "\n".join(lines)

@@ -71,14 +71,14 @@ def mean_divergence(exact: Exact, z: Tensor, w: Tensor) -> Tensor:
 def divergence_reference(case: TeacherCase | TwoLogitsCase) -> Result:
     """The reference results in float64, some rows at a time. Autograd computes the gradient of the logits."""
     exact, loss = EXACT[case.cell.contract], torch.zeros((), dtype=torch.float64, device=case.batch.targets.device)
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     if isinstance(case, TwoLogitsCase):
-        found["d_logits"] = torch.empty(case.pristine.shape, device=case.pristine.device)
+        results["d_logits"] = torch.empty(case.pristine.shape, device=case.pristine.device)
     else:
         hidden, weight, ref_hidden, ref_weight = (
             x.detach().double() for x in (case.hidden, case.weight, case.ref_hidden, case.ref_weight)
         )
-        found = {"d_hidden": torch.empty_like(hidden), "d_weight": torch.zeros_like(weight)}
+        results = {"d_hidden": torch.empty_like(hidden), "d_weight": torch.zeros_like(weight)}
     for part in _parts(case.cell):
         if isinstance(case, TwoLogitsCase):
             z, w = case.pristine[part].double(), case.ref_logits[part].double()
@@ -89,11 +89,11 @@ def divergence_reference(case: TeacherCase | TwoLogitsCase) -> Result:
         (d_logits,) = torch.autograd.grad(value, leaf)
         loss += value.detach()
         if isinstance(case, TwoLogitsCase):
-            found["d_logits"][part] = d_logits
+            results["d_logits"][part] = d_logits
         else:
-            found["d_hidden"][part] = d_logits @ weight
-            found["d_weight"].addmm_(d_logits.t(), hidden[part])
-    return {name: x.float() for name, x in ({"loss": loss} | found).items()}
+            results["d_hidden"][part] = d_logits @ weight
+            results["d_weight"].addmm_(d_logits.t(), hidden[part])
+    return {name: x.float() for name, x in ({"loss": loss} | results).items()}
 
 
 def _parts(cell: Cell) -> Iterator[slice]:

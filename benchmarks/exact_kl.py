@@ -84,14 +84,14 @@ def warmed_up(seed: int) -> tuple[Any, list[Any], list[Any]]:
 def gradients(seed: int, stops: tuple[int, ...] = STOPS, batches: int = BATCHES) -> list[Record]:
     """The spread over batches of the KL's value and gradient, at policies along a run without a KL."""
     model, training, held_out = warmed_up(seed)
-    found = []
+    measurements = []
     with tempfile.TemporaryDirectory() as folder:
         run = trainer(Trainer, model, (training, held_out), folder, seed=seed, **SETTINGS)
         for stop in stops:
             while run.step < stop:
                 run.train_step()
-            found.append({"step": stop} | spread(run.model, model, (training, held_out), seed, batches))
-    return found
+            measurements.append({"step": stop} | spread(run.model, model, (training, held_out), seed, batches))
+    return measurements
 
 
 def spread(policy: Any, reference: Any, rows: tuple[list[Any], list[Any]], seed: int, batches: int) -> Record:

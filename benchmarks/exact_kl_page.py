@@ -46,44 +46,44 @@ def of_gradients(record: Record) -> Iterator[str]:
     yield "| policy after | `--kl` | seeds | value of a batch | gradient: deviation | bias | completions for the noise of the exact form |"
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
     policies = at_policies(record)
-    for (step, arm), found in policies.items():
-        spreads = [100 * x["value_sd"] / y["value"] for x, y in zip(found, policies[step, "exact"], strict=True)]
+    for (step, arm), measurements in policies.items():
+        spreads = [100 * x["value_sd"] / y["value"] for x, y in zip(measurements, policies[step, "exact"], strict=True)]
         cells = [
-            f"{mean([x['value'] for x in found]):.3f} ± {mean(spreads):.1f} %",
-            f"{mean([x['deviation'] for x in found]):.2f}",
+            f"{mean([x['value'] for x in measurements]):.3f} ± {mean(spreads):.1f} %",
+            f"{mean([x['deviation'] for x in measurements]):.2f}",
         ]
-        cells.append("0" if arm == "exact" else f"{mean([x['bias'] for x in found]):.2f}")
-        same = zip(found, policies[step, ESTIMATED.get(arm, arm)], strict=True)
+        cells.append("0" if arm == "exact" else f"{mean([x['bias'] for x in measurements]):.2f}")
+        same = zip(measurements, policies[step, ESTIMATED.get(arm, arm)], strict=True)
         cells.append(
             f"{statistics.median([(x['deviation'] / y['deviation']) ** 2 for x, y in same]):.0f} x" if arm in ESTIMATED else ""
         )
-        yield f"| {step} step{'s' * (step > 1)} | {NAMES[arm]} | {len(found)} | {' | '.join(cells)} |"
+        yield f"| {step} step{'s' * (step > 1)} | {NAMES[arm]} | {len(measurements)} | {' | '.join(cells)} |"
 
 
 def at_policies(record: Record) -> dict[tuple[int, str], list[Record]]:
     """(step, arm) -> the measurements there, one per seed."""
-    found: dict[tuple[int, str], list[Record]] = {}
+    measurements: dict[tuple[int, str], list[Record]] = {}
     for run in chosen(record, "gradients"):
         for stop in run["found"]:
             for arm in (name for name in stop if name in NAMES):
-                found.setdefault((stop["step"], arm), []).append(stop[arm])
-    return found
+                measurements.setdefault((stop["step"], arm), []).append(stop[arm])
+    return measurements
 
 
 def of_rewards(record: Record) -> Iterator[str]:
     yield "| setting | `--kl` | seeds | reward at the end | less that of exact | KL to the reference at the end |"
     yield "| --- | --- | ---: | ---: | ---: | ---: |"
     runs = by(chosen(record, "rewards"), "setting", "arm")
-    for (setting, arm), found in runs.items():
-        ends = of_seeds(found, "held_out_reward")
+    for (setting, arm), of_arm in runs.items():
+        ends = of_seeds(of_arm, "held_out_reward")
         exact = of_seeds(runs.get((setting, "exact"), []), "held_out_reward")
         apart = [ends[seed] - exact[seed] for seed in ends if seed in exact and arm != "exact"]
         cells = [
             with_spread([*ends.values()], ".3f"),
             with_spread(apart, ".3f"),
-            with_spread([*of_seeds(found, "kl").values()], ".3f"),
+            with_spread([*of_seeds(of_arm, "kl").values()], ".3f"),
         ]
-        yield f"| {setting} | {NAMES[arm]} | {len(found)} | {' | '.join(cells)} |"
+        yield f"| {setting} | {NAMES[arm]} | {len(of_arm)} | {' | '.join(cells)} |"
 
 
 def of_seeds(runs: list[Record], field: str) -> dict[int, float]:
@@ -94,11 +94,11 @@ def of_seeds(runs: list[Record], field: str) -> dict[int, float]:
 def of_distillation(record: Record) -> Iterator[str]:
     yield "| KL to the teacher | learning rate | seeds | teacher | student: first | halfway | last |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
-    for (arm, lr), found in by(chosen(record, "distillation"), "arm", "lr").items():
-        accuracy = [run["found"]["accuracy"] for run in found]
-        cells = [with_spread([run["found"]["teacher"] for run in found], ".1%")]
+    for (arm, lr), of_arm in by(chosen(record, "distillation"), "arm", "lr").items():
+        accuracy = [run["found"]["accuracy"] for run in of_arm]
+        cells = [with_spread([run["found"]["teacher"] for run in of_arm], ".1%")]
         cells += [with_spread([curve[at] for curve in accuracy], ".1%") for at in (0, len(accuracy[0]) // 2, -1)]
-        yield f"| {NAMES[arm]} | {lr:g} | {len(found)} | {' | '.join(cells)} |"
+        yield f"| {NAMES[arm]} | {lr:g} | {len(of_arm)} | {' | '.join(cells)} |"
 
 
 def insert(text: str, record: Record) -> str:
@@ -110,11 +110,11 @@ def insert(text: str, record: Record) -> str:
 
 def best(record: Record) -> dict[str, list[Record]]:
     """The runs of each way to distil, at the learning rate with the best last accuracy."""
-    found: dict[str, list[Record]] = {}
+    best_runs: dict[str, list[Record]] = {}
     for (arm, _), runs in by(chosen(record, "distillation"), "arm", "lr").items():
-        if arm not in found or _last(runs) > _last(found[arm]):
-            found[arm] = runs
-    return found
+        if arm not in best_runs or _last(runs) > _last(best_runs[arm]):
+            best_runs[arm] = runs
+    return best_runs
 
 
 def _last(runs: list[Record]) -> float:
@@ -139,7 +139,7 @@ def shown(record: Record, picture: str) -> dict[str, dict[str, list[float]]]:
 def rewards(record: Record, setting: str) -> dict[str, list[list[float]]]:
     """arm -> the curve of each seed."""
     runs = by(chosen(record, "rewards"), "setting", "arm")
-    return {arm: [run["found"]["held_out_reward"] for run in found] for (name, arm), found in runs.items() if name == setting}
+    return {arm: [run["found"]["held_out_reward"] for run in of_arm] for (name, arm), of_arm in runs.items() if name == setting}
 
 
 def draw(record: Record, picture: str) -> Figure:
@@ -173,7 +173,7 @@ def _distillation(page: Figure, record: Record) -> None:
     axes = page.subplots()
     framed(axes, "greedy accuracy on held-out problems", "step")
     runs = best(record)
-    curves = {arm: [run["found"]["accuracy"] for run in found] for arm, found in runs.items()}
+    curves = {arm: [run["found"]["accuracy"] for run in of_arm] for arm, of_arm in runs.items()}
     steps = next(iter(runs.values()))[0]["found"]["steps"]
     lines(axes, NAMES, COLOURS, curves, shown(record, "distillation")["accuracy"], lambda count: steps)
     teacher = mean([run["found"]["teacher"] for run in next(iter(runs.values()))])

@@ -33,10 +33,10 @@ def chosen(record: Record, part: str) -> list[Record]:
 
 def by(runs: list[Record], *fields: str) -> dict[tuple, list[Record]]:
     """The runs grouped by the values of these fields."""
-    found: dict[tuple, list[Record]] = {}
+    groups: dict[tuple, list[Record]] = {}
     for run in runs:
-        found.setdefault(tuple(run[field] for field in fields), []).append(run)
-    return found
+        groups.setdefault(tuple(run[field] for field in fields), []).append(run)
+    return groups
 
 
 def mean(values: list[float]) -> float:

@@ -60,11 +60,11 @@ def moments(total: Any, squares: Any, count: int) -> tuple[float, float]:
 
 def measure(tasks: Iterable[Task], kept: list[Record], seeds: tuple[int, ...], folder: Path, parts: tuple[str, ...]) -> None:
     """Saves the results of the seeds in the folder. Those among `kept` are not computed again. parts: only these, if not empty."""
-    found = {key(record) for record in kept}
+    done = {key(record) for record in kept}
     for name, task in tasks:
         for seed in seeds:
             record = {"seed": seed} | name
-            if key(record) in found or (parts and name["part"] not in parts):
+            if key(record) in done or (parts and name["part"] not in parts):
                 continue
             began = time.perf_counter()
             results.save(folder / f"{key(record)}.json", record | {"found": short(task(seed))})
@@ -74,10 +74,10 @@ def measure(tasks: Iterable[Task], kept: list[Record], seeds: tuple[int, ...], f
 def known(tasks: Iterable[Task], seeds: tuple[int, ...], folder: Path, file: Path, settings: Record) -> list[Record]:
     """The results in the folder, and those of the result file if it has these settings. Ordered by task, then by seed."""
     kept = results.load(file)
-    found = {key(record): record for record in kept.get("runs", ()) if kept["settings"] == settings}
-    found |= {one.stem: results.load(one) for one in folder.glob("*.json")}
+    records = {key(record): record for record in kept.get("runs", ()) if kept["settings"] == settings}
+    records |= {one.stem: results.load(one) for one in folder.glob("*.json")}
     order = [key({"seed": seed} | name) for name, _ in tasks for seed in seeds]
-    return [found[name] for name in order if name in found]
+    return [records[name] for name in order if name in records]
 
 
 def key(record: Record) -> str:

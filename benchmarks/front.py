@@ -59,8 +59,8 @@ def standings(folder: Path, machine: str) -> list[Standing]:
 
 def extremes(folder: Path, machine: str) -> list[tuple[str, Standing]]:
     """The strongest and the weakest cell; empty if nothing was measured."""
-    found = standings(folder, machine)
-    return [("strongest", found[0]), ("weakest", found[-1])] if found else []
+    ranked = standings(folder, machine)
+    return [("strongest", ranked[0]), ("weakest", ranked[-1])] if ranked else []
 
 
 # ---- the table
@@ -86,9 +86,9 @@ def _cost(row: dict[str, Any]) -> str:
 
 def picture(folder: Path, machine: str) -> Picture:
     """Two panels of each of the two cells: time, and memory beyond the inputs."""
-    found = extremes(folder, machine)
-    panels: list[Any] = [panel for which, standing in found for panel in _panels(which, standing)]
-    m = found[0][1].record["machine"]
+    cells = extremes(folder, machine)
+    panels: list[Any] = [panel for which, standing in cells for panel in _panels(which, standing)]
+    m = cells[0][1].record["machine"]
     where = f"{m['name']}, {m['threads']} threads" if m["device"] == "cpu" else m["name"]
     note = "Every contender was checked against float64 first. The two cells are chosen by rule from all that were measured."
     return Picture(f"Where we are strongest, and where weakest · {where}", panels, [note])

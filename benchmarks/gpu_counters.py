@@ -48,17 +48,17 @@ KERNELS = (
 
 def loaded_kernels() -> list[dict]:
     """Registers, spills and shared memory of the kernels that this process has launched, as the driver reports them."""
-    found = []
+    kernels = []
     for kernel in KERNELS:
         for caches in kernel.device_caches.values():
-            found += [
+            kernels += [
                 {
                     "kernel": kernel.__name__, "registers": compiled.n_regs, "spills": compiled.n_spills,
                     "shared": compiled.metadata.shared, "warps": compiled.metadata.num_warps,
                 }
                 for compiled in caches[0].values() if compiled.module is not None
             ]  # fmt: skip
-    return found
+    return kernels
 
 
 # ---- calls

@@ -54,8 +54,8 @@ class Kit:
     @property
     def environment(self) -> dict[str, str]:
         paths = (str(ROOT), str(self.work / "site"), os.environ.get("PYTHONPATH", ""))
-        found = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p), "PYTHONUNBUFFERED": "1"}
-        return found | ({"TRITON_INTERPRET": "1"} if self.rehearse else {})
+        variables = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p), "PYTHONUNBUFFERED": "1"}
+        return variables | ({"TRITON_INTERPRET": "1"} if self.rehearse else {})
 
     def command(self, stage: str, seconds: float) -> list[str]:
         command = [sys.executable, "-m", "benchmarks.gpu_stages", stage, "--work", str(self.work)]
@@ -216,8 +216,8 @@ def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[
 def times(suites: dict[str, dict], suite: str, **shape: Any) -> dict[str, float]:
     """{provider: ms} of the cell of this shape; "limit" is the fastest of the limits."""
     cell = find(suites, suite, **shape)
-    found = {row["name"]: row["ms"] for row in cell.get("providers", []) if row["status"] == "ok"}
-    return found | ({"limit": cell["limit"]["ms"]} if cell.get("limit") else {})
+    ms = {row["name"]: row["ms"] for row in cell.get("providers", []) if row["status"] == "ok"}
+    return ms | ({"limit": cell["limit"]["ms"]} if cell.get("limit") else {})
 
 
 def extra(suites: dict[str, dict], suite: str, name: str, **shape: Any) -> float | None:

@@ -51,22 +51,22 @@ def install(kit: Kit) -> None:
     options = ("--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--quiet")
     command = ("-m", "pip", "install", *options, "--target", str(kit.work / "site"))
     if wheels and kit.python(*command, *map(str, wheels)) == 0:
-        found = {wheel.name: "ok" for wheel in wheels}
+        outcomes = {wheel.name: "ok" for wheel in wheels}
     else:
-        found = {wheel.name: outcome(kit.python(*command, str(wheel))) for wheel in wheels}
-    kit.add(wheels=found)
-    kit.say(f"{sum(how == 'ok' for how in found.values())} of {len(wheels)} wheels are installed")
-    for name, how in found.items():
+        outcomes = {wheel.name: outcome(kit.python(*command, str(wheel))) for wheel in wheels}
+    kit.add(wheels=outcomes)
+    kit.say(f"{sum(how == 'ok' for how in outcomes.values())} of {len(wheels)} wheels are installed")
+    for name, how in outcomes.items():
         if how != "ok":
             kit.say(f"{name} is not installed: {how}", well=False)
 
 
 def env(kit: Kit) -> None:
     """Describes the machine; measures its bandwidth and flop rate; finds which peers can be measured."""
-    found = machine(kit.device)
-    kit.add(machine=found)
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    kit.say(f"{found['name']}, Python {found['python']}, torch {found['torch']}, {versions}")
+    facts = machine(kit.device)
+    kit.add(machine=facts)
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    kit.say(f"{facts['name']}, Python {facts['python']}, torch {facts['torch']}, {versions}")
     if shutil.which("nvidia-smi"):
         kit.child("nvidia-smi")
         kit.child("nvidia-smi", "--query", "--display=CLOCK,POWER,TEMPERATURE,ECC,PERFORMANCE")
@@ -124,9 +124,9 @@ def resources(kit: Kit) -> None:
     if kit.rehearse:
         kit.leave_out("registers of the kernels as loaded")
         return
-    found = loaded_kernels()
-    kit.add(loaded=found)
-    for k in found:
+    kernels = loaded_kernels()
+    kit.add(loaded=kernels)
+    for k in kernels:
         kit.say(
             f"{k['kernel']}: {k['registers']} registers, {k['spills']} spilled, {k['shared']} bytes shared, {k['warps']} warps"
         )
@@ -175,22 +175,22 @@ def on_triton(rehearse: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def tune(kit: Kit) -> None:
-    found: dict[str, dict] = {}
+    outcomes: dict[str, dict] = {}
     kinds = ("fused", "visit", "fused32", "chunk")
     for i, kind in enumerate(kinds):  # each in a process of its own: a candidate may break CUDA
         path = kit.work / "json" / f"tune-{kind}.json"
         small = ("--small",) if kit.rehearse else ()
         share = kit.left / (len(kinds) - i)
         status = kit.python("-m", "benchmarks.tune", "--kind", kind, "--json", str(path), *small, seconds=share)
-        found |= load(path)
+        outcomes |= load(path)
         if status != 0:
             kit.say(f"tuning of {kind}: {outcome(status)}", well=False)
-    for kind, result in found.items():
+    for kind, result in outcomes.items():
         for name, value in result["ranking"][:4]:
             kit.say(f"{kind}: {value:6.3f} {name}")
-    for line in tuning.summary(found):
+    for line in tuning.summary(outcomes):
         kit.say(line)
-    save(kit.work / "json" / CHOICES, tuning.winners(found))
+    save(kit.work / "json" / CHOICES, tuning.winners(outcomes))
 
 
 #: The settings that the tuner has found clearly faster, for later stages.

@@ -131,12 +131,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not isinstance(backend._stats_kernel, JITFunction):
         parser.error("TRITON_INTERPRET=1 is set: there is nothing to compile. Unset it.")
-    found: dict[str, dict[str, Any]] = {}
+    counts: dict[str, dict[str, Any]] = {}
     for target in args.target:
         print(f"\n{target}, Triton {triton.__version__}: instructions of a thread for each logit")
         for way in WAYS:
             works = count(target, way)
-            found.setdefault(target, {})[way.name] = {"bytes": way.bytes, "visits": [asdict(work) for work in works]}
+            counts.setdefault(target, {})[way.name] = {"bytes": way.bytes, "visits": [asdict(work) for work in works]}
             for work in works:
                 parts = ", ".join(f"{pipe} {n:.2f}" for pipe, n in work.issued.items() if n)
                 print(
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
                 )  # fmt: skip
     if args.write:
         record = results.load(PATH)
-        here = {"versions": versions() | {"torch": torch.__version__}, "targets": found}
+        here = {"versions": versions() | {"torch": torch.__version__}, "targets": counts}
         results.save(PATH, {**record, triton.__version__: here})
 
 

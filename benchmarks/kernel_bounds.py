@@ -58,8 +58,8 @@ def bounds(way: dict[str, Any], chip: Chip, rows: int, vocab: int) -> dict[str, 
         "fp32": sum(visit["fp32"] for visit in issued),
     }
     clocks = chip.multiprocessors * chip.ghz * 1e6  # of all multiprocessors in a millisecond
-    found = {name: logits * n / (getattr(chip, name) * clocks) for name, n in work.items()}
-    return found | {"memory": logits * way["bytes"] / (REACHED * chip.bandwidth * 1e9)}
+    ms = {name: logits * n / (getattr(chip, name) * clocks) for name, n in work.items()}
+    return ms | {"memory": logits * way["bytes"] / (REACHED * chip.bandwidth * 1e9)}
 
 
 def tables(rows: int = 8192, vocab: int = 151936) -> dict[str, Table]:
@@ -79,8 +79,8 @@ def _bounds(targets: dict[str, dict], rows: int, vocab: int) -> Table:
     chips = [chip for chip in CHIPS if chip.target in targets]
     lines = [[f"ms: {' / '.join(BOUNDS)}", *(chip.name for chip in chips)]]
     for name in targets[chips[0].target]:
-        found = [bounds(targets[chip.target][name], chip, rows, vocab) for chip in chips]
-        lines.append([name, *map(_cell, found)])
+        of_chips = [bounds(targets[chip.target][name], chip, rows, vocab) for chip in chips]
+        lines.append([name, *map(_cell, of_chips)])
     return lines
 
 
@@ -123,9 +123,11 @@ def _loads(record: dict[str, dict]) -> Table:
 def _budgets(record: dict[str, dict]) -> Table:
     lines = [["Triton", "target", "kernels", "beyond their budgets", "most bytes spilled", "least KiB in flight"]]
     for version in sorted(record, key=numbers):
-        for target, found in record[version].items():
-            beyond = "; ".join(found["beyond"]) or "0"
-            lines.append([version, target, str(found["kernels"]), beyond, str(found["spilled"]), f"{found['in flight']:.0f}"])
+        for target, outcome in record[version].items():
+            beyond = "; ".join(outcome["beyond"]) or "0"
+            lines.append(
+                [version, target, str(outcome["kernels"]), beyond, str(outcome["spilled"]), f"{outcome['in flight']:.0f}"]
+            )
     return lines
 
 

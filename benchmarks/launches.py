@@ -254,29 +254,29 @@ DTYPES = (
 def cases() -> list[Case]:
     """The launches of the library. Layouts, transforms and objectives are varied one at a time: the first two change the
     loops over a row, an objective changes only arithmetic on a few scalars."""
-    found: dict[Case, None] = {}  # in order, once
+    launches: dict[Case, None] = {}  # in order, once
     for (logits, gradient), entropy in product(DTYPES, (False, True)):
         base = Case("stats", logits, gradient, entropy=entropy)
         around = [replace(base, vocab=vocab, stride=stride) for vocab, stride in LAYOUTS]
         around += [replace(base, transform=transform) for transform in TRANSFORMS]
         for case in around:
             if logits == gradient:
-                found[case] = None
-            found[replace(case, kernel="pull")] = None
-            found[replace(case, kernel="fused", gradient=None if logits == torch.float16 else gradient)] = None
+                launches[case] = None
+            launches[replace(case, kernel="pull")] = None
+            launches[replace(case, kernel="fused", gradient=None if logits == torch.float16 else gradient)] = None
     for name in OBJECTIVES:
-        found[Case("fused", objective=name)] = None
-        found[Case("fused", torch.float32, torch.bfloat16, objective=name, entropy=True)] = None
-    found[Case("fused", without="mask")] = None
-    found[Case("fused", without="old_logps")] = None
-    found[Case("fused", gradient=None)] = None
-    found[Case("stats", torch.float32, without="mask")] = None  # as from hidden states
+        launches[Case("fused", objective=name)] = None
+        launches[Case("fused", torch.float32, torch.bfloat16, objective=name, entropy=True)] = None
+    launches[Case("fused", without="mask")] = None
+    launches[Case("fused", without="old_logps")] = None
+    launches[Case("fused", gradient=None)] = None
+    launches[Case("stats", torch.float32, without="mask")] = None  # as from hidden states
     for logits, gradient in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)):
-        found[Case("stats", logits, gradient, squares=True)] = None
-        found[Case("pull", logits, gradient, squares=True)] = None
+        launches[Case("stats", logits, gradient, squares=True)] = None
+        launches[Case("pull", logits, gradient, squares=True)] = None
     for dtype, padding in product((torch.float32, torch.bfloat16, torch.float16), (0, 16, 1)):
-        found[Case("scale_", dtype, dtype, stride=151936 + padding)] = None
-    return list(found)
+        launches[Case("scale_", dtype, dtype, stride=151936 + padding)] = None
+    return list(launches)
 
 
 #: A few of each kernel, to compile in seconds.

@@ -31,7 +31,7 @@ def machine(device: str) -> dict:
     """A description of the machine and the packages, for the result files."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     reason = backends.unavailable(NATIVE[device])
-    found = {
+    facts = {
         "device": device,
         "cpu": next((x.split(":")[1].strip() for x in info if x.startswith("model name")), platform.machine()),
         "threads": torch.get_num_threads(),
@@ -45,17 +45,17 @@ def machine(device: str) -> dict:
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found["name"] = properties.name
-        found["capability"] = f"{properties.major}.{properties.minor}"
-        found["multiprocessors"] = properties.multi_processor_count
-        found["memory_gb"] = round(properties.total_memory / 1e9, 1)
-        found["cuda"] = torch.version.cuda
-        found |= _nvidia_smi("driver_version")
+        facts["name"] = properties.name
+        facts["capability"] = f"{properties.major}.{properties.minor}"
+        facts["multiprocessors"] = properties.multi_processor_count
+        facts["memory_gb"] = round(properties.total_memory / 1e9, 1)
+        facts["cuda"] = torch.version.cuda
+        facts |= _nvidia_smi("driver_version")
     else:
-        found["name"] = found["cpu"]
+        facts["name"] = facts["cpu"]
         if reason is None:
-            found["instruction set"] = grpo_kernels.vocabulary.native.load().isa()
-    return found
+            facts["instruction set"] = grpo_kernels.vocabulary.native.load().isa()
+    return facts
 
 
 def require_kernels(device: str) -> None:
@@ -92,13 +92,13 @@ def _huge_pages() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of the packages whose code is measured, where they are installed."""
-    found = {}
+    installed = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def gpu_state(device: str) -> dict[str, str]:

@@ -135,10 +135,10 @@ def measure(
             row["x_limit"] = row["ms"] / limit["ms"] if limit else None
             if "copy" in times:
                 row["x_copy"] = row["ms"] / times["copy"]["ms"]
-    found = (
+    timings = (
         describe(cell) | _reached(case) | {"limit": limit, "providers": rows, "seconds": round(time.perf_counter() - begin, 1)}
     )
-    return found | ({"gpu": state, "alloc_retries": _alloc_retries(device) - retries} if device == "cuda" else {})
+    return timings | ({"gpu": state, "alloc_retries": _alloc_retries(device) - retries} if device == "cuda" else {})
 
 
 def _early(provider: Provider, row: dict[str, Any], runs: dict[str, Run], device: str) -> dict[str, Any]:
@@ -149,8 +149,8 @@ def _early(provider: Provider, row: dict[str, Any], runs: dict[str, Run], device
     name, run = provider.name, runs[provider.name]
 
     def alone() -> dict[str, Any]:
-        found = interleaved({name: run.call}, device, lambda _: _restore(run), seconds=0.1, least=3, most=5)[name]
-        return {key: found[key] for key in ("ms", "p20", "p80", "runs")} | {"x_limit": None}
+        timings = interleaved({name: run.call}, device, lambda _: _restore(run), seconds=0.1, least=3, most=5)[name]
+        return {key: timings[key] for key in ("ms", "p20", "p80", "runs")} | {"x_limit": None}
 
     try:
         return dict(_attempt(provider, device, alone))

@@ -180,10 +180,10 @@ def of_two(divergence: str, transform: str = "linear") -> tuple[Case, ...]:
 
 def other_cases() -> list[Case]:
     """Layouts, transforms and further sums are varied one at a time."""
-    found: dict[Case, None] = {}
+    launches: dict[Case, None] = {}
     for kernel, divergence in KERNELS:
         for dtypes in DTYPES:
-            found[beside(kernel, divergence, *dtypes)] = None
+            launches[beside(kernel, divergence, *dtypes)] = None
         base = beside(kernel, divergence, HALF, HALF, HALF)
         around: list[Case] = [replace(base, vocab=vocab, stride=stride) for vocab, stride in LAYOUTS]
         around += [replace(base, transform=transform) for transform in TRANSFORMS]
@@ -193,16 +193,16 @@ def other_cases() -> list[Case]:
         if kernel != "mixed":
             around += [replace(case, entropy=True, squares=True) for case in capped]
             around += [replace(base, entropy=True), replace(base, entropy=True, squares=True)]
-        found |= dict.fromkeys(around)
+        launches |= dict.fromkeys(around)
     for kernel in PRODUCTS:
         for read, second in ((HALF, HALF), (FP16, FP16), (SINGLE, SINGLE), (HALF, SINGLE), (FP16, SINGLE)):
             for width in (4096, 1001):
-                found[Sparse(kernel, read, second, vocab=width, stride=width)] = None
+                launches[Sparse(kernel, read, second, vocab=width, stride=width)] = None
     for kernel in SELECTIONS:
-        found |= dict.fromkeys(Selecting(kernel, dtype) for dtype in (HALF, FP16, SINGLE))
-        found |= dict.fromkeys(Selecting(kernel, SINGLE, vocab=vocab, stride=stride) for vocab, stride in LAYOUTS)
-        found |= dict.fromkeys(Selecting(kernel, SINGLE, transform=transform) for transform in TRANSFORMS)
-    return list(found)
+        launches |= dict.fromkeys(Selecting(kernel, dtype) for dtype in (HALF, FP16, SINGLE))
+        launches |= dict.fromkeys(Selecting(kernel, SINGLE, vocab=vocab, stride=stride) for vocab, stride in LAYOUTS)
+        launches |= dict.fromkeys(Selecting(kernel, SINGLE, transform=transform) for transform in TRANSFORMS)
+    return list(launches)
 
 
 #: A few of each kernel, to compile in seconds.

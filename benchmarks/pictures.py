@@ -122,13 +122,13 @@ def _curves(record: Record, dtype: str) -> list[Curves]:
 def _missing(record: Record, cells: list[Cell]) -> list[str]:
     """The providers that were skipped, failed or, in a sweep, wrong; and the cells, unless it is all of them."""
     field = SWEEPS[record["suite"]][0] if record["suite"] in SWEEPS else "dtype"
-    found: dict[str, dict[str, list[str]]] = {}
+    by_reason: dict[str, dict[str, list[str]]] = {}
     for cell in cells:
         mark = DTYPES[cell["dtype"]] if field == "dtype" else f"{cell[field]:,}"
         for row in cell["providers"]:
             if row["status"] != "ok" and (row["status"] != "wrong" or field != "dtype"):
-                found.setdefault(row["status"], {}).setdefault(row["name"], []).append(mark)
-    return [f"{status}: {named(names, len(cells))}" for status, names in found.items()]
+                by_reason.setdefault(row["status"], {}).setdefault(row["name"], []).append(mark)
+    return [f"{status}: {named(names, len(cells))}" for status, names in by_reason.items()]
 
 
 def duration(ms: float) -> str:

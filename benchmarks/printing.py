@@ -16,8 +16,8 @@ DRAWN = "Errors of gradients in sparse rows are those of one draw: unbiased nois
 
 def entropy(cell: dict) -> str:
     """The mean entropy of the rows of a cell, if they were made for one."""
-    wanted = cell.get("entropy")
-    return "" if wanted is None else f", mean entropy {cell.get('entropy_reached', wanted):.2f} nats"
+    asked_for = cell.get("entropy")
+    return "" if asked_for is None else f", mean entropy {cell.get('entropy_reached', asked_for):.2f} nats"
 
 
 def worst(row: dict) -> str:
@@ -31,13 +31,13 @@ def worst(row: dict) -> str:
 
 def ways(row: dict) -> str:
     """The parts of a limit, and the ways to compute them that took longer, in ms."""
-    found = []
+    parts = []
     for name in row["of"]:
         part, _, way = name.partition(", ")
         others = [(x.partition(", ")[2], ms) for x, ms in row["ways"].items() if x.startswith(f"{part}, ") and x != name]
         slower = ", ".join(f"{x} {ms:.3g}" for x, ms in others if not isinstance(ms, str))
-        found.append(f"{part} {row['ways'][name]:.3g} by {way}" + (f" ({slower})" if slower else ""))
-    return "; ".join(found)
+        parts.append(f"{part} {row['ways'][name]:.3g} by {way}" + (f" ({slower})" if slower else ""))
+    return "; ".join(parts)
 
 
 def table(cell: dict) -> str:
@@ -123,7 +123,7 @@ def replace_block(text: str, page: str, name: str, block: str, command: str) -> 
     """The page with what stands between the markers of `name` replaced."""
     start, end = marked(name, command)
     head, _, rest = text.partition(start)
-    _, found, tail = rest.partition(end)
-    if not found:
+    _, marker, tail = rest.partition(end)
+    if not marker:
         raise SystemExit(f"{page} lacks the markers of {name}: {start} ... {end}")
     return f"{head}{start}\n{block}\n{end}{tail}"

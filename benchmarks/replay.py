@@ -104,12 +104,12 @@ def run(model: Any, tok: Any, rows: tuple[list[Any], list[Any]], seed: int, **ch
         "reward": [line["reward"] for line in steps],
         "entropy": [line["entropy"] for line in steps],
     }
-    return {name: [float(f"{x:.4g}") for x in found] for name, found in made.items()} | {"accuracy": accuracy}
+    return {name: [float(f"{x:.4g}") for x in values] for name, values in made.items()} | {"accuracy": accuracy}
 
 
 def watched(trainer: Trainer) -> list[float]:
     """A list to which each loss of the trainer, one per step, appends its share of tokens outside the clip range."""
-    found: list[float] = []
+    shares: list[float] = []
     surrogate, loss = trainer.objective.surrogate, trainer.losses.loss
 
     def with_share(model: Any, completions: Any, batch: Any, *arguments: Any) -> Any:
@@ -117,23 +117,23 @@ def watched(trainer: Trainer) -> list[float]:
         old = out.logps if batch.old_logps is None else batch.old_logps
         ratio = (out.logps - old)[batch.mask].exp()
         inside = (ratio >= 1 - surrogate.eps_low) & (ratio <= 1 + surrogate.eps_high)
-        found.append(float((~inside).float().mean()))
+        shares.append(float((~inside).float().mean()))
         return out
 
     trainer.losses.loss = with_share  # type: ignore[method-assign]
-    return found
+    return shares
 
 
 def measure(seeds: tuple[int, ...] = SEEDS, warm_up: int = WARM_UP, **changes: Any) -> list[dict[str, Any]]:
-    tok, found = arithmetic.tokenizer(), []
+    tok, records = arithmetic.tokenizer(), []
     for seed in seeds:
         model, training, held_out = warmed_up(seed, tok, warm_up)
         for arm, options in ARMS.items():
             began = time.perf_counter()
             made = run(model, tok, (training, held_out), seed, **options, **changes)
-            found.append({"arm": arm, "seed": seed} | made)
-            print(f"seed {seed}, {arm}: {summary(found[-1])}, {time.perf_counter() - began:.0f} s", flush=True)
-    return found
+            records.append({"arm": arm, "seed": seed} | made)
+            print(f"seed {seed}, {arm}: {summary(records[-1])}, {time.perf_counter() - began:.0f} s", flush=True)
+    return records
 
 
 def first(values: list[float]) -> float:
@@ -190,13 +190,13 @@ def insert(text: str, record: dict[str, Any]) -> str:
 
 def curves(record: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
     """field -> arm -> mean over the seeds, each a mean over the last five steps."""
-    found: dict[str, dict[str, list[float]]] = {}
+    by_field: dict[str, dict[str, list[float]]] = {}
     for field, _ in FIELDS:
         for arm in ARMS:
             of_seeds = [made[field] for made in record["runs"] if made["arm"] == arm]
             mean = [sum(values) / len(values) for values in zip(*of_seeds, strict=True)]
-            found.setdefault(field, {})[arm] = smooth(mean)
-    return found
+            by_field.setdefault(field, {})[arm] = smooth(mean)
+    return by_field
 
 
 def smooth(values: list[float], width: int = 5) -> list[float]:

@@ -153,8 +153,8 @@ def broken(case: Case, found: Report) -> list[str]:
 
 
 def measure(job: tuple[str, Case]) -> tuple[Report, list[str]]:
-    found = report(*job)
-    return found, broken(job[1], found)
+    kernel = report(*job)
+    return kernel, broken(job[1], kernel)
 
 
 def measure_all(targets: Sequence[str], cases: Sequence[Case]) -> Iterator[tuple[Report, list[str]]]:

@@ -224,20 +224,20 @@ def limits(shape: Shape, sources: Sequence[Rates], shares: Sequence[float]) -> T
 def against(cell: dict[str, Any], sources: Sequence[Rates], device: str) -> Table:
     """Head and rows of a table: the limit of each scheme of a cell's contract, in per cent of the measured times."""
     shape = Shape(cell["rows"], cell["hidden"] or 0, cell["vocab"], cell["dtype"], device)
-    found: list[tuple[str, float]] = []
+    limits: list[tuple[str, float]] = []
     for i, rates in enumerate(sources):
         mark, seen = f"({i + 1}) " if len(sources) > 1 else "", set[float]()
         for scheme in SCHEMES:
             limit = rates.ms(scheme, shape, cell["active"]) if scheme.contract == cell["contract"] else None
             if limit is not None and limit not in seen:  # if every row has a gradient, two schemes are the same
-                found.append((f"{mark}{scheme.short} = {_ms(limit)} ms", limit))
+                limits.append((f"{mark}{scheme.short} = {_ms(limit)} ms", limit))
                 seen.add(limit)
-    rows = [["provider", "ms", "extra MB", *(f"% of {name}" for name, _ in found)]]
+    rows = [["provider", "ms", "extra MB", *(f"% of {name}" for name, _ in limits)]]
     for row in cell["providers"]:
         if row["status"] == "ok":
             extra = f"{row['extra_mb']:.0f}" if "extra_mb" in row else ""
             name = row["name"] + (" (limit)" if row.get("limit") else "")
-            shares = [100 * limit / row["ms"] for _, limit in found]
+            shares = [100 * limit / row["ms"] for _, limit in limits]
             rows.append([name, _ms(row["ms"]), extra, *(f"{x:.0f}" if x >= 10 else f"{x:.1f}" for x in shares)])
     return rows
 

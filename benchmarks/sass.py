@@ -50,11 +50,11 @@ _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/
 
 def disassembled(kernel: Any) -> str:
     """NVIDIA's code as lines that `assembly.loops` reads: labels, lower-case branches, and `@@ sets waits` behind each."""
-    found = _LINE.findall(cuobjdump(kernel, "--dump-sass"))
+    matches = _LINE.findall(cuobjdump(kernel, "--dump-sass"))
     branch = re.compile(r"\bBRA(?:\.\w+)*\s+(!?U?P\w+,\s*)?0x([0-9a-f]+)")
-    targets = {int(m[2], 16) for _, text, _, _ in found if (m := branch.search(text))}
+    targets = {int(m[2], 16) for _, text, _, _ in matches if (m := branch.search(text))}
     lines = []
-    for address, text, _, encoding in found:
+    for address, text, _, encoding in matches:
         if int(address, 16) in targets:
             lines.append(f"L_BB{int(address, 16):x}:")
         control = int(encoding, 16)
@@ -138,13 +138,17 @@ def row_loops(kernel: Any, needs: str = "special") -> list[Loop]:
     """The loops over a row: of those that read it and of those that also write, the one that loads most in an iteration.
     (The assembler may unroll a loop and keep a smaller copy for the rest.) Only loops that issue to the pipe `needs`."""
     text, read = _text(kernel)
-    found: dict[bool, Loop] = {}
+    loops_of_row: dict[bool, Loop] = {}
     for lines in loops(text):
         loop = Loop(tuple(read(lines)))
         writes = bool(loop.stores)
-        if loop.loads and loop.issued[needs] and (writes not in found or sum(loop.loads) > sum(found[writes].loads)):
-            found[writes] = loop
-    return [found[writes] for writes in sorted(found)]
+        if (
+            loop.loads
+            and loop.issued[needs]
+            and (writes not in loops_of_row or sum(loop.loads) > sum(loops_of_row[writes].loads))
+        ):
+            loops_of_row[writes] = loop
+    return [loops_of_row[writes] for writes in sorted(loops_of_row)]
 
 
 def whole(kernel: Any) -> Loop:

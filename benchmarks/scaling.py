@@ -115,8 +115,8 @@ def interconnects(s: Setup) -> Table:
     rows = [[f"V* of {model.name}, TP {tp}", "NVLink", "% of V", "network, one rank a node", "% of V"]]
     for at in s.compared:
         size = element(s.shape(model))
-        found = [least_vocabulary(model.hidden, tp, s.active, size, at.flops, link) for link in (at.nvlink, at.network)]
-        rows.append([at.name, *(cell for v in found for cell in (f"{v:,.0f}", figure(100 * v / model.vocab)))])
+        least = [least_vocabulary(model.hidden, tp, s.active, size, at.flops, link) for link in (at.nvlink, at.network)]
+        rows.append([at.name, *(cell for v in least for cell in (f"{v:,.0f}", figure(100 * v / model.vocab)))])
     return rows
 
 

@@ -41,8 +41,8 @@ def parts(shape: Shape, columns: float, step: float, bandwidth: float, flops: fl
     seconds = {"one product": shape.product / flops} | {name: x / bandwidth for name, x in moved.items()}
     dense = 3 * shape.product / flops + (shape.tiles(1.0) + shape.sums(1.0)) / bandwidth
     total = sum(seconds.values())
-    found = {name: 1e3 * x for name, x in (seconds | {"all of it": total, "dense, all of it": dense}).items()}
-    return found | {"x three products": total * flops / (3 * shape.product)}
+    ms = {name: 1e3 * x for name, x in (seconds | {"all of it": total, "dense, all of it": dense}).items()}
+    return ms | {"x three products": total * flops / (3 * shape.product)}
 
 
 def table(shape: Shape, rates: Rates) -> Table:

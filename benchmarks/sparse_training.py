@@ -63,15 +63,15 @@ def trainer(kind: type[Trainer], seed: int, spellings: int, folder: str, **chang
 
 def noise(seed: int, spellings: int, stops: tuple[int, ...] = STOPS, batches: int = BATCHES) -> list[Record]:
     """The noise that drawing adds to that of a batch, at policies along a run."""
-    found = []
+    measurements = []
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
         run, still = trainer(Trainer, seed, spellings, folder), trainer(Still, seed, spellings, other)
         for stop in stops:
             while run.step < stop:
                 run.train_step()
             still.model.load_state_dict(run.model.state_dict())
-            found.append({"after": stop} | spread(still, batches))
-    return found
+            measurements.append({"after": stop} | spread(still, batches))
+    return measurements
 
 
 def spread(still: Any, batches: int) -> Record:
@@ -79,7 +79,7 @@ def spread(still: Any, batches: int) -> Record:
     entropy bonus alone. For each group of parameters and each step: the mean squared distance from the dense gradient of the
     same batch, divided by the variance of the dense gradient over batches. Also the mean entropy and the number of columns of
     the first batch's rows."""
-    config, found = still.config, {}
+    config, statistics = still.config, {}
     terms = {"policy": config.objective, "entropy": replace(config, entropy_coef=1.0).objective}
     sums = {(term, group): [0.0] * (2 + len(STEPS)) for term in terms for group in GROUPS}
     for number in range(batches):
@@ -89,7 +89,7 @@ def spread(still: Any, batches: int) -> Record:
         completions = still.sample(prompts, config.group_size, 1.0, generator=generator)
         scores = still.score(prompts, completions, config.group_size)
         advantages = still.credit.advantages(prompts, completions, scores)
-        found = found or rows(still.model, completions)
+        statistics = statistics or rows(still.model, completions)
         for term, objective in terms.items():
             still.objective = objective
             dense: dict[str, Any] = {}
@@ -107,8 +107,8 @@ def spread(still: Any, batches: int) -> Record:
                         total[0], total[1] = total[0] + x, total[1] + x @ x
     for (term, group), (total, squares, *apart) in sums.items():
         variance = moments(total, squares, batches)[1]
-        found.setdefault(term, {})[group] = [float(x) / batches / variance for x in apart]
-    return found
+        statistics.setdefault(term, {})[group] = [float(x) / batches / variance for x in apart]
+    return statistics
 
 
 def by_group(still: Any) -> dict[str, torch.Tensor]:

@@ -45,11 +45,11 @@ def block(record: Record) -> str:
 
 def policies(record: Record) -> dict[tuple[int, int], list[Record]]:
     """(spellings, steps of training) -> the measurements there, one per seed."""
-    found: dict[tuple[int, int], list[Record]] = {}
+    measurements: dict[tuple[int, int], list[Record]] = {}
     for run in chosen(record, "noise"):
         for stop in run["found"]:
-            found.setdefault((run["spellings"], stop["after"]), []).append(stop)
-    return found
+            measurements.setdefault((run["spellings"], stop["after"]), []).append(stop)
+    return measurements
 
 
 def of_policy(spellings: int, after: int) -> str:
@@ -60,9 +60,9 @@ def of_rows(record: Record) -> Iterator[str]:
     steps = record["settings"]["steps"]
     yield f"| policy | seeds | entropy, nats | columns a row: {' | '.join(map(name, steps))} |"
     yield "| --- | ---: | ---: |" + " ---: |" * len(steps)
-    for policy, found in policies(record).items():
-        columns = (f"{mean([x['columns'][i] for x in found]):.1f}" for i in range(len(steps)))
-        yield f"| {of_policy(*policy)} | {len(found)} | {mean([x['nats'] for x in found]):.2f} | {' | '.join(columns)} |"
+    for policy, measurements in policies(record).items():
+        columns = (f"{mean([x['columns'][i] for x in measurements]):.1f}" for i in range(len(steps)))
+        yield f"| {of_policy(*policy)} | {len(measurements)} | {mean([x['nats'] for x in measurements]):.2f} | {' | '.join(columns)} |"
 
 
 def of_noise(record: Record) -> Iterator[str]:
@@ -70,10 +70,12 @@ def of_noise(record: Record) -> Iterator[str]:
     heads = [f"{term}: {name(step)}" for term in ("policy term", "entropy bonus") for step in steps]
     yield f"| policy | parameters | {' | '.join(heads)} |"
     yield "| --- | --- |" + " ---: |" * len(heads)
-    for policy, found in policies(record).items():
-        for group in found[0]["policy"]:
+    for policy, measurements in policies(record).items():
+        for group in measurements[0]["policy"]:
             cells = [
-                percent(mean([x[term][group][i] for x in found])) for term in ("policy", "entropy") for i in range(len(steps))
+                percent(mean([x[term][group][i] for x in measurements]))
+                for term in ("policy", "entropy")
+                for i in range(len(steps))
             ]
             yield f"| {of_policy(*policy)} | {group} | {' | '.join(cells)} |"
 
@@ -88,13 +90,13 @@ def of_runs(record: Record) -> Iterator[str]:
     yield "| --- | --- | --- | ---: | ---: | ---: | ---: |"
     for part, trainer in TRAINERS.items():
         runs = by(chosen(record, part), "spellings", "step")
-        for (spellings, step), found in runs.items():
-            ends = of_seeds(found)
+        for (spellings, step), of_step in runs.items():
+            ends = of_seeds(of_step)
             dense = of_seeds(runs.get((spellings, 0.0), []))
             apart = [ends[seed] - dense[seed] for seed in ends if seed in dense and step]
             cells = [with_spread([*ends.values()], ".3f"), with_spread(apart, ".3f")]
-            cells.append(f"{mean([run['found']['accuracy'] for run in found]):.1%}")
-            yield f"| {trainer} | {spelled(spellings)} | {name(step)} | {len(found)} | {' | '.join(cells)} |"
+            cells.append(f"{mean([run['found']['accuracy'] for run in of_step]):.1%}")
+            yield f"| {trainer} | {spelled(spellings)} | {name(step)} | {len(of_step)} | {' | '.join(cells)} |"
 
 
 def of_seeds(runs: list[Record]) -> dict[int, float]:
@@ -111,11 +113,11 @@ def insert(text: str, record: Record) -> str:
 
 def rewards(record: Record) -> dict[tuple[str, int], dict[str, list[list[float]]]]:
     """(part, spellings) -> gradient -> the smoothed curve of each seed."""
-    found: dict[tuple[str, int], dict[str, list[list[float]]]] = {}
+    curves: dict[tuple[str, int], dict[str, list[list[float]]]] = {}
     for part in TRAINERS:
         for (spellings, step), runs in by(chosen(record, part), "spellings", "step").items():
-            found.setdefault((part, spellings), {})[name(step)] = [smooth(run["found"]["reward"], SPAN) for run in runs]
-    return found
+            curves.setdefault((part, spellings), {})[name(step)] = [smooth(run["found"]["reward"], SPAN) for run in runs]
+    return curves
 
 
 def shown(record: Record) -> Record:
@@ -125,7 +127,8 @@ def shown(record: Record) -> Record:
         for (part, spellings), arms in rewards(record).items()
     }
     made["noise"] = {
-        of_policy(*policy): over_seeds([x["policy"]["head"] for x in found]) for policy, found in policies(record).items()
+        of_policy(*policy): over_seeds([x["policy"]["head"] for x in measurements])
+        for policy, measurements in policies(record).items()
     }
     return made
 

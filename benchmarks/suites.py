@@ -125,9 +125,9 @@ def _sparse(device: str, quick: bool) -> list[Planned]:
     if quick:
         return [Planned(_head("sparse", 64, 256, 32768, dtype, entropy=0.6)) for dtype in (FP32, BF16)]
     few = [_head("sparse", 256, 1024, QWEN, dtype, entropy=e) for e in (0.6, 0.3, 2.0, 6.0) for dtype in (FP32, BF16)]
-    many = [_head("sparse", 2048, 1024, QWEN, dtype, entropy=e) for e in (0.6, 6.0) for dtype in (FP32, BF16)]
+    many_rows = [_head("sparse", 2048, 1024, QWEN, dtype, entropy=e) for e in (0.6, 6.0) for dtype in (FP32, BF16)]
     ours = tuple(p.name for p in providers("sparse") if p.name.startswith(OURS))
-    return [*map(Planned, few), *(Planned(cell, ours) for cell in many)]
+    return [*map(Planned, few), *(Planned(cell, ours) for cell in many_rows)]
 
 
 def _divergence(contract: str) -> Callable[[str, bool], list[Planned]]:
@@ -136,10 +136,10 @@ def _divergence(contract: str) -> Callable[[str, bool], list[Planned]]:
             return [Planned(_head(contract, 2048 if quick else 8192, 4096, QWEN, BF16))]
         if quick:
             return [Planned(_head(contract, 64, 256, 32768, FP32))]
-        found = [Planned(_head(contract, 256, 1024, QWEN, dtype)) for dtype in (FP32, BF16)]
+        planned = [Planned(_head(contract, 256, 1024, QWEN, dtype)) for dtype in (FP32, BF16)]
         few = (OURS, "TRL chunked divergence + mean")
         more = [Planned(_head(contract, 1000, 1024, QWEN, dtype, sequences=8), few) for dtype in (FP32, BF16)]
-        return found + (more if contract == "divergence" else [])
+        return planned + (more if contract == "divergence" else [])
 
     return plan
 
@@ -259,10 +259,10 @@ def run(
         path = folder / f"{name}.json"
         paths.append(path)
         plan = [_promptly(suite, suite.plan(device, quick)[0])] if first else suite.plan(device, quick)
-        marks = [results.fingerprint(*planned, quick, here) for planned in plan]
-        record = _Record.continued(suite, path, here, marks, fresh)
+        fingerprints = [results.fingerprint(*planned, quick, here) for planned in plan]
+        record = _Record.continued(suite, path, here, fingerprints, fresh)
         print(f"\n# {suite.title}: {CONTRACTS[suite.contract]}", flush=True)
-        for planned, mark in zip(plan, marks, strict=True):
+        for planned, mark in zip(plan, fingerprints, strict=True):
             if mark in record.done:
                 print(f"\n{table(record.done[mark])}\n(measured before)", flush=True)
                 continue
@@ -322,9 +322,9 @@ def _lost(cell: Cell, failure: DeviceLost, here: dict[str, Any]) -> dict[str, st
 
 def _known(folder: Path, cell: Cell, here: dict[str, Any]) -> dict[str, str]:
     """{provider: reason} of those that broke CUDA on this contract and dtype, in any suite."""
-    wanted = (cell.contract, str(cell.dtype), results.setting(here))
+    key = (cell.contract, str(cell.dtype), results.setting(here))
     entries = [entry for path in sorted(folder.glob("*.json")) for entry in results.load(path).get("lost", [])]
-    return {e["provider"]: e["reason"] for e in entries if (e["contract"], e["dtype"], e["setting"]) == wanted}
+    return {e["provider"]: e["reason"] for e in entries if (e["contract"], e["dtype"], e["setting"]) == key}
 
 
 def _origin(here: dict[str, Any]) -> dict[str, Any]:

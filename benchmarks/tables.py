@@ -56,11 +56,11 @@ def presets() -> str:
 
 def presets_by_surrogate() -> str:
     """The presets' names only, grouped by their surrogate."""
-    found: dict[str, list[str]] = {}
+    by_surrogate: dict[str, list[str]] = {}
     for name, objective in PRESETS.items():
-        found.setdefault(type(objective.surrogate).__name__, []).append(f"`{name}`")
-    several = {surrogate: names for surrogate, names in found.items() if len(names) > 1}
-    alone = {surrogate: names for surrogate, names in found.items() if len(names) == 1}
+        by_surrogate.setdefault(type(objective.surrogate).__name__, []).append(f"`{name}`")
+    several = {surrogate: names for surrogate, names in by_surrogate.items() if len(names) > 1}
+    alone = {surrogate: names for surrogate, names in by_surrogate.items() if len(names) == 1}
     rows = [["policy term", "presets"], *([f"`{surrogate}`", ", ".join(names)] for surrogate, names in several.items())]
     rows.append(["one each: " + ", ".join(f"`{surrogate}`" for surrogate in alone), ", ".join(n for (n,) in alone.values())])
     return render(rows, markdown=True).replace("---:", "---")
@@ -107,16 +107,16 @@ def pictures(folder: Path, machine: str, page: Path = FIGURES) -> str:
 
 def gpus(folder: Path, page: Path = FIGURES) -> str:
     """Both contracts on every GPU that was measured."""
-    found = [name for name in machines(folder) if name != "cpu"]
-    if not found:
+    names = [name for name in machines(folder) if name != "cpu"]
+    if not names:
         guide = Path(os.path.relpath(ROOT / "docs" / "gpu.md", page.parent)).as_posix()
         return (
             "**No GPU has been measured yet, so there is no GPU figure here.** `python -m benchmarks.gpu_kit --out DIR` "
             f"checks, tunes and measures all of this on one, in four calls of ten minutes: [docs/gpu.md]({guide})."
         )
     return "\n\n".join(
-        f"**{SUITES[suite].title}.** {figures(folder, name, suite)}" for name in found for suite in ("logits", "hidden")
-    ) + "".join(f"\n\n{pictures(folder, name, page)}" for name in found)
+        f"**{SUITES[suite].title}.** {figures(folder, name, suite)}" for name in names for suite in ("logits", "hidden")
+    ) + "".join(f"\n\n{pictures(folder, name, page)}" for name in names)
 
 
 def estimate_h200() -> str:
@@ -213,8 +213,8 @@ def main(argv: list[str] | None = None) -> None:
             page.write_text(text)
         REPORT.write_text(report(folder))
     else:
-        for page, found in blocks(folder).items():
-            for name, block in found.items():
+        for page, blocks_of_page in blocks(folder).items():
+            for name, block in blocks_of_page.items():
                 print(f"{page.name}: {name}\n{block}\n")
         print(report(folder))
 

@@ -161,9 +161,9 @@ def settings(kind: str, small: bool) -> list[Setting]:
         if backend.available() is None and clusters():
             around += [now._replace(cluster=cluster) for cluster in (2, 4, 8)]
             around.append(now._replace(cluster=2, kept=now.ends - 1))  # two multiprocessors, and no register spilled
-    found = [Rows(kind, choice) for choice in dict.fromkeys([*around, *shapes])]
-    found = [found[0], *(s for s in found[1:] if s.fits)]
-    return list(found[:2]) if small else list(found)
+    candidates = [Rows(kind, choice) for choice in dict.fromkeys([*around, *shapes])]
+    candidates = [candidates[0], *(s for s in candidates[1:] if s.fits)]
+    return list(candidates[:2]) if small else list(candidates)
 
 
 # ---- trials
@@ -211,10 +211,10 @@ def described(setting: Setting) -> dict[str, Any]:
 
 
 def tune(
-    kinds: Sequence[str], device: str, small: bool, seconds: float, save: Callable[[dict], None] = lambda found: None
+    kinds: Sequence[str], device: str, small: bool, seconds: float, save: Callable[[dict], None] = lambda results: None
 ) -> dict:
     """{kind: {"cells", "ranking", "best", "now"}}; `save` gets it after each workload."""
-    found: dict[str, dict] = {}
+    results: dict[str, dict] = {}
     for kind in kinds:
         candidates = settings(kind, small)
         chosen = [w for w in workloads(small) if w.kind == kind]
@@ -231,10 +231,10 @@ def tune(
             order = ranking(cells)
             by_name = {str(s): s for s in candidates}
             best = described(by_name[order[0][0]]) if order else None
-            found[kind] = {"cells": cells, "ranking": order, "best": best, "now": str(candidates[0])}
-            save(found)
+            results[kind] = {"cells": cells, "ranking": order, "best": best, "now": str(candidates[0])}
+            save(results)
             show_cell(cells[-1])
-    return found
+    return results
 
 
 # ---- the settings found, for the benchmarks
@@ -313,14 +313,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="small shapes on the CPU, to try the script itself")
     args = parser.parse_args(argv)
 
-    def save(found: dict) -> None:
+    def save(results: dict) -> None:
         if args.json is not None:
             part = args.json.with_suffix(".part")
-            part.write_text(json.dumps(found, indent=1))
+            part.write_text(json.dumps(results, indent=1))
             part.replace(args.json)
 
-    found = tune(args.kind, "cpu" if args.small else "cuda", args.small, args.seconds, save)
-    print("\n" + "\n".join(summary(found)))
+    results = tune(args.kind, "cpu" if args.small else "cuda", args.small, args.seconds, save)
+    print("\n" + "\n".join(summary(results)))
 
 
 if __name__ == "__main__":

@@ -62,14 +62,14 @@ Call = Callable[[Any, VocabShard | None], tuple[torch.Tensor, Result]]
 
 
 def head(case: HiddenCase, shard: VocabShard | None) -> tuple[torch.Tensor, Result]:
-    batch, wanted = replace(case.batch), objective(case.cell)
-    out = linear_grpo_loss(case.hidden, case.weight, batch, wanted, shard=shard, backend=native(case))
+    batch, spec = replace(case.batch), objective(case.cell)
+    out = linear_grpo_loss(case.hidden, case.weight, batch, spec, shard=shard, backend=native(case))
     return out.logps, case.gradients(out.loss)
 
 
 def in_place(case: LogitsCase, shard: VocabShard | None) -> tuple[torch.Tensor, Result]:
-    batch, wanted = replace(case.batch), objective(case.cell)
-    out = grpo_loss(case.output(), batch, wanted, inplace=True, shard=shard, backend=native(case))
+    batch, spec = replace(case.batch), objective(case.cell)
+    out = grpo_loss(case.output(), batch, spec, inplace=True, shard=shard, backend=native(case))
     return out.logps, case.gradients(out.loss)
 
 
@@ -122,11 +122,11 @@ def measure_call(name: str, dtype: torch.dtype, effort: Effort, rank: int) -> Re
     part = slice(rank * width, (rank + 1) * width)
     own, shard = columns(case, part), VocabShard(rank * width, effort.vocab)
 
-    logps, found = call(own, shard)
+    logps, results = call(own, shard)
     expected = reference(case)
     parts = {"d_weight": lambda x: x[part], "d_logits": lambda x: x[:, part]}
-    off = check(own, found, {key: parts.get(key, lambda x: x)(x) for key, x in expected.items()})
-    del found, expected
+    off = check(own, results, {key: parts.get(key, lambda x: x)(x) for key, x in expected.items()})
+    del results, expected
     restore(own)
     contenders = {"shard": (own, shard), "no exchange": (as_whole(own, logps, call), None), "whole head": (case, None)}
     timed, held = ("shard", "no exchange"), ("shard", "whole head")
@@ -180,13 +180,13 @@ def slower(timed: dict[str, dict]) -> dict[str, dict]:
 def on_rank(rank: int, folder: str, effort: Effort) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    found = {
+    measurements = {
         "machine": machine("cpu"),
         "calls": [measure_call(name, dtype, effort, rank) for name in CALLS for dtype in (torch.float32, torch.bfloat16)],
         "exchanges": [measure_exchange(rows, effort.runs) for rows in effort.exchanges],
     }
     if rank == 0:
-        results.save(Path(folder) / "found.json", found)
+        results.save(Path(folder) / "found.json", measurements)
     dist.barrier()
     os._exit(0)  # threads of gloo may abort an orderly exit
 

@@ -298,11 +298,11 @@ def _stage(
     over = options.over_vocabulary if sets is not None else None
     if mass and sets is not None:
         names, with_gradient, over = (*names, "lse"), (*with_gradient, "lse"), over or ()
-    found = statistics_of(
+    statistics = statistics_of(
         source_of, sets, names, with_gradient, over, flat(targets).to(torch.int64), read, rows, tensors
     )  # fmt: skip
-    named = {name: x if name == "at" else x.view(shape) for name, x in found.named.items()}
+    named = {name: x if name == "at" else x.view(shape) for name, x in statistics.named.items()}
     if mass and sets is None:
-        named["log_kept_mass"] = torch.zeros_like(found.logps).view(shape)
+        named["log_kept_mass"] = torch.zeros_like(statistics.logps).view(shape)
     H = named.pop("entropy", None)
-    return (found.logps.view(shape), H, named) if named or also else (found.logps.view(shape), H)
+    return (statistics.logps.view(shape), H, named) if named or also else (statistics.logps.view(shape), H)

@@ -102,18 +102,20 @@ def loss_of_source(call: Call, source_of: SourceOf, tensors: tuple[Tensor | None
     if over is not None and options.reference_over == "vocabulary":
         over = (*over, *whole, "at")
     names, of_kept = ("entropy", *whole), functools.partial(source_of, rows, teacher)
-    found = statistics_of(of_kept, kept, names, with_gradient, over, rows.targets, rows.read, transform, tensors)
-    entropy, divergence = found.named["entropy"], found.named.get("divergence")
+    statistics = statistics_of(of_kept, kept, names, with_gradient, over, rows.targets, rows.read, transform, tensors)
+    entropy, divergence = statistics.named["entropy"], statistics.named.get("divergence")
     if top_k is not None:
         assert objective.exact is not None
-        divergence = top_k.divergence(objective.exact, found.named["at"], rows.read)
+        divergence = top_k.divergence(objective.exact, statistics.named["at"], rows.read)
     kl_apart = over is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
     own = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
-    out = with_divergence(loss_of_logps(found.logps, entropy, batch, objective, own, certificate), divergence)
-    if found.whole_logps is None:
+    out = with_divergence(loss_of_logps(statistics.logps, entropy, batch, objective, own, certificate), divergence)
+    if statistics.whole_logps is None:
         return out
-    out = replace(out, rows=rows, whole_logps=found.whole_logps.detach().view(shape), kl_apart=kl_apart)
-    return replace(out, loss=out.loss + _kl_over_vocabulary(found.whole_logps, batch, objective, rows)) if kl_apart else out
+    out = replace(out, rows=rows, whole_logps=statistics.whole_logps.detach().view(shape), kl_apart=kl_apart)
+    return (
+        replace(out, loss=out.loss + _kl_over_vocabulary(statistics.whole_logps, batch, objective, rows)) if kl_apart else out
+    )
 
 
 def _beside_several(

@@ -95,8 +95,8 @@ def divergence_of(
         )
         return torch.stack([part.times(value) for part, value in each]).sum(0)
     names = () if isinstance(teacher, TopK) else ("divergence",)
-    _, found = vocabulary_stage(source_of(teacher, read), names, names, targets, read, transform, *tensors)
-    return teacher.divergence(exact, found["at"], read) if isinstance(teacher, TopK) else found["divergence"]
+    _, statistics = vocabulary_stage(source_of(teacher, read), names, names, targets, read, transform, *tensors)
+    return teacher.divergence(exact, statistics["at"], read) if isinstance(teacher, TopK) else statistics["divergence"]
 
 
 HOW = "(hidden, weight), (hidden, weight, bias), (hidden, Head(...))"
@@ -142,14 +142,14 @@ def _weight(name: str, weight: Any, policy: Policy) -> Tensor:
         weight = torch.tensor(float(weight), device=policy.device)
     if weight.device != policy.device:
         raise ValueError(f"{name} is on {weight.device}, but the policy's rows are on {policy.device}: move it there.")
-    found = per_token(name, weight, policy.shape, policy.cu_seqlens)
-    found = found if policy.mask is None else torch.where(policy.mask.reshape(-1), found, 0.0)
-    if values_are_checked(found):
-        wrong = found[~((found >= 0) & (found < torch.inf))]
+    weights = per_token(name, weight, policy.shape, policy.cu_seqlens)
+    weights = weights if policy.mask is None else torch.where(policy.mask.reshape(-1), weights, 0.0)
+    if values_are_checked(weights):
+        wrong = weights[~((weights >= 0) & (weights < torch.inf))]
         require(
             wrong.numel() == 0, name, float(wrong[0]) if wrong.numel() else None, "weights of teachers are finite and >= 0."
         )
-    return found
+    return weights
 
 
 def linear_teacher(reference: Any, exact: Exact, policy: Policy) -> TeacherHead | TopK | Several:

@@ -68,8 +68,8 @@ def flat_lists(lists: Sequence[Any], values: Sequence[Any] | None, generated: Te
 def numbers(name: str, rows: list[Any]) -> Tensor:
     """Those of all rows, one after another."""
     try:
-        found = torch.tensor(list(chain.from_iterable(rows)))
-        reason = None if found.dim() == 1 else "lists within lists within a list"
+        flat = torch.tensor(list(chain.from_iterable(rows)))
+        reason = None if flat.dim() == 1 else "lists within lists within a list"
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error)
     if reason is not None:
@@ -77,7 +77,7 @@ def numbers(name: str, rows: list[Any]) -> Tensor:
             f"{name} is not one list of numbers for each row ({reason}): records of sequences want generated=, the mask of the "
             "rows that they go to."
         )
-    return found
+    return flat
 
 
 def placed(name: str, lists: Sequence[Any], generated: Tensor | None, cu_seqlens: Tensor | None) -> list[Any]:
@@ -126,20 +126,20 @@ def placed(name: str, lists: Sequence[Any], generated: Tensor | None, cu_seqlens
 
 def row_numbers(rows: Any, count: int) -> Tensor:
     """int64 on the CPU: the rows, of `count`, that an index or a mask means."""
-    found = torch.as_tensor(rows, dtype=None if isinstance(rows, Tensor | int) or len(rows) else torch.int64)
+    numbers = torch.as_tensor(rows, dtype=None if isinstance(rows, Tensor | int) or len(rows) else torch.int64)
     remedy = "pass a slice, integers, or a bool of the shape of targets. For one row, sets[i : i + 1]."
-    if found.is_floating_point() or found.is_complex() or found.dim() == 0:
-        raise ValueError(f"rows is {found.dtype} {list(found.shape)}: {remedy}")
-    found = found.reshape(-1).cpu()
-    if found.dtype == torch.bool:
-        if len(found) != count:
-            raise ValueError(f"the mask has {len(found)} elements, but there are {count} rows: {remedy}")
-        return found.nonzero()[:, 0]
-    found = found.to(torch.int64)
-    outside = (found < -count) | (found >= count)
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.dim() == 0:
+        raise ValueError(f"rows is {numbers.dtype} {list(numbers.shape)}: {remedy}")
+    numbers = numbers.reshape(-1).cpu()
+    if numbers.dtype == torch.bool:
+        if len(numbers) != count:
+            raise ValueError(f"the mask has {len(numbers)} elements, but there are {count} rows: {remedy}")
+        return numbers.nonzero()[:, 0]
+    numbers = numbers.to(torch.int64)
+    outside = (numbers < -count) | (numbers >= count)
     if outside.any():
-        raise ValueError(f"row {int(found[outside][0])} is asked for, but there are {count}.")
-    return torch.where(found < 0, found + count, found)
+        raise ValueError(f"row {int(numbers[outside][0])} is asked for, but there are {count}.")
+    return torch.where(numbers < 0, numbers + count, numbers)
 
 
 def lengths_of(starts: array) -> tuple[int, int]:

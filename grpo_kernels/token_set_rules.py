@@ -36,12 +36,12 @@ def by_min_p(z: Tensor, p: float) -> Tensor:
 def by_top_p(z: Tensor, p: float) -> Tensor:
     """The largest, as long as the mass before one is below p. Sums are fp64; only as many are sorted as are needed."""
     top, vocab = z.amax(-1, keepdim=True), z.shape[-1]
-    wanted = p * (z - top).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+    needed = p * (z - top).exp_().sum(-1, keepdim=True, dtype=torch.float64)
     width = min(64, vocab)
     while True:
         largest = z.topk(width).values
         mass = (largest - top).exp().to(torch.float64)
-        count = (mass.cumsum(-1) - mass < wanted).sum(-1, keepdim=True)
+        count = (mass.cumsum(-1) - mass < needed).sum(-1, keepdim=True)
         if width == vocab or bool((count < width).all()):
             break
         width = min(8 * width, vocab)
@@ -59,10 +59,10 @@ def stages(order: str, top_k: int, top_p: float, min_p: float) -> list[list[Rule
     p = [partial(by_top_p, p=top_p)] * (top_p < 1)
     m = [partial(by_min_p, p=min_p)] * (min_p > 0)
     if order == "vllm":
-        found: list[list[Rule]] = [[*m], [*k], [*p]]
+        order_of_rules: list[list[Rule]] = [[*m], [*k], [*p]]
     else:
-        found = [[*k], [*p], [*m]] if m else [[*k, *p]]
-    return [stage for stage in found if stage]
+        order_of_rules = [[*k], [*p], [*m]] if m else [[*k, *p]]
+    return [stage for stage in order_of_rules if stage]
 
 
 def kept_ids(
@@ -100,15 +100,15 @@ def kept_ids(
     for chunk in row_chunks(logits.detach(), max(1, CHUNK // vocab)):
         rows = slice(row, row + len(chunk))
         z = over_temperature(chunk, t[rows, None], row)
-        found = largest_ids(z, int(top_k)) if only_k else None
-        if found is None:
+        ids_of_top_k = largest_ids(z, int(top_k)) if only_k else None
+        if ids_of_top_k is None:
             kept = kept_of(z, rules)
             if targets is not None:
                 force(kept, targets.reshape(-1)[rows, None])
             ids.append(kept.nonzero()[:, 1].to(torch.int32))
             counts.append(kept.sum(-1))
         else:
-            ids.append(found.flatten())
+            ids.append(ids_of_top_k.flatten())
             counts.append(torch.full((len(z),), int(top_k), device=z.device))
         row = rows.stop
     if row == 0:

@@ -167,8 +167,8 @@ class TokenSets:
 
         No row is empty, unless nothing is asked for (top_k, top_p and min_p all keep everything): then all are. Logits of -inf are
         never kept. Works in chunks of rows: no copy of the logits is made. Waits for the device."""
-        found = kept_ids(logits, top_k, top_p, min_p, temperature, order, targets)
-        return cls.whole(logits.shape[:-1].numel(), device=logits.device) if found is None else cls(*found)
+        kept = kept_ids(logits, top_k, top_p, min_p, temperature, order, targets)
+        return cls.whole(logits.shape[:-1].numel(), device=logits.device) if kept is None else cls(*kept)
 
     @classmethod
     def whole(cls, rows: int, *, device: torch.device | str | None = None) -> TokenSets:

@@ -29,12 +29,12 @@ def _objective(case: TeacherCase | TwoLogitsCase) -> Objective:
 
 @provider("grpo_kernels", *FROM_HIDDEN)
 def ours(case: TeacherCase) -> Call:
-    backend, wanted, reference = native(case), _objective(case), (case.ref_hidden, case.ref_weight)
+    backend, spec, reference = native(case), _objective(case), (case.ref_hidden, case.ref_weight)
 
     def run() -> Result:
         batch = replace(case.batch)
         return case.gradients(
-            linear_grpo_loss(case.hidden, case.weight, batch, wanted, reference=reference, backend=backend).loss
+            linear_grpo_loss(case.hidden, case.weight, batch, spec, reference=reference, backend=backend).loss
         )
 
     return run
@@ -49,11 +49,11 @@ def layer_1(case: TeacherCase) -> Call:
 
 @provider("grpo_kernels, in place", FROM_LOGITS)
 def in_place(case: TwoLogitsCase) -> Call:
-    backend, wanted = native(case), _objective(case)
+    backend, spec = native(case), _objective(case)
 
     def run() -> Result:
         batch = replace(case.batch)
-        loss = grpo_loss(case.output(), batch, wanted, ref_logits=case.ref_logits, inplace=True, backend=backend).loss
+        loss = grpo_loss(case.output(), batch, spec, ref_logits=case.ref_logits, inplace=True, backend=backend).loss
         return case.gradients(loss)
 
     return run

@@ -19,10 +19,8 @@ Call = Callable[[], Result]
 
 
 def _loss(case: KeptCase, backend: str, weight_grad: Tensor | None = None) -> Tensor:
-    wanted = objective(case.cell)
-    return linear_grpo_loss(
-        case.hidden, case.weight, replace(case.batch), wanted, backend=backend, weight_grad=weight_grad
-    ).loss
+    spec = objective(case.cell)
+    return linear_grpo_loss(case.hidden, case.weight, replace(case.batch), spec, backend=backend, weight_grad=weight_grad).loss
 
 
 @provider("grpo_kernels, into weight_grad", "kept")
@@ -45,10 +43,10 @@ def eager_backend(case: KeptCase) -> Call:
 @provider("whole vocabulary, loss without sets", "kept", limit=True)
 def whole_vocabulary(case: KeptCase) -> Call:
     """Another loss, over the whole vocabulary: the cost for a trainer that does not use the sets."""
-    wanted, backend = objective(case.cell), native(case)
+    spec, backend = objective(case.cell), native(case)
 
     def run() -> Tensor:
-        loss = linear_grpo_loss(case.hidden, case.weight, replace(case.plain_batch), wanted, backend=backend).loss
+        loss = linear_grpo_loss(case.hidden, case.weight, replace(case.plain_batch), spec, backend=backend).loss
         torch.autograd.grad(loss, (case.hidden, case.weight))
         return loss
 
@@ -83,8 +81,8 @@ def pairs(case: KeptCase) -> Call:
         row, _ = inside.nonzero(as_tuple=True)
         dots = (case.hidden[several][row] * case.weight[ids[inside]]).sum(1).float()
         z = torch.full(ids.shape, -torch.inf, device=dots.device).masked_scatter(inside, dots)
-        found = z.gather(1, target[several, None])[:, 0] - z.logsumexp(1)
-        logps = torch.zeros(case.cell.rows, device=dots.device).index_put((several,), found)
+        log_probs = z.gather(1, target[several, None])[:, 0] - z.logsumexp(1)
+        logps = torch.zeros(case.cell.rows, device=dots.device).index_put((several,), log_probs)
         return case.gradients(policy_loss(logps, case.plain_batch, case.cell.beta))
 
     return run

@@ -36,13 +36,13 @@ def _fused(case: LogitsCase, backend: str, inplace: bool = False, upstream: floa
     """The batch is made in the timed run, as a trainer makes one per step, so that counting its rows is timed as well. An
     `upstream` gradient other than 1 costs a scaling of the gradient; the normalizer is multiplied by it too, so that the
     result is the same."""
-    wanted = objective(case.cell)
+    spec = objective(case.cell)
     normalizer = None if upstream == 1 else upstream * case.cell.rows
 
     def run() -> Result:
         batch = replace(case.batch)
         logits = case.output() if inplace else case.logits
-        loss = grpo_loss(logits, batch, wanted, normalizer=normalizer, inplace=inplace, backend=backend).loss
+        loss = grpo_loss(logits, batch, spec, normalizer=normalizer, inplace=inplace, backend=backend).loss
         return case.gradients(loss if upstream == 1 else upstream * loss)
 
     return run
@@ -104,12 +104,12 @@ def eager_forward(case: LogitsCase) -> Call:
 
 
 def _linear(case: HiddenCase, backend: str, upstream: float = 1.0) -> Call:
-    wanted = objective(case.cell)
+    spec = objective(case.cell)
     normalizer = None if upstream == 1 else upstream * case.cell.rows
 
     def run() -> Result:
         batch = replace(case.batch)
-        loss = linear_grpo_loss(case.hidden, case.weight, batch, wanted, normalizer=normalizer, backend=backend).loss
+        loss = linear_grpo_loss(case.hidden, case.weight, batch, spec, normalizer=normalizer, backend=backend).loss
         return case.gradients(loss if upstream == 1 else upstream * loss)
 
     return run
@@ -162,11 +162,11 @@ def linear_eager_forward(case: HiddenCase) -> Call:
 @provider("grpo_kernels", "cross-entropy")
 def cross_entropy(case: HiddenCase) -> Call:
     """The gradient is made in the forward: with advantages of 1 and no ratio a policy's loss is the cross-entropy."""
-    wanted, backend = Objective.preset("reinforce"), native(case)
+    spec, backend = Objective.preset("reinforce"), native(case)
 
     def run() -> Result:
         batch = TokenBatch(case.batch.targets, torch.ones_like(case.batch.advantages))
-        return case.gradients(linear_grpo_loss(case.hidden, case.weight, batch, wanted, backend=backend).loss)
+        return case.gradients(linear_grpo_loss(case.hidden, case.weight, batch, spec, backend=backend).loss)
 
     return run
 
@@ -184,8 +184,8 @@ def whole_loss(case: HiddenCase) -> Call:
 
 @provider("grpo_kernels, linear loss", "step")
 def step_linear(case: StepCase) -> Call:
-    wanted, head, backend = objective(case.cell), case.model.lm_head.weight, native(case)
-    return lambda: case.step(linear_grpo_loss(case.hidden(), head, replace(case.batch), wanted, backend=backend).loss)
+    spec, head, backend = objective(case.cell), case.model.lm_head.weight, native(case)
+    return lambda: case.step(linear_grpo_loss(case.hidden(), head, replace(case.batch), spec, backend=backend).loss)
 
 
 @provider("grpo_kernels, linear log-probs + loss", "step")
@@ -201,5 +201,5 @@ def step_layer_one(case: StepCase) -> Call:
 
 @provider("grpo_kernels, logits loss", "step")
 def step_logits(case: StepCase) -> Call:
-    wanted, backend = objective(case.cell), native(case)
-    return lambda: case.step(grpo_loss(case.logits(), replace(case.batch), wanted, inplace=True, backend=backend).loss)
+    spec, backend = objective(case.cell), native(case)
+    return lambda: case.step(grpo_loss(case.logits(), replace(case.batch), spec, inplace=True, backend=backend).loss)

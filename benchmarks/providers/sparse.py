@@ -19,11 +19,11 @@ STEPS = (64, 256, 1024)
 def _register(fraction: int) -> None:
     @provider(f"grpo_kernels, sparse 1/{fraction}", "sparse", drawn=True)
     def sparse(case: SparseCase) -> Callable[[], Result]:
-        wanted, backend, seeds = objective(case.cell), native(case), count()
+        spec, backend, seeds = objective(case.cell), native(case), count()
 
         def run() -> Result:
             options = Options(sparse=Sparse(1 / fraction, next(seeds)), backend=backend)
-            return case.gradients(linear_grpo_loss(case.hidden, case.weight, replace(case.batch), wanted, options=options).loss)
+            return case.gradients(linear_grpo_loss(case.hidden, case.weight, replace(case.batch), spec, options=options).loss)
 
         return run
 

@@ -59,7 +59,7 @@ def step(case: StepCase) -> Call:
     logps, shape = _head(case), case.batch.targets.shape
 
     def run() -> Result:
-        found = logps(case.hidden().flatten(0, 1), case.model.lm_head.weight).view(shape)
-        return case.step(policy_loss(found, case.batch, case.cell.beta))
+        log_probs = logps(case.hidden().flatten(0, 1), case.model.lm_head.weight).view(shape)
+        return case.step(policy_loss(log_probs, case.batch, case.cell.beta))
 
     return run

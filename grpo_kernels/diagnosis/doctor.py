@@ -99,11 +99,11 @@ def examine(step: bool = True, say: Any = print, without_native: bool = False) -
         findings += tests(report, device, step, say)
     else:
         say("nothing was tested; --without-native tests the backends that are there\n")
-    found = {
+    by_kind = {
         kind: [{"problem": f.problem, "remedy": f.remedy} for f in findings if f.grave == grave]
         for kind, grave in (("problems", True), ("advice", False))
     }
-    report = {"healthy": not found["problems"], **found, **report}
+    report = {"healthy": not by_kind["problems"], **by_kind, **report}
     say(_text_of_findings(report))
     return report
 

@@ -56,11 +56,11 @@ def version_findings(found: Mapping[str, str | None], torch_requires: Sequence[s
         problem = f"triton is {found['triton']}, but this torch was built for {pinned}"
         findings.append(Finding(problem, f"if kernels fail to compile: pip install triton=={pinned}", False))
     for package, tested in tested_trainers().items():
-        got = version(package)
-        if got is not None and not any(got == t or got.startswith(t + ".") for t in tested):
+        installed = version(package)
+        if installed is not None and not any(installed == t or installed.startswith(t + ".") for t in tested):
             findings.append(
                 Finding(
-                    f"{package} is {got}, but its adapter was tested with {', '.join(tested)}",
+                    f"{package} is {installed}, but its adapter was tested with {', '.join(tested)}",
                     "nothing, if the warning of the first step says that its arithmetic and ours agree; else install that one",
                     False,
                 )
@@ -72,12 +72,12 @@ def tested_trainers() -> dict[str, tuple[str, ...]]:
     """{package: tested versions} of the adapters. They are read from the sources, because importing an adapter may import
     its trainer."""
     packages = {"trl_head": "trl", "unsloth": "unsloth_zoo"}
-    found = {}
+    tested = {}
     for path in sorted((Path(__file__).parents[1] / "integrations").glob("*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "TESTED":
-                found[packages.get(path.stem, path.stem.replace("_", "-"))] = ast.literal_eval(node.value)
-    return found
+                tested[packages.get(path.stem, path.stem.replace("_", "-"))] = ast.literal_eval(node.value)
+    return tested
 
 
 # ---- settings

@@ -73,9 +73,9 @@ def thread_findings(found: Mapping[str, Any], environ: Mapping[str, str]) -> lis
 
 def memory_available() -> int | None:
     """Bytes that this process can still allocate; None where the system does not say."""
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     limit = cgroup_limits(Path("/sys/fs/cgroup"), _read("/proc/self/cgroup"))[1]
-    known = [x for x in (int(found[1]) * 1024 if found else None, limit) if x is not None]
+    known = [x for x in (int(match[1]) * 1024 if match else None, limit) if x is not None]
     return min(known) if known else None
 
 
@@ -134,16 +134,16 @@ def _accelerator() -> str | None:
 def gpus() -> dict[str, Any]:
     """{"available", "reason" (why not), "other", "driver", "devices"}, see grpo_kernels/diagnosis/doctor.py."""
     kind, accelerator = where().type, _accelerator()
-    found: dict[str, Any] = {"available": kind != "cpu", "reason": None, "other": accelerator if kind == "cpu" else None}
-    found |= {"driver": None, "devices": []}
-    if not found["available"]:
-        return found | {"reason": why_no_gpu(torch.version.cuda, torch.version.hip, os.environ, device_present())}
-    found["driver"] = _driver()
+    facts: dict[str, Any] = {"available": kind != "cpu", "reason": None, "other": accelerator if kind == "cpu" else None}
+    facts |= {"driver": None, "devices": []}
+    if not facts["available"]:
+        return facts | {"reason": why_no_gpu(torch.version.cuda, torch.version.hip, os.environ, device_present())}
+    facts["driver"] = _driver()
     module = torch.get_device_module(kind)
     for index in range(module.device_count()):
         p = module.get_device_properties(index)
         free, total = module.mem_get_info(index)
-        found["devices"].append(
+        facts["devices"].append(
             {
                 "name": p.name,
                 "capability": _capability(kind, p),
@@ -152,7 +152,7 @@ def gpus() -> dict[str, Any]:
                 "free": free,
             }
         )
-    return found
+    return facts
 
 
 def _capability(kind: str, properties: Any) -> str:

@@ -22,16 +22,16 @@ def compiler() -> str | None:
 
 def module() -> tuple[dict[str, Any], ModuleType | None]:
     """Facts about the compiled module, and the module if it can be loaded."""
-    found: dict[str, Any] = {"path": None, "reason": None, "compiler": None, "isa": None, "isas": [], "files": module_files()}
+    facts: dict[str, Any] = {"path": None, "reason": None, "compiler": None, "isa": None, "isas": [], "files": module_files()}
     try:
         native = load()
     except ImportError as error:
-        return found | {"reason": str(error)}, None
-    found["path"] = native.__file__
+        return facts | {"reason": str(error)}, None
+    facts["path"] = native.__file__
     for name in ("compiler", "isa", "isas"):  # a module without them is out of date, which `stale` reports
         if hasattr(native, name):
-            found[name] = getattr(native, name)()
-    return found, native
+            facts[name] = getattr(native, name)()
+    return facts, native
 
 
 def findings(needed: bool) -> list[Finding]:

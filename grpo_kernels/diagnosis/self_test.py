@@ -210,14 +210,14 @@ class Report:
 
     def worst(self, kind: str, dtype: str | None = None) -> float:
         """The largest error of "value" or "gradient"; NaN if there is one."""
-        found = [
+        values = [
             error
             for check in self.checks
             if dtype in (None, check.dtype)
             for name, error in check.errors.items()
             if name.startswith("d_") == (kind == "gradient")
         ]
-        return max(found, key=lambda e: (e != e, e), default=0.0)
+        return max(values, key=lambda e: (e != e, e), default=0.0)
 
 
 def self_test(backend: str, device: torch.device) -> Report:
@@ -225,12 +225,12 @@ def self_test(backend: str, device: torch.device) -> Report:
     begin, checks = time.perf_counter(), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for case, level, inputs, wanted in _tests():
+        for case, level, inputs, reference in _tests():
             dtype = inputs.weight.dtype
             check = Check(case.name, level, str(dtype).removeprefix("torch."), inputs.weight.shape[0])
             checks.append(check)
             try:
-                check.errors = errors(results(case, level, inputs, backend, device), wanted)
+                check.errors = errors(results(case, level, inputs, backend, device), reference)
             except Exception as error:  # a kernel that does not compile must not end the report
                 check.failure = first_line(error)
                 continue
@@ -242,14 +242,14 @@ def self_test(backend: str, device: torch.device) -> Report:
 @functools.cache
 def _tests() -> list[tuple[Case, str, Inputs, dict[str, Tensor]]]:
     """(case, level, inputs, what is expected in float64): the same for every backend."""
-    found = []
+    tests = []
     for shape, cases in SHAPES:
         for dtype in GRADIENT_LIMIT:
             inputs = {kept: make_inputs(*shape, dtype, kept) for kept in {case.kept for case in cases}}
             # The kernels of two streams take logits only.
             every = [(case, level) for case in cases for level in LEVELS if level == "logits" or not case.divergence]
-            found += [(case, level, inputs[case.kept], expected(case, level, inputs[case.kept])) for case, level in every]
-    return found
+            tests += [(case, level, inputs[case.kept], expected(case, level, inputs[case.kept])) for case, level in every]
+    return tests
 
 
 def leaves_of(level: str, x: Inputs) -> dict[str, Tensor]:
@@ -290,8 +290,8 @@ def results(case: Case, level: str, x: Inputs, backend: str, device: torch.devic
         teacher = Teacher(teacher_logits(x), transform, case.divergence, 0.5 if case.divergence == "jsd" else 0.0)
         source, names = Logits(pick(backend, device, strict=True), teacher=teacher), ("divergence",)
         rows = (x.targets.flatten(), x.mask.flatten(), transform)
-        _, found = vocabulary_stage(source, names, names, *rows, leaves["logits"])
-        divergence = found["divergence"].view(x.mask.shape)
+        _, statistics = vocabulary_stage(source, names, names, *rows, leaves["logits"])
+        divergence = statistics["divergence"].view(x.mask.shape)
         return _collect((x.upstream[0] * divergence).mean(), {"divergence": divergence}, leaves)
     options: dict[str, Any] = {"transform": LogitTransform(TEMPERATURE), "backend": backend, "strict": True}
     if case.objective is not None:
@@ -309,23 +309,23 @@ def results(case: Case, level: str, x: Inputs, backend: str, device: torch.devic
 
 def _collect(loss: Tensor, values: dict[str, Tensor | None], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     gradients = torch.autograd.grad(loss, list(leaves.values()))
-    found = {"loss": loss} | values | {f"d_{k}": g for k, g in zip(leaves, gradients, strict=True)}
-    return {name: tensor.detach().double().cpu() for name, tensor in found.items() if tensor is not None}
+    tensors = {"loss": loss} | values | {f"d_{k}": g for k, g in zip(leaves, gradients, strict=True)}
+    return {name: tensor.detach().double().cpu() for name, tensor in tensors.items() if tensor is not None}
 
 
-def errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    return {name: _error(name, found[name], wanted[name]) for name in wanted}
+def errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    return {name: _error(name, ours[name], reference[name]) for name in reference}
 
 
-def _error(name: str, found: Tensor, wanted: Tensor) -> float:
-    off = (found - wanted).abs()
+def _error(name: str, ours: Tensor, reference: Tensor) -> float:
+    off = (ours - reference).abs()
     if not name.startswith("d_"):
         return float(off.max())
-    largest = wanted.abs().max()
+    largest = reference.abs().max()
     if name == "d_weight":
         return float(off.max() / largest)
     # Rows that are 0, or nearly, are compared with the largest row.
-    rows = wanted.abs().amax(-1)
+    rows = reference.abs().amax(-1)
     return float((off.amax(-1) / torch.where(rows > 1e-2 * largest, rows, largest)).max())
 
 

@@ -223,10 +223,10 @@ def extra_memory(contender: Contender, device: torch.device) -> float | None:
 
 
 def _resident(key: str) -> int:
-    found = re.search(rf"^{key}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^{key}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if match is None:
         raise ValueError(key)
-    return int(found[1]) * 1024
+    return int(match[1]) * 1024
 
 
 def memory_free(device: torch.device) -> int:

@@ -16,8 +16,8 @@ def check_returned(function: Callable[..., Any], returns: str, remedy: str, *las
     if torch.compiler.is_compiling():
         return
     given = [torch.tensor(values, device="cpu") for values in ((-1.0, -0.5, -2.0), (-1.2, -0.5, -1.0), (1.0, 0.0, -1.0))]
-    found = function(*given, *last)
-    parts = found if isinstance(found, tuple) else (found,)
+    returned = function(*given, *last)
+    parts = returned if isinstance(returned, tuple) else (returned,)
     fine = len(parts) == len(returns.split(" and ")) and all(
         isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.shape in ((3,), ())) for x in parts
     )

@@ -174,11 +174,11 @@ class Kl:
         """Whether the estimator depends on old_logp: it is tried beside three others, one of which is NaN."""
         k = torch.arange(256, dtype=torch.float64)
         logp, x, d = (low + width * (k * step % 1.0) for low, width, step in ((-5, 5, 0.618), (-3, 6, 0.414), (-3, 6, 0.732)))
-        found = [
+        results = [
             torch.stack([torch.as_tensor(part).expand_as(logp) for part in self.function(logp, old_logp, logp + d)])
             for old_logp in (logp, logp - x, logp + 20.0, torch.full_like(logp, math.nan))
         ]
-        return not all(torch.allclose(found[0], other, rtol=0.0, atol=0.0, equal_nan=True) for other in found)
+        return not all(torch.allclose(results[0], other, rtol=0.0, atol=0.0, equal_nan=True) for other in results)
 
     @property
     def clamps(self) -> tuple[float, float] | None:

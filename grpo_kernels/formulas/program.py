@@ -55,15 +55,15 @@ class Program:
 
     def numbers(self, parameters: Sequence[float]) -> list[float]:
         """The values of the number registers in a call with these parameters."""
-        found: list[Any] = []
+        values: list[Any] = []
         for what, of in self.sources:
             if what == "constant":
-                found.append(of[0])
+                values.append(of[0])
             elif what == "parameter":
-                found.append(parameters[of[0]])
+                values.append(parameters[of[0]])
             else:
-                found.append(OF_NUMBERS[what](*(found[i] for i in of)))
-        return [float(found[i]) for i in self.numbers_used]
+                values.append(OF_NUMBERS[what](*(values[i] for i in of)))
+        return [float(values[i]) for i in self.numbers_used]
 
 
 class Symbol:
@@ -198,9 +198,9 @@ class Tracer:
             raise FormulaRefused("a tensor that the formula holds: pass it as a parameter.")
         if not isinstance(x, (bool, int, float)):
             raise FormulaRefused(f"a {type(x).__name__} among its numbers.")
-        found = self._symbol("constant", (x,), False)
-        found.condition = isinstance(x, bool)
-        return found
+        symbol = self._symbol("constant", (x,), False)
+        symbol.condition = isinstance(x, bool)
+        return symbol
 
     def apply(self, operation: str, *given: Any) -> Symbol:
         of = tuple(map(self.number, given))
@@ -215,10 +215,10 @@ class Tracer:
             raise FormulaRefused(f"{operation} of conditions alone.")
         if operation == "div" and not of[0].in_row:  # as torch divides a number by a tensor
             return self.apply("mul", self._symbol("reciprocal", of[1:], True), of[0])
-        found = self._symbol(operation, of, True)
+        symbol = self._symbol(operation, of, True)
         if operation == "where":
-            found.condition = of[1].condition and of[2].condition
-        return found
+            symbol.condition = of[1].condition and of[2].condition
+        return symbol
 
     def clamped(self, x: Any, min: Any = None, max: Any = None) -> Symbol:
         if min is not None:
@@ -227,9 +227,9 @@ class Tracer:
 
     def program(self, name: str, outputs: Sequence[Any]) -> Program:
         """The program that gives these symbols or numbers."""
-        wanted = [self.number(x) for x in outputs]
+        results = [self.number(x) for x in outputs]
         needed: set[int] = set()
-        waiting = list(wanted)
+        waiting = list(results)
         while waiting:
             x = waiting.pop()
             if id(x) not in needed:
@@ -240,7 +240,7 @@ class Tracer:
         numbers = [x for x in order if not x.in_row]
         place = {id(x): i for i, x in enumerate(numbers)}
         sources = [(x.operation, tuple(place[id(y)] if isinstance(y, Symbol) else y for y in x.of)) for x in numbers]
-        read = {id(y) for x in rows for y in x.of} | {id(x) for x in wanted}
+        read = {id(y) for x in rows for y in x.of} | {id(x) for x in results}
         used = [i for i, x in enumerate(numbers) if id(x) in read]
         registers = {id(numbers[i]): k for k, i in enumerate(used)}
         for x in self._made.values():
@@ -251,8 +251,8 @@ class Tracer:
             registers[id(x)] = k
             a, b, c, *_ = *(registers[id(y)] for y in x.of), 0, 0, 0
             steps.append((x.operation, a, b, c))
-        found = tuple(registers[id(x)] for x in wanted)
-        return Program(name, tuple(self._inputs), tuple(steps), found, tuple(sources), tuple(used))
+        result_registers = tuple(registers[id(x)] for x in results)
+        return Program(name, tuple(self._inputs), tuple(steps), result_registers, tuple(sources), tuple(used))
 
 
 def refusal(name: str, error: Exception) -> FormulaRefused:

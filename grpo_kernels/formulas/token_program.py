@@ -31,18 +31,18 @@ def token_program(objective: Objective, rows: TokenRows) -> tuple[Program, list[
     """(the program, its numbers) for an objective of one pass: (loss, d loss / d log-prob, d loss / d entropy) from the log-prob,
     the entropy and those of INPUTS that `rows` has. Raises FormulaRefused where a formula cannot be traced."""
     present = tuple([name for name in INPUTS if getattr(rows, name) is not None])
-    found = objective.__dict__.get("_programs", {}).get(present)
-    if found is not None:
-        return found
+    cached = objective.__dict__.get("_programs", {}).get(present)
+    if cached is not None:
+        return cached
     chosen, given = formulas(objective), scalars(objective)
     shape = tuple((name, len(x) if isinstance(x, tuple) else x if x is None else -1) for name, x in given.items())
     # What a formula keeps beside its parameters may have changed since the last call.
     fixed = all(is_fixed(x) for x in chosen.values() if callable(x))
     program = (_traced_once if fixed else _traced)(tuple(chosen.items()), present, shape)
-    found = program, program.numbers(_flat(given))
+    cached = program, program.numbers(_flat(given))
     if fixed:
-        remembered(objective, "_programs", lambda _: {})[present] = found
-    return found
+        remembered(objective, "_programs", lambda _: {})[present] = cached
+    return cached
 
 
 def _flat(given: dict[str, Any]) -> list[float]:
@@ -97,11 +97,11 @@ def compare_once(objective: Objective, rows: TokenRows, run: Run) -> None:
     if key in _compared:
         return
     inputs = random_inputs(program.inputs)
-    found = run(program, numbers, inputs)
+    results = run(program, numbers, inputs)
     named = dict(zip(program.inputs, inputs, strict=True))
     logp, entropy = named.pop("logps"), named.pop("entropy")
     loss, d_logp, _, d_entropy = _terms(logp, entropy, named, scalars(objective), formulas(objective))
-    for what, x, expected in zip(("loss", "d_logp", "d_entropy"), found, (loss, d_logp, d_entropy), strict=True):
+    for what, x, expected in zip(("loss", "d_logp", "d_entropy"), results, (loss, d_logp, d_entropy), strict=True):
         expected = torch.as_tensor(expected, dtype=torch.float32).expand_as(x)
         off = ~same_numbers(x, expected, 1e-4)
         if off.any():
@@ -119,7 +119,7 @@ def random_inputs(names: tuple[str, ...], points: int = 512, seed: int = 0) -> l
     among them, and a few that are infinite or NaN."""
     g = torch.Generator().manual_seed(seed)
     logp = -5.0 * torch.rand(points, generator=g)
-    found = []
+    tensors = []
     for name in names:
         if name.endswith("logps"):
             x = 6.0 * torch.rand(points, generator=g) - 3.0
@@ -130,5 +130,5 @@ def random_inputs(names: tuple[str, ...], points: int = 512, seed: int = 0) -> l
         else:
             x = torch.randn(points, generator=g) * (torch.rand(points, generator=g) < 0.75)
         odd = torch.randint(0, points, (9,), generator=g)
-        found.append(x.index_copy(0, odd, torch.tensor([torch.inf, -torch.inf, torch.nan] * 3)))
-    return found
+        tensors.append(x.index_copy(0, odd, torch.tensor([torch.inf, -torch.inf, torch.nan] * 3)))
+    return tensors

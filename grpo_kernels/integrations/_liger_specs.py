@@ -97,10 +97,10 @@ def as_bool(name: str, mask: Tensor | None) -> Tensor | None:
     """A 0/1 mask of any dtype as bool. A fraction is refused, since it would be a weight."""
     if mask is None or mask.dtype == torch.bool:
         return mask
-    found = mask != 0
-    if values_are_checked(mask) and not torch.equal(mask, found.to(mask.dtype)):
+    nonzero = mask != 0
+    if values_are_checked(mask) and not torch.equal(mask, nonzero.to(mask.dtype)):
         raise ValueError(f"{name} holds other numbers than 0 and 1: pass weights as vllm_is_ratio.")
-    return found
+    return nonzero
 
 
 def token_batch(

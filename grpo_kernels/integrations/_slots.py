@@ -32,13 +32,13 @@ def untested(package: str, tested: tuple[str, ...], any_version: bool = False) -
 
     tested   whole versions, or their beginnings: "1.16" stands for 1.16.0, 1.16.1 and so on."""
     try:
-        found = metadata.version(package)
+        installed = metadata.version(package)
     except metadata.PackageNotFoundError:
-        found = ""
-    known = any(found == version or found.startswith(version + ".") for version in tested)
+        installed = ""
+    known = any(installed == version or installed.startswith(version + ".") for version in tested)
     if known or any_version or os.environ.get(OVERRIDE, "0") == "1":
         return None
-    named = f"{package} {found}" if found else f"{package}, whose version is not known here,"
+    named = f"{package} {installed}" if installed else f"{package}, whose version is not known here,"
     return f"{named} was not tested with this adapter ({', '.join(tested)} was)"
 
 

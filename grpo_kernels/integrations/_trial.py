@@ -37,13 +37,13 @@ def compare(
     coarse = any(x.is_floating_point() and x.element_size() < 4 for x in _tensors((args, kwargs)))
     own = _run(ours, args, kwargs, part)
     try:
-        wanted = _run(theirs, args, kwargs, part, own.differentiable)
+        expected = _run(theirs, args, kwargs, part, own.differentiable)
     except Exception as error:
         raise Differs(f"its own function raised {type(error).__name__}: {error}") from error
-    values = alike("values", own.values, wanted.values, coarse)
-    if wanted.differentiable != own.differentiable:  # what has no slope there is used without one
-        own = _run(ours, args, kwargs, part, wanted.differentiable)
-    return Compared(values, alike("slopes", own.slopes, wanted.slopes, coarse, near_zero=False))
+    values = alike("values", own.values, expected.values, coarse)
+    if expected.differentiable != own.differentiable:  # what has no slope there is used without one
+        own = _run(ours, args, kwargs, part, expected.differentiable)
+    return Compared(values, alike("slopes", own.slopes, expected.slopes, coarse, near_zero=False))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -84,8 +84,8 @@ def _run(function: Callable[..., Any], args: Any, kwargs: Any, part: Any, among:
     among   the results that are mixed, of those that have a gradient; None: all."""
     leaves: list[Tensor] = []
     args, kwargs = _copied((args, kwargs), leaves)
-    found = function(*args, **kwargs)
-    results = [x for x in _tensors(found if part is None else part(found)) if x.is_floating_point()]
+    result = function(*args, **kwargs)
+    results = [x for x in _tensors(result if part is None else part(result)) if x.is_floating_point()]
     chosen = {i for i, x in enumerate(results) if x.requires_grad and (among is None or i in among)}
     mixed = [results[i] for i in sorted(chosen)]
     values = [x.detach().clone() for x in results]

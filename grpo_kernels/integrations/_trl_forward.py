@@ -99,13 +99,13 @@ class Forward:
         # After accelerate has prepared a model, accelerate's forward wraps TRL's.
         self.previous = model.forward
         trls = vars(model).get("_original_forward", self.previous)
-        found = [getattr(forward, "grpo_kernels", None) for forward in (self.previous, trls)]
-        if any(ours is not None and ours.active for ours in found):
+        markers = [getattr(forward, "grpo_kernels", None) for forward in (self.previous, trls)]
+        if any(ours is not None and ours.active for ours in markers):
             raise RuntimeError(
                 f"the forward of {type(model).__name__} is not TRL's fused LM head, but ours already: undo() that."
             )
-        if found[1] is not None:
-            trls = found[1].trls  # accelerate still calls our removed forward, which passes the call on
+        if markers[1] is not None:
+            trls = markers[1].trls  # accelerate still calls our removed forward, which passes the call on
         self.trls = trls
         theirs = inspect.getclosurevars(trls).nonlocals
         names = ("temperature", "final_logit_softcapping", "logit_scale", "cast_lm_head_to_fp32", "backbone_attr", "outputs")

@@ -88,8 +88,8 @@ class Replay:
         assert self._record is not None
         record, own = self._record
         generated = torch.zeros(len(own), tokens, dtype=torch.bool)
-        for row, marks in zip(generated, own, strict=True):
-            row[: len(marks)] = torch.as_tensor(marks) != 0
+        for row, is_generated in zip(generated, own, strict=True):
+            row[: len(is_generated)] = torch.as_tensor(is_generated) != 0
         return TokenSets.from_lists(record, generated=generated).to(self.trainer.accelerator.device)
 
     def _complete(self, inputs: list[Any]) -> dict[str, Any]:

@@ -162,10 +162,10 @@ def calculate_log_probs_and_entropy(
     plain(logits)
     shard = even_shard(logits.shape[-1], default_group(tp_group))
     entropy = (True if entropy_requires_grad else "detached") if with_entropy else False
-    wanted = options or Options(missing="raise", entropy_over="vocabulary")
+    over = options or Options(missing="raise", entropy_over="vocabulary")
     if not with_entropy:  # nothing runs over the vocabulary
-        wanted = Options(missing=wanted.missing)
+        over = Options(missing=over.missing)
     logps, H = token_logprobs(
-        logits, tokens, transform=LogitTransform(temperature), entropy=entropy, kept=sampling_mask, shard=shard, options=wanted
+        logits, tokens, transform=LogitTransform(temperature), entropy=entropy, kept=sampling_mask, shard=shard, options=over
     )
     return logps[:, None] if len(logps) else logps, H

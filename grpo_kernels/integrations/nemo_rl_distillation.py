@@ -107,8 +107,8 @@ class DistillationLoss:
         scored: Any = token_logprobs(
             logits, no_ids(ids[..., 0]), mask=mask, entropy=self.zero_outside_topk, at=sets, shard=shard
         )
-        _, entropy, found = scored
-        at = torch.where(mask[..., None], found["at"].view(ids.shape), OUTSIDE)  # a row that is not read has 0
+        _, entropy, statistics = scored
+        at = torch.where(mask[..., None], statistics["at"].view(ids.shape), OUTSIDE)  # a row that is not read has 0
         return (at if self.zero_outside_topk else torch.log_softmax(at, -1)), entropy
 
     def _kl(self, direction: str, at: Tensor, teacher: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ def loss(inputs: Any, objective: str = "dppo_tv", changes: dict[str, Any] | None
     from prime_rl.trainer.rl.loss import LossOutputs
 
     theirs = "prime-rl" if objective in NUMERICS["prime-rl"] else None
-    wanted = Objective.preset(objective, numerics=theirs, **{**(changes or {}), "aggregate": "token-sum"})
+    spec = Objective.preset(objective, numerics=theirs, **{**(changes or {}), "aggregate": "token-sum"})
     sampler = inputs.inference_logprobs
     reference = sampler if theirs and objective != "sampled_distillation" else inputs.ref_logprobs
 
@@ -140,8 +140,8 @@ def loss(inputs: Any, objective: str = "dppo_tv", changes: dict[str, Any] | None
     batch = scored_batch(
         mask, inputs.advantages[None].float(), old_logps=row(sampler), sampler_logps=row(sampler), ref_logps=row(reference)
     )
-    out = objective_loss(inputs.trainer_logprobs[None], batch, wanted, token_weights=row(inputs.loss_weights))
+    out = objective_loss(inputs.trainer_logprobs[None], batch, spec, token_weights=row(inputs.loss_weights))
     x = torch.where(mask, out.logps - sampler[None], 0.0)
-    left_out = 1 - out.metrics["kept"] if wanted.filters else out.metrics["clip_low"] + out.metrics["clip_high"]
+    left_out = 1 - out.metrics["kept"] if spec.filters else out.metrics["clip_low"] + out.metrics["clip_high"]
     metrics = {"mismatch_kl": (bounded_exp(x) - x - 1).sum() / mask.sum().clamp(min=1), "is_masked": left_out}
     return LossOutputs(loss=out.loss, metrics=metrics)

@@ -198,7 +198,7 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
     ) -> tuple[Tensor, dict[str, Tensor]]:
         from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_rollout_top_p_logprob_kwargs
 
-        wanted = objective_of(args) if objective is None else objective
+        spec = objective_of(args) if objective is None else objective
         _, scored = get_log_probs_and_entropy(
             logits, args=args, unconcat_tokens=batch["unconcat_tokens"], total_lengths=batch["total_lengths"],
             response_lengths=batch["response_lengths"], with_entropy=True, **get_rollout_top_p_logprob_kwargs(args, batch),
@@ -210,8 +210,8 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
             return torch.cat(parts) if parts else logits.new_zeros(0, dtype=torch.float32)
 
         lengths = [x.numel() for x in scored["log_probs"]]
-        if wanted.level != "token" and lengths != [x.numel() for x in batch["loss_masks"]]:
-            raise ValueError(f"level={wanted.level!r} needs whole sequences, but context parallelism has cut them.")
+        if spec.level != "token" and lengths != [x.numel() for x in batch["loss_masks"]]:
+            raise ValueError(f"level={spec.level!r} needs whole sequences, but context parallelism has cut them.")
         logps, entropy, advantages = (joined(x) for x in (scored["log_probs"], scored["entropy"], batch["advantages"]))
         assert logps is not None and advantages is not None
         old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
@@ -228,9 +228,9 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
             weights, advantages, old_logps=joined(old), ref_logps=joined(batch.get("ref_log_probs")),
             cu_seqlens=torch.tensor([0, *(lengths or [0])], device=logps.device).cumsum(0),
         )  # fmt: skip
-        out = objective_loss(logps, rows, wanted, entropy=entropy, token_weights=weights)
+        out = objective_loss(logps, rows, spec, entropy=entropy, token_weights=weights)
         value = out.loss if logps.numel() else out.loss + 0 * logits.sum()  # every rank needs a graph
-        return value, _metrics(wanted, out, rows, weights, rollout)
+        return value, _metrics(spec, out, rows, weights, rollout)
 
     return loss
 

@@ -248,10 +248,10 @@ def _check_slopes(call: LossCall, theirs: Tensor) -> None:
     """The same for the gradient, because on-policy the loss is near 0 for any denominator. The absolute differences of all
     tokens are summed, so that a single token whose ratio rounding moves across the edge of the clip range does not raise."""
     assert call.rows is not None and call.read is not None
-    found = torch.autograd.grad(theirs, call.read, allow_unused=True)
+    gradients = torch.autograd.grad(theirs, call.read, allow_unused=True)
     logps, entropy = (x.detach().reshape(-1) for x in call.read)
     ours = call.objective.token_stage(logps, entropy, call.rows, call.batch)[1:]
-    for name, mine, want in zip(("log-probs", "entropies"), ours, found, strict=True):
+    for name, mine, want in zip(("log-probs", "entropies"), ours, gradients, strict=True):
         a, b = (torch.zeros_like(logps) if x is None else x.reshape(-1) for x in (mine, want))
         apart, size = (a - b).abs().sum(), b.abs().sum()
         terms = _size(call.rows) if name == "log-probs" else 0.0  # those of entropies are plain weights

@@ -47,11 +47,11 @@ def fused_divergence(*, strict: bool = False, any_version: bool = False) -> Slot
     version = untested("trl", KNOWN, any_version)
     from trl.trainer import distillation_trainer as theirs
 
-    found = list(inspect.signature(getattr(theirs, SLOT)).parameters)
-    wanted = list(inspect.signature(divergence_loss).parameters)
-    if found != wanted:
+    arguments = list(inspect.signature(getattr(theirs, SLOT)).parameters)
+    expected = list(inspect.signature(divergence_loss).parameters)
+    if arguments != expected:
         raise RuntimeError(
-            f"{MODULE}.{SLOT} takes ({', '.join(found)}), but ours takes ({', '.join(wanted)}): install TRL {KNOWN[-1]}."
+            f"{MODULE}.{SLOT} takes ({', '.join(arguments)}), but ours takes ({', '.join(expected)}): install TRL {KNOWN[-1]}."
         )
     slots = Slots("trl", strict, "TRL", version)
     slots.bind(MODULE, SLOT, divergence_loss)

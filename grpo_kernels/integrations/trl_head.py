@@ -56,12 +56,12 @@ def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
         raise RuntimeError("the fused LM head of TRL is ours already: call undo() on what fused_lm_head() returned.")
     if not (isinstance(theirs, type) and issubclass(theirs, torch.autograd.Function)):
         raise RuntimeError(f"trl.trainer.utils.{SLOT} is {theirs!r}: another package has taken the slot, or this TRL has none.")
-    found = list(inspect.signature(theirs.forward).parameters)[1:]
-    wanted = list(inspect.signature(log_probs).parameters)
-    if found[1:] != wanted[1:]:  # the first is called last_hidden or hidden, and passed by position
+    arguments = list(inspect.signature(theirs.forward).parameters)[1:]
+    expected = list(inspect.signature(log_probs).parameters)
+    if arguments[1:] != expected[1:]:  # the first is called last_hidden or hidden, and passed by position
         raise RuntimeError(
-            f"trl is {trl.__version__}, whose trl.trainer.utils.{SLOT} takes ({', '.join(found)}), but ours takes "
-            f"({', '.join(wanted)}) and returns as many results as there are in TRL {TESTED[-1]}: install that one."
+            f"trl is {trl.__version__}, whose trl.trainer.utils.{SLOT} takes ({', '.join(arguments)}), but ours takes "
+            f"({', '.join(expected)}) and returns as many results as there are in TRL {TESTED[-1]}: install that one."
         )
     slots = Slots("trl", strict, "TRL", version)
     slots.bind(utils.__name__, SLOT, log_probs, attribute="apply")

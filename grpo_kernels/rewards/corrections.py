@@ -324,11 +324,11 @@ def _sequence_extreme(batch: TokenBatch, values: Tensor, which: str) -> Tensor:
     values = torch.where(_trained(batch), values, nothing)
     if batch.cu_seqlens is None:
         values = torch.nn.functional.pad(values.view(batch.targets.shape), (0, 1), value=nothing)  # T may be 0
-        found = values.amax(1) if which == "max" else values.amin(1)
+        extremes = values.amax(1) if which == "max" else values.amin(1)
     else:
         offsets = batch.cu_seqlens.to(torch.int64)
-        found = torch.segment_reduce(values, which, offsets=offsets, initial=nothing, unsafe=True)
-    return batch.over_context(found, which.upper())
+        extremes = torch.segment_reduce(values, which, offsets=offsets, initial=nothing, unsafe=True)
+    return batch.over_context(extremes, which.upper())
 
 
 def _per_token(batch: TokenBatch, values: Tensor) -> Tensor:

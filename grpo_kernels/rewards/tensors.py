@@ -20,9 +20,11 @@ def read_rewards(
         got = rewards.dtype if isinstance(rewards, Tensor) else type(rewards).__name__
         raise ValueError(f"{name} is {got}: pass a float tensor, one number per completion, [B].")
     if rewards.dim() != 1 + several:
-        wanted = "with reward_weights, one per completion and function, [B, K]" if several else "one number per completion, [B]"
+        shape_needed = (
+            "with reward_weights, one per completion and function, [B, K]" if several else "one number per completion, [B]"
+        )
         hint = " (those of K functions, [B, K], go with reward_weights.)" if name == "rewards" and not several else ""
-        raise ValueError(f"{name} has shape {list(rewards.shape)}: pass {wanted}.{hint}")
+        raise ValueError(f"{name} has shape {list(rewards.shape)}: pass {shape_needed}.{hint}")
     check_choice("missing", missing, ("raise", "skip"))
     r = rewards.detach().to(torch.float64)
     if values_are_checked(r):

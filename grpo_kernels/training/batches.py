@@ -28,10 +28,10 @@ def micro_batches(completions: Completions, batch: TokenBatch, config: TrainConf
     total, nothing = len(completions.ids), _nothing(completions, batch)
     kept = torch.arange(total, device=completions.ids.device)
     if config.drop_zero_variance:
-        wanted = (batch.advantages.reshape(total, -1) != 0).any(1)
-        if not ranks.any(bool(wanted.any())):
-            wanted[0] = ranks.main  # an update of nothing is still one: the optimizer's averages decay
-        kept = kept[wanted]
+        has_gradient = (batch.advantages.reshape(total, -1) != 0).any(1)
+        if not ranks.any(bool(has_gradient.any())):
+            has_gradient[0] = ranks.main  # an update of nothing is still one: the optimizer's averages decay
+        kept = kept[has_gradient]
     counts, totals = zip(*ranks.gather((len(kept), total)), strict=True)
     size = config.micro_batch or max(counts)
     parts = [_part(completions, batch, kept[at : at + size]) for at in range(0, len(kept), size)]

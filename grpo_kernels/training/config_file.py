@@ -34,11 +34,11 @@ def base_type(hint: Any) -> Any:
 def closest(name: str, known: Collection[str]) -> str:
     """What a mistyped or foreign option is likely to mean, as the end of a message, and written as it was: with dashes or not."""
     plain = name.lstrip("-").replace("-", "_")
-    found = [ELSEWHERE[plain]] if plain in ELSEWHERE else difflib.get_close_matches(plain, known, n=1)
+    matches = [ELSEWHERE[plain]] if plain in ELSEWHERE else difflib.get_close_matches(plain, known, n=1)
     dashes = name.startswith("--")
     return (
-        f"did you mean {'--' + found[0].replace('_', '-') if dashes else found[0]}?"
-        if found
+        f"did you mean {'--' + matches[0].replace('_', '-') if dashes else matches[0]}?"
+        if matches
         else "`python -m grpo_kernels train --help` lists all."
     )
 
@@ -60,20 +60,20 @@ def read(path: str, config: type) -> dict[str, Any]:
         return {}
     if not isinstance(node, yaml.MappingNode):
         raise ValueError(f"config={path!r}: it must be lines of `option: value`.")
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key, where = str(key_node.value), f"config={path!r}, line {key_node.start_mark.line + 1}"
         name = key.replace("-", "_")
         if name not in hints:
             raise ValueError(f"{where}: there is no option {key!r}: {closest(key, hints)}")
-        if name in found:
+        if name in options:
             raise ValueError(f"{where}: {key!r} is there twice: keep one.")
         try:
             value = loader.construct_object(value_node, deep=True)
         except yaml.YAMLError as error:
             raise ValueError(f"{where}: {key!r} cannot be read: {error}") from error
-        found[name] = _typed(value, hints[name], f"{where}: {key}={value!r}")
-    return found
+        options[name] = _typed(value, hints[name], f"{where}: {key}={value!r}")
+    return options
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:

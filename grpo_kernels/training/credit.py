@@ -32,9 +32,9 @@ class Credit:
         for name, function in (("old_logps", self.losses.logps), ("sum_squares", self.losses.sum_squares)):
             if name in needs:
                 known[name] = self.ranks.rows(self._of_policy(function, completions), max(scores.lengths))
-        found = advantages(scores, self.config.estimate, self.config.estimate_steps, group_size=size, **known)
+        of_all = advantages(scores, self.config.estimate, self.config.estimate_steps, group_size=size, **known)
         prompts = self.ranks.share(self.config.prompts_per_step)
-        own = found[prompts.start * size : prompts.stop * size]
+        own = of_all[prompts.start * size : prompts.stop * size]
         return own if own.dim() == 1 else own[:, : completions.targets.shape[1]]
 
     def batch(self, completions: Completions, of_each: Tensor) -> TokenBatch:
@@ -56,5 +56,5 @@ class Credit:
         size = self.config.micro_batch or count
         parts = [completions[at : at + size] for at in range(0, count, size)]
         parts += [completions[:1]] * (max(self.ranks.gather(len(parts))) - len(parts))  # every rank makes as many passes
-        found = [self.policy.without_gradients(function, part) for part in parts]
-        return torch.cat(found)[:count] * completions.mask
+        passes = [self.policy.without_gradients(function, part) for part in parts]
+        return torch.cat(passes)[:count] * completions.mask

@@ -50,12 +50,12 @@ def check_projection(model: Any) -> None:
         expected = model(input_ids=ids, use_cache=False).logits.float()
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         transform = logit_transform(model, 1.0)
-        found = torch.nn.functional.linear(hidden, *head_parameters(model)).float() * transform.scale
+        projected = torch.nn.functional.linear(hidden, *head_parameters(model)).float() * transform.scale
         if transform.softcap is not None:
-            found = transform.softcap * torch.tanh(found / transform.softcap)
-        if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+            projected = transform.softcap * torch.tanh(projected / transform.softcap)
+        if not torch.allclose(projected, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
             raise ValueError(
-                f"its logits differ by up to {float((found - expected).abs().max()):.2g} from those of its own forward"
+                f"its logits differ by up to {float((projected - expected).abs().max()):.2g} from those of its own forward"
             )
     except (AttributeError, ValueError) as error:
         raise ValueError(

@@ -25,23 +25,23 @@ def seed(value: int) -> None:
 
 def state(device: torch.device) -> dict[str, Any]:
     """Plain numbers and tensors, which a checkpoint can hold."""
-    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if numpy is not None:
         kind, keys, *rest = cast(Any, numpy.random.get_state())
-        found["numpy"] = (kind, keys.tolist(), *rest)
+        states["numpy"] = (kind, keys.tolist(), *rest)
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    return found
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
-def set_state(found: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(found["torch"])
-    version, internal, gauss = found["python"]
+def set_state(states: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(states["torch"])
+    version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
-    if "numpy" in found:
+    if "numpy" in states:
         if numpy is None:
             print("the checkpoint has a random state of NumPy, which is not installed here", file=sys.stderr)
         else:
-            numpy.random.set_state(tuple(found["numpy"]))
-    if "cuda" in found and device.type == "cuda":
-        torch.cuda.set_rng_state(found["cuda"], device)
+            numpy.random.set_state(tuple(states["numpy"]))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)

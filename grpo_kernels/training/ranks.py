@@ -55,9 +55,9 @@ class Ranks:
     def any(self, flag: bool) -> bool:
         if self.world == 1:
             return flag
-        found = torch.tensor(int(flag), device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return bool(found)
+        flags = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags)
 
     def together(self, function: Callable[[], T]) -> list[T]:
         """The function's results on each rank. If it raises on one, all ranks raise, so that none waits for a rank that has

@@ -38,8 +38,8 @@ def check_recomputing(model: Any) -> None:
     ids = torch.arange(8, device=next(model.parameters()).device)[None] % model.config.get_text_config().vocab_size
     expected = model(input_ids=ids, use_cache=False).logits
     with recomputing(model):
-        found = model(input_ids=ids, use_cache=False).logits
-    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+        recomputed = model(input_ids=ids, use_cache=False).logits
+    if not torch.allclose(recomputed, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
         raise ValueError(
             f"gradient_checkpointing=True switches on the dropout of {type(model).__name__}, and it would train another network "
             "than the one that samples: set the dropout in the model's configuration to 0, or leave gradient_checkpointing off."

@@ -100,18 +100,18 @@ def _checked(name: str, values: Any, asked: Asked) -> list[float | list[float | 
     if len(values) != count:
         first = f" The first without one is completion {len(values)}:{asked.shown(len(values))}" if len(values) < count else ""
         raise ValueError(f"reward {name} returned {len(values)} values for {count} completions: return one for each.{first}")
-    found = []
+    rewards = []
     for i, value in enumerate(values):
         try:
-            found.append(_reward(value, name, i, len(asked.tokens[i])))
-            if isinstance(found[i], list) != isinstance(found[0], list):
+            rewards.append(_reward(value, name, i, len(asked.tokens[i])))
+            if isinstance(rewards[i], list) != isinstance(rewards[0], list):
                 raise ValueError(
                     f"reward {name} returned {_shown(value)} for completion {i} of {len(asked.tokens[i])} tokens, and for others "
-                    f"{'lists' if isinstance(found[0], list) else 'numbers'}: return the same for all."
+                    f"{'lists' if isinstance(rewards[0], list) else 'numbers'}: return the same for all."
                 )
         except ValueError as error:
             raise ValueError(f"{error}{asked.shown(i)}") from None
-    return found
+    return rewards
 
 
 def _reward(value: Any, name: str, i: int, length: int) -> float | list[float | None]:

@@ -56,10 +56,10 @@ def _known(answers: list[str]) -> list[str]:
 def _final_number(text: str) -> float | None:
     boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
     where = text.rsplit("####", 1)[1] if "####" in text else boxed[-1] if boxed else text
-    found = NUMBER.findall(where)
-    if not found:
+    numbers = NUMBER.findall(where)
+    if not numbers:
         return None
-    return float((found[0] if "####" in text else found[-1]).replace(",", ""))
+    return float((numbers[0] if "####" in text else numbers[-1]).replace(",", ""))
 
 
 REWARDS: dict[str, RewardFunction] = {"exact": exact, "number": number}
@@ -182,16 +182,16 @@ def advantages(
         _weighted(scores.outcomes.T, scores.weights), group_size=group_size, columns=scores.outcomes,
         reward_weights=scores.weights, mask=scores.mask, **known,
     )  # fmt: skip
-    found = estimate(evidence)
+    total = estimate(evidence)
     for weight, steps in scores.steps:
-        found = found[:, None] if found.dim() == 1 else found
-        found = found + weight * of_steps(Evidence(evidence.rewards, group_size=group_size, steps=steps))
-    return found
+        total = total[:, None] if total.dim() == 1 else total
+        total = total + weight * of_steps(Evidence(evidence.rewards, group_size=group_size, steps=steps))
+    return total
 
 
 def step_rewards(reward: Rewards, lengths: list[int]) -> Tensor:
     """Process rewards as fp64 [B, T], NaN where no step ends."""
-    found = torch.full((len(lengths), max(lengths)), math.nan, dtype=torch.float64)
+    rewards = torch.full((len(lengths), max(lengths)), math.nan, dtype=torch.float64)
     for i, steps in enumerate(reward.values):
         if not isinstance(steps, list):
             raise ValueError(
@@ -200,5 +200,5 @@ def step_rewards(reward: Rewards, lengths: list[int]) -> Tensor:
             )
         for t, step in enumerate(steps):
             if step is not None:
-                found[i, t] = step
-    return found
+                rewards[i, t] = step
+    return rewards

@@ -50,7 +50,7 @@ class Rollouts:
             return draws[first : first + count] if prompts else draws[:group_size]
 
         with autocast(device, self.dtype, cache=not self.policy.sharded):
-            found = self.policy.without_gradients(
+            completions = self.policy.without_gradients(
                 partial(
                     sample, group_size=group_size, max_new_tokens=self.config.max_new_tokens, ends=self.ends,
                     temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, uniform=uniform,
@@ -58,8 +58,8 @@ class Rollouts:
                 ),
                 prompts or [rows[0]["prompt_ids"]],
             )  # fmt: skip
-        found = found[:count]
-        return found if self.config.replays else dataclasses.replace(found, kept=None)
+        completions = completions[:count]
+        return completions if self.config.replays else dataclasses.replace(completions, kept=None)
 
     def score(self, rows: list[Row], completions: Completions, group_size: int) -> Scores:
         """The scores of the completions of all rows, those of other ranks too."""
@@ -77,9 +77,9 @@ class Rollouts:
             )
             return rewards, list(map(len, tokens))
 
-        found = self.ranks.together(own)
-        lengths = [n for _, part in found for n in part]
-        functions = zip(*(rewards for rewards, _ in found), strict=True)
+        of_ranks = self.ranks.together(own)
+        lengths = [n for _, part in of_ranks for n in part]
+        functions = zip(*(rewards for rewards, _ in of_ranks), strict=True)
         whole = [Rewards(parts[0].name, [v for part in parts for v in part.values]) for parts in functions]
         return score(whole, self.weights, lengths, texts)
 

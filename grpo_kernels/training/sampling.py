@@ -82,10 +82,10 @@ def end_ids(model: Any, tokenizer: Any) -> list[int]:
     """Every id that ends a completion: the tokenizer's, and those of the generation config (a chat model has several)."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
-    found = sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
-    if not found:
+    all_ids = sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
+    if not all_ids:
         raise ValueError("eos_token_id is None in the tokenizer and the generation config: set one, or completions never end.")
-    return found
+    return all_ids
 
 
 def left_pad(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

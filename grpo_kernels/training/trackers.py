@@ -22,7 +22,7 @@ class Tracker(Protocol):
 
 def named(metrics: dict[str, Any]) -> dict[str, float]:
     """The numbers among metrics, in the groups of a dashboard: train/..., eval/..., time/..."""
-    found = {}
+    grouped = {}
     for name, value in metrics.items():
         if not isinstance(value, (int, float)):
             continue
@@ -32,8 +32,8 @@ def named(metrics: dict[str, Any]) -> dict[str, float]:
             name = f"eval/{name.removeprefix('eval_')}"
         else:
             name = f"train/{name}"
-        found[name] = float(value)
-    return found
+        grouped[name] = float(value)
+    return grouped
 
 
 class TensorBoard:

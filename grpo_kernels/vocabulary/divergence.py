@@ -34,10 +34,10 @@ FAR = 80.0
 
 def psi(x: Tensor) -> Tensor:
     """e^x - 1 - x without cancellation, where |x| <= SMALL."""
-    found = torch.full_like(x, PSI[-1])
+    result = torch.full_like(x, PSI[-1])
     for factor in reversed(PSI[:-1]):
-        found = found.mul_(x).add_(factor)
-    return found.mul_(x).mul_(x)
+        result = result.mul_(x).add_(factor)
+    return result.mul_(x).mul_(x)
 
 
 def phi(x: Tensor) -> Tensor:
@@ -108,8 +108,8 @@ def _against(log_ratio: Tensor, share: float) -> tuple[Tensor, Tensor]:
 def gradient(kind: str, p: Tensor, q: Tensor, log_ratio: Tensor, center: Tensor, mixture: float) -> Tensor:
     """d divergence / d z of each column. `center` is what the sum over p of the factor of p is; `log_ratio` as above."""
     if kind == "forward":
-        found = torch.where(log_ratio.abs() <= SMALL, -p * torch.expm1(-log_ratio), p - q)
-        return torch.where(p == 0, -q, found)
+        forward = torch.where(log_ratio.abs() <= SMALL, -p * torch.expm1(-log_ratio), p - q)
+        return torch.where(p == 0, -q, forward)
     if kind == "jsd":
         log_ratio = -_against(log_ratio.clamp(-FAR, FAR), mixture)[1]  # log p - log m
         p = (1.0 - mixture) * p

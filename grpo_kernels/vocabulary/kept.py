@@ -112,8 +112,8 @@ class KeptRows:
         m = self.slots.ids.numel()
         pairs, order = self.slots.pairs.sort()
         place = torch.searchsorted(pairs, at.pairs)
-        found = torch.cat([pairs, pairs.new_full((1,), -1)])[place] == at.pairs
-        return torch.where(found, torch.cat([order, order.new_full((1,), m)])[place], m)
+        has_slot = torch.cat([pairs, pairs.new_full((1,), -1)])[place] == at.pairs
+        return torch.where(has_slot, torch.cat([order, order.new_full((1,), m)])[place], m)
 
     def replaced(self, gradient: Tensor, at: Slots | None, several: Tensor | None) -> Tensor:
         """The gradient of the logits at `slots`, with `several` in its place at the pairs of `at`."""
@@ -127,14 +127,14 @@ def _groups(sets: TokenSets) -> tuple[tuple[Tensor | None, int], ...]:
     """Rows grouped by their number of slots, in widths that grow by factors of 8, so that one large set does not widen all rows."""
     if sets.longest < WIDTH:
         return ((None, -(-(sets.longest + 1) // 16) * 16),)  # few different widths, so that few kernels are compiled
-    slots, found, low = sets.host_counts + 1, [], 0
+    slots, groups, low = sets.host_counts + 1, [], 0
     width = WIDTH
     while low <= sets.longest:
         rows = ((slots > low) & (slots <= width)).nonzero()[:, 0]
         if rows.numel():
-            found.append((rows.to(sets.ids.device), width))
+            groups.append((rows.to(sets.ids.device), width))
         low, width = width, 8 * width
-    return tuple(found)
+    return tuple(groups)
 
 
 @dataclass(eq=False)

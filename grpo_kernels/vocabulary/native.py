@@ -76,8 +76,8 @@ def sources(root: Path = PACKAGE.parent) -> str | None:
 
 def built_from(module: Path) -> str | None:
     """The digest that the build left in the file, which need not be loaded; None in one of an older version."""
-    found = re.search(rb"grpo_kernels built from sha256:([0-9a-f]{64})", module.read_bytes())
-    return found[1].decode() if found else None
+    match = re.search(rb"grpo_kernels built from sha256:([0-9a-f]{64})", module.read_bytes())
+    return match[1].decode() if match else None
 
 
 # ---- the installed copy
@@ -86,29 +86,29 @@ def built_from(module: Path) -> str | None:
 def package() -> dict[str, Any]:
     """{"path", "kind": "checkout", "editable install" or "install", "shadows": an installed package that is not the one
     imported, "source": what it was installed from}."""
-    found: dict[str, Any] = {"path": str(PACKAGE), "kind": "checkout", "shadows": None, "source": None}
+    facts: dict[str, Any] = {"path": str(PACKAGE), "kind": "checkout", "shadows": None, "source": None}
     try:
         distribution = importlib.metadata.distribution("grpo_kernels")
     except importlib.metadata.PackageNotFoundError:
-        return found
+        return facts
     direct = json.loads(distribution.read_text("direct_url.json") or "{}")
-    found["source"] = direct.get("url", "").removeprefix("file://") or None
+    facts["source"] = direct.get("url", "").removeprefix("file://") or None
     editable = direct.get("dir_info", {}).get("editable", False)
-    installed = Path(found["source"]) / "grpo_kernels" if editable else Path(str(distribution.locate_file("grpo_kernels")))
+    installed = Path(facts["source"]) / "grpo_kernels" if editable else Path(str(distribution.locate_file("grpo_kernels")))
     if installed.resolve() == PACKAGE.resolve():
-        found["kind"] = "editable install" if editable else "install"
+        facts["kind"] = "editable install" if editable else "install"
     else:
-        found["shadows"] = str(installed)
-    return found
+        facts["shadows"] = str(installed)
+    return facts
 
 
-def build_command(found: dict[str, Any]) -> str:
+def build_command(facts: dict[str, Any]) -> str:
     """The command that rebuilds the module, for the result of `package()`."""
     if HOME != "grpo_kernels":
         return "pip install grpo_kernels"
-    if found["kind"] != "install":
+    if facts["kind"] != "install":
         return f"pip install -v --no-deps -e {PACKAGE.parent}"
-    return f"pip install -v --no-deps --no-cache-dir --force-reinstall {found['source'] or 'grpo_kernels'}"
+    return f"pip install -v --no-deps --no-cache-dir --force-reinstall {facts['source'] or 'grpo_kernels'}"
 
 
 def installed_module() -> tuple[Path | None, str | None]:

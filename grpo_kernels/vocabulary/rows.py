@@ -299,8 +299,8 @@ class Slopes(NamedTuple):
     @property
     def nonzero(self) -> Tensor:
         """bool [n]: rows that can have a gradient. The gradient of the others is exactly 0."""
-        found = self.target != 0
+        nonzero = self.target != 0
         for x in self[1:]:
             if x is not None:
-                found = found | (x != 0)
-        return found
+                nonzero = nonzero | (x != 0)
+        return nonzero

@@ -249,11 +249,11 @@ def exchange(shard: VocabShard, part: RowStats, read: Tensor | None, start: int)
         everyone = torch.empty(ranks, *sent.shape, dtype=torch.float32, device=partials.device)
         all_gather(everyone, sent[None], shard.group)
     starts = everyone[:, -1].view(torch.int32) if "top" in names else None
-    found = merge(everyone[:, : len(names)], names, read, starts, part)
+    merged = merge(everyone[:, : len(names)], names, read, starts, part)
     if names == part.names:
-        return found
+        return merged
     whole = RowStats.not_read(part.names, partials.shape[1], partials.device, part)
-    whole.values[: len(names)] = found.values
+    whole.values[: len(names)] = merged.values
     return whole
 
 

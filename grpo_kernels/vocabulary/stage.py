@@ -80,12 +80,19 @@ class VocabularyStage(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         transform = RowTransform(scale, softcap, inv_temperature)
         stats = source.stats(tensors, targets, read, transform, names)
-        found = stats.found(statistics, read)
+        statistics_of_rows = stats.found(statistics, read)
         if source.at is None:
-            return *found, *stats.draws, stats.values
+            return *statistics_of_rows, *stats.draws, stats.values
         several = source.logits_at(tensors)
         of_teacher = () if several.teacher is None else (several.teacher.logits,)
-        return *found, several.log_probs(stats, read, transform), several.logits, several.used, *of_teacher, stats.values
+        return (
+            *statistics_of_rows,
+            several.log_probs(stats, read, transform),
+            several.logits,
+            several.used,
+            *of_teacher,
+            stats.values,
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

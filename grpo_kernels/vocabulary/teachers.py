@@ -151,14 +151,14 @@ def in_one_visit(
         else:
             here = None
         memory = None if gradient is None else torch.empty_like(z)
-        found = backend.fused(z, own, several.alone, at, memory, teacher=rows_of(part.teacher, here))
-        assert found.divergence is not None
+        fused = backend.fused(z, own, several.alone, at, memory, teacher=rows_of(part.teacher, here))
+        assert fused.divergence is not None
         if gradient is not None and memory is not None:
             gradient = gradient.add_(memory) if here is None else gradient.index_add_(1, here, memory)
         if here is None:
             here = torch.arange(none.numel(), device=none.device)
-        losses = losses.index_add(0, here, found.losses)
-        divergence = divergence.index_add(0, here, part.times(found.divergence))
+        losses = losses.index_add(0, here, fused.losses)
+        divergence = divergence.index_add(0, here, part.times(fused.divergence))
     if out is not None and gradient is not None:
         out.copy_(gradient)
     return FusedRows(result.logps, result.entropy, losses, divergence)

@@ -216,7 +216,7 @@ def test_a_cell_that_cannot_be_measured_does_not_cost_the_others(planned: Planne
     assert len(planned.run()["cells"]) == 3 and len(planned.log) == 3
 
 
-def test_who_raises_while_it_is_timed_is_dropped() -> None:
+def test_a_contender_that_raises_while_timed_is_dropped() -> None:
     calls = {"late": 0, "right": 0}
 
     def change(name: str) -> Callable[[dict], dict]:

@@ -47,7 +47,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_answer_gets_its_error_and_no_time(name: str) -> None:
+def test_a_provider_with_wrong_results_shows_its_error_and_is_not_timed(name: str) -> None:
     candidates = [provider("wrong", WRONG[name]), provider("right", lambda found: found)]
     rows = by_name(measure(tiny("logits"), "cpu", candidates=candidates, **QUICKLY))
     assert rows["right"]["status"] == "ok" and rows["right"]["ms"] > 0
@@ -124,7 +124,7 @@ def test_one_wrong_parameter_of_a_model_is_wrong() -> None:
     assert outside_gate(tiny("step", BF16), errors(wrong, right)) is not None
 
 
-def test_without_the_kernels_nothing_passes_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_is_not_measured_in_place_of_missing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "unavailable", lambda name: None if name == "eager" else "no compiler here")
     for contract in CONTRACTS:
         rows = by_name(measure(tiny(contract), "cpu", only=("nobody", *OURS[contract]), **QUICKLY))
@@ -167,7 +167,7 @@ def test_a_limit_of_parts_is_the_sum_of_the_fastest_ways(monkeypatch: pytest.Mon
     assert alone["products"]["status"] == "failed" and alone["right"]["x_limit"] is None
 
 
-def test_what_stands_beside_is_timed_and_not_checked() -> None:
+def test_a_provider_of_another_contract_is_timed_and_not_checked() -> None:
     beside = replace(provider("beside", WRONG["loss"]), beside=True)
     rows = by_name(measure(tiny("logits"), "cpu", candidates=[beside, provider("wrong", WRONG["loss"])], **QUICKLY))
     assert rows["beside"]["ms"] > 0 and "errors" not in rows["beside"] and rows["wrong"]["status"] == "wrong"
@@ -395,7 +395,7 @@ def test_every_round_starts_with_another_one(monkeypatch: pytest.MonkeyPatch) ->
     assert found["a"] == {"ms": 1000.0, "p20": 1000.0, "p80": 1000.0, "runs": 3}
 
 
-def test_slow_ones_do_not_cost_the_others_their_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_contenders_do_not_limit_the_runs_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = {"slow": 500.0, "fast": 100.0}
     monkeypatch.setattr(harness, "timed", lambda run, device: (None, cost[run()], 1.0))
     runs = {name: lambda name=name: name for name in cost}

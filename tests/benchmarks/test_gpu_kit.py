@@ -97,7 +97,7 @@ def kit(tmp_path: Path) -> Kit:
     return Kit(tmp_path / "out", tmp_path / "work")
 
 
-def test_the_others_go_on(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_go_on_after_a_crash_and_a_hang(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash and a hang cost only themselves, and what they had written is kept."""
     codes = {
         "env": write_json(kit, "env", lines=["a fine machine"]),
@@ -482,7 +482,7 @@ def test_a_setting_reaches_the_compiler_and_is_taken_back() -> None:
     assert launch == backend.LAUNCH and chunk == [blocks.CHUNK_BYTES, blocks.BLOCK_BYTES]
 
 
-def test_what_to_paste() -> None:
+def test_the_tuners_summary_has_the_table_to_paste() -> None:
     now, best = str(tune.Rows("fused", backend.LAUNCH["fused"])), Choice(256, 8, programs=2, grid=1.0)
     found = {
         "fused": {"ranking": [("x", 1.0), (now, 1.1)], "best": {"choice": best._asdict()}, "now": now},

@@ -74,7 +74,7 @@ def test_no_text_touches_another_or_leaves_the_picture(written: tuple) -> None:
         assert beside >= 2 or above >= -1, f"{one!r} touches {other!r}"
 
 
-def test_everybody_is_named(record: Record, written: tuple) -> None:
+def test_every_provider_is_named_in_the_picture(record: Record, written: tuple) -> None:
     words = re.sub(r"\s+", " ", " ".join(text for text, _ in written[0]))
     bars = isinstance(pictures.picture(record).panels[0], pictures.Bars)
     for cell in cell_tables.headline(record)[0] if bars else record["cells"]:
@@ -165,7 +165,7 @@ def test_only_these_colours_are_used(suite: str, samples: Path, tmp_path: Path) 
     assert used <= {plots.TEXT, plots.MUTED, plots.HIGHLIGHT, *plots.COLOURS.values()}
 
 
-def test_the_ground_is_transparent(samples: Path, tmp_path: Path) -> None:
+def test_the_background_is_transparent(samples: Path, tmp_path: Path) -> None:
     _, png = plots.save(pictures.picture(results.load(samples / "cpu" / "rows.json")), tmp_path / "picture")
     alpha = matplotlib.image.imread(png)[..., 3]
     assert (alpha == 0).mean() > 0.8

@@ -193,7 +193,7 @@ def test_instructions_per_logit(case: Case, most: float) -> None:
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_what_a_way_issues_is_what_its_kernels_issue(target: str) -> None:
+def test_instructions_of_a_way_are_those_of_its_kernels(target: str) -> None:
     """Ours, and one of another project's if it is installed: two visits, the second of which writes."""
     (ours,) = (way for way in instructions.WAYS if way.name == "grpo_kernels, in place")
     works, found = instructions.count(target, ours), report(target, Case("fused"))
@@ -250,7 +250,7 @@ def test_rows_of_one_access_a_thread_are_not_asked_for_more() -> None:
     assert broken(Case("pull", torch.float32, torch.float32), replace(found, together=[(1, 4, 128)]))
 
 
-def test_amds_waits_are_of_all_but_so_many() -> None:
+def test_an_amd_wait_leaves_a_number_of_accesses_outstanding() -> None:
     lines = ["global_load_dwordx4 v[0:3], v4, s[0:1]", "global_load_dwordx4 v[4:7], v4, s[0:1]", "s_waitcnt vmcnt(1)"]
     lines += ["v_exp_f32_e32 v8, v0", "s_waitcnt vmcnt(0)", "v_add_f32_e32 v9, v8, v4"]
     assert sass.Loop(tuple(sass._amd(lines))).in_flight == 2

@@ -72,7 +72,7 @@ def test_a_processor() -> None:
     assert limit(rates, "hidden", "3", shape=single) == pytest.approx(134e3, rel=0.01)
 
 
-def test_no_rate_no_limit() -> None:
+def test_without_a_rate_there_is_no_limit() -> None:
     """A data sheet's 16-bit rate says nothing about fp32 products."""
     hidden = next(s for s in SCHEMES if s.contract == "hidden")
     assert given("x", 4.8, 989).ms(hidden, Shape(64, 64, 64, "float32"), 1.0) is None
@@ -236,7 +236,7 @@ def visit(**issued: float) -> dict[str, Any]:
     }
 
 
-def test_what_binds_by_hand() -> None:
+def test_the_limiting_resource_by_hand() -> None:
     """1000 rows of 1000 logits; a chip of 10 multiprocessors at 1 GHz, 1 TB/s."""
     chip = Chip("a chip", "sm_90", 10, 1.0, 1.0, fp32=64)
     way = {"bytes": 6, "visits": [visit(special=1, fp32=2, memory=0.5, other=2.5, scalar=9), visit(special=3, fp32=4, other=3)]}

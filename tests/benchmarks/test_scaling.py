@@ -25,7 +25,7 @@ N, H, V = 32768, 4096, 151936
 QWEN = Shape(N, H, V)
 
 
-def test_ours_by_hand() -> None:
+def test_costs_of_our_scheme_by_hand() -> None:
     """TP 8: 18,992 columns in chunks of 2,048 rows; 16,384 rows have a gradient, so each kind of row is eight chunks, those with
     a gradient in blocks of two."""
     cost = vocabulary_parallel(QWEN, 8, 0.5)
@@ -42,7 +42,7 @@ def test_ours_by_hand() -> None:
     assert cost.seconds(H200, 8) == pytest.approx(18.63e-3, rel=1e-3)
 
 
-def test_the_others_by_hand() -> None:
+def test_costs_of_the_other_schemes_by_hand() -> None:
     gathered = weight_gathered(QWEN, 8, 0.5)
     assert gathered.held == V * H * 6 + 4096 * H * 2 + V * (512 * 4 + 3072 * 2)
     assert gathered.wire == V * H * 6 * 7 / 8 and gathered.flops == 2 * 2 * 4096 * H * V
@@ -69,7 +69,7 @@ def test_eager_holds_what_the_benchmark_measured() -> None:
     assert peaks and peaks == pytest.approx([scaling_costs.EAGER_HELD] * len(peaks), rel=0.02)
 
 
-def test_one_rank_sends_nothing_and_schemes_meet() -> None:
+def test_on_one_rank_nothing_is_sent_and_schemes_are_equal() -> None:
     costs = {name: scheme(QWEN, 1, 0.5) for name, scheme in SCHEMES.items()}
     assert all(cost.wire == cost.collectives == 0 for cost in costs.values())
     assert vocabulary_parallel(QWEN, 1, 0.5) == weight_gathered(QWEN, 1, 0.5)
@@ -250,7 +250,7 @@ def test_the_tables_have_these_figures() -> None:
     assert table("shares")["7B"][1] == f"{H * V / 1e9:.3f}"
 
 
-def test_own_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_and_rates_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     scaling.main(["--hidden", "1000", "--vocab", "50000", "--params", "1e9", "--tokens", "1000", "--tp", "4", "--dp", "2"])
     text = capsys.readouterr().out
     assert "N = 1,000 rows" in text and "V = 50,000" in text and "7B" not in text and "H100" in text

@@ -30,7 +30,7 @@ def test_a_small_run() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("name", CALLS)
-def test_without_the_exchange_a_rank_has_a_like_task(name: str) -> None:
+def test_a_rank_without_exchange_has_a_comparable_task(name: str) -> None:
     """Targets among its columns, and ratios that are those of the whole, so that neither clips more than the other."""
     contract, call = CALLS[name]
     whole = make_case(Cell(contract, 32, 602, torch.float32, 24 if contract == "hidden" else None), "cpu")
@@ -49,7 +49,7 @@ def test_without_the_exchange_a_rank_has_a_like_task(name: str) -> None:
         torch.testing.assert_close(now - alone.batch.ref_logps, logps - whole.batch.ref_logps, rtol=1e-5, atol=1e-5)
 
 
-def test_who_is_wrong_gets_no_time() -> None:
+def test_a_contender_with_wrong_results_is_not_timed() -> None:
     case = make_case(Cell("logits", 32, 602, torch.float32), "cpu")
     expected = reference(case)
     assert max(check(case, expected, expected).values()) == 0

@@ -33,7 +33,7 @@ def peaked(seed: int, factor: float) -> LinearCase:
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo, k3 and entropy", "gspo, k3 by the ratio"])
-def test_no_more_is_lost_than_the_bound(name: str, backend: str) -> None:
+def test_the_error_is_within_the_returned_bound(name: str, backend: str) -> None:
     objective, most = OBJECTIVES[name][0](), []
     for seed in range(6):
         case = peaked(seed, (0.3, 1.0, 4.0)[seed % 3])
@@ -82,7 +82,7 @@ def test_rows_that_leave_take_part_in_no_product_of_the_backward(monkeypatch: py
     assert rows["d_hidden"] == rows["d_weight"] == stay and rows["logits"] == int(case.tokens.mask.sum()) + stay
 
 
-def test_nothing_leaves_without_a_budget(backend: str) -> None:
+def test_without_a_budget_no_row_is_left_out(backend: str) -> None:
     case = build_linear()
     out, found = run_linear(case, Objective.preset("grpo"), backend, **certified(0.0))
     _, exact = run_linear(case, Objective.preset("grpo"), backend)

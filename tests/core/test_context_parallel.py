@@ -66,7 +66,7 @@ def test_shift_never_crosses_a_sequence() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (3, 0), (2, 1)])
-def test_shift_of_next_to_nothing(shape: tuple[int, ...]) -> None:
+def test_shift_of_empty_and_single_token_sequences(shape: tuple[int, ...]) -> None:
     targets, mask = shift_targets(torch.zeros(shape, dtype=torch.int64))
     assert targets.shape == shape and not mask.any()
 

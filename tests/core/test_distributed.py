@@ -57,7 +57,7 @@ def test_micro_batches_add_up(name: str, count: int) -> None:
     assert whole.abs().max() > 1e-3
 
 
-def test_a_term_that_there_is_none_of_wants_no_denominator() -> None:
+def test_a_term_that_is_off_needs_no_denominator() -> None:
     """A KL that is off (beta = 0) is not asked for its completion budget, its groups or its sequences."""
     packed = TokenBatch(torch.zeros(6, dtype=torch.int64), torch.ones(6))
     for kind in ("constant", "group-mean", "seq-mean-token-mean"):

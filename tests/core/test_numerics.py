@@ -381,7 +381,7 @@ def test_numbers(trainer: str, name: str, which: str, request: pytest.FixtureReq
             assert want.scale > 1e-4 or which == "far"
 
 
-def test_the_rows_differ(near: Data, far: Data, far_reference: Data) -> None:
+def test_every_constant_changes_loss_or_slopes(near: Data, far: Data, far_reference: Data) -> None:
     """Every constant of a row shows in loss or slopes, so none could be wrong unnoticed."""
 
     def shows(t: Theirs, other: Theirs, data: Data) -> bool:

@@ -206,7 +206,7 @@ def test_lists_that_are_refused(name: str) -> None:
         TokenSets.from_lists(**given)
 
 
-def test_device() -> None:
+def test_sets_from_lists_are_made_on_the_given_device() -> None:
     assert TokenSets.from_lists(SOME, device="meta").ids.device.type == "meta"
 
 

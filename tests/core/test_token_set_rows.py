@@ -81,7 +81,7 @@ def test_slices_put_together_are_the_whole(rows: list[list[int]], cuts: list[int
         (torch.ones(4, dtype=torch.bool), "the mask has 4 elements, but there are 5 rows"),
     ],
 )
-def test_what_is_no_row(rows: Any, message: str) -> None:
+def test_bad_row_indices_are_refused(rows: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(SOME)[rows]
 
@@ -134,7 +134,7 @@ def test_shifted_padded() -> None:
 
 @examples
 @given(rows=ROWS)
-def test_tensors(rows: list[list[int]]) -> None:
+def test_counts_padded_ids_and_mask(rows: list[list[int]]) -> None:
     sets = build(rows)
     assert sets.counts.tolist() == [len(row) for row in rows]
     assert sets.row_of.tolist() == [i for i, row in enumerate(rows) for _ in row]
@@ -158,7 +158,7 @@ def test_contains(rows: list[list[int]], data: st.DataObject) -> None:
             assert build(rows, dtype=ids).contains(torch.tensor(targets, dtype=dtype)).tolist() == expected
 
 
-def test_of_a_batch() -> None:
+def test_contains_takes_targets_of_a_batch() -> None:
     sets = build([[3, 1], [], [7], [2, 9, 4]])
     assert sets.contains(torch.tensor([[1, 5], [8, 2]])).tolist() == [True, True, False, True]
 
@@ -176,12 +176,12 @@ def test_of_a_batch() -> None:
         (build([[1], [], [4, 9, 10, 12], [11]])[1:], ints(0, 0, 0), r"kept holds id 10 in row 1: it is outside .*\[0, 10\)"),
     ],
 )
-def test_what_does_not_fit(sets: Any, targets: torch.Tensor, message: str) -> None:
+def test_sets_that_do_not_fit_are_refused(sets: Any, targets: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_sets("kept", sets, targets, 10)
 
 
-def test_what_fits() -> None:
+def test_sets_that_fit_are_accepted() -> None:
     check_sets("kept", build(SOME), torch.zeros(1, 5).long(), 10)
     check_sets("kept", build([[99], [3]])[1:], ints(0), 4)  # the larger id is in a row that was cut off
     check_sets("kept", TokenSets.whole(2), ints(0, 0), 1)

@@ -113,7 +113,7 @@ def test_of_a_model(order: str, dtype: torch.dtype, rules: dict[str, Any]) -> No
 
 
 @ORDERS
-def test_the_orders_differ(order: str) -> None:
+def test_the_orders_of_top_k_and_top_p_differ(order: str) -> None:
     """p = .5, .25, .15, .1: of the two largest, .6 is the first alone renormalised (.67), and both where all count."""
     logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
     expected = {"vllm": [[0]], "sglang": [[0, 1]]}[order]

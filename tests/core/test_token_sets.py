@@ -105,7 +105,7 @@ def test_very_large_ids() -> None:
         TokenSets(ints(0, big, 0, big), ints(0, 1, 4))
 
 
-def test_whole() -> None:
+def test_sets_of_the_whole_vocabulary() -> None:
     assert_facts(TokenSets.whole(3), [[], [], []])
     assert_facts(TokenSets.whole(0), [])
     assert TokenSets.whole(2, device="meta").offsets.device.type == "meta"
@@ -141,7 +141,7 @@ def test_cat_is_refused() -> None:
             TokenSets.cat(parts)  # type: ignore[arg-type]
 
 
-def test_to() -> None:
+def test_moving_sets_to_a_device() -> None:
     sets = build(SOME, True)
     moved = sets.to("meta")
     assert moved.values is not None
@@ -160,7 +160,7 @@ def test_pin_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(getattr(pinned, name), getattr(sets, name)) and getattr(pinned, name) is not getattr(sets, name)
 
 
-def test_with_values() -> None:
+def test_values_can_be_replaced() -> None:
     sets = build(SOME, True)
     weights = torch.arange(6.0, requires_grad=True)
     changed = sets.with_values(weights * 2)

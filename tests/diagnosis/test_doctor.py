@@ -108,7 +108,7 @@ def test_wrong_arguments_exit_with_2() -> None:
     assert stopped.value.code == 2
 
 
-def test_a_wrong_backend_is_named_and_gets_no_time(
+def test_a_wrong_backend_is_named_and_not_timed(
     sound: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor.backends, "unavailable", lambda name: None if name == "eager" else "taken out")
@@ -276,7 +276,7 @@ def failures_without_a_fault(backend: str) -> list[self_test.Check]:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
-def test_the_self_test_sees(fault: Callable[..., None], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_detects_a_fault(fault: Callable[..., None], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not failures_without_a_fault(backend)
     fault(monkeypatch, backends.load(backend))
     result = self_test.self_test(backend, CPU)
@@ -308,7 +308,7 @@ def test_errors_that_are_not_numbers_fail() -> None:
     assert report.worst("value") == 2.0 and report.worst("gradient") != report.worst("gradient")
 
 
-def test_a_small_row_is_held_against_itself() -> None:
+def test_errors_of_a_small_row_are_relative_to_that_row() -> None:
     wanted = torch.tensor([[1.0, -1.0], [0.05, -0.05], [0.0, 0.0]])
     lost = wanted * torch.tensor([[1.0], [0.0], [1.0]])
     assert self_test.errors({"d_logits": lost}, {"d_logits": wanted}) == {"d_logits": 1.0}

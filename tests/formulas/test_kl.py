@@ -219,7 +219,7 @@ def test_huge_distillation_is_finite() -> None:
         assert torch.isfinite(term).all()
 
 
-def test_a_clamp_silences_and_its_absence_pulls() -> None:
+def test_a_clamped_kl_has_no_slope_and_an_unclamped_one_has() -> None:
     """The token that drifted furthest: with verl's clamps it has no slope, without them the largest."""
     logp, ref = torch.tensor([-30.0, -3.0]), torch.tensor([-1.0, -1.0])
     assert terms(Kl("k3", clamp_log=20.0, clamp=10.0), logp, logp, ref)[3].tolist()[0] == 0

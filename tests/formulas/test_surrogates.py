@@ -185,7 +185,7 @@ def test_huge_log_ratios_are_finite(surrogate: Surrogate, spec: Spec) -> None:
     assert finite(torch.tensor([math.inf, -math.inf, 2.0])).tolist() == pytest.approx([1e30, -1e30, 2.0])
 
 
-def test_a_runaway_token_is_pulled_back() -> None:
+def test_a_token_of_huge_ratio_and_negative_advantage_has_a_large_slope() -> None:
     """e^60 bounds the exponent, not the slope: with A < 0 nothing is clipped there, and the slope is a large positive one."""
     logp, old = torch.tensor([-2.0]), torch.tensor([-1002.0])
     for surrogate in (Clip(), ImportanceSampling(), KlCov()):
@@ -376,7 +376,7 @@ def squared(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[flo
     return -advantage * logp + params[0] * x * x, -advantage + 2 * params[0] * x
 
 
-def test_custom() -> None:
+def test_a_surrogate_of_a_user() -> None:
     logp, old, advantage, _ = grid(Spec())
     loss, slope = Custom(squared, (0.25,))(logp, old, advantage)
     torch.testing.assert_close(loss, -advantage * logp + 0.25 * (logp - old) ** 2)

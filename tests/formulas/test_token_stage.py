@@ -528,7 +528,7 @@ def test_weights_scale_the_policy_term_alone(name: str, s: Sequences, factor: fl
 @every_property
 @few
 @given(sequences())
-def test_a_masked_sequence_is_as_good_as_none(name: str, s: Sequences) -> None:
+def test_a_masked_sequence_changes_nothing(name: str, s: Sequences) -> None:
     """With the same normaliser, or where empty ones do not count."""
     objective, order = replace(PROPERTIES[name], count_empty=False), list(range(len(s.advantages)))
     without_it = s.run(objective, s.padded(order))

@@ -109,7 +109,7 @@ def test_whole_rows(name: str, trainer: str, rows: tuple[Tensor, Tensor]) -> Non
 
 
 @pytest.mark.parametrize("name, trainer", WHOLE)
-def test_what_whole_rows_lack_in_theirs(name: str, trainer: str, rows: tuple[Tensor, Tensor]) -> None:
+def test_the_trainers_loss_on_whole_rows_has_these_defects(name: str, trainer: str, rows: tuple[Tensor, Tensor]) -> None:
     theirs, (student, teacher) = trl(name, trainer).generalized_jsd_loss, rows
     masked = [torch.where(torch.arange(V) == 4, -torch.inf, x) for x in rows]  # an id that both heads rule out
     close = student + 1e-5 * teacher

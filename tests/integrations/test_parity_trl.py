@@ -520,7 +520,7 @@ def test_what_trl_refuses(make_trainer: Any, options: dict[str, Any], reason: st
         make_trainer(use_vllm=True, **options)
 
 
-def test_we_refuse_it_too(trainer: GRPOTrainer, plain: Data) -> None:
+def test_an_unknown_option_is_refused_by_both(trainer: GRPOTrainer, plain: Data) -> None:
     for name, value in (("loss_type", "ppo2"), ("importance_sampling_level", "group")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="Unknown"):
             configure(trainer, Case(), patch)

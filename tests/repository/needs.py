@@ -315,7 +315,7 @@ NEEDS = [
         test_grpo_loss_autograd::test_all_masked test_linear_grpo_loss::test_all_masked
         test_needs_ranks::test_micro_batches_of_two_ranks test_head_ranks::test_on_two_ranks
         context_parallel_checks::check_masked_rank
-        test_trainer_options::test_a_batch_without_any_advantage_is_an_update_of_nothing
+        test_trainer_options::test_a_batch_without_advantages_is_an_update_with_zero_gradient
         """,
     ),
     Need(
@@ -370,7 +370,7 @@ NEEDS = [
         "pytorch/pytorch#124480 liger#1414 liger#323 prime-rl#1525",
         """
         test_speed::test_loss_and_gradient_of_logits_in_place test_speed::test_loss_and_gradients_from_hidden_states
-        test_speed::test_logprobs_alone test_benchmarks::test_a_wrong_answer_gets_its_error_and_no_time
+        test_speed::test_logprobs_alone test_benchmarks::test_a_provider_with_wrong_results_shows_its_error_and_is_not_timed
         """,
         gpu="benchmarks/gpu_kit.py::targets",
     ),
@@ -378,7 +378,7 @@ NEEDS = [
         "The host waits for the device",
         "liger#1292 liger#237 meta-pytorch/tritonbench#477",
         """
-        test_advantage_estimators::test_nothing_is_asked_of_the_device test_corrections::test_no_look_at_values
+        test_advantage_estimators::test_no_estimator_waits_for_the_device test_corrections::test_corrections_do_not_wait_for_the_device
         test_entropy::test_threshold_waits_for_nothing test_gpu_kit::test_what_is_documented_to_wait_is_called
         """,
         gpu="benchmarks/gpu_stages.py::counters",

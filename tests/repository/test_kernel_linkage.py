@@ -50,7 +50,7 @@ def visible_functions(source: str) -> list[str]:
     return found
 
 
-def test_the_check_sees_what_it_is_for() -> None:
+def test_the_check_detects_visible_functions() -> None:
     assert visible_functions("namespace a { inline int f(int x) { return x; } }") == ["inline int f(int x)"]
     assert visible_functions("struct A { int x; int f() const { return x; } };") == ["int f() const"]
     assert visible_functions("template <class T> T f(T x) { if (x) { return x; } return x; }") == [

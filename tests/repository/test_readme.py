@@ -234,12 +234,12 @@ def test_two_kinds_of_runs_are_both_shown() -> None:
     assert cell_tables.milliseconds({"ms": 39.0}) == "39.0"
 
 
-def test_numbers() -> None:
+def test_figures_have_three_significant_digits() -> None:
     shown = {0.01234: "0.0123", 1.234: "1.23", 12.34: "12.3", 123.4: "123", 12345.6: "12,346", 0.0: "0", None: ""}
     assert {x: cell_tables.figure(x) for x in shown} == shown
 
 
-def test_write(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_pages_and_the_report(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("README", "FIGURES", "OBJECTIVES", "REPORT"):
         page = getattr(tables, name)
         copy = tmp_path / page.name

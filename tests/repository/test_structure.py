@@ -329,7 +329,7 @@ def test_rule(rule: Callable[[Files], list[str]], package: Files) -> None:
 
 
 @pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: rule.__name__)
-def test_a_rule_finds_what_breaks_it(rule: Callable[[Files], list[str]]) -> None:
+def test_a_rule_detects_a_violation(rule: Callable[[Files], list[str]]) -> None:
     files, expected = BROKEN[rule]
     assert rule({f"{NAME}/{path}": text for path, text in files.items()}) == expected
 

@@ -192,7 +192,7 @@ def test_discounted_returns(gamma: float) -> None:
     close(got, flat(oracle.returns_to_go(tokens.masked(rewards), gamma)))
 
 
-def test_a_tool_call_does_not_take_time() -> None:
+def test_tokens_of_a_tool_are_not_discounted() -> None:
     mask = torch.tensor([[True, False, False, True]])
     got = discounted_returns(torch.tensor([[0.0, math.nan, 5.0, 1.0]]), gamma=0.5, mask=mask)
     assert got.tolist() == [[0.5, 0.0, 0.0, 1.0]]
@@ -435,7 +435,7 @@ def test_every_estimator_of_verl() -> None:
 # ---- properties and refusals
 
 
-def test_nothing_is_asked_of_the_device() -> None:
+def test_no_estimator_waits_for_the_device() -> None:
     """A tensor without data cannot answer; on a GPU the question would stall it."""
     r, ids = torch.zeros(8, device="meta"), torch.zeros(8, dtype=torch.int64, device="meta")
     x, mask = r.view(2, 4), torch.ones(2, 4, dtype=torch.bool, device="meta")

@@ -623,7 +623,7 @@ def test_order_of_sequences(seed: int, order: list[int], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_no_look_at_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrections_do_not_wait_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors have none: whatever would make a host wait for a GPU raises. (Packed rows share the code but for
     segment_reduce, which has no fake.)"""
     monkeypatch.setattr(layout, "values_are_checked", lambda tensor: False)

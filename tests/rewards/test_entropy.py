@@ -59,7 +59,7 @@ def test_threshold_in_general(tokens: list[tuple[float, bool]], share: float) ->
     assert min(values) <= got <= max(values)
 
 
-def test_what_does_not_count() -> None:
+def test_masked_and_non_finite_entropies_do_not_count() -> None:
     entropy = torch.tensor([[1.0, math.nan, 2.0, 9.0, -math.inf], [3.0, 4.0, math.inf, 5.0, 0.0]])
     mask = torch.tensor([[1, 1, 1, 0, 1], [1, 1, 1, 1, 0]])
     assert float(entropy_threshold(entropy, mask, 0.5)) == 3.0  # of 1, 2, 3, 4, 5
@@ -210,7 +210,7 @@ def test_starts_inactive() -> None:
     assert coef.coef == 0.0 and coef.state_dict()["coef"] == pytest.approx(0.1)
 
 
-def test_stays_in_range() -> None:
+def test_the_coefficient_stays_in_its_range() -> None:
     coef = AdaptiveEntropyCoef(step=0.3, low=0.1, high=0.5, initial=0.2)
     seen = []
     for entropy in (0, 0, 0, 1, 1, 1, 0):

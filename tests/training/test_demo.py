@@ -103,7 +103,7 @@ def test_the_table_and_the_sentences_are_of_the_record(record: dict[str, Any]) -
     assert "50% of the fused step" in said and "the 7 of 101 ids" in said
 
 
-def test_one_curve_is_said_where_there_is_one(record: dict[str, Any]) -> None:
+def test_the_sentence_of_a_single_curve(record: dict[str, Any]) -> None:
     first, _ = demo_report.sentences(record | {"runs": record["runs"][:1]})
     assert "One curve: the rewards of all 3 steps are the same" in first
 

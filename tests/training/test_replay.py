@@ -182,7 +182,7 @@ def test_squared_probabilities_are_those_of_the_sets(tok: Any, tmp_path: Path) -
     assert t.train_step()["grad_norm"] > 0
 
 
-def test_a_correction_finds_nothing_left_to_correct(tok: Any, tmp_path: Path) -> None:
+def test_with_replay_correction_weights_are_one(tok: Any, tmp_path: Path) -> None:
     t = trainer(tok, tmp_path, corrections=["importance_weights:high=inf"], **SOME)
     _, completions = completions_of(t)
     weights = t.credit.batch(completions, torch.linspace(-1, 1, 12)).weights[completions.mask]

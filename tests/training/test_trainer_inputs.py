@@ -118,7 +118,7 @@ def test_null_prompts_of_a_file_are_not_the_word_none(tok: Any, tmp_path: Path) 
         encode(load_rows(c)[0], tok, c)
 
 
-def test_null_answers_stay_null_and_are_refused_by_who_compares_with_them(tmp_path: Path) -> None:
+def test_null_answers_are_refused_by_rewards_that_compare_with_them(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": null}\n')
     train, _ = load_rows(TrainConfig(dataset=str(tmp_path / "p.jsonl"), eval_steps=0))
     assert [row["answer"] for row in train] == ["2", None]
@@ -171,7 +171,7 @@ def test_evaluation_rows_of_a_single_small_file(tmp_path: Path, rows: int, held_
     assert [row["prompt"] for row in train] == [str(i) for i in range(rows - held_out)]
 
 
-def test_a_lone_row_is_no_evaluation(tmp_path: Path) -> None:
+def test_one_row_cannot_be_split_for_evaluation(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "1"}\n')
     with pytest.raises(ValueError, match=r"has 1 rows, and eval_prompts=1 holds out all: .*eval_steps=0"):
         load_rows(TrainConfig(dataset=str(tmp_path / "p.jsonl")))

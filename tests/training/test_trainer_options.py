@@ -46,7 +46,7 @@ def test_dropping_completions_without_advantage_changes_no_update(tok: Any, tmp_
         torch.testing.assert_close(updated[1][name], updated[0][name], rtol=0, atol=2e-4)
 
 
-def test_a_batch_without_any_advantage_is_an_update_of_nothing(tok: Any, tmp_path: Path) -> None:
+def test_a_batch_without_advantages_is_an_update_with_zero_gradient(tok: Any, tmp_path: Path) -> None:
     t = trainer(tok, tmp_path, rewards=[nothing_to_learn], drop_zero_variance=True)
     start = parameters(t)
     metrics = t.train_step()
@@ -122,7 +122,7 @@ def test_refusals_name_the_field(tok: Any, tmp_path: Path, changes: dict[str, An
     [{"preset": "dro"}, {"preset": "kl_cov"}, {"preset": "clip_cov"}, {"entropy_share": 0.5}, {"numerics": "skyrl"}],
     ids=str,
 )
-def test_completions_that_an_objective_wants_are_not_dropped(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_dropping_completions_that_an_objective_needs_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="drop_zero_variance=True: this objective wants those completions"):
         config(tmp_path, drop_zero_variance=True, **changes)
 

@@ -72,7 +72,7 @@ def test_damaged_checkpoints_only_are_not_a_fresh_start(tok: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("harm", ["truncated", "no manifest", "draft"])
-def test_other_damage(tmp_path: Path, harm: str) -> None:
+def test_other_damage_to_a_checkpoint(tmp_path: Path, harm: str) -> None:
     checkpoints.save(tmp_path, 1, {"step": 1}, keep=2)
     newest = checkpoints.save(tmp_path, 2, {"step": 2}, keep=2)
     if harm == "truncated":

@@ -8,7 +8,7 @@ import pytest
 import test_selection as of_every_backend
 import torch
 from test_selection import (  # noqa: F401 - collected here, with the fixture below
-    test_no_row_and_rows_apart,
+    test_no_rows_and_strided_rows,
     test_parts_of_a_row_draw_what_the_row_does,
     test_rows_without_probabilities,
     test_transforms,

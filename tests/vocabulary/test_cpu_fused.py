@@ -272,7 +272,7 @@ def test_strides(layout: str) -> None:
     assert torch.equal(whole, around)
 
 
-def test_two_visits_say_the_same() -> None:
+def test_two_visits_give_the_same_result() -> None:
     """The way of formulas that cannot be traced."""
     logits, batch = torch.randn(2, 5, 3001), batch_of(10, 3001, old_logps=torch.full((10,), -8.0))
     for objective in (Objective(Clip(), beta=0.1), Objective(Clip(), beta=0.1, entropy_coef=0.2)):
@@ -284,7 +284,7 @@ def test_two_visits_say_the_same() -> None:
             torch.testing.assert_close(x, y, rtol=2e-6, atol=1e-6)
 
 
-def test_slopes_beyond_numbers_show() -> None:
+def test_an_infinite_slope_gives_nan_gradients() -> None:
     def steep(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
         return -advantage * logp, advantage * 1e38 * 1e10
 

@@ -168,7 +168,7 @@ def test_parts_of_rows_merge(backend: str, kind: str, mixture: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["reverse", "forward"])
-def test_a_part_without_weight_may_hold_an_impossible_id(backend: str, kind: str) -> None:
+def test_a_shard_without_probability_may_have_an_impossible_id(backend: str, kind: str) -> None:
     """Its own KL is infinite, and in the row its probabilities are 0."""
     front, behind, module = torch.randn(2, V), torch.randn(2, V), load(backend)
     front[:, :50] -= 400.0

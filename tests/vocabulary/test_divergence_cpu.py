@@ -76,7 +76,7 @@ def test_nearly_equal_rows_of_a_real_size(kind: str, mixture: float) -> None:
 
 
 @pytest.mark.parametrize("kind, mixture", KINDS)
-def test_the_other_partials_are_those_of_one_stream(kind: str, mixture: float) -> None:
+def test_partials_of_the_student_are_those_of_a_single_stream(kind: str, mixture: float) -> None:
     z, w = row_pairs(1031)
     z[0, 1030] = z[0].max() + 2.0
     teacher, targets = Teacher(w[None], COOL, kind, mixture), torch.tensor([0, 1030, -1, 1031, 5, 6, 7, 8, 9, 10])

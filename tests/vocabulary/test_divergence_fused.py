@@ -133,7 +133,7 @@ def test_the_same_as_one_after_the_other(kind: str, mixture: float) -> None:
 
 
 @pytest.mark.parametrize("kind, mixture", KINDS)
-def test_what_a_row_does_not_take_does_not_show(kind: str, mixture: float) -> None:
+def test_rows_that_are_not_needed_may_hold_anything(kind: str, mixture: float) -> None:
     """A second row without a weight may hold anything; so may both where a row is not read."""
     z, w = torch.randn(2, 4, 1031).unbind()
     mask, weight = torch.tensor([True, True, True, False]), torch.tensor([0.7, 0.0, 0.0, 0.7])

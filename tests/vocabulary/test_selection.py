@@ -161,7 +161,7 @@ def test_threads_change_no_bit(module: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_no_row_and_rows_apart(module: Any) -> None:
+def test_no_rows_and_strided_rows(module: Any) -> None:
     logits, targets, first = rows_of(61)
     stats, _ = probabilities(module, logits)
     wide = torch.full((len(logits), 100), torch.nan)[:, 7:68].copy_(logits)

@@ -107,7 +107,7 @@ def assert_threads_change_no_bit(module: Any, *arguments: Any) -> list[Tensor]:
     return list(found[0])
 
 
-def test_so_many_slots_that_threads_sort_them(module: Any) -> None:
+def test_slots_of_an_id_keep_their_order_when_threads_sort(module: Any) -> None:
     """The order of an id's slots counts: 2^24 + 1 - 2^24 is 0 in fp32, and 2^24 - 2^24 + 1 is 1."""
     n, vocab = 90_000, 3000
     g = torch.Generator().manual_seed(1)

@@ -162,9 +162,9 @@ def _compiled(program: Program) -> _cpu.Program:
 
 def _run(program: Program, numbers: list[float], inputs: list[Tensor]) -> list[Tensor]:
     """The outputs of a program for inputs fp32 [n]."""
-    found = [torch.empty_like(inputs[0]) for _ in program.outputs]
-    _compiled(program).run(numbers, [x.data_ptr() for x in inputs], [x.data_ptr() for x in found], inputs[0].numel())
-    return found
+    outputs = [torch.empty_like(inputs[0]) for _ in program.outputs]
+    _compiled(program).run(numbers, [x.data_ptr() for x in inputs], [x.data_ptr() for x in outputs], inputs[0].numel())
+    return outputs
 
 
 def _by_program(

@@ -135,9 +135,9 @@ def _range(logits: Tensor, rows: tuple[int, int] | None) -> tuple[int, int]:
 
 def _known(stats: RowStats, n: int) -> tuple[Tensor, ...]:
     """What a second pass needs to know about both rows: max, sum, teacher_max, teacher_sum and log_sums."""
-    found = (stats.max, stats.sum, stats.get("teacher_max"), stats.get("teacher_sum"), stats.log_sums)
-    vectors = tuple(x.contiguous() for x in found if x is not None)
+    statistics = (stats.max, stats.sum, stats.get("teacher_max"), stats.get("teacher_sum"), stats.log_sums)
+    vectors = tuple(x.contiguous() for x in statistics if x is not None)
     for vector in vectors:
         check(vector, torch.float32, n)
-    assert len(vectors) == len(found), stats.names
+    assert len(vectors) == len(statistics), stats.names
     return vectors

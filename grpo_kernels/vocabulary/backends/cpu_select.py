@@ -12,18 +12,18 @@ Tensor = torch.Tensor
 
 
 def masses(logits: Tensor, targets: Tensor, stats: RowStats, transform: RowTransform, step: float) -> Tensor:
-    found = torch.empty(logits.shape[0], dtype=torch.int64)
-    _select(logits, targets, stats, transform, step, None, None, found)
-    return found
+    sums = torch.empty(logits.shape[0], dtype=torch.int64)
+    _select(logits, targets, stats, transform, step, None, None, sums)
+    return sums
 
 
 def select(
     logits: Tensor, targets: Tensor, stats: RowStats, transform: RowTransform, step: float, starts: Tensor
 ) -> Drawn:  # fmt: skip
     shape = (logits.shape[0], capacity(step))
-    found = Drawn(torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32))
-    _select(logits, targets, stats, transform, step, starts, found, None)
-    return found
+    drawn = Drawn(torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32))
+    _select(logits, targets, stats, transform, step, starts, drawn, None)
+    return drawn
 
 
 def _select(

@@ -195,8 +195,8 @@ class _Whole:
     def of(self, z: Tensor, w: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """(q, log p - log q) [r, V], from transformed z and the teacher's logits as they are."""
         assert self.top is not None and self.sum is not None, self.stats.names
-        found = _Second.of((z, self.stats.max[rows]), (w, self.top[rows]), self.teacher, rows, self.scratch)
-        return found.e.div_(self.sum[rows, None]), found.d.add_(self.log_sums[rows, None])
+        second = _Second.of((z, self.stats.max[rows]), (w, self.top[rows]), self.teacher, rows, self.scratch)
+        return second.e.div_(self.sum[rows, None]), second.d.add_(self.log_sums[rows, None])
 
 
 def mixed(

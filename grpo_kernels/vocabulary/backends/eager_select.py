@@ -14,16 +14,16 @@ Tensor = torch.Tensor
 
 
 def masses(logits: Tensor, targets: Tensor, stats: RowStats, transform: RowTransform, step: float) -> Tensor:
-    found = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    sums = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     for rows, units, is_target in _blocks(logits, targets, stats, transform, step):
-        found[rows] = _masses(units, is_target).sum(1)
-    return found
+        sums[rows] = _masses(units, is_target).sum(1)
+    return sums
 
 
 def select(
     logits: Tensor, targets: Tensor, stats: RowStats, transform: RowTransform, step: float, starts: Tensor
 ) -> Drawn:  # fmt: skip
-    found = Drawn.nothing(logits.shape[0], step, logits.device)
+    drawn = Drawn.nothing(logits.shape[0], step, logits.device)
     most = capacity(step)
     for rows, units, is_target in _blocks(logits, targets, stats, transform, step):
         mass = _masses(units, is_target)
@@ -32,9 +32,9 @@ def select(
         taken = crosses | is_target | (units >= 2.0**BITS)
         place = torch.where(taken, taken.cumsum(1) - 1, most).clamp_(max=most)  # the last one is cut off
         columns = torch.arange(units.shape[1], dtype=torch.int32, device=units.device).expand_as(place)
-        for x, values in zip(found, (columns, logits[rows].to(torch.float32)), strict=True):
+        for x, values in zip(drawn, (columns, logits[rows].to(torch.float32)), strict=True):
             x[rows] = torch.cat([x[rows], x[rows, :1]], 1).scatter_(1, place, values)[:, :most]
-    return found
+    return drawn
 
 
 def _blocks(
