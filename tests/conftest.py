@@ -1,4 +1,4 @@
-"""Fixtures: the backends, seeds, and uninitialised memory that shows."""
+"""Fixtures: backends, seeds, poisoned uninitialised memory, and others that several folders share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# Before torch loads OpenMP: threads that spin while another process has the core make small tests six times slower.
+# Set before torch loads OpenMP: threads that spin while another process uses the core make small tests six times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What is imported and collected stays: to look through it for garbage again and again takes a third of the time of collection.
+# Imported modules and collected tests stay alive. Searching them for garbage again and again takes a third of the collection time.
 if gc.isenabled():
     gc.disable()
 
@@ -39,7 +39,7 @@ else:
 
 PACKAGE = grpo_kernels.__name__
 
-#: The files that take longest. They come first, so that at the end of a run no process waits for the other's last file.
+#: The slowest files. They run first, so that at the end of a run no process has to wait for the other's last file.
 LONG = (
     "vocabulary/test_triton_interpreter.py", "vocabulary/test_vocab_parallel.py", "training/test_trainer_ranks.py",
     "core/test_compile.py", "integrations/test_integration_trl.py", "core/test_determinism.py", "core/test_package.py",
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     gc.freeze()
-    atexit.register(gc.unfreeze)  # bindings that look for leaks at the end would find all of it
+    atexit.register(gc.unfreeze)  # bindings that look for leaks at exit would report all of it
     gc.enable()
 
 
@@ -88,7 +88,7 @@ def seeded() -> None:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Threads only cost time where tensors are small."""
+    """Runs the test on one thread: with small tensors more threads only cost time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -97,13 +97,13 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty and its kin, called from the package, return NaN (integers: their minimum): an element that nobody
-    wrote then cannot pass a comparison by luck."""
+    """torch.empty and similar functions, called from the package, return NaN (integers: their minimum), so that an element that
+    was never written cannot pass a comparison by chance."""
 
     def poison(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def made(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensor = make(*args, **kwargs)
-            if torch.compiler.is_compiling():  # what is traced has no values
+            if torch.compiler.is_compiling():  # traced tensors have no values
                 return tensor
             if str(sys._getframe(1).f_globals.get("__name__", "")).split(".")[0] == PACKAGE and not tensor.is_meta:
                 with torch.no_grad():
@@ -149,7 +149,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, str]]:
-    """What the checks of a module came to on so many ranks, which are started once for all of them."""
+    """The outcomes of a module's checks on a number of ranks, which are started once for all checks."""
     pytest.importorskip("numpy", reason="the checks send objects, for which torch.distributed takes NumPy")
     return functools.cache(lambda module, ranks: run_checks(module, ranks, tmp_path_factory.mktemp(f"ranks{ranks}")))
 

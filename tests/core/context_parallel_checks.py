@@ -56,7 +56,7 @@ def parts(rank: int, ranks: int, case: Case) -> Iterator[tuple[str, Tensor]]:
 
 
 def together(gradient: Tensor | None, mine: Tensor, shape: torch.Size) -> Tensor:
-    """Gradients of all ranks' rows, put where they belong."""
+    """The gradients of all ranks' rows, put into the order of the whole case."""
     found = torch.zeros(shape)
     assert gradient is not None
     found[mine] = gradient
@@ -207,7 +207,7 @@ def check_global_normalizer(rank: int, ranks: int) -> None:
 
 
 def check_metrics_are_no_collective(rank: int, ranks: int) -> None:
-    """One rank may look at them alone."""
+    """Metrics need no other rank: one rank may read them alone."""
     case = pack(build())
     for objective in (Objective.preset("gspo", beta=0.1), OBJECTIVES["off-policy sequences"][0]()):
         _, mine = next(iter(parts(rank, ranks, case)))
@@ -267,7 +267,7 @@ def check_corrections(rank: int, ranks: int) -> None:
 
 
 def check_masked_rank(rank: int, ranks: int) -> None:
-    """A rank whose tokens are all masked, whatever is there, and a batch of nothing but masked tokens."""
+    """A rank whose tokens are all masked and hold anything, and a batch in which all tokens are masked."""
     case = pack(build())
     mine = owners(case, ranks)["contiguous"] == rank
     first = owners(case, ranks)["contiguous"] == 0

@@ -48,7 +48,7 @@ def wild(value: int) -> torch.Tensor:
     return ids
 
 
-#: (what it is, the call, the parts its message must have: argument, value, remedy)
+#: (name of the case, the call, the parts that its message must have: argument, value, remedy)
 CASES: list[tuple[str, Callable[[], Any], list[str]]] = [
     # shapes
     ("logits one row short", lambda: loss(logits=LOGITS[:, :-1]), ["logits", "[3, 3, 11]", "[3, 4]", "logits[:, :-1]"]),

@@ -125,7 +125,7 @@ def test_sequence_sum_and_spread_packed(dtype: torch.dtype) -> None:
 
 
 def test_sequence_sum_is_exact_enough() -> None:
-    """A sum of log-ratios in fp32 would lose what GSPO's bounds of 3e-4 need."""
+    """A sum of log-ratios in fp32 would be too inexact for GSPO's bounds of 3e-4."""
     values = torch.full((1, 50_000), 1e-4) + torch.randn(1, 50_000) * 1e-6
     for batch in (
         TokenBatch(ids(1, 50_000), torch.zeros(1)),

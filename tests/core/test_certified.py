@@ -50,11 +50,11 @@ def test_the_error_is_within_the_returned_bound(name: str, backend: str) -> None
                 found["hidden"][~gone], exact["hidden"][~gone], rtol=1e-5, atol=1e-6 * float(exact["hidden"].abs().max())
             )
             most.append(lost / bound if bound else 0.0)
-    assert max(most) > 0.2  # a bound that says little would never be near
+    assert max(most) > 0.2  # a loose bound would never be near the error
 
 
 def test_rows_leave_in_the_order_of_their_bounds() -> None:
-    """One more row would be more than the budget, whose sum is that of the bounds by hand."""
+    """Rows are left out in the order of their bounds, until one more would exceed the budget. The bounds are summed by hand."""
     case = build_linear(bias=False, packed=True)
     objective = Objective.preset("reinforce")
     leaves = case.leaves

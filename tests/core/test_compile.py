@@ -137,7 +137,7 @@ def test_linear_grpo_loss_is_one_graph(name: str, dtype: torch.dtype) -> None:
 
 
 def test_sparse_gradients_are_one_graph_for_all_seeds_and_lengths() -> None:
-    """One for the first length and seed, and one for any."""
+    """One graph for the first length and seed, and one for all others."""
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor, options: Options) -> Tensor:
         logps, entropy = linear_logprobs(hidden.sin(), weight, targets, entropy=True, options=options)
@@ -225,7 +225,7 @@ def test_inductor() -> None:
 
 
 def test_lengths_and_new_tensors_compile_nothing() -> None:
-    """Two graphs for any number of rows: the first shape's own, and the symbolic one."""
+    """Two graphs for any number of rows: that of the first shape, and the symbolic one."""
     counter = CompileCounterWithBackend("aot_eager")
 
     def loss(logits: Tensor, batch: TokenBatch, objective: Objective, temperature: Tensor, tokens: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def test_lengths_and_new_tensors_compile_nothing() -> None:
         logits, targets = torch.randn(n, 17, generator=g), torch.randint(17, (n,), generator=g)
         old, advantages = -2 - torch.rand(n, generator=g), torch.randn(n, generator=g)
         batch = TokenBatch(targets, advantages, old_logps=old, mask=torch.ones(n, dtype=torch.bool))
-        # An equal objective made anew, a schedule of the temperature and another normaliser are no reason to compile.
+        # A new but equal objective, a schedule of the temperature or another normaliser must not cause a compilation.
         arguments = (batch, Objective.preset("dapo"), torch.tensor(0.5 + n / 10), torch.tensor(n + 1.0))
         leaves = [logits.clone().requires_grad_() for _ in range(2)]
         values = [run(leaf, *arguments) for run, leaf in zip((loss, compiled), leaves, strict=True)]
@@ -249,7 +249,7 @@ def test_lengths_and_new_tensors_compile_nothing() -> None:
 
 
 def test_padded_batches_of_any_shape_make_three_graphs() -> None:
-    """The first shape's own, and one for each dimension that changes."""
+    """One graph for the first shape, and one more for each dimension that changes."""
     counter, objective = CompileCounterWithBackend("aot_eager"), Objective.preset("grpo")
     compiled = torch.compile(lambda x, b: grpo_loss(x, b, objective).loss, fullgraph=True, backend=counter)
     g = torch.Generator().manual_seed(0)
@@ -339,7 +339,7 @@ def test_opcheck(name: str) -> None:
     assert set(found.values()) == {"SUCCESS"}, found
 
 
-# ---- torch.func, and what has no meaning
+# ---- torch.func, and uses that are refused
 
 
 def test_gradients_by_torch_func() -> None:

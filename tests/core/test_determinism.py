@@ -1,4 +1,4 @@
-"""Which results are the same bits, and which are not.
+"""Which results are bitwise reproducible, and which are not.
 
 From logits, on a CPU (eager, C++) and in the Triton kernels: a row's log-prob, entropy and gradient depend on neither the rows
 beside it, nor their order and number, nor on the number of threads or multiprocessors; the loss not on the threads. On a GPU:
@@ -7,10 +7,10 @@ tests/core/gpu_cases.py, test_runs_are_bitwise_repeatable.
 From hidden states: the same call gives the same bits again. With the C++ products (AVX512_BF16; operands in bf16, or weight in
 fp32) log-probs, entropies, the loss and all gradients do not depend on the number of threads, nor those of a row on the other rows
 and on how many are taken at a time. All other products are a library's, which may choose another kernel for another number of rows
-or threads: these results are compared as numbers, no bit of them is promised.
+or threads. These results are compared as numbers, and are not promised to be bitwise equal.
 
-Not promised either: metrics, which are means; a sequence padded to another length, whose sum is cut up otherwise; in Triton, rows
-at other strides, where 128-bit accesses become single ones (a slice of the vocabulary)."""
+Also not promised: metrics, which are means; a sequence padded to another length, whose sum is divided differently; in Triton,
+rows at other strides, where 128-bit accesses become single ones (a slice of the vocabulary)."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def rows_of(results: dict[str, Tensor], index: Tensor | slice) -> dict[str, Tens
     ids=str,
 )  # fmt: skip
 def test_threads_change_no_bit(n: int, vocab: int, dtype: torch.dtype, name: str, backend: str) -> None:
-    """Neither of a row, nor of the loss: few long rows and many short ones, which torch cuts up in different ways."""
+    """The number of threads changes no bit of a row or of the loss: few long rows and many short ones, which torch divides
+    differently."""
     fields = make_rows(n, vocab, dtype)
     torch.set_num_threads(1)
     expected = from_logits(fields, name, backend)

@@ -58,7 +58,7 @@ def test_micro_batches_add_up(name: str, count: int) -> None:
 
 
 def test_a_term_that_is_off_needs_no_denominator() -> None:
-    """A KL that is off (beta = 0) is not asked for its completion budget, its groups or its sequences."""
+    """A KL that is off (beta = 0) needs no completion budget, groups or sequences."""
     packed = TokenBatch(torch.zeros(6, dtype=torch.int64), torch.ones(6))
     for kind in ("constant", "group-mean", "seq-mean-token-mean"):
         objective = Objective(kl_aggregate=kind, entropy_aggregate=kind)

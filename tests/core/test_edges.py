@@ -1,5 +1,5 @@
-"""Numbers at the edges: the largest vocabularies and batches, the furthest log-ratios, temperatures and rewards, the ends of
-fp16, and the exact zeros. What takes gigabytes is marked slow, with a smaller version beside it."""
+"""Extreme values: the largest vocabularies and batches, extreme log-ratios, temperatures and rewards, the limits of fp16, and exact
+zeros. Tests that take gigabytes are marked slow and have a smaller version."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0
 
 
 def room_for(gigabytes: float) -> None:
-    """Skip the test where the machine has less memory free."""
+    """Skips the test if the machine has less free memory."""
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     free = next((int(line.split()[1]) / 2**20 for line in lines if line.startswith("MemAvailable")), 0.0)
     if free < gigabytes:
@@ -180,7 +180,7 @@ class Output(torch.autograd.Function):
 
 
 def in_place(rows: int, vocab: int, dtype: torch.dtype, backend: str, looked_at: list[int]) -> None:
-    """The logits are all the memory there is. Rows repeat, so that they are made quickly."""
+    """The logits take nearly all memory. Rows repeat, so that they are created quickly."""
     some, whole = torch.randn(64, vocab).to(dtype), torch.empty(rows, vocab, dtype=dtype)
     for lo in range(0, rows, 64):
         whole[lo : lo + 64] = some[: min(64, rows - lo)]
@@ -393,7 +393,7 @@ HUGE = [
 
 @pytest.mark.parametrize("rewards, options", product(HUGE, ESTIMATORS), ids=str)
 def test_rewards_of_1e30(rewards: list[float], options: dict[str, Any]) -> None:
-    """Finite and right: the variance would overflow in fp32."""
+    """Results are finite and correct, although the variance would overflow in fp32."""
     given = torch.tensor([*rewards, *(-r for r in rewards)])
     got = group_advantages(given, group_size=4, eps=1e-6, **options)
     want = plain_advantages(given.tolist(), [0] * 4 + [1] * 4, eps=1e-6, **options)
@@ -429,7 +429,7 @@ def test_whitening_of_1e30() -> None:
 @pytest.mark.parametrize("options", [*ESTIMATORS, {"eps": 0.0}, {"singleton": "zero", "eps": 1e-9}], ids=str)
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e30, -7e-39, 3e38, 0.0])
 def test_equal_rewards_and_groups_of_one_are_exactly_zero(reward: float, options: dict[str, Any]) -> None:
-    """To the bit, beside a group that has advantages."""
+    """Exactly 0, next to a group that has advantages."""
     rewards = torch.tensor([reward] * 7 + [0.25, 0.75, reward])
     groups = torch.tensor([4] * 7 + [2, 2, 9])
     got = group_advantages(rewards, groups=groups, **options)

@@ -1,5 +1,5 @@
-"""Which files of the package a call enters, forward and backward, from the second time on. Whoever wants to understand it has
-to read them. A file that a plain call comes to need has to be added here; one that it no longer needs has to leave."""
+"""The files of the package that a call enters, forward and backward, from the second call on: those that have to be read to
+understand it. If a plain call needs another file, add it here; if it no longer needs one, remove it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOSS = {
     "losses.py", "batch.py", "objective.py", "options.py", "layout.py", "loss_stages.py", "formulas/token_program.py",
     "vocabulary/sources.py", "vocabulary/backends/__init__.py", "vocabulary/backends/cpu.py", "vocabulary/backends/cpu_module.py",
 }  # fmt: skip
-#: Where its logits may lie beside those of teachers.
+#: For logits next to those of teachers.
 LOGITS = {"vocabulary/teachers.py"}
 #: What lies between hidden states and logits: which rows take part, the engine, how many it takes at a time, its products and their
 #: memory, and the rows and the transform of a chunk.

@@ -1,4 +1,4 @@
-"""Layer 2: the fused loss, value and gradient, against the float64 oracle and against itself in other arrangements."""
+"""Layer 2: value and gradient of the fused loss, against the float64 oracle and against the same loss in other layouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from support.cases import (
 
 Tensor = torch.Tensor
 BOTH = ("dapo", "grpo, k3 and entropy", "gspo")  # token-level, everything on, sequence-level
-#: Whose terms are told apart by the whole batch, or which has a denominator of its own.
+#: Objectives whose terms depend on the whole batch, or which have their own denominator.
 WHOLE = ("clip-cov", "kl-cov", "entropy quantile, bonus of its own", "dapo, k3+ of its own")
 
 #: Packing arranges rows, whatever they hold, so the quick suite packs in one dtype.
@@ -132,7 +132,7 @@ def test_absent_fields_match_oracle(name: str, missing: str, backend: str) -> No
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", (*BOTH, "kl-cov", "dppo-tv"))
 def test_nll_weights_match_oracle(name: str, dtype: torch.dtype, packed: bool, backend: str) -> None:
-    """A term of its own, for tokens without advantage too: they may not be skipped."""
+    """A separate term, also for tokens without advantage: these may not be skipped."""
     make, spec = OBJECTIVES[name]
     case = build(dtype, packed=packed)
     case.fields["nll_weights"] = 0.1 * torch.rand(case.targets.shape)
@@ -402,7 +402,7 @@ def test_zero_advantage_rows_have_no_gradient(backend: str) -> None:
 @pytest.mark.parametrize("dtype, packed", LAYOUTS)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_skip_inactive_changes_nothing_but_the_reading(name: str, dtype: torch.dtype, packed: bool, backend: str) -> None:
-    """Rows of zero advantage or weight may be left unread: bitwise the same loss and gradient."""
+    """If rows of zero advantage or weight are not read, loss and gradient are bitwise the same."""
     make, spec = OBJECTIVES[name]
     objective, case = make(), build(dtype, packed=packed)
     case.fields["weights"].view(-1)[0] = 0.0

@@ -1,4 +1,4 @@
-"""Layer 2: what must not change a result, what autograd may ask for, and the ends of the range."""
+"""Layer 2: arguments that must not change a result, uses by autograd, and extreme inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEEDING = (
 )
 
 
-# ---- what must not matter
+# ---- arguments that must not change a result
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e4])
@@ -200,7 +200,7 @@ def test_inplace_is_the_same_gradient_in_the_logits_memory(name: str, dtype: tor
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_overwritten_logits_cannot_be_trained_on(dtype: torch.dtype, backend: str) -> None:
-    """Another head on the same logits: right out of place; in place it raises instead of using garbage."""
+    """Another head on the same logits is right out of place. In place it raises, because its input was overwritten."""
     case, objective = build(dtype), Objective.preset("dapo")
     for inplace in (False, True):
         leaf = case.logits.clone().requires_grad_()
@@ -325,7 +325,7 @@ def test_huge_log_ratios_stay_finite(name: str, dtype: torch.dtype, backend: str
 
 @pytest.mark.parametrize("name", ["dapo, k3", "gspo"])
 def test_metrics_of_huge_log_ratios_are_finite(name: str, backend: str) -> None:
-    """One token that ran away must not turn every curve of the run into inf."""
+    """A single token with a huge ratio must not make every metric of the run infinite."""
     case = build()
     for field in ("old_logps", "ref_logps"):
         case.fields[field][0, 0] -= 1000.0
@@ -367,7 +367,7 @@ def test_inplace_without_gradients_leaves_the_logits_alone(backend: str, off: An
 
 
 def test_one_token_completions_and_strided_ids(backend: str) -> None:
-    """A slice of the ids has strides; kernels that take addresses must not be misled."""
+    """A slice of the ids has strides, which kernels that take addresses must respect."""
     g = torch.Generator().manual_seed(0)
     ids, logits = torch.randint(0, 11, (4, 6), generator=g), torch.randn(4, 1, 11, generator=g)
     mask = torch.rand(4, 6, generator=g) > 0.3

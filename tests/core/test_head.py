@@ -1,5 +1,5 @@
-"""FusedLMHead: the same layer as before, with log-probs and losses in its forward; under hooks that take the weight away. Several
-ranks are in test_head_ranks.py."""
+"""FusedLMHead: the same layer as before, with log-probs and losses in its forward, also with hooks that remove the weight. Tests on
+several ranks are in test_head_ranks.py."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Model(nn.Module):
 
 
 def scalar(out: Any, batch: TokenBatch) -> Tensor:
-    """A loss of each kind of output, that all of its differentiable parts take part in."""
+    """A loss for each kind of output, which depends on all of its differentiable parts."""
     if isinstance(out, HeadLoss):
         return out.loss
     if isinstance(out, HeadLogprobs):
@@ -287,7 +287,7 @@ def test_a_hugging_face_model(tied: bool) -> None:
         FusedLMHead.undo(model)
 
 
-# ---- hooks that take the weight away
+# ---- hooks that remove the weight
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""FusedLMHead on several ranks that hold different data: DDP, FSDP2, their kin and ZeRO-3 against one process in float64.
+"""FusedLMHead on several ranks with different data: DDP, FSDP2, similar wrappers and ZeRO-3, compared with one process in float64.
 
 Two accumulation steps, two optimiser steps, evaluation in between. Every rank has other lengths; rank 0 has a micro-batch of no
 rows, rank 1 one that is fully masked."""
@@ -192,7 +192,7 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: flo
 def checked(
     out: Any, batch: TokenBatch, want: Expected, at: tuple[int, int, int], what: object, tolerance: float = 2e-5
 ) -> Tensor:
-    """The value of an output, after a look at all that is in it."""
+    """Checks everything in an output and returns its value."""
     value = value_of(out, batch)
     assert float(value.detach()) == pytest.approx(want.values[at], rel=tolerance, abs=tolerance), (what, at)
     if isinstance(out, HeadLoss | HeadLogprobs):

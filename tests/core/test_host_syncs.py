@@ -1,4 +1,4 @@
-"""No step of a loss waits for the device: tested with fake tensors, which have no values that the host could read.
+"""No step of a loss waits for the device. Tested with fake tensors, which have no values that the host could read.
 
 The checks of values, which on a GPU are off unless asked for, are off here too."""
 
@@ -112,7 +112,7 @@ def meta(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("meta")
 def test_the_backward_of_linear_log_probs_does_not_wait_for_the_device() -> None:
-    """On a device that is no CPU, where rows without a slope are found by no look at the slopes."""
+    """On a device other than the CPU, rows without a slope are not searched for, because that would read the slopes."""
     case = build_linear()
     leaves = {name: x.detach().to("meta").requires_grad_() for name, x in case.leaves.items()}
     targets = case.tokens.targets.to("meta")

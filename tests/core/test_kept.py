@@ -258,7 +258,7 @@ def test_without_a_mask_all_rows_count(backend: str) -> None:
     torch.testing.assert_close(logp.gather(-1, targets[..., None])[..., 0].float(), found[0][0], rtol=2e-6, atol=2e-6)
 
 
-# ---- what runs over the vocabulary all the same
+# ---- values over the whole vocabulary
 
 
 @pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
@@ -532,7 +532,7 @@ def test_several_ids_of_a_certain_row_have_exact_slopes(backend: str) -> None:
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2**-8, atol=1e-12)
 
 
-# ---- found in review
+# ---- long sets, unread rows and metrics
 
 
 def test_one_long_set_does_not_make_all_rows_long(backend: str) -> None:

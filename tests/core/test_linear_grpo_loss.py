@@ -1,4 +1,4 @@
-"""Layer 2 from hidden states: value and gradients against float64, and against itself in other arrangements."""
+"""Layer 2 from hidden states: value and gradients against float64, and against the same loss in other layouts."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def test_skip_inactive_is_exact(name: str, arithmetic: torch.dtype, packed: bool
     assert all(torch.isfinite(m) for m in out.metrics.values())
 
 
-# ---- masks, nothing at all
+# ---- masks and empty batches
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e4])

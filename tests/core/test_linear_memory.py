@@ -1,4 +1,4 @@
-"""Peak memory from hidden states, measured on a process of its own: no [N, V] at any N, and no [V, H] unless requested."""
+"""Peak memory from hidden states, measured in a separate process: no [N, V] tensor at any N, and no [V, H] unless requested."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def assert_same(mine: LossOutput, theirs: LossOutput, model: nn.Module, toleranc
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_loss_of_the_models_own_logits(name: str) -> None:
-    """Tied heads, a bias, softcaps and scales, a temperature: nobody has to name them."""
+    """Tied heads, a bias, softcaps, scales and a temperature are found without being passed."""
     model, (inputs, completion) = build(name), make_inputs()
     targets, mask = shift_targets(inputs["input_ids"], mask=completion)
     batch = make_batch(targets, mask)
@@ -125,7 +125,7 @@ def test_packed_sequences(flat: bool) -> None:
     assert_same(mine, grpo_loss(logits, batch, OBJECTIVE), model)
 
 
-# ---- what people put around a model
+# ---- wrappers around a model
 
 
 def lora(model: Any, **options: Any) -> Any:

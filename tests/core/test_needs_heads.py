@@ -1,4 +1,4 @@
-"""Heads of real models: what each architecture does to its logits, and adapters however they were asked for. See
+"""Heads of real models: how each architecture transforms its logits, and adapters requested in various ways. See
 tests/README.md."""
 
 from __future__ import annotations

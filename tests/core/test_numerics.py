@@ -1,9 +1,9 @@
 """`Objective.preset(name, numerics=trainer)` against the formula and the constants of that trainer, typed from its code.
 
-TRL, verl and Liger are also run themselves, in test_parity_*.py; the others cannot be installed beside this package. So each
-row of TRAINERS says in the trainer's words what it computes (../shared/peers.md, sections 2 to 4 and 8, has the places in its
-code), and `reference` computes that in float64 with autograd, knowing nothing of the package. Log-ratios reach beyond every
-clamp, and the masked sequence and the zero advantage are there.
+TRL, verl and Liger are also run themselves, in test_parity_*.py; the other trainers cannot be installed next to this package.
+So each row of TRAINERS states in the trainer's terms what it computes (../shared/peers.md, sections 2 to 4 and 8, has the
+places in its code), and `reference` computes that in float64 with autograd, knowing nothing of the package. Log-ratios reach
+beyond every clamp, and the masked sequence and the zero advantage are there.
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ def test_numbers(trainer: str, name: str, which: str, request: pytest.FixtureReq
 
 
 def test_every_constant_changes_loss_or_slopes(near: Data, far: Data, far_reference: Data) -> None:
-    """Every constant of a row shows in loss or slopes, so none could be wrong unnoticed."""
+    """Every constant of a row changes the loss or the slopes, so that a wrong one would be noticed."""
 
     def shows(t: Theirs, other: Theirs, data: Data) -> bool:
         a, b = (reference(row, data, 0.3 if t.kl else 0.0, 0.02) for row in (t, other))

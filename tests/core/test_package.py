@@ -1,4 +1,4 @@
-"""What importing costs, and what happens where Triton, the C++ module or a GPU is missing."""
+"""The cost of an import, and the behaviour without Triton, the C++ module or a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Presets and the trainers' numerics, typed from the papers and the trainers' code, and what a preset refuses."""
+"""Presets and the trainers' numerics, with values typed from the papers and the trainers' code, and the refusals of a preset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Gradients from few columns of each row: right for the columns drawn, dense in the mean, and the same however they are made."""
+"""Gradients from few columns of each row: correct for the drawn columns, equal to the dense gradient in the mean over seeds,
+and the same on every path that computes them."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def test_gradient_of_the_columns_drawn(dtype: torch.dtype, transform: dict[str, 
 
 
 def test_mean_over_seeds_is_the_dense_gradient(backend: str) -> None:
-    """Each error is far from chance's within 5 standard errors, all together as far as chance would have them."""
+    """Each error is within 5 standard errors, and all together are as large as chance predicts."""
     case = build_linear(vocab=61, bias=True, transform=CAPPED)
     d_logps, d_entropy = upstream(case), 0.3 * upstream(case, 3)
     *_, dense = run_logprobs(case, d_logps, d_entropy, backend)

@@ -1,4 +1,4 @@
-"""Layer 1 under autograd: which outputs are used, second backwards, in place, frozen inputs."""
+"""Layer 1 under autograd: unused outputs, second backwards, in-place gradients, frozen inputs."""
 
 from __future__ import annotations
 

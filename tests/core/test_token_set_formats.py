@@ -1,4 +1,4 @@
-"""TokenSets from what samplers and trainers hold: counts, padding, lists."""
+"""TokenSets from the formats of samplers and trainers: counts, padding, lists."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_lists(rows: list[list[int]]) -> None:
     data=st.data(),
 )
 def test_lists_of_sequences(sequences: list[Any], data: st.DataObject) -> None:
-    """Each token has its record, or is no generated one; sequences without records have any mask."""
+    """Each token either has a record or was not generated. Sequences without records may have any mask."""
     T = max((len(s) for s in sequences if s is not None), default=0) + 2
     expected, records, masks = [], [], []
     for tokens in sequences:

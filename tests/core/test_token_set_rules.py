@@ -1,4 +1,5 @@
-"""TokenSets.from_logits: what samplers keep. The oracle transcribes the order of each sampler, in float64, a row at a time."""
+"""TokenSets.from_logits: the ids that samplers keep. The oracle follows the order of each sampler, in float64, one row at a
+time."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from support.sets import assert_facts, examples, ints, lists
 Tensor = torch.Tensor
 INF, NAN = math.inf, math.nan
 
-#: How near a sum of probabilities may be to top_p, and a probability to min_p, before fp32 may decide otherwise than fp64.
+#: If a sum of probabilities is this near to top_p, or a probability to min_p, fp32 and fp64 may decide differently.
 MARGIN = 1e-5
 
 
@@ -204,7 +205,7 @@ def test_strides_and_chunks(rules: dict[str, Any], monkeypatch: pytest.MonkeyPat
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of a tensor that an operation made."""
+    """Records the largest number of elements of a tensor that an operation has created."""
 
     elements = 0
 

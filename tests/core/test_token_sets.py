@@ -1,4 +1,4 @@
-"""TokenSets: what it holds, what it refuses, rows cut out and put together. The oracle is a list of lists."""
+"""TokenSets: its contents, its refusals, slicing and concatenation. The oracle is a list of lists."""
 
 from __future__ import annotations
 

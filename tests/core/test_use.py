@@ -1,4 +1,4 @@
-"""`grpo_kernels.use` and the environment: which backend runs where a call does not say."""
+"""`grpo_kernels.use` and the environment: the backend of calls that do not name one."""
 
 from __future__ import annotations
 

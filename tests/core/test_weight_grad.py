@@ -1,4 +1,4 @@
-"""`weight_grad=`: memory that the gradient of a head's weight is added into, and when it is made."""
+"""`weight_grad=`: memory to which the gradient of a head's weight is added, and the time at which it is computed."""
 
 from __future__ import annotations
 

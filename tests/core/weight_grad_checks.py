@@ -1,4 +1,4 @@
-"""Memory of one's own for the gradient of a head's weight, where hooks reduce gradients: run by test_weight_grad.py on two
+"""The caller's memory for the gradient of a head's weight, with hooks that reduce gradients. Run by test_weight_grad.py on two
 ranks."""
 
 from __future__ import annotations

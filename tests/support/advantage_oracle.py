@@ -19,7 +19,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def std(values: Sequence[float], unbiased: bool = True) -> float:
-    """0 where there is nothing to divide by."""
+    """The standard deviation; 0 if there is nothing to divide by."""
     m = mean(values)
     n = len(values) - int(unbiased)
     return math.sqrt(math.fsum((v - m) ** 2 for v in values) / n) if n > 0 else 0.0
@@ -83,7 +83,7 @@ def group_advantages(
 
 
 def summed(rewards: Sequence[Sequence[Number]], weights: Sequence[float]) -> list[Number]:
-    """Weighted sum of the functions that gave a reward; None where none did."""
+    """The weighted sum over the functions that gave a reward; None if none did."""
     out: list[Number] = []
     for row in rewards:
         given = [w * r for w, r in zip(weights, row, strict=True) if r is not None]
@@ -148,7 +148,7 @@ def gae(
 def process_advantages(
     steps: list[list[Number]], trained: list[list[bool]], groups: list[int], gamma: float = 1.0, **options: object
 ) -> list[list[float]]:
-    """steps: the reward of the step that ends at a token, None where none does."""
+    """steps: the reward of the step that ends at a token, None if no step ends there."""
     found = [
         (b, t, r)
         for b, row in enumerate(steps)
@@ -202,6 +202,6 @@ def whiten(values: list[float], *, unbiased: bool, eps: float, guard: str, shift
 
 
 def close(got: torch.Tensor, expected: object, rtol: float = 1e-6) -> None:
-    """An fp32 tensor is what float64 gives."""
+    """Asserts that an fp32 tensor equals the float64 result."""
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=rtol, atol=1e-9)

@@ -11,7 +11,7 @@ Tensor = torch.Tensor
 
 
 class Allocations(TorchDispatchMode):
-    """Shapes of all tensors that operators return here, but for views of what there was."""
+    """The shapes of all tensors that operators return in this context, except for views of existing ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ QUICKLY = {"seconds": 0.0, "least": 1, "counters": False, "memory": False}
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> None:
-    """Not here: what other projects leave in new tensors is theirs."""
+    """Switches the poisoning off: other projects may leave new tensors uninitialised."""
 
 
 @pytest.fixture(autouse=True)

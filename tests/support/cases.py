@@ -1,4 +1,4 @@
-"""Batches to test on, the objectives with their oracle's counterpart, and the rule for errors."""
+"""Batches for tests, objectives with their specification for the oracle, and the rule by which errors are judged."""
 
 from __future__ import annotations
 
@@ -176,8 +176,8 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
 
 
 def some(values: Sequence[Any]) -> list[Any]:
-    """(objective, value) for parameters that a value does not change the objective's part in: each objective with the first value
-    and, in turn, with one of the others. The whole product is for -m slow."""
+    """(objective, value) pairs for values that do not interact with the objective: each objective with the first value, and with
+    one of the other values in turn. The whole product runs under -m slow."""
     others = len(values) - 1
     return [
         pytest.param(name, value, id=f"{name}-{value}", marks=() if i in (0, 1 + n % others) else pytest.mark.slow)
@@ -194,12 +194,12 @@ ADVANTAGES = (1.3, -0.8, 2.0, 0.7, -1.1, 0.6, 0.0, -1.7)
 SEQUENCE_SHIFT = (0.3, -0.5, 0.0, 0.0, 0.35, 0.2, 0.0, -0.6)
 
 
-#: Answers of the oracle, which many tests ask for the same: by everything that they depend on.
+#: Cached results of the oracle, by everything that they depend on: many tests ask for the same.
 _answers: dict[Any, tuple[oracle.Result, Tensor]] = {}
 
 
 def content(x: Any) -> Any:
-    """A tensor by its values, anything else as it is."""
+    """A key for the cache: a tensor by its values, anything else unchanged."""
     if not isinstance(x, Tensor):
         return x
     host = x.detach().cpu().contiguous()
@@ -306,7 +306,7 @@ def sets_around(targets: Tensor, vocab: int, g: torch.Generator) -> tuple[TokenS
 
 
 def around(logits: Tensor, g: torch.Generator, transform: dict[str, Any], kept: bool = False) -> Case:
-    """A case with these logits [B, T, V]."""
+    """Builds a case around these logits [B, T, V]."""
     (b, t, vocab), lengths = logits.shape, torch.tensor(LENGTHS)
     targets = torch.randint(vocab, (b, t), generator=g)
     # Half of the targets are likely tokens, as in real rollouts.
@@ -338,7 +338,7 @@ def around(logits: Tensor, g: torch.Generator, transform: dict[str, Any], kept: 
 
 
 def inside_lengths() -> Tensor:
-    """bool [B, T]: what is left without padding."""
+    """bool [B, T]: True where a token is not padding."""
     return torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
 
 
@@ -405,7 +405,7 @@ def filtered(spec: Spec) -> bool:
 
 
 def contributes_alone(spec: Spec) -> bool:
-    """A token without advantage or weight contributes nothing, so its logits are not needed."""
+    """Whether a token without advantage or weight contributes nothing, so that its logits are not needed."""
     whole_batch = ("clip-cov", "kl-cov")  # means over all tokens decide
     if spec.level != "token" or spec.entropy_share is not None or spec.surrogate in (*whole_batch, "dro"):
         return False
@@ -413,5 +413,5 @@ def contributes_alone(spec: Spec) -> bool:
 
 
 def near_a_kink(result: oracle.Result) -> bool:
-    """Some number lies so close to a bound that rounding may put it on the other side."""
+    """Whether some number lies so close to a bound that rounding may move it to the other side."""
     return result.margin < 1e-4

@@ -1,4 +1,4 @@
-"""What ranks send each other."""
+"""Counts the bytes that ranks send each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two streams of rows for divergences, and what float64 and a careful fp32 computation make of them."""
+"""Two streams of rows for divergences, with their results in float64 and by a careful fp32 computation."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def check(found: Tensor, gradient: Tensor, logits: Tensor, teacher: Teacher, tra
 
 
 def check_small_share(run: Callable[[Tensor, Teacher, Tensor], tuple[Tensor, Tensor]], mixture: float) -> None:
-    """Of the jsd, with shares of one in a million: `run` makes (divergences [n], gradients [1, n, V]) of logits [1, n, V]."""
+    """Checks the jsd with shares of one in a million. run(logits [1, n, V]) returns (divergences [n], gradients [1, n, V])."""
     z, w = 4.0 * torch.randn(2, 6, 131)
     z[0, 7], w[1, 9] = 8.0, 40.0
     teacher, weights = Teacher(w[None], PLAIN, "jsd", mixture), torch.linspace(0.5, 2.0, 6)
@@ -159,7 +159,7 @@ class Rows:
         return [None if x is None else x.detach().clone().requires_grad_() for x in given]
 
     def heads(self, kind: str, mixture: float, leaves: list[Any]) -> TeacherHead:
-        """The second stream; with a shared head that of these leaves."""
+        """The head of the second stream; if it is shared, the one of these leaves."""
         own = self.teacher
         if own.weight is self.weight:
             own = replace(own, weight=leaves[1], bias=leaves[2])

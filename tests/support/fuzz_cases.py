@@ -1,7 +1,7 @@
 """Random cases for test_fuzz.py: drawn as a few plain values, which print and shrink well, made into tensors from a seed.
 
-Beside the float64 results a case knows how far fp32 arithmetic may be from them: each row's logits are rounded once or
-twice, which moves their exponentials by as much as they are large, and everything after that by so much more."""
+A case holds the float64 results and a bound on the error of fp32 arithmetic. Each row's logits are rounded once or twice, by an
+amount proportional to their size. This moves their exponentials by the same relative amount, and later results accordingly."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Tensor = torch.Tensor
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 DTYPES = {str(d).removeprefix("torch."): d for d in ROUNDING}
-#: Those whose every use of the log-ratio is a ratio, bounded at e^60. Beyond that the oracle, which has no bound, is shown
-#: a log-ratio of 60: value and slope are then the same. So is k3 beyond 60 of its own, to all digits.
+#: Surrogates that use the log-ratio only in a ratio, which is bounded at e^60. The oracle has no bound, so beyond 60 it gets a
+#: log-ratio of 60: value and slope are then the same. The same holds to all digits for k3 beyond a log-ratio of 60.
 RATIO_ONLY = (Clip, Cispo, ClipCov, ImportanceSampling, PolicyGradient, Sapo)
 BOUND = 60.0
 #: The fields of `Spec` that a KL alone depends on.
@@ -310,7 +310,7 @@ def build(recipe: Recipe, logits: Tensor | None = None) -> Built:
     rubbish = rubbish[: trained.numel()].view(shape)
     if poisoned is not None and memory.numel():
         logits.copy_(torch.where(poisoned.view(logits.shape), rubbish[..., None].to(logits.dtype), logits))
-    if mask is not None or not bool(trained.all()):  # what lies outside the mask is rubbish, which the oracle does not look at
+    if mask is not None or not bool(trained.all()):  # values outside the mask are arbitrary; the oracle does not use them
         fields = {k: torch.where(trained, v, rubbish) if v.shape == torch.Size(shape) else v for k, v in fields.items()}
         if memory.numel():
             logits[~trained] = rubbish[~trained][:, None].to(logits.dtype)
@@ -328,7 +328,7 @@ def build(recipe: Recipe, logits: Tensor | None = None) -> Built:
 
 @dataclass
 class Exact:
-    """Results of all rows (0 where not trained) and how far fp32 may be from them."""
+    """Results of all rows (0 where not trained), and bounds on the error of fp32."""
 
     loss: Tensor
     logps: Tensor  # [N]

@@ -1,6 +1,6 @@
-"""The engine's way on a GPU, run without one: stand-ins for the products, which check what they are given, and a count of bytes.
+"""Runs the engine's code for a GPU without one: stand-ins for the products, which check their arguments, and a count of bytes.
 
-`of_a_gpu` lets tensors on a CPU, or on "meta", which has no values, go the way of bf16 on CUDA."""
+In `of_a_gpu`, tensors on a CPU, or on "meta", which has no values, take the code path of bf16 on CUDA."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MM = torch.mm
 
 
 class Product(NamedTuple):
-    """One that was made: [m, k] x [k, n], in which dtype the result is, and whether it was added to what was there."""
+    """A product that was computed: [m, k] x [k, n], the dtype of the result, and whether it was added to existing values."""
 
     m: int
     k: int
@@ -64,7 +64,7 @@ class GpuProducts:
         dtype = a.dtype if out_dtype is None else out_dtype
         assert a.dtype == b.dtype in (torch.bfloat16, torch.float16) and dtype in (a.dtype, torch.float32)
         assert a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0] and min(*a.shape, *b.shape) > 0
-        for x in (a, b):  # one dimension in a row, the other in steps: anything else is copied first
+        for x in (a, b):  # one dimension must be contiguous: otherwise the operand is copied first
             assert any(x.stride(i) == 1 and x.stride(1 - i) >= x.shape[i] for i in (0, 1)), (x.shape, x.stride())
         if out is not None:
             assert out.dtype == dtype and out.shape == (a.shape[0], b.shape[1])
@@ -94,7 +94,7 @@ def _span(x: Tensor) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def of_a_gpu(adds: bool = True) -> Iterator[list[Product]]:
-    """The products that are made inside."""
+    """A context in which products are recorded."""
     stand_ins = GpuProducts(adds)
     tried = products.adds_widened.__wrapped__
 
@@ -116,7 +116,7 @@ def of_a_gpu(adds: bool = True) -> Iterator[list[Product]]:
 
 
 class NoRows:
-    """Row kernels that leave everything as it is, and take no memory: for tensors without values."""
+    """Row kernels that do nothing and take no memory, for tensors without values."""
 
     WRITES_BEHIND_READS = False
 

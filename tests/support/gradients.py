@@ -1,4 +1,4 @@
-"""The gradients that a backward pass left in a model."""
+"""The gradients that a backward pass has stored in a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Tensor = torch.Tensor
 
 
 def whole(x: Tensor) -> Tensor:
-    """All of a tensor that may be spread over ranks."""
+    """The full tensor, if it is sharded over ranks."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[operator]
 
 
@@ -19,7 +19,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def take_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The same, and the model has none afterwards."""
+    """The same, and removes them from the model."""
     found = gradients(model)
     model.zero_grad(set_to_none=True)
     return found

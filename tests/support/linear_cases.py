@@ -1,4 +1,4 @@
-"""Hidden states and a head to test on, in place of the logits of cases.py, and what can be watched while they are used."""
+"""Cases with hidden states and a head in place of the logits of cases.py, and helpers that observe chunks and products."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def assert_gradients_no_worse(ours: Gradients, naive: Gradients, exact: Gradient
 
 
 def assert_near(a: Tensor, b: Tensor, relative: float, what: str) -> None:
-    """They differ by at most `relative` times the largest value."""
+    """Asserts that two tensors differ by at most `relative` times the largest value."""
     assert a.shape == b.shape, f"{what}: {list(a.shape)} and {list(b.shape)}"
     scale = float(b.detach().abs().max())
     error = float((a.detach().double() - b.detach().double()).abs().max())

@@ -11,7 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 VOCAB = 97
-#: Fields of tiny configs, under all the names that they have; each takes those that it knows.
+#: Fields of tiny configs under the names of all architectures; each config takes those that it has.
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
@@ -19,7 +19,7 @@ TINY: dict[str, Any] = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "initializer_range": 0.3,
 }  # fmt: skip
 
-#: class -> fields that make its logits other than plain.
+#: class -> fields that scale or cap its logits.
 SPECIAL: dict[str, dict[str, Any]] = {
     "Gemma2ForCausalLM": {"final_logit_softcapping": 3.0},
     "Gemma3ForCausalLM": {"final_logit_softcapping": 4.0},
@@ -44,7 +44,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "xLSTMForCausalLM": {"output_logit_soft_cap": 3.0},
 }
 
-#: Of those whose logits are plain: what most people train.
+#: The most used architectures whose logits are plain.
 COMMON = """
     Llama Mistral Mixtral Qwen2 Qwen2Moe Qwen3 Qwen3Moe Gemma Phi Phi3 Olmo Olmo2 Olmoe StableLm Starcoder2 SmolLM3 Glm Glm4 GptOss
     GPTNeoX OPT Bloom Falcon Nemotron Helium Ernie4_5 HunYuanDenseV1 SeedOss Exaone4 Lfm2 Mamba
@@ -54,7 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
     **{f"{name}ForCausalLM": {} for name in COMMON.split()},
     "GPT2LMHeadModel": {},
 }
-#: Whose scan takes seconds in plain PyTorch.
+#: Architectures whose scan takes seconds in plain PyTorch.
 SLOW = ("FalconH1ForCausalLM",)
 
 

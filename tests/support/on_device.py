@@ -29,13 +29,13 @@ RANDOM = {torch.rand, torch.randn, torch.randint, torch.randperm}
 MADE = RANDOM | {
     torch.arange, torch.empty, torch.empty_strided, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros,
 }  # fmt: skip
-#: Tests about the CPU. Everything else is expected to pass on every device.
+#: Tests that are about the CPU. All others have to pass on every device.
 CPU_ONLY = {
     "test_autocast": "it switches on the CPU's autocast",
     "test_chunk_count_changes_only_rounding": "it changes the CPU's chunk size",
 }
 FIRST: set[str] = set()  # the tests of the first wave
-#: A CUDA context is of no use after these.
+#: Errors after which a CUDA context cannot be used any more.
 FATAL = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch failure")
 
 
@@ -85,9 +85,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def in_waves(items: list[pytest.Item]) -> list[pytest.Item]:
-    """First so many of each test that every value of each of its parameters occurs, in other combinations where possible;
-    file by file, and in a file the tests in turn, objectives of one pass, each a kernel of its own, before the others. Then
-    the rest as it was."""
+    """Sorts the tests. First come as many cases of each test as are needed for every value of each parameter to occur, file by
+    file. In a file they alternate between the tests, and objectives of one pass, each of which has its own kernel, come first.
+    Then the remaining cases follow in their order."""
     values: dict[tuple[str, str], list[int]] = {}
     for item in items:
         for name, value in parameters(item).items():
@@ -158,7 +158,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """Several processes share a GPU: what one test took is given back before the next, an oracle in float64 takes gigabytes."""
+    """Returns the memory of a test before the next one: several processes share a GPU, and an oracle in float64 takes gigabytes."""
     if MODE.device != "cpu":
         gc.collect()
         torch.get_device_module(MODE.device).empty_cache()

@@ -1,4 +1,4 @@
-"""Options of an objective, each with what the oracle calls it; tests combine them."""
+"""Options of an objective, each with its specification for the oracle; tests combine them."""
 
 from __future__ import annotations
 

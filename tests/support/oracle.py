@@ -5,7 +5,7 @@ Written from the papers (PPO 1707.06347, GRPO 2402.03300, DAPO 2503.14476, Dr. G
 KL-Cov 2505.22617, GKD 2306.13649, DPPO 2602.04879, DeepSeek-V3.2 2512.02556, 80/20 rule 2506.01939; KL estimators: Schulman
 2020). It imports nothing of the package under test.
 
-Masked rows are left out by indexing, never multiplied by 0, so whatever they hold cannot reach a result.
+Masked rows are left out by indexing, never multiplied by 0, so that their values, even NaN, cannot reach a result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Spec:
-    """What to compute, in plain words: one field per choice."""
+    """The loss to compute: one field per choice."""
 
     #: clip, cispo, policy-gradient, importance-sampling, sapo, vespo, gmpo, dro, regression, clip-cov, kl-cov
     surrogate: str = "clip"
@@ -74,7 +74,7 @@ class Result:
     clipped_low: Tensor
     clipped_high: Tensor
     kept: Tensor
-    #: How near any number came to a bound that it is compared with.
+    #: The smallest distance between a number and a bound that it is compared with.
     margin: float
 
 
@@ -399,7 +399,7 @@ def objective(
         weighted = torch.where(w == 0, 0.0, (1.0 if spec.surrogate == "vespo" else w) * term)
         policy_terms.append(torch.where(keep[0][at], weighted, 0.0))
         if ref is not None:
-            # A whole sequence's product would drown the KL of a token: there it is the token's own ratio.
+            # The product over a whole sequence would be far larger than the KL of a token, so the token's own ratio is used there.
             kl_terms.append(kl_term(spec, logp, old_logp, ref[at], own if spec.level == "sequence-sum" else x))
             kl[at] = kl_terms[-1].detach()
             for d, value in zip((ref[at] - logp).tolist(), kl_estimate("k3", logp, ref[at]).tolist(), strict=True):

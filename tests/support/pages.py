@@ -1,4 +1,4 @@
-"""The pages of the documentation: their links, their headings, their examples, and what the examples are given."""
+"""The pages of the documentation: their links, headings and examples, and the variables for the examples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ README = ROOT / "README.md"
 EXAMPLES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 REFERENCE = sorted((ROOT / "docs" / "api").glob("*.md"))
 
-#: Stands in front of an example that no quick test on a CPU can run, and says what it needs.
+#: Marks an example that no quick test on a CPU can run, and says what it needs.
 NOT_RUN = re.compile(r"<!-- not run: needs (?P<what>.+?) -->\n$")
 
 
@@ -42,13 +42,13 @@ def examples(page: Path) -> list[Example]:
 
 
 def example(part: str) -> str:
-    """The one example with this in it."""
+    """The only example that contains this text."""
     (found,) = [e.code for page in EXAMPLES for e in examples(page) if part in e.code]
     return found
 
 
 def without_code(text: str) -> str:
-    """Text without blocks of code and code in lines, where brackets are no links."""
+    """The text without blocks of code and inline code, in which brackets are not links."""
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
 
 
@@ -68,7 +68,7 @@ def slug(heading: str) -> str:
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """The files of the checkout, those being worked on too; without one, what is there."""
+    """The files of the checkout, including new ones; without a repository, all files."""
     if not (ROOT / ".git").exists():
         return sorted(path for pattern in patterns for path in ROOT.rglob(pattern))
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
@@ -76,7 +76,7 @@ def tracked(*patterns: str) -> list[Path]:
     return sorted(ROOT / name for name in listed if (ROOT / name).exists())
 
 
-# ---- what the examples are given
+# ---- variables for the examples
 
 B, T, V, H = 4, 6, 40, 16
 

@@ -1,4 +1,4 @@
-"""Tests in processes of their own: several ranks, or another environment."""
+"""Runs tests in separate processes: on several ranks, or in another environment."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ importlib.metadata.distribution = known
 
 
 def start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """A Python process that finds what this one finds, the tests' modules included."""
+    """Starts a Python process that can import the same modules as this one, including those of the tests."""
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
     code = f"import gc; gc.set_threshold(50_000)\n{code}"  # its imports are a quarter quicker, and it ends before much is lost
     return subprocess.Popen(
@@ -48,7 +48,7 @@ def start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[st
 
 
 def finish(*processes: subprocess.Popen[str]) -> None:
-    """Wait for all of them, and show what those that failed have said."""
+    """Waits for all processes, and shows the output of those that failed."""
     try:
         outputs = [process.communicate(timeout=900)[0] for process in processes]
         failed = [out[-4000:] for process, out in zip(processes, outputs, strict=True) if process.returncode != 0]
@@ -108,7 +108,7 @@ def for_its_own_pytest() -> dict[str, str]:
 
 
 def interpreted(cases: Path) -> None:
-    """All cases of a file pass in Triton's interpreter, and none is skipped."""
+    """Asserts that all cases of a file pass in Triton's interpreter and none is skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(cases)]
     environment = for_its_own_pytest() | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     root = Path(__file__).parents[2]
@@ -126,7 +126,7 @@ def checks_of(module: str) -> dict[str, Callable[[int, int], None]]:
 
 
 def run_checks(module: str, ranks: int, folder: Path) -> dict[str, str]:
-    """What each check of `module` came to on `ranks` gloo processes: "ok", or what went wrong on the first rank that says.
+    """The outcome of each check of `module` on `ranks` gloo processes: "ok", or the error of the first rank that reports one.
 
     The first failure ends the run, since the other ranks may be waiting for that one."""
     process = start_ranks(ranks, check_as_rank, module, ranks, str(folder), imports=module)

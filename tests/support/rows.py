@@ -1,4 +1,4 @@
-"""Partials and slopes by hand, for tests that call a backend's functions themselves."""
+"""Partials and slopes for tests that call a backend's functions directly."""
 
 from __future__ import annotations
 

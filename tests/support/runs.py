@@ -1,4 +1,4 @@
-"""Short runs of the reference trainer on a tiny model: data, rewards, options, and what a run wrote."""
+"""Short runs of the reference trainer on a tiny model: data, rewards, options and output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_kernels.training import randomness
 from grpo_kernels.training.jsonl import read_metrics
 from grpo_kernels.training.trainer import TrainConfig, Trainer
 
-#: Of a metrics line, what no two runs have alike.
+#: The fields of a metrics line that differ in every run.
 TIMES = {"tokens_per_second", "peak_memory_gb"}
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(4)]
 
@@ -39,7 +39,7 @@ def short(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
 
 
 def evens(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Share of even digits: dense enough that 30 steps show."""
+    """A reward, the share of even digits: dense enough that 30 steps raise it."""
     return [sum(c in "02468" for c in text) / 4 for text in completions]
 
 
@@ -80,7 +80,7 @@ RUN = dict(beta=0.1, ref_refresh_steps=2, num_updates=2, eval_steps=2, eval_prom
 
 
 def noisy(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Rewards that nobody gets again without the state of all three shared generators."""
+    """Rewards that can only be reproduced with the state of all three shared random generators."""
     draws = [random.random() + float(numpy.random.rand()) + torch.rand(()).item() for _ in completions]
     return [score + 0.1 * draw for score, draw in zip(evens(prompts, completions), draws, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Sets of ids as lists of lists, and what TokenSets should say of them."""
+"""Sets of ids as lists of lists, and the expected properties of TokenSets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = st.lists(st.lists(st.integers(0, 40), max_size=6, unique=True), max_size=
 
 
 def number(row: int, token: int) -> float:
-    """The value that stands beside an id in these tests."""
+    """The value of an id in these tests."""
     return row + token / 64
 
 
@@ -37,7 +37,7 @@ def lists(sets: TokenSets) -> list[list[int]]:
 
 
 def assert_facts(sets: TokenSets, rows: list[list[int]], bound: bool = False) -> None:
-    """The ids, and what the host knows of them. `bound`: the largest id may be more."""
+    """Asserts the ids and the facts that the host knows. bound: the known largest id may be an upper bound."""
     assert lists(sets) == rows and sets.offsets.dtype == torch.int64
     assert sets.rows == len(sets) == len(rows)
     assert sets.empty_rows == sum(not row for row in rows)

@@ -1,4 +1,4 @@
-"""Sparse products by plain float64 torch, and what holds for those of every backend. A backend is passed in as its module."""
+"""Sparse products in plain float64 torch, and checks that every backend has to pass. A backend is passed as its module."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def check_sums(
 
 
 def check_poison(backend: Any, dtype: torch.dtype) -> None:
-    """What no used slot names may hold anything."""
+    """Rows that no used slot refers to may hold anything."""
     slots = slots_of([[3, -1, 5], [], [-1, -1], [3, 4], [1, 3]])
     values = torch.tensor([0.5, torch.nan, 2.0, 1.0, torch.nan, -1.0, 0.0, 0.0, 0.25])
     used_ids, used_rows = [1, 3, 4, 5], [0, 3, 4]
@@ -177,7 +177,7 @@ def check_nothing(backend: Any) -> None:
 
 
 def check_one_rounding(backend: Any, dtype: torch.dtype) -> None:
-    """Terms that are too small for out's dtype one by one count together."""
+    """Terms that are each too small for out's dtype still count in their sum."""
     n, width, eps = 64, 21, torch.finfo(dtype).eps
     slots, hidden = slots_of([[1]] * n), torch.ones(n, width, dtype=dtype)
     out = torch.ones(2, width, dtype=dtype)

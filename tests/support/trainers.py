@@ -1,4 +1,4 @@
-"""What the tests of the adapters share: trainers' modules by stand-in or from one file of theirs, data, comparisons.
+"""Shared by the tests of the adapters: trainers' modules, as stand-ins or from single files of a trainer, data, and comparisons.
 
 pip download --no-deps openrlhf==0.11.2 areal==1.0.4 skyrl==0.3.0 unsloth_zoo==2026.10.9       # unpacked, on PYTHONPATH
 """
@@ -77,7 +77,8 @@ def stand_in(name: str, **contents: Any) -> ModuleType:
 
 
 def their_file(name: str, monkeypatch: pytest.MonkeyPatch, **stubs: dict[str, Any]) -> ModuleType:
-    """One file of an installed trainer as a module of its name, its packages' __init__ not run; skips where it is not there."""
+    """Imports one file of an installed trainer under its name without running its packages' __init__; skips if the file is not
+    there."""
     root = name.split(".")[0]
     spec = importlib.util.find_spec(root) if root not in sys.modules else None
     if spec is None or not spec.submodule_search_locations:
@@ -112,7 +113,7 @@ def mean_of(x: Tensor, mask: Tensor = MASK) -> Tensor:
 
 
 def clipped(r: Tensor, A: Tensor, low: float, high: float, c: float | None = None) -> tuple[Tensor, Tensor]:
-    """PPO's clip, with dual clip; and where the bound holds."""
+    """PPO's clip with dual clip, and the tokens at which the bound holds."""
     bounded = r.clamp(1 - low, 1 + high)
     loss = torch.maximum(-r * A, -bounded * A)
     if c is not None:

@@ -20,7 +20,7 @@ PAD, EOS, LENGTH = 0, 1, 12
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKL"
 PROMPTS = ["ab", "bcd", "c", "dd"]
 
-#: Of the first model that is saved; a test may want another.
+#: The first model that is saved; a test may ask for another.
 SIZES: dict[str, Any] = {
     "vocab_size": 2 + len(LETTERS), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.2, "eos_token_id": EOS, "pad_token_id": PAD,
@@ -48,7 +48,7 @@ def save_model(path: Path, kind: str = "Qwen2", **changes: Any) -> str:
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """Letters at the front of the alphabet, and short answers: neither zero nor equal within a group."""
+    """A reward for letters at the start of the alphabet and for short answers. It is neither zero nor equal within a group."""
     return [sum(LETTERS.index(x) < 8 for x in text) / 12 + (12 - len(text)) / 24 for text in completions]
 
 
