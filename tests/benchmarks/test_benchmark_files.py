@@ -1,4 +1,4 @@
-"""Result files of the benchmarks, which a second run completes, and the commands."""
+"""Result files of the benchmarks, which a second run completes, and the benchmarks' commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from support.benchmark_cells import BF16, FP32, OURS, QUICKLY, by_name, nothing_
 
 
 class Planned:
-    """Two cells of a suite, measured by nobody: `log` holds those that were asked for."""
+    """A suite of two cells whose measurement is replaced: `log` records the cells that were requested."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
         self.out, self.log, self.cells = out, [], [tiny("logits"), tiny("logits", BF16)]
@@ -151,7 +151,7 @@ def test_contenders_that_break_cuda_are_not_run(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_compiles_for_long_comes_last_and_each_is_saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that is cut off loses the rest of its cell only; the table has the usual order all the same."""
+    """An interrupted call loses only the rest of its cell. The table keeps the usual order."""
     order: list[str] = []
     monkeypatch.setattr(measuring, "_compiles", lambda p, cell, device: order.append(p.name) or 3)
 
@@ -343,7 +343,7 @@ def test_side_by_side_says_why_there_is_no_time(capsys: pytest.CaptureFixture[st
 
 
 def test_the_crossover_compares_equal_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock and fused take turns on one micro-batch, and are not timed where they differ."""
+    """TRL's own loss and ours take turns on one micro-batch, and are not timed if they differ."""
     pytest.importorskip("trl", minversion="1.16.0")
     from benchmarks import crossover
     from grpo_kernels.integrations import _trl_specs as specs

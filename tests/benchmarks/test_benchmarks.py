@@ -1,5 +1,5 @@
-"""The benchmarks are sound: the gate refuses wrong answers, no contender is silently absent, figures follow from times.
-Tiny shapes; with torch.compile in eager mode."""
+"""The benchmarks are sound: wrong results are rejected, no contender is missing without a reason, figures follow from times.
+Shapes are tiny, and torch.compile runs in eager mode."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from grpo_kernels import TokenBatch
 from grpo_kernels.vocabulary import backends
 from support.benchmark_cells import BF16, FP32, OURS, QUICKLY, by_name, good, nothing_compiles, poisoned_memory, provider, tiny  # noqa: F401 - fixtures
 
-# ---- the gate
+# ---- the accuracy check
 
 
 def raising(failure: Exception) -> Callable[[dict], dict]:
@@ -90,7 +90,7 @@ def test_a_wrong_formula_is_wrong_even_in_16_bits(loss: Callable) -> None:
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan], ids=["zero", "sign", "NaN"])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 def test_one_wrong_row_of_many_is_wrong(dtype: torch.dtype, factor: float) -> None:
-    """Of 8192 rows in 16 bits, four without a gradient moved the norm by half of what rounding may."""
+    """In 8192 rows of 16 bits, four rows without a gradient would change the norm by half of the rounding limit only."""
 
     def change(found: dict) -> dict:
         row = int(found["d_logits"].float().norm(dim=1).sort().indices[len(found["d_logits"]) // 2])  # as large as usual
@@ -232,7 +232,7 @@ def test_the_plans_name_providers_that_exist(contract: str) -> None:
                     assert any(name in names and name.startswith("grpo_kernels") for name in only)
 
 
-# ---- inputs and the answer
+# ---- inputs and the reference results
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
@@ -296,7 +296,7 @@ def test_a_case_may_be_one_sequence() -> None:
 
 @pytest.mark.parametrize(("contract", "name"), [("logits", "grpo_kernels, in place"), ("hidden", "grpo_kernels")])
 def test_the_batch_is_made_in_the_run(monkeypatch: pytest.MonkeyPatch, contract: str, name: str) -> None:
-    """Checking it and, on a GPU, counting its rows are part of what a step costs."""
+    """Checking a batch and, on a GPU, counting its rows are part of the cost of a step."""
     run = next(p for p in providers(contract) if p.name == name).make(make_case(tiny(contract), "cpu"))
     made: list[TokenBatch] = []
     monkeypatch.setattr(TokenBatch, "__post_init__", lambda batch: made.append(batch))
@@ -420,7 +420,7 @@ def test_times_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_is_that_of_the_run() -> None:
     size = 64 << 20
-    for _ in range(2):  # freed memory is no discount the second time
+    for _ in range(2):  # memory freed before does not lower the second measurement
         found = harness.peak_memory(lambda: torch.ones(size, dtype=torch.uint8), "cpu")
         assert 0.9 * size < found < 1.5 * size
     pieces = [bytearray(20000) for _ in range(2000)]
@@ -459,7 +459,7 @@ def test_recompilations_are_those_after_the_first_shape_in_a_fresh_compiler() ->
 
     compiled, cell = Provider("compiled", ("logits",), make), Cell("logits", 64, 512, FP32)
     with torch.compiler.set_stance("default"):
-        for rows in (32, 48):  # it learns that row counts vary, and must forget it
+        for rows in (32, 48):  # torch.compile learns here that row counts vary, and must forget it
             make(make_case(Cell("logits", rows, 512, FP32), "cpu")).call()
         assert measuring.recompilations(compiled, cell, "cpu") == 1
         assert measuring.recompilations(providers("logits")[0], cell, "cpu") == 0

@@ -1,4 +1,4 @@
-"""The experiment with exact and estimated KLs: its statistics, that it runs and goes on, and what its page and pictures hold."""
+"""The experiment with exact and estimated KLs: its statistics, its runs and their continuation, its page and pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "sum": f"+{a} +{b}", "slip
 
 @pytest.fixture(scope="module", autouse=True)
 def small() -> Any:
-    """A tiny model that has learnt nothing, and few problems."""
+    """A tiny untrained model, and few problems."""
     torch.manual_seed(0)
     model = arithmetic.policy(16, 1)
     with pytest.MonkeyPatch.context() as patch:
@@ -37,7 +37,7 @@ def small() -> Any:
 
 
 def test_moments_are_those_of_the_vectors_without_bias() -> None:
-    """Over all pairs of three vectors the squared length and the variance average to those of the three."""
+    """The means over all pairs of three vectors are the squared length and the variance of the three."""
     three = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0]], dtype=torch.float64)
     found = []
     for i in range(3):

@@ -1,4 +1,4 @@
-"""The GPU kit without a GPU: its runner, what it packs and concludes, the lines that only CUDA runs (against stand-ins), and
+"""The GPU kit without a GPU: its runner, its archives and conclusions, the lines that only run on CUDA (with stand-ins), and
 rehearsals on the CPU."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_a_stage_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypat
     log = tmp_path / "log"
 
     def clock() -> float:
-        """Its time is over once the child has said who it is, however long that takes."""
+        """The time limit is reached once the child has written its process id, however long that takes."""
         return 2.0 if len(packed) >= 3 and log.read_text().endswith("\n") else 0.0
 
     monkeypatch.setattr(gpu_kit, "time", SimpleNamespace(monotonic=clock, time=time.time))
@@ -98,7 +98,7 @@ def kit(tmp_path: Path) -> Kit:
 
 
 def test_stages_go_on_after_a_crash_and_a_hang(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crash and a hang cost only themselves, and what they had written is kept."""
+    """A stage that crashes or hangs does not affect the others, and the results that it had written are kept."""
     codes = {
         "env": write_json(kit, "env", lines=["a fine machine"]),
         "correctness": write_json(kit, "correctness", lines=["half of it"], groups={}) + "import os; os.abort()",
@@ -123,7 +123,7 @@ def test_stages_go_on_after_a_crash_and_a_hang(kit: Kit, monkeypatch: pytest.Mon
 
 
 def test_time_is_kept_for_what_comes_later(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 seconds in all: the first may not touch the 8 of the third; nothing is left for the second."""
+    """10 seconds in all: the first stage may not use the 8 reserved for the third, so nothing is left for the second."""
     seconds: dict[str, float] = {}
     now = [0.0]
 
@@ -132,7 +132,7 @@ def test_time_is_kept_for_what_comes_later(kit: Kit, monkeypatch: pytest.MonkeyP
         return python("import time; time.sleep(100)" if stage == "greedy" else "pass")
 
     def clock() -> float:
-        """A tenth of a second goes by at each look until the last stage runs."""
+        """Each reading of the clock advances it by a tenth of a second, until the last stage runs."""
         now[0] += 0.1 if list(seconds) == ["greedy"] else 0.0
         return now[0]
 
@@ -158,7 +158,7 @@ def test_every_stage_is_in_a_call() -> None:
 
 
 def test_a_call_goes_on_where_an_earlier_one_was(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its folder, or from what it brought home; a stage that failed is run again, and one that is named."""
+    """A call goes on from its folder or from its results. A stage that failed, or that is named, is run again."""
     ran: list[str] = []
 
     def command(self: Kit, stage: str, seconds: float) -> list[str]:
@@ -206,7 +206,7 @@ def test_results_are_few_files_with_plain_names(kit: Kit) -> None:
 
 
 def test_files_that_stages_write_meanwhile_do_not_stop_the_packing(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One half written, one that is gone between the listing and the reading."""
+    """One file is half written, another disappears between listing and reading."""
     for name in ("whole.json", "half.part", "gone.json"):
         (kit.work / "json" / name).write_text("{}")
     read = Path.read_bytes
@@ -288,7 +288,7 @@ def test_targets_are_read_off_the_results() -> None:
 
 
 def test_targets_speak_of_providers_that_there_are() -> None:
-    """A provider that is renamed must not turn a target into "not measured"."""
+    """If a provider is renamed, its target must not silently become "not measured"."""
     suites: dict[str, dict] = {}
     for suite, contract in (("logits", "logits"), ("hidden", "hidden"), ("active", "hidden")):
         rows = [row(one.name, 1.0, extra_mb=1.0) for one in providers(contract)]
@@ -341,7 +341,7 @@ def test_outcomes_of_tests_are_written_at_once_and_counted(tmp_path: Path) -> No
 def test_no_time_for_all_combinations_is_no_failure(
     status: int | None, ran: int, outcome: str, well: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of five tests of each file, three of which have all values."""
+    """Each file has five cases, of which three cover all values of the parameters."""
     found = stage("correctness", tmp_path)
     limits: list[float] = []
 
@@ -384,7 +384,8 @@ def collected(*arguments: str) -> list[str]:
 
 
 def test_a_run_that_is_cut_off_has_seen_every_kernel_and_objective() -> None:
-    """The first wave: all values of all parameters; kernels first, then what is one kernel of its own, then the rest."""
+    """The first wave covers all values of all parameters: kernels first, then objectives with a kernel of their own, then the
+    rest."""
     found = collected(
         *(f"tests/{file}" for file in ("vocabulary/triton_cases.py", "core/gpu_cases.py", "core/test_grpo_loss.py"))
     )
@@ -520,7 +521,7 @@ def test_the_comparison_runs_with_what_was_clearly_faster(tmp_path: Path, monkey
     assert blocks.BLOCK_BYTES == {"cuda": 9 << 20, "cpu": 0}
 
 
-# ---- what only CUDA runs
+# ---- code that only runs on CUDA
 
 
 @pytest.fixture
@@ -573,7 +574,7 @@ def test_the_first_wait_is_found_and_the_mode_taken_back(cuda: list[str]) -> Non
 
 
 def test_a_replay_is_compared_with_a_plain_call(cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in's replay does what it is told; a right one repeats the step on the memory of the first."""
+    """The stand-in's replay does what the test chooses. A correct one repeats the step on the memory of the first run."""
     given = torch.ones(8)
     makes: list[tuple[torch.Tensor, ...]] = []
 
@@ -646,7 +647,7 @@ def stage(name: str, tmp_path: Path, **options: Any) -> gpu_running.Kit:
 
 @pytest.mark.parametrize("differs", [None, "a replay is off by 1.0e+00"])
 def test_counters_on_a_gpu(differs: str | None, cuda: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the stage but CUDA itself, on the CPU's backend."""
+    """The whole stage except CUDA itself, with the CPU's backend."""
     found = stage("counters", tmp_path)
     found.device = "cpu"
     monkeypatch.setattr(gpu_stages, "recompilations", lambda *args: 0)
@@ -698,7 +699,8 @@ def test_resources_on_a_gpu(cuda: list[str], tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_suite_that_breaks_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each suite is a process; one that a provider broke is run again without it, one that hangs leaves time to the others."""
+    """Each suite is a process. If a provider breaks it, it is run again without that provider; if it hangs, the others keep
+    their time."""
     found, ran, limits = stage("comparison", tmp_path), [], []
     lost = {"logits": [gpu_stages.LOST_DEVICE, gpu_stages.LOST_DEVICE, 0], "hidden": [1], "active": [None]}
 
@@ -849,7 +851,7 @@ def test_the_rehearsal_knows_the_pages_wheels_and_what_is_left_out(tmp_path: Pat
 
 @pytest.mark.slow
 def test_rehearsal_of_everything(tmp_path: Path) -> None:
-    """The four calls, each going on from what the one before brought home."""
+    """The four calls, each starting from the results of the one before."""
     home: list[str] = []
     for call, stages in CALLS.items():
         out = tmp_path / str(call)

@@ -1,4 +1,4 @@
-"""Pictures show what the result files say, name everybody, read on light and dark, and are those that are committed."""
+"""Pictures show the numbers of the result files, name every provider, are readable on light and dark pages, and are up to date."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def written(record: Record) -> tuple[list[tuple[str, tuple[float, ...]]], tuple[
 
 
 def described(path: Path) -> dict:
-    """What a picture says that it shows."""
+    """The numbers in the description of a picture."""
     if path.suffix == ".png":
         return json.loads(Image.open(path).info["Description"])
     found = ElementTree.parse(path).find(".//{http://purl.org/dc/elements/1.1/}description")
@@ -203,7 +203,7 @@ def test_without_result_files_the_command_says_how_to_make_them(tmp_path: Path) 
 @pytest.mark.skipif(not COMMITTED, reason="nothing has been measured")
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_committed_pictures_are_current(path: Path, tmp_path: Path) -> None:
-    """By the numbers in them; by their bytes where matplotlib is the one that drew them."""
+    """Compared by the numbers in them, and by their bytes if matplotlib has the version that drew them."""
     shown = pictures.picture(results.load(path))
     drawn = [path.parent / "plots" / f"{path.stem}{kind}" for kind in (".svg", ".png")]
     for old in drawn:

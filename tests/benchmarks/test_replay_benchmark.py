@@ -1,4 +1,4 @@
-"""The experiment with and without replay: that it runs, that ratios are what they should be, and what its page and picture hold."""
+"""The experiment with and without replay: its runs, their ratios, its page and picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The budgets of the Triton kernels, compiled without a GPU, and the reader of assembly that they rest on."""
+"""The budgets of the Triton kernels, which are compiled without a GPU, and the reader of assembly."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_broken_budget_is_named(fused: Report, change: dict, words: str) -> No
 
 
 def test_budgets_of_two_streams_can_be_broken() -> None:
-    """All loads of both streams of a tile, a narrower stream by narrower ones; of a mixture half of them."""
+    """All loads of a tile of both streams must be in flight, half of them for a mixture. A narrower stream has narrower loads."""
     of_jsd, reverse = OTHER_QUICK[4], replace(OTHER_QUICK[4], divergence="reverse")
     found = report("sm_90", of_jsd)
     half = replace(found, together=[(2, 4, 128)])
@@ -174,7 +174,7 @@ def test_bytes_per_logit(target: str, case: Case, read: int, written: int) -> No
     assert passes <= found.fp32 < found.instructions - found.special
 
 
-#: Instructions per logit that the kernels may take on Hopper: what a change costs is seen here.
+#: The most instructions per logit of the kernels on Hopper, so that the cost of a change is noticed.
 @pytest.mark.parametrize(
     "case, most",
     [
@@ -204,7 +204,7 @@ def test_instructions_of_a_way_are_those_of_its_kernels(target: str) -> None:
 
 
 def test_a_kernel_without_loops_is_counted_whole() -> None:
-    """A program of 4 warps takes 1024 logits, 8 a thread: so many exponentials, and as much again as its instructions are."""
+    """A program of 4 warps processes 1024 logits, 8 per thread: as many exponentials, and the counted instructions."""
     pytest.importorskip("trl")
     (theirs,) = (way for way in instructions.WAYS if way.name == "TRL kernel + loss")
     forward, backward = instructions.count("sm_90", theirs)
@@ -306,7 +306,7 @@ $L__BB0_6:
 
 
 def test_the_loop_over_rows_is_not_taken_for_one_over_a_row() -> None:
-    """Its end stands above its start, and one way around it passes no other loop."""
+    """The end of the loop stands above its start, and there is a path around it that passes no other loop."""
     (inner,) = loops(NESTED)
     assert any("v4.b32" in line for line in inner) and not any("st.global" in line for line in inner)
 

@@ -1,4 +1,4 @@
-"""Limits against figures worked out by hand, and the page beside a result file made up here."""
+"""Limits against figures computed by hand, and the page for a made-up result file."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_estimate_is_the_sum_of_its_parts() -> None:
     assert parts["logits level: read and write (2U)"] == pytest.approx(2 * 0.5187 / 0.75, rel=1e-3)
 
 
-# ---- beside result files
+# ---- with result files
 
 
 def row(name: str, ms: float, **more: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The scaling note: figures worked out by hand, the engine's own bytes, and the page in step with the code."""
+"""The scaling page: figures computed by hand, the bytes of the engine itself, and that the page is up to date."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_on_one_rank_nothing_is_sent_and_schemes_are_equal() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_more_ranks(name: str) -> None:
-    """A rank holds and computes less and sends more; never more for its rows than both passes of hidden states and partials."""
+    """With more ranks, each holds and computes less and sends more, but never more than hidden states and partials in both
+    passes."""
     model = MODELS[name]
     shape = Shape(N, model.hidden, model.vocab)
     for scheme in SCHEMES.values():
@@ -106,7 +107,7 @@ def test_the_crossing_with_gathering_the_weight(hidden: int, tp: int) -> None:
 
 
 def test_the_crossing_with_a_replicated_head() -> None:
-    """At V* the wire takes exactly the time of the products that are saved; at V, the share V* / V of it."""
+    """At V* communication takes exactly the time of the saved products; at V it takes the share V* / V of that time."""
     for link in (H200.nvlink, H200.network):
         least = scaling_costs.least_vocabulary(H, 8, 0.5, 2, H200.flops, link)
         saved = 7 / 8 * 2 * QWEN.product / H200.flops
@@ -121,7 +122,7 @@ def test_the_least_rows_pay_for_their_latency() -> None:
 
 
 def test_links() -> None:
-    """Inside a node NVLink; beyond, the cards of those ranks of a group that are in one node."""
+    """Inside a node the link is NVLink; between nodes, the network cards of the group's ranks in one node."""
     assert H200.link(8) == 0.75 * 450e9 and H200.link(2, stride=4) == 0.75 * 450e9
     assert H200.link(8, stride=8) == 0.75 * 50e9 and H200.link(64, stride=2) == 0.75 * 4 * 50e9
     assert H200.link(16) == 0.75 * 8 * 50e9
@@ -155,7 +156,7 @@ def test_shares() -> None:
 
 
 def test_the_engine_sends_and_holds_these_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks of which this is one, the other's part being the same: 75 rows with a gradient and 75 without, 64 a chunk."""
+    """This is one of two ranks, whose parts are equal: 75 rows with a gradient and 75 without, 64 per chunk."""
     sent: list[float] = []
     engines: list[Engine] = []
 

@@ -1,4 +1,4 @@
-"""The suite `sparse`: rows have the entropy that was asked for, and noise is told from a wrong gradient."""
+"""The suite `sparse`: rows have the requested entropy, and noise is distinguished from a wrong gradient."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_cell_has_an_entropy_where_its_contract_does() -> None:
 
 
 def changed(change: Any) -> Provider:
-    """Ours at step 1/64 with something done to its result."""
+    """Our provider at step 1/64 with a changed result."""
     ours = next(p for p in providers("sparse") if p.name.endswith("1/64"))
 
     def make(case: SparseCase) -> Run:

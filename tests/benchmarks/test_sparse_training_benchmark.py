@@ -1,4 +1,4 @@
-"""The experiment with sparse gradients in training: its problems and its statistics, that it runs, and what its page holds."""
+"""The experiment with sparse gradients in training: its problems, its statistics, its runs and its page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "sum": f"+{a} +{b}", "slip
 
 @pytest.fixture
 def small(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model that has learnt nothing, and few problems."""
+    """A tiny untrained model, and few problems."""
     torch.manual_seed(0)
     model = spelled.policy(16, 1)
     monkeypatch.setattr(spelled, "warmed_up", lambda seed, spellings, folder: (model, ROWS, ROWS[:2]))
@@ -58,7 +58,7 @@ def test_the_number_of_columns_is_the_mean_of_what_is_drawn(step: float) -> None
 
 
 def test_noise_is_the_squared_distance_by_the_variance_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that are known: each batch has its own, and each step adds its own error to it."""
+    """Known gradients: each batch has its own, and each step of the grid adds its own error to it."""
     g = torch.Generator().manual_seed(0)
     batches, steps = 5, sparse_training.STEPS
     dense = torch.randn(2, batches, 7, generator=g, dtype=torch.float64)

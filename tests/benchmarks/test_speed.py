@@ -1,10 +1,10 @@
 """The C++ backend keeps its lead over plain PyTorch, and the eager backend is no slower: ratios within one process, never
 absolute times.
 
-The two take turns, and the best run of each counts: other work on the machine only adds to a time, and adds more to the longer
-one. The factors are below the least that was seen with twice as many busy processes as cores. From logits they are above what is
-left when the eager backend runs instead and, in fp32, when the logits are copied once more (into fresh memory, as every
-allocation of this size is on Linux)."""
+The two take turns, and the best run of each counts: other work on the machine only adds to a time, and more to the longer one. The
+factors are below the smallest ratio seen with twice as many busy processes as cores. From logits they are above the ratio that
+remains if the eager backend runs instead or, in fp32, if the logits are copied once more (into fresh memory, as is every
+allocation of this size on Linux)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def native() -> None:
 
 @pytest.fixture
 def poisoned_memory() -> None:
-    """Not here: filling new tensors with NaN would be timed."""
+    """Switches the poisoning off, because filling new tensors with NaN would be timed."""
 
 
 def batch() -> TokenBatch:
@@ -68,7 +68,7 @@ def assert_faster(
     rounds: int = 15,
 ) -> None:
     """The best time of `eager` is more than `factor` times the best of `ours`; `before` runs untimed ahead of every run. A busy
-    machine gets six times the rounds: a best time only gets better."""
+    machine gets six times as many rounds, because more rounds can only lower the best time."""
     if benchmark.disabled:
         pytest.skip("timing is switched off (--benchmark-disable)")
     times: list[float] = []

@@ -1,4 +1,4 @@
-"""What cutting the vocabulary costs, measured: a small run, what it compares, its gate, and the page in step with the figures."""
+"""The measured cost of cutting the vocabulary: a small run, its contenders, its accuracy check, and that the page is up to date."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def test_a_small_run() -> None:
 @needs_kernels
 @pytest.mark.parametrize("name", CALLS)
 def test_a_rank_without_exchange_has_a_comparable_task(name: str) -> None:
-    """Targets among its columns, and ratios that are those of the whole, so that neither clips more than the other."""
+    """The rank's targets are among its columns and its ratios are those of the whole vocabulary, so that both clip equally
+    often."""
     contract, call = CALLS[name]
     whole = make_case(Cell(contract, 32, 602, torch.float32, 24 if contract == "hidden" else None), "cpu")
     logps, _ = call(whole, None)

@@ -1,4 +1,4 @@
-"""python -m grpo_kernels doctor: what it finds, what it says, how it exits."""
+"""python -m grpo_kernels doctor: its findings, its report, its exit status."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def sound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with no problems, whatever this one is like: what is left to find is in the tests that are run."""
+    """Makes this machine look like one without problems, so that only the tests of the backends can have findings."""
     monkeypatch.setattr(doctor, "facts", lambda device: (FACTS(device)[0], []))
 
 
@@ -234,13 +234,13 @@ def read_masked_rows(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
 
 
 def lost_hidden_row(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-    """The last slot takes no part in the gradient of the weight."""
+    """A fault: the last slot is left out of the gradient of the weight."""
     right = module.add_hidden_rows
     monkeypatch.setattr(module, "add_hidden_rows", lambda values, *args: right(last_is_zero(values), *args))
 
 
 def lost_weight_row(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-    """The same in that of the hidden states."""
+    """The same fault in the gradient of the hidden states."""
     right = module.add_weight_rows
     monkeypatch.setattr(module, "add_weight_rows", lambda values, *args: right(last_is_zero(values), *args))
 

@@ -1,4 +1,4 @@
-"""Filters: which tokens they keep, at their bounds too, and what a token that is left out still takes part in."""
+"""Filters: which tokens they keep, also at their bounds, and the terms to which a dropped token still contributes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_trust_region_on_a_grid(kind: str, low: float, high: float) -> None:
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("kind, side", [(k, s) for k in ("tv", "symmetric-tv", "ratio") for s in ("low", "high")])
 def test_trust_region_at_its_bounds(kind: str, side: str, sign: float) -> None:
-    """A hair inside and a hair outside; tv looks at the side that A pushes to only."""
+    """Just inside and just outside. tv only considers the direction in which A pushes."""
     low, high, q, hair = 0.15, 0.25, 0.5, 1e-5
     bound = {"low": 1 - low, "high": 1 + high}[side] * q if kind == "ratio" else q + (high if side == "high" else -low)
     inward = hair if side == "low" else -hair
@@ -103,7 +103,7 @@ def test_tokens_that_the_sampler_did_not_score_are_dropped(kind: str, a: float) 
 
 
 def test_anchors() -> None:
-    """old_logps and sampler_logps disagree about who has moved."""
+    """old_logps and sampler_logps give different sets of tokens that have moved."""
     batch = batch_of(2, old_logps=torch.tensor([0.5, 0.9]).log(), sampler_logps=torch.tensor([0.9, 0.5]).log())
     logps = torch.full((2,), 0.9).log()
     assert kept(TrustRegion("tv"), batch, logps) == [False, True]
@@ -200,7 +200,7 @@ def test_off_policy_sequences_match_the_oracle(seed: int, delta: float) -> None:
     assert margin.smallest < 1e-6 or kept(OffPolicySequences(delta), batch, logps) == expected
 
 
-# ---- what is left of a token
+# ---- terms of a dropped token
 
 
 EVERYTHING_OUT = (
@@ -230,7 +230,7 @@ def test_a_filtered_token_keeps_its_kl_and_its_place_in_the_denominator(filters:
 
 @pytest.mark.parametrize("filters", EVERYTHING_OUT, ids=str)
 def test_a_filtered_token_may_be_anything(filters: tuple[Filter, ...]) -> None:
-    """Its ratio overflows, its weight too: 0 times that is 0."""
+    """Its ratio and its weight overflow, and it must still contribute exactly 0."""
     batch = batch_of(advantages=torch.full((6,), -3e38), old_logps=torch.full((6,), -1000.0), weights=torch.full((6,), 3e38))
     logps = torch.full((6,), -1200.0 if isinstance(filters[0], TrustRegion) else -1.0)
     if isinstance(filters[0], TrustRegion):

@@ -127,7 +127,7 @@ def test_by_hand() -> None:
         assert (float(got[0]), float(got[3])) == (pytest.approx(value), pytest.approx(slope)), kl
 
 
-# ---- what the slopes are in expectation, by sums over a whole vocabulary
+# ---- expectations of the slopes, by sums over a whole vocabulary
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_by_hand() -> None:
     ids=str,
 )
 def test_expected_gradient(kl: Kl, gradient_of: str) -> None:
-    """Of samples of the policy, or, with the weight of the ratio, of another policy: what the documentation says."""
+    """The expectation over samples of the policy, or of another policy with the ratio as weight, is the documented one."""
     logits, other, ref = (torch.randn(40, dtype=F64) for _ in range(3))
     leaf = logits.clone().requires_grad_()
     log_p, log_q = leaf.log_softmax(0), ref.log_softmax(0)
@@ -220,7 +220,7 @@ def test_huge_distillation_is_finite() -> None:
 
 
 def test_a_clamped_kl_has_no_slope_and_an_unclamped_one_has() -> None:
-    """The token that drifted furthest: with verl's clamps it has no slope, without them the largest."""
+    """The token that is furthest from the reference has no slope with verl's clamps, and the largest slope without them."""
     logp, ref = torch.tensor([-30.0, -3.0]), torch.tensor([-1.0, -1.0])
     assert terms(Kl("k3", clamp_log=20.0, clamp=10.0), logp, logp, ref)[3].tolist()[0] == 0
     pulled = terms(Kl("k3"), logp, logp, ref)[3]
@@ -320,7 +320,7 @@ def test_check_kl_names_a_wrong_slope(estimator: Any) -> None:
 
 
 def test_an_estimator_without_its_slope_is_refused() -> None:
-    """Taken apart by its rows, a tensor of two tokens would look like a pair."""
+    """Unpacked, a tensor of two tokens would look like a pair (loss, slope)."""
     for make in (lambda: Kl(lambda a, b, c: 0.5 * (c - a) ** 2), lambda: Objective(kl=lambda a, b, c: 0.5 * (c - a) ** 2)):
         with pytest.raises(ValueError, match=r"returned a Tensor \[3\].*return value and slope of each token"):
             make()

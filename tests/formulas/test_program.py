@@ -1,5 +1,5 @@
-"""Formulas as programs of the C++ kernel: the same numbers as torch, bit for bit but for the last bits of exp and log; what cannot
-be a program is refused, or computed in torch, with a reason."""
+"""Formulas as programs of the C++ kernel: the same numbers as torch, bitwise except for the last bits of exp and log. A formula
+that cannot be a program is refused, or computed in torch, with a reason."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ulps(found: Tensor, expected: Tensor) -> Tensor:
 def evaluated(
     function: Callable[..., Any], names: tuple[str, ...], parameters: tuple[float, ...] = (), seed: int = 0, **choices: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(what the program gives, what torch gives) for `function` of these inputs and a tuple of parameters."""
+    """(the program's result, torch's result) for `function` of these inputs and a tuple of parameters."""
     tracer = Tracer()
     symbols = [tracer.input(name) for name in names]
     numbers = (tuple(tracer.parameter() for _ in parameters),) if parameters else ()
@@ -225,7 +225,7 @@ class Rows:
 
 
 def whole_stage(objective: Objective, present: tuple[str, ...], seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """(what the program of `token_terms` gives, what torch gives), with these rows beside those that are always there."""
+    """(result of the program of `token_terms`, torch's result), with these rows in addition to those that every batch has."""
     names = ("logps", "entropy", "advantages", "policy_weight", *present)
     given = dict(zip(names, random_inputs(names, 1024, seed), strict=True))
     logp, entropy = given.pop("logps"), given.pop("entropy")
@@ -313,7 +313,7 @@ def test_what_a_function_keeps_is_looked_up_at_every_call() -> None:
 
 
 class Moving(Surrogate):
-    """Its width is no field of a frozen dataclass: it may change between calls."""
+    """A surrogate whose width is not a field of a frozen dataclass, so that it may change between calls."""
 
     function = staticmethod(surrogates.clip)
 
@@ -347,7 +347,7 @@ def test_an_objective_keeps_only_what_cannot_change() -> None:
     assert losses[3] == pytest.approx(50 * losses[1], rel=1e-5)
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def hyperbolic(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
@@ -519,7 +519,7 @@ def test_doctor_compares_formulas_with_torch(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_loss_of_every_one_pass_objective_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of the package's own takes a second visit."""
+    """No objective of the package needs a second visit."""
     monkeypatch.setattr(cpu, "two_visits", None)
     for name in ONE_PASS:
         out, gradient = run(build(), OBJECTIVES[name][0](), "cpu")

@@ -1,4 +1,4 @@
-"""Each surrogate: its value against the oracle's, its slope against autograd through the oracle; what it selects."""
+"""Each surrogate: its value against the oracle's, its slope against autograd through the oracle, and the tokens that it selects."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_delta_is_dual_clip() -> None:
 
 @every_surrogate
 def test_huge_log_ratios_are_finite(surrogate: Surrogate, spec: Spec) -> None:
-    """A token far outside is pulled back with a bounded slope, not frozen and not NaN."""
+    """A token far outside the bounds has a finite slope that pulls it back: neither 0 nor NaN."""
     x = torch.tensor([1e3, -1e3, 1e5, -1e5, 89.0, -104.0, 60.5, 1e-30, 0.0])
     logp = torch.full_like(x, -2.0)
     for advantage in (1.0, -1.0, 0.0):
@@ -401,13 +401,13 @@ def test_check_surrogate_names_a_wrong_slope() -> None:
 
 
 def far_off(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """Right within e^3, and not beyond."""
+    """A surrogate that is correct for ratios up to e^3, and wrong beyond."""
     x = logp - old_logp
     return 0.5 * x * x, ops.where(ops.abs(x) < 3.5, x, 0.0)
 
 
 def off_at_zero(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """Right but where the advantage is 0."""
+    """A surrogate that is correct except where the advantage is 0."""
     x = logp - old_logp
     return 0.5 * x * x, ops.where(advantage == 0.0, 0.0, x)
 
@@ -434,7 +434,7 @@ def constant(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[fl
 
 
 def test_a_formula_without_its_slope_is_refused() -> None:
-    """Taken apart by its rows, a tensor of two tokens would look like a pair."""
+    """Unpacked, a tensor of two tokens would look like a pair (loss, slope)."""
     with pytest.raises(ValueError, match=r'loss_alone returned a Tensor \[3\].*return loss and slope.*slope="autograd"'):
         Custom(loss_alone, (0.25,))
     with pytest.raises(ValueError, match=r"squared returned a Tensor .3., a Tensor .3. .*return loss of each token"):

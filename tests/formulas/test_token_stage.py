@@ -1,4 +1,4 @@
-"""The token stage against the oracle: every objective, every combination of options, and what must not change a result."""
+"""The token stage against the oracle: every objective, every combination of options, and changes that must not affect a result."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_masked_tokens_have_no_loss_and_no_slope(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in OBJECTIVES if OBJECTIVES[n][0]().one_pass])
 def test_objectives_of_one_pass_take_any_slice(name: str) -> None:
-    """Blocks of rows give the same bits as the whole: that is what lets kernels go block by block."""
+    """Blocks of rows give the same bits as all rows at once, so that kernels may work block by block."""
     case, objective = build(), OBJECTIVES[name][0]()
     logps, entropy = log_probs_of(case)
     rows = objective.token_rows(case.batch())
@@ -131,7 +131,7 @@ def test_objectives_of_one_pass_take_any_slice(name: str) -> None:
 
 
 def test_one_pass_is_what_is_expected() -> None:
-    """Nothing of one pass has fallen to two, which costs a visit of the logits."""
+    """No objective of one pass has come to need two, which would cost another visit of the logits."""
     for name, (make, spec) in OBJECTIVES.items():
         whole = spec.surrogate in ("clip-cov", "kl-cov") or spec.entropy_share is not None or spec.off_policy is not None
         assert make().one_pass == (spec.level == "token" and not whole), name
@@ -213,7 +213,7 @@ def tiny_batches() -> dict[bool, tuple[TokenBatch, Tensor, Tensor]]:
     entropy = 1.6 * torch.rand(shape, generator=g)
     targets, groups = torch.zeros(shape, dtype=torch.int64), torch.tensor([3, 1, 1, 3, 0])
     offsets = torch.tensor((0, *lengths)).cumsum(0)
-    # Padding is rubbish in all of them.
+    # Padding has arbitrary values in all of them.
     fields = {k: torch.where(inside, v, math.nan if v.is_floating_point() else 0).to(v.dtype) for k, v in fields.items()}
     padded = TokenBatch(targets, groups=groups, **fields)
     packed = TokenBatch(targets[inside], groups=groups, cu_seqlens=offsets, **{k: v[inside] for k, v in fields.items()})
@@ -228,7 +228,7 @@ def without(batch: TokenBatch, missing: tuple[str, ...]) -> TokenBatch:
 
 
 def refused(objective: dict[str, Any], surrogate: Surrogate, batch: TokenBatch) -> bool:
-    """What has to raise, by the documentation."""
+    """Whether this combination has to raise, according to the documentation."""
     filters: tuple[Filter, ...] = objective.get("filters", ())
     regions = [f for f in filters if isinstance(f, TrustRegion)]
     own_levels = {
@@ -248,10 +248,11 @@ def refused(objective: dict[str, Any], surrogate: Surrogate, batch: TokenBatch) 
 
 
 def combinations(surrogate: Surrogate, theirs: dict[str, Any], turn: int) -> Iterator[tuple[str, dict[str, Any], Spec, int]]:
-    """TURNS of this number, while aggregates, bonuses, bounds and batches go round at paces of their own."""
+    """The combinations of TURNS with the number `turn`, with aggregates, bonuses, bounds and batches rotating at different
+    rates."""
     rounds = [cycle(x) for x in (AGGREGATES, BONUSES, BOUNDS)]
     batches = cycle(range(len(BATCHES)))
-    # 10, 4, 3 and 5 against 2 x 4 x 10 x 7: extra turns of the wheels keep them from moving in step.
+    # 10, 4, 3 and 5 have common factors with 2 x 4 x 10 x 7: extra shifts keep the rotations from being synchronous.
     for i, (of_turn, level, *chosen) in enumerate(TURNS):
         turning = [next(wheel) for wheel in rounds]
         if i % 7 == 6:
@@ -333,7 +334,7 @@ def test_the_combinations_are_not_trivial() -> None:
         assert len({s[:2] for s in seen}) == 4 * 6 and len({(s[0], s[2]) for s in seen}) == 4 * len(BATCHES)
 
 
-# ---- what must not change a result
+# ---- changes that must not affect a result
 
 
 @dataclass(frozen=True)
@@ -469,7 +470,7 @@ def test_padding_packing_and_what_is_masked_do_not_matter(name: str, s: Sequence
 @few
 @given(sequences(least=4), st.sampled_from([1, 2, 4]), st.booleans())
 def test_micro_batches_add_up(name: str, s: Sequences, parts: int, packed: bool) -> None:
-    """With the normaliser of the whole; a fully masked micro-batch more changes nothing but, where it counts, that."""
+    """With the normaliser of the whole batch. A further, fully masked micro-batch changes only a normaliser that counts it."""
     objective, order = PROPERTIES[name], list(range(len(s.advantages)))
     arrange = s.packed if packed else s.padded
     masked = [{**f, "mask": torch.zeros_like(f["mask"])} for f in s.fields[:2]]
@@ -529,7 +530,7 @@ def test_weights_scale_the_policy_term_alone(name: str, s: Sequences, factor: fl
 @few
 @given(sequences())
 def test_a_masked_sequence_changes_nothing(name: str, s: Sequences) -> None:
-    """With the same normaliser, or where empty ones do not count."""
+    """With the same normaliser, or if empty sequences do not count."""
     objective, order = replace(PROPERTIES[name], count_empty=False), list(range(len(s.advantages)))
     without_it = s.run(objective, s.padded(order))
     s.fields.insert(0, {**s.fields[-1], "mask": torch.zeros_like(s.fields[-1]["mask"])})

@@ -1,7 +1,7 @@
 """Trainers whose vocabulary is cut over tensor-parallel ranks: run by test_integration_vocab_parallel.py.
 
-Each adapter on two ranks against itself on one, which other tests compare with the trainers, and against the trainer's own
-function on two ranks where its package is on the path."""
+Each adapter on two ranks is compared with itself on one rank, which other tests compare with the trainers, and with the
+trainer's own function on two ranks if its package is on the path."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_installed(package: str) -> bool:
 
 @contextmanager
 def modules() -> Iterator[None]:
-    """Modules that a check puts into sys.modules go away with it."""
+    """Removes the modules that a check has put into sys.modules."""
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
@@ -69,7 +69,7 @@ def own(x: Tensor, rank: int, dim: int = -1) -> Tensor:
 
 
 def graded(f: Callable[..., Any], *inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """What f returns, and the gradient of a weighted sum of it with respect to the inputs. One weight is 0."""
+    """The result of f, and the gradient of a weighted sum of it with respect to the inputs. One weight is 0."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     made = f(*leaves)
     outputs = [x for x in (made if isinstance(made, tuple) else (made,)) if x is not None]
@@ -155,7 +155,7 @@ def check_areal_itself(rank: int, ranks: int) -> None:
 
 @functools.cache
 def alone() -> Any:
-    """A group of this rank only."""
+    """A process group with this rank only."""
     return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
 
 

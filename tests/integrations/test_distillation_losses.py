@@ -1,4 +1,4 @@
-"""The distillation losses of TRL and Liger beside ours, under their own names: values and gradients."""
+"""The distillation losses of TRL and Liger compared with ours under their names: values and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL's other distillation losses, and VeOmni's, beside ours: values and gradients, and where theirs differ, by exactly what.
+"""TRL's other distillation losses, and VeOmni's, compared with ours: values and gradients, and the exact differences.
 
 The losses of TRL run as they are installed; VeOmni's is transcribed."""
 
@@ -52,7 +52,7 @@ def assert_same(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Ten
 
 
 def known_at(ids: Tensor, teacher: Tensor, valid: Tensor | None = None) -> TokenSets:
-    """The teacher's log-probs at these ids of each token, those that are not valid left out."""
+    """The teacher's log-probs at these ids of each token, without invalid ids."""
     values = torch.log_softmax(teacher, -1).gather(-1, ids)
     return TokenSets.from_padded(
         (ids if valid is None else ids.masked_fill(~valid, -1)).flatten(0, 1), values=values.flatten(0, 1)
@@ -65,7 +65,7 @@ def with_tail(beta: float, tail: str) -> Exact:
 
 
 def test_gkds_loss_is_at_temperature_1(rows: tuple[Tensor, Tensor]) -> None:
-    """Whatever its completions were sampled at."""
+    """For any temperature of the sampler."""
     trainer, (student, teacher) = trl("gkd", "GKDTrainer"), rows
     labels = torch.cat([torch.full((B, 1), -100), LABELS], 1)[:, :T]
 

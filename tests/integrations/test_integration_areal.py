@@ -1,4 +1,5 @@
-"""AReaL: its two functions of packed logits, against its own where it is on the path and a float64 transcription always."""
+"""AReaL: its two functions of packed logits, compared with a float64 transcription, and with its own code if that is on the
+path."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def data() -> dict[str, Tensor]:
 
 
 def token_losses(options: Options, data: dict[str, Tensor], logps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """([B, T] loss, KL, clipped) from fp64 log-probs, 0 where masked; options in the words of triton_grpo_loss."""
+    """([B, T] loss, KL, clipped) from fp64 log-probs, 0 where masked; options have the names of triton_grpo_loss."""
     o = {"eps_low": 0.2, "eps_high": 0.4, "beta": 0.04, "loss_type": "dapo", "importance_sampling_level": "token"} | options
     losses, kls, clips = [], [], []
     for b in range(B):
@@ -259,7 +259,7 @@ def test_strides_and_types(data: dict[str, Tensor]) -> None:
 
 
 def test_masked_rows_and_empty_batches(data: dict[str, Tensor]) -> None:
-    """What Liger cannot have: anything at masked positions. Zero rows and no trained token give a differentiable 0."""
+    """Masked positions may hold anything, which Liger does not allow. No rows, or no trained token, give a differentiable 0."""
     dirty = {k: v.clone() for k, v in data.items()}
     for name in ("hidden", "old", "ref"):
         dirty[name][~data["mask"]] = math.nan
@@ -292,7 +292,7 @@ def test_options_are_read_on_every_call(data: dict[str, Tensor]) -> None:
 
 
 def test_no_reference_model(data: dict[str, Tensor]) -> None:
-    """use_ref_model=False with the default beta: Liger's KL is 0 without a word, ours with a warning."""
+    """use_ref_model=False with the default beta: Liger's KL is silently 0; ours is 0 with a warning."""
     call = {"old_per_token_logps": data["old"], "ref_per_token_logps": data["ref"]}
     with pytest.warns(UserWarning, match="use_ref_model=False"):
         mine = run(Ours, {"use_ref_model": False}, data, call)
@@ -381,7 +381,7 @@ def test_a_swap_is_proven_as_liger_first(data: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo"])
 def test_the_texts_that_ligers_callers_match_on(data: dict[str, Tensor], loss_type: str) -> None:
-    """A sequence level that a loss has not, and a reference given twice."""
+    """A sequence level that a loss does not support, and a reference given twice."""
     options = {"loss_type": loss_type, "importance_sampling_level": "sequence", "beta": 0.0, "use_ref_model": False}
     texts = []
     for kind in (Theirs, Ours):
@@ -528,7 +528,7 @@ def test_overwritten_logits_are_noticed(data: dict[str, Tensor]) -> None:
 
 
 def test_a_second_backward(data: dict[str, Tensor]) -> None:
-    """Token by token as often as you like; a reduced loss hands its gradient over once, and says so."""
+    """Per-token losses allow any number of backwards. A reduced loss allows one, and says so."""
     leaf = data["logits"].clone().requires_grad_()
     losses = call_triton(triton_grpo_loss, {"old": data["old"]}, data, leaf, inplace=False)[0]
     first, second = (torch.autograd.grad(losses.sum(), leaf, retain_graph=True)[0] for _ in range(2))
@@ -552,7 +552,7 @@ def test_selective_log_softmax(data: dict[str, Tensor]) -> None:
 
 
 def test_refusals(data: dict[str, Tensor]) -> None:
-    """Liger asserts or goes on; ours says what is wrong."""
+    """Liger asserts or goes on; ours names the error."""
     chunked: list[tuple[Options, Options, str]] = [
         ({"loss_type": "ppo"}, {}, "loss_type='ppo'"), ({"importance_sampling_level": "batch"}, {}, "importance_sampling_level"),
         ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, {}, "importance_sampling_level"),

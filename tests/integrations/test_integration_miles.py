@@ -1,4 +1,4 @@
-"""miles: its log-probs over recorded sets, against its own where it is on the path and float64 always."""
+"""miles: its log-probs over recorded sets, compared with float64, and with its own code if that is on the path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("stand_ins")
 
 HOME = "miles.backends.training_utils"
 TOKENS = torch.tensor([3, 9, 0, 22, 5, 7])
-#: Of each response token: the sampled id among others, and alone, as a tool's is.
+#: The set of each response token: the sampled id among others, or alone, as for a tool's token.
 SETS = [[3, 1, 14], [9], [8, 0], [22, 2, 6, 4, 21], [5], [10, 7]]
 
 
@@ -63,7 +63,7 @@ def exact(logits: Tensor, sets: list[list[int]], temperature: float = 1.0) -> tu
 
 
 def scores(home: tuple[Any, Any], logits: Tensor, record: Any, order: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """As miles goes about it, with the rows in the order of context parallelism."""
+    """Computes scores as miles does, with the rows in the order of context parallelism."""
     masks, maths = home
     where = {"response_length": 6} if options.pop("told", False) else {}
     mask = masks.build_local_sampling_mask(logits[[*order]], record, order, tp_rank=0, **where)

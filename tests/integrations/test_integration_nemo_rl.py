@@ -1,4 +1,4 @@
-"""NeMo-RL: its whole loss from logits, against its own where it is on the path and a float64 transcription always."""
+"""NeMo-RL: its whole loss from logits, compared with a float64 transcription, and with its own code if that is on the path."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""OpenRLHF: its policy loss and its functions of logits, against its own where it is on the path and a float64 transcription
-always."""
+"""OpenRLHF: its policy loss and its functions of logits, compared with a float64 transcription, and with its own code if that
+is on the path."""
 
 from __future__ import annotations
 

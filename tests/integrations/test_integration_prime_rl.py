@@ -1,4 +1,5 @@
-"""prime-rl: its chunked head and its custom loss, against its own where it is on the path and a float64 transcription always."""
+"""prime-rl: its chunked head and its custom loss, compared with a float64 transcription, and with its own code if that is on
+the path."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ HEAD = "prime_rl.trainer.models.layers.lm_head"
 
 
 def replayed(n: int = 24) -> tuple[Tensor, ...]:
-    """Hidden states, weight, labels, 1/temperature and the sets of a trainer: of no id, of the label alone, without the label."""
+    """Hidden states, weight, labels, 1/temperature and a trainer's sets: some empty, some with only the label, some without it."""
     g = torch.Generator().manual_seed(3)
     hidden, weight = torch.randn(n, H, generator=g), torch.randn(V, H, generator=g)
     labels, inverse = torch.randint(V, (n,), generator=g), 1 / (0.5 + torch.rand(n, generator=g))

@@ -1,4 +1,4 @@
-"""What the adapters share: how names are bound, counted and given back, and versions that are asked for."""
+"""Shared parts of the adapters: how names are bound, counted and restored, and the checks of versions."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ CALLED: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", CALLED)
 def test_an_argument_of_a_newer_trainer_is_refused_not_swallowed(name: str) -> None:
-    """It may change what is asked for: an unsloth_zoo that passes the bias of the head got log-probs without it."""
+    """A new argument may change the result: an unsloth_zoo that passed the head's bias once got log-probs without it."""
     with pytest.raises(TypeError, match="unexpected keyword argument 'of_a_newer_version'"):
         CALLED[name](of_a_newer_version=1)
     parameters = inspect.signature(CALLED[name]).parameters.values()
@@ -151,7 +151,7 @@ def test_modules_that_were_imported_late_are_given_back() -> None:
 
 
 def test_what_went_wrong_inside_comes_first() -> None:
-    """Someone else has the name at the end: an error, unless there is one already."""
+    """If other code has replaced the name by the end of the block, that is an error, unless the block has raised one already."""
     home = stand_in("areal.home", f=len)
     slots = Slots("areal")
     slots.bind("areal.home", "f", lambda x: "ours")

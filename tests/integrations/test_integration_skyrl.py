@@ -1,5 +1,5 @@
-"""SkyRL: policy losses of its registry, its functions of logits and its Megatron head, against its own where it is on the path
-and a float64 transcription always."""
+"""SkyRL: policy losses of its registry, its functions of logits and its Megatron head, compared with a float64 transcription,
+and with its own code if that is on the path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL's trainer with our loss in it: the same numbers at every step, and a count of the path that made them."""
+"""TRL's trainer with our loss: the same numbers at every step, and the counts of the paths that computed them."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_columns_of_the_head_are_drawn(patched: FusedLoss, plain: Any, monkeypat
 
 
 def test_strict_compares_with_trls_arithmetic(patched: FusedLoss, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """A denominator that is wrong by a factor, as after a change in TRL, is noticed at the first step."""
+    """A denominator that is wrong by a factor, for example after a change in TRL, is noticed at the first step."""
     monkeypatch.setattr(specs, "accumulation", lambda _: 1.0)
     with pytest.raises(RuntimeError, match="TRL's own arithmetic"):
         both(patched, Case("grpo"), plain)
@@ -175,7 +175,7 @@ def test_strict_compares_gradients(patched: FusedLoss, plain: Any, monkeypatch: 
 
 
 def test_strict_compares_small_bonuses(patched: FusedLoss, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """A bonus that the loss hardly shows."""
+    """A wrong entropy bonus is noticed even if it hardly changes the loss."""
     case, objective = Case("dapo", coef=1e-5), specs.objective_of
     both(patched, case, plain)
     double = lambda settings: ("", replace(objective(settings)[1], entropy_coef=2e-5))  # noqa: E731
@@ -356,7 +356,7 @@ def test_mixture_of_experts(tmp_path: Path) -> None:
 
 
 def test_images(patched: FusedLoss) -> None:
-    """What TRL hands to a model beside its tokens reaches the backbone: loss and gradients of a model that looks at pictures."""
+    """Other inputs of a model than tokens reach the backbone: loss and gradients of a model with images."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     text = LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
@@ -484,7 +484,7 @@ def test_other_heads_are_refused(path: str, tmp_path: Path) -> None:
     fused.undo()
 
 
-# ---- on and off
+# ---- patching and undoing
 
 
 def test_undo(path: str, tmp_path: Path) -> None:
@@ -660,7 +660,7 @@ def test_generate_and_plain_calls_are_untouched(path: str, tmp_path: Path) -> No
 
 
 def test_scored_log_probs(path: str, tmp_path: Path) -> None:
-    """What TRL asks without gradients, and what it does not ask: gradients, shifted labels."""
+    """Calls without gradients, and calls that TRL does not make: with gradients, or with shifted labels."""
     plain_trainer = trl_cases.make_trainer(path, tmp_path, beta=0.1)
     ids = torch.tensor([[0, 3, 4, 5, 6], [2, 3, 9, 5, 0]])
     labels = ids.masked_fill(ids == 0, -100)
@@ -700,7 +700,7 @@ def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor
 @pytest.mark.parametrize("softcap, scale", [(None, 1.0), (1.5, 0.3)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_slot_is_trls_function(outputs: tuple[str, ...], softcap: float | None, scale: float, with_bias: bool) -> None:
-    """Values and gradients; the gradient of what is not looked at does not exist."""
+    """Values and gradients, for each selection of outputs."""
     results = []
     with fused_lm_head(strict=True) as slot:
         for function in (ChunkedLogProbFunction, utils._ChunkedLogProbFunction):

@@ -1,4 +1,5 @@
-"""Unsloth: its chunked helper from hidden states, against its own where it is on the path and a float64 transcription always."""
+"""Unsloth: its chunked helper from hidden states, compared with a float64 transcription, and with its own code if that is on
+the path."""
 
 from __future__ import annotations
 

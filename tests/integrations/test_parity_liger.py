@@ -82,7 +82,7 @@ class Result:
     gradients: tuple[Tensor, ...]  # hidden, head, and bias if there is one; or logits
     clipped: float
     kl: float | None
-    #: Sum of the sizes of all terms, which is what a rounding error of the loss is relative to.
+    #: The sum of the absolute values of all terms: rounding errors of the loss are relative to it.
     scale: float = 0.0
 
 
@@ -405,7 +405,7 @@ def test_vespo_weights(plain: Data, token_weights: Tensor) -> None:
 
 
 def test_beta_without_a_reference(plain: Data) -> None:
-    """Liger's KL is then 0 without a word, though its beta is 0.04 by default. We refuse."""
+    """Liger's KL is then silently 0, although its default beta is 0.04. We refuse."""
     theirs = ligers(Case("dapo"), plain, beta=0.04, use_ref_model=False)
     assert_same(theirs, reference(Case("dapo"), plain), "no KL")
     with pytest.raises(ValueError, match="ref_logps"):

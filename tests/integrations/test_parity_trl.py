@@ -168,7 +168,7 @@ class Data:
 
 
 def configure(trainer: GRPOTrainer, case: Case, patch: pytest.MonkeyPatch) -> None:
-    """What `GRPOTrainer.__init__` makes of its arguments."""
+    """Sets the attributes that `GRPOTrainer.__init__` would set from its arguments."""
     numbers = case.numbers
     on_trainer = {
         "loss_type": case.loss_type,
@@ -220,7 +220,7 @@ class Result:
     d_hidden: Tensor
     d_head: Tensor
     metrics: dict[str, float]
-    #: Sum of the sizes of all terms, which is what a rounding error of the loss is relative to.
+    #: The sum of the absolute values of all terms: rounding errors of the loss are relative to it.
     scale: float = 0.0
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 NAME = "grpo_kernels"
 BACKENDS = ("cpu", "cuda", "rocm", "xpu")
-#: Rooms for trainers and the command line, which a kernel has no use for.
+#: Folders for trainers and the command line, which a kernel does not need.
 LEFT_OUT = ("integrations", "plugins", "training", "diagnosis")
 
 OPS = '''"""Names of this build's operators: its own namespace in torch.ops."""

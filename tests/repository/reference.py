@@ -1,4 +1,4 @@
-"""What the API reference is made of: the modules that users import, their public names, docstrings as Markdown.
+"""The contents of the API reference: the modules that users import, their public names, and docstrings as Markdown.
 
 `make docs` draws it (docs/api/, docs/site_docstrings.py); test_api_reference.py checks that it is whole."""
 
@@ -11,7 +11,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 PACKAGE = "grpo_kernels"
-#: What users import.
+#: The modules that users import.
 MODULES = (
     PACKAGE,
     *(

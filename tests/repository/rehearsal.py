@@ -1,9 +1,9 @@
 """The GPU kit on a CPU, with the versions of a machine that has a GPU: `python tests/repository/rehearsal.py [--python PYTHON]`.
 
-The four calls of docs/gpu.md, in turn, each from what the one before brought home and with an empty work folder, as on a machine
-that keeps nothing: the same command lines, `--rehearse` added. Without --python an environment is made first (matrix.py, "gpu"),
-and the peers' wheels are downloaded for it. Exit status 1 if a stage failed, or if something was left out that LEFT_OUT does not
-name. One line per call, as a table."""
+Runs the four calls of docs/gpu.md in turn, with the same command lines and `--rehearse`. Each starts from the results of the
+one before and has an empty work folder, as on a machine that keeps nothing. Without --python an environment is created first
+(matrix.py, "gpu"), and the wheels of other projects are downloaded for it. Prints a table with one line per call. Exit status 1
+if a stage failed, or if something was left out that LEFT_OUT does not name."""
 
 from __future__ import annotations
 

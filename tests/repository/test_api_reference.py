@@ -1,4 +1,4 @@
-"""Every public name says what each of its parameters is, in a form that becomes Markdown."""
+"""Every public name documents each of its parameters, in a form that can be converted to Markdown."""
 
 from __future__ import annotations
 

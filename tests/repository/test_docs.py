@@ -1,4 +1,4 @@
-"""The documentation holds: links and anchors lead somewhere, examples run, commands exist, the site has every page."""
+"""The documentation is correct: links and anchors exist, examples run, commands exist, the site has every page."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_examples_run(page: Path) -> None:
 
 
 def imports_exist(example: Example) -> None:
-    """What an example that is not run takes from this package is there: a name in the module's source, or a module."""
+    """Asserts that the names and modules which an example imports from this package exist, for examples that are not run."""
     for node in ast.walk(ast.parse(example.code)):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("grpo_kernels"):
             continue

@@ -1,4 +1,4 @@
-"""The build for the Hugging Face `kernels` library: loaded by that library where it is installed, else as it does that."""
+"""The build for the Hugging Face `kernels` library, loaded by that library if it is installed, else in the same way."""
 
 from __future__ import annotations
 

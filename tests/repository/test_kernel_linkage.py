@@ -1,5 +1,5 @@
-"""Of inline functions that sources compiled for several processors share, the linker keeps any one copy: a processor could meet
-instructions that it lacks. Here no such function is visible outside of its file."""
+"""No inline function that is compiled for several processors is visible outside its file. Of visible copies the linker would
+keep any one, and a processor could then run instructions that it lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every need has its proof: what tests/repository/needs.py names is there, and tests/README.md says the same."""
+"""Every need has its proof: the tests that tests/repository/needs.py names exist, and tests/README.md is up to date."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plain(text: str) -> str:
 
 
 def missing(need: Need) -> list[str]:
-    """What is named and does not exist."""
+    """The named tests and sentences that do not exist."""
     found = []
     for name in (*need.proof.split(), *need.gpu.split()):
         path, function = needs.file_of(name), name.partition("::")[2]

@@ -1,4 +1,4 @@
-"""What the source must not contain, where no quick run on a CPU would show it. See tests/README.md."""
+"""Checks of the source for mistakes that no quick run on a CPU would show. See tests/README.md."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_program_id_of_32_bits_is_seen(source: str) -> None:
 
 
 def test_no_atomics_and_nothing_that_tunes_itself() -> None:
-    """The order of sums, and the choice of tiles, are then the same in every run and for every number of rows."""
+    """Without these, the order of sums and the choice of tiles are the same in every run and for every number of rows."""
     for path in SOURCES:
         words = re.findall(r"\b(?:atomic_\w+|autotune|heuristics)\b", path.read_text())
         assert not words, (path.name, words)

@@ -1,4 +1,4 @@
-"""Tables, figures and trees of README and docs are those of the code, the result files and the repository; so is the report."""
+"""Tables, figures and trees in README, docs and the report agree with the code, the result files and the repository."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_figures_and_picture_of_sparse_training_are_current() -> None:
     assert html.unescape(sparse_training_page.PICTURE.read_text()).count(sparse_training_page.described(record)) == 1
 
 
-# ---- examples, as they stand there, and what they are equal to
+# ---- examples, and the results that they must equal
 
 
 def test_the_examples_from_hidden_states_hold_for_a_head_with_a_softcap(mesh: Any) -> None:

@@ -239,7 +239,7 @@ def short_signatures(package: Files) -> list[str]:
     return [name for name in long if name not in LONG_SIGNATURES]
 
 
-# ---- each rule on the package, and on one that breaks it
+# ---- each rule on the package, and on a made-up package that breaks it
 
 LONG_BODY = '    """Says\n    a lot."""\n' + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)
 MANY = ", ".join(f"a{i}" for i in range(MAX_PARAMETERS))

@@ -323,7 +323,7 @@ def test_optimal_token_advantages_of_equal_outcomes_are_zero() -> None:
 
 
 def test_reinforce_plus_plus() -> None:
-    """Returns of rewards with the KL in them, whitened over the tokens: mean 0, variance 1."""
+    """Returns of rewards that include the KL, whitened over the tokens: mean 0, variance 1."""
     tokens = Tokens(RAGGED)
     rewards = kl_in_reward(
         torch.randn(len(RAGGED)), tokens.random(), tokens.random(), beta=0.1, mask=tokens.mask, cu_seqlens=tokens.cu_seqlens
@@ -436,7 +436,7 @@ def test_every_estimator_of_verl() -> None:
 
 
 def test_no_estimator_waits_for_the_device() -> None:
-    """A tensor without data cannot answer; on a GPU the question would stall it."""
+    """Meta tensors have no data, so reading a value raises. On a GPU such a read would make the host wait."""
     r, ids = torch.zeros(8, device="meta"), torch.zeros(8, dtype=torch.int64, device="meta")
     x, mask = r.view(2, 4), torch.ones(2, 4, dtype=torch.bool, device="meta")
     for baseline in ("mean", "leave-one-out", "length"):

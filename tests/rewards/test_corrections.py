@@ -208,7 +208,7 @@ def test_bounds_are_inclusive() -> None:
     assert importance_weights(batch, mode="mask", low=math.exp(-0.5), high=math.exp(0.5))[0, :2].all()
 
 
-# ---- what the trainers have: peers' rules, written per sequence from the log-ratios x
+# ---- the trainers' rules, written per sequence from the log-ratios x
 
 
 def product(x: list[float]) -> float:
@@ -528,7 +528,7 @@ def test_metrics_without_sequences() -> None:
     assert float(got["kl_k1"]) == pytest.approx(-1, rel=1e-6)
 
 
-# ---- what holds for all of them
+# ---- properties of all corrections
 
 CALLS: dict[str, Callable[[TokenBatch], Any]] = {
     **{
@@ -624,7 +624,7 @@ def test_order_of_sequences(seed: int, order: list[int], name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_corrections_do_not_wait_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake tensors have none: whatever would make a host wait for a GPU raises. (Packed rows share the code but for
+    """Fake tensors have no values: an operation that would make the host wait for a GPU raises. (Packed rows share the code but for
     segment_reduce, which has no fake.)"""
     monkeypatch.setattr(layout, "values_are_checked", lambda tensor: False)
     with FakeTensorMode():

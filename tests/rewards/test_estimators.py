@@ -1,4 +1,4 @@
-"""The tables of estimators and corrections: complete, and each entry what its function computes."""
+"""The tables of estimators and corrections are complete, and each entry computes the same as its function."""
 
 from __future__ import annotations
 

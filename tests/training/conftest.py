@@ -1,4 +1,4 @@
-"""Pictures of runs are drawn where a test looks at them."""
+"""Pictures of runs are drawn only for tests that check them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A run that is killed at random moments and resumed after each, in a process of its own: `main` forks the runs, so that each
 starts with everything imported.
 
-The moments are counted in what a run does to files, so that a busy machine kills at the same ones as an idle one. By the clock
-they may also lie within a computation or a write."""
+The moments are counted in file operations of the run, so that they are the same on a busy and on an idle machine. With times by the
+clock, a kill may also come during a computation or a write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo: that both losses make the same steps, that only one of them is ours, and what it says of them."""
+"""The demo: both losses make the same steps, only one of them is ours, and the report states the results."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_equal_rows_of_the_table_are_refused(tmp_path: Path, easy: None, monkeyp
 
 
 def test_the_plain_loss_runs_no_kernel(tmp_path: Path, easy: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else both sides would be ours: without the package's loss only the fused side fails."""
+    """Otherwise both sides could be ours. With the package's loss removed, only the fused side fails."""
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("a kernel of ours")

@@ -1,4 +1,4 @@
-"""The reference trainer over the sets that its tokens were sampled from, beside plain rules and plain log-softmaxes."""
+"""The reference trainer over the sets from which its tokens were sampled, compared with plain rules and log-softmaxes."""
 
 from __future__ import annotations
 

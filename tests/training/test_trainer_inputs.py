@@ -1,4 +1,4 @@
-"""Inputs of the trainer: prompts of every form, data sets with holes, names and devices that are not there."""
+"""Inputs of the trainer: prompts of every form, data sets with missing values, names and devices that do not exist."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_held_out_prompts_that_are_left_out_are_counted(tok: Any, tmp_path: Path
     assert "left out 1 of 2 held-out prompts" in capsys.readouterr().out
 
 
-# ---- what is found out before anything slow
+# ---- errors that are noticed before anything slow
 
 
 @pytest.mark.parametrize(

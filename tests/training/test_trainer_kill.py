@@ -1,4 +1,4 @@
-"""A run that was killed at any moment, and resumed, is bitwise the run that was not: parameters, optimizer and metrics."""
+"""A run that was killed at any moment and resumed ends bitwise equal to an uninterrupted one: parameters, optimizer and metrics."""
 
 from __future__ import annotations
 

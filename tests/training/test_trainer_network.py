@@ -1,4 +1,4 @@
-"""Sampling, old log-probs, reference and gradient see one network, whatever dropout the model has."""
+"""Sampling, old log-probs, reference and gradient use the same network, even if the model has dropout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's options of the objective family: what they do to an update, not only that they are accepted."""
+"""The trainer's options of the objective: their effect on an update, not only that they are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output folder: which run owns it, what may be removed from it, and what a crash may leave there."""
+"""The output folder: which run owns it, which files may be removed, and the files that a crash may leave."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_run_that_cannot_start_gives_its_folder_back(tok: Any, tmp_path: Path)
     assert trainer(tok, tmp_path).train()
 
 
-# ---- what is not a checkpoint of this run
+# ---- files that are not checkpoints of this run
 
 
 def put(folder: Path, kind: str) -> Path:
@@ -129,7 +129,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
     assert checkpoints.load_newest(tmp_path)[0] == {"step": 3}
 
 
-# ---- what is damaged gives way to what was before
+# ---- damaged files are replaced by earlier ones
 
 
 def rewritten(newest: Path, data: bytes) -> None:

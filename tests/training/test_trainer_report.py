@@ -1,4 +1,4 @@
-"""What a run tells: metrics to trackers, samples of completions, the parts of its time, and a summary."""
+"""The reports of a run: metrics for trackers, samples of completions, the parts of its time, and a summary."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def assert_same(t: Trainer, expected: tuple[dict[str, torch.Tensor], list[dict[s
 
 
 def resumed(tok: Any, out: Path) -> Trainer:
-    """A trainer around another model, which must not matter, with the random state of another life."""
+    """A trainer with another model and another random state: a resumed run must replace both."""
     randomness.seed(99)
     t = trainer(tok, out, model=tiny(tok, seed=5), rewards=[noisy], steps=6, resume=True, **RUN)
     assert t.train()

@@ -88,7 +88,7 @@ def choose(logits: torch.Tensor, temperature: float, top_p: float, top_k: int, u
 
 
 def test_a_sampled_token_comes_with_its_log_prob_under_what_it_was_drawn_from() -> None:
-    """After temperature, top-k, top-p and min-p: what is left over adds up to 1."""
+    """The log-prob is after temperature, top-k, top-p and min-p, renormalised over the remaining tokens."""
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(400, 4)
     for options, shares in (
         ((1.0, 1.0, 0, 0.0), [0.5, 0.3, 0.15, 0.05]),

@@ -24,7 +24,7 @@ SOME = KINDS[:2] + KINDS[3:]
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that short rows have several."""
+    """Small tiles, so that short rows have several."""
     monkeypatch.setitem(LAUNCH, "two", Choice(32, 1))
     monkeypatch.setitem(LAUNCH, "mixed", Choice(32, 1))
 

@@ -2,10 +2,10 @@
 
     python tests/vocabulary/fuzz_kernels.py MODULE SEED FIRST CALLS
 
-Every buffer lies between pages that nobody may touch, right at the end of one or the beginning of the other; rows that a
-call must not read are protected too. So a byte too far ends the process, which is why this is one of its own (and without
-torch: the threads are then the module's). What a call writes is compared with float64 where the values allow it, all other
-bytes with what they were; every instruction set runs. Call number i depends on SEED and i alone."""
+Every buffer lies between protected pages, next to the end of one or the beginning of the other; rows that a call must not read are
+protected, too. So an access one byte too far ends the process. That is why this is a process of its own (without torch, so that the
+threads are those of the module). Results are compared with float64 where the values allow it, and all other bytes must not change.
+Every instruction set runs. Call number i depends only on SEED and i."""
 
 from __future__ import annotations
 
@@ -418,7 +418,7 @@ class Matrix:
 
     @property
     def rounded(self) -> Array:
-        """As products of bf16 operands take it."""
+        """Rounded as in products of bf16 operands."""
         return widen(narrow(self.values, BF16), BF16).astype(np.float64)
 
     @property

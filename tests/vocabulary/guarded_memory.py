@@ -29,8 +29,8 @@ def protect(address: int, size: int, mode: int) -> None:
 @dataclass(eq=False)
 class Buffer:
     address: int
-    bytes: Array  # what was asked for
-    pages: Array  # what is accessible
+    bytes: Array  # the requested part
+    pages: Array  # the accessible part
 
     def typed(self, dtype: Any) -> Array:
         return self.bytes.view(dtype)
@@ -68,7 +68,7 @@ class Memory:
         return [b.pages.copy() for b in self.buffers]
 
     def check(self, before: list[Array], written: dict[Buffer, Array | None]) -> None:
-        """Nothing has changed but what is named: all of a buffer (None) or its bytes at a bool mask."""
+        """Asserts that nothing has changed except the given places: all of a buffer (None), or its bytes at a bool mask."""
         for buffer, old in zip(self.buffers, before, strict=True):
             same = buffer.pages == old
             if buffer in written:

@@ -225,7 +225,7 @@ def check_several_log_probs(rank: int, ranks: int) -> None:
     assert_as_alone(rank, ranks, head_case(mixed=False), at=at, also=("log_kept_mass",))
 
 
-# ---- memory to add to, and what is sent
+# ---- memory to add to, and collectives
 
 
 def check_weight_grad(rank: int, ranks: int) -> None:

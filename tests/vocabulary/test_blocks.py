@@ -1,4 +1,4 @@
-"""The engine as it runs on a GPU, on a CPU with stand-ins for the products: blocks of chunks, their products, their memory."""
+"""The engine's code for a GPU, run on a CPU with stand-ins for the products: blocks of chunks, their products, their memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_where_gradients_lie_in_the_logits_a_block_is_a_chunk() -> None:
 
 
 def head(rows: int, vocab: int = 151936, width: int = 4096, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, TokenBatch]:
-    """Without values: large ones cost nothing."""
+    """A head of meta tensors: large ones need no memory."""
     shapes = ((1, rows, width), (vocab, width))
     hidden, weight = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes)
     vector = torch.empty(1, rows, device="meta")
