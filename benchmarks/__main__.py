@@ -29,7 +29,9 @@ def main(argv: list[str] | None = None) -> None:
         "--without-native", action="store_true", help="measure what runs where our kernels are missing or stale"
     )
     parser.add_argument("--fresh", action="store_true", help="measure again what is there already")
-    parser.add_argument("--first", action="store_true", help="the first cell of each suite, without those who compile for long")
+    parser.add_argument(
+        "--first", action="store_true", help="the first cell of each suite, without providers that compile for long"
+    )
     parser.add_argument("--choices", type=Path, help="settings of our launches: a file that benchmarks.tune has written")
     parser.add_argument("--busy", action="store_true", help="beside a process that keeps one core busy")
     parser.add_argument(

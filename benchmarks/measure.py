@@ -62,10 +62,9 @@ def measure(
     candidates: list[Provider] | None = None,
     save: Callable[[dict], None] | None = None,
 ) -> dict:
-    """The measured cell, in the form of the result files. `only` names the providers that take part besides the limits (None:
-    all that support the contract). `known`, {provider: reason}, are failures of an earlier process, which are not tried again.
-    `save` is called after each provider with the results so far, marked "unfinished": the providers checked so far, with times
-    of a few runs."""
+    """The measured cell, in the form of the result files. only: the providers that take part besides the limits (None: all).
+    known: {provider: reason} of failures in an earlier process, which are not tried again. save: called after each provider with
+    the results so far, marked "unfinished", and with times of a few runs of each."""
     begin = time.perf_counter()
     chosen = providers(cell.contract) if candidates is None else candidates
     chosen = [p for p in chosen if only is None or p.limit or p.name in only]
@@ -142,8 +141,7 @@ def measure(
 
 
 def _early(provider: Provider, row: dict[str, Any], runs: dict[str, Run], device: str) -> dict[str, Any]:
-    """Times of a few runs of one provider alone, in case the cell is not finished. A provider that fails here is left out from
-    then on."""
+    """Times of a few runs of one provider, in case the cell is not finished. One that fails is left out from then on."""
     if row["status"] != "ok":
         return {}
     name, run = provider.name, runs[provider.name]

@@ -245,8 +245,8 @@ def run(
     quick: bool = False, first: bool = False, fresh: bool = False, busy: bool = False, choices: dict[str, Any] | None = None,
 ) -> list[Path]:  # fmt: skip
     """Measures the cells that the result files under `out` do not hold yet, prints each, and returns the paths. With
-    `fresh` it measures all of them, with `first` the first of each suite, without those who compile for long; with `busy` beside
-    a process that keeps one core busy. `choices` are the settings of our launches, where they are not the package's (see
+    `fresh` it measures all of them, with `first` the first of each suite, without providers that compile for long; with `busy`
+    beside a process that keeps one core busy. `choices` are the settings of our launches, where they are not the package's (see
     tune.apply). A cell that cannot be measured is left out; SystemExit at the end names it. If a provider breaks CUDA for this
     process, that is recorded and the process exits with LOST_DEVICE. The same command then continues without that provider, until
     the code or the machine changes. On a GPU a file is written after each provider."""
