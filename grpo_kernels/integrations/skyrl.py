@@ -4,23 +4,23 @@
     skyrl.register()                # trainer.algorithm.policy_loss_type=fused_dapo; then sync_registries(), as for any loss
     skyrl.bind()                    # in the worker
 
-`register` puts our presets into `PolicyLossRegistry`, with their own constants. SkyRL divides the advantages by the
-reduction before the loss and wants a plain sum, so `loss_reduction` stays SkyRL's; objectives that are not linear in the
-advantage (Clip-Cov, KL-Cov, DRO, A2PO, distillation) are refused for that reason. Its off-policy correction
-(`off_policy_correction`) is called for the weights and masks that it makes. KL and entropy terms stay SkyRL's.
+`register` adds our presets to `PolicyLossRegistry`, with their own constants. SkyRL divides the advantages according to
+`loss_reduction` before the loss and expects a plain sum. So objectives that are not linear in the advantage (Clip-Cov, KL-Cov, DRO,
+A2PO, distillation) are refused. SkyRL's off-policy correction (`off_policy_correction`) is called for its weights and masks. KL and
+entropy terms remain SkyRL's.
 
 `bind` replaces `logprobs_from_logits` and `chunked_entropy_from_logits` (FSDP), and with megatron=True the head's
-dispatcher `_fused_lm_head_logprob_apply`, over any number of tensor-parallel ranks. As in SkyRL, the gradient of the hidden
-states is then a rank's own share: the gather of sequence parallelism in front of the head sums them up.
+dispatcher `_fused_lm_head_logprob_apply`, over any number of tensor-parallel ranks. As in SkyRL, each rank then has only its own
+share of the gradient of the hidden states; the gather of sequence parallelism before the head adds up the shares.
 
-With replay=True `bind` also takes the function that scores tokens over the sets that vLLM returned (`sample_support_scores`, or
-`sample_support_logprobs`, as the version has it): logits or hidden states and the head's weight, ids [.., K] padded with -1. From
-hidden states only the pairs of a row and an id are projected, as in SkyRL, in fp32 and without atomics. Rows without ids are 0
-there; SkyRL scores its appended end token apart, over the vocabulary. For a loss of your own `kept_sets` makes both of its records
-the sets of a batch.
+With replay=True `bind` also replaces the function that scores tokens over the sets that vLLM has returned (`sample_support_scores`,
+or `sample_support_logprobs`, depending on the version). It takes logits, or hidden states and the head's weight, and ids [.., K]
+padded with -1. From hidden states only the pairs of a row and an id are projected, as in SkyRL, in fp32 and without atomics. Rows
+without ids get 0; SkyRL scores the end token that it appends separately, over the vocabulary. For a loss of your own, `kept_sets`
+turns either of SkyRL's records into the sets of a batch.
 
 Tested with SkyRL 0.3.0 and 0.2.0 on a CPU: its losses, its functions of logits and its dispatcher (on one rank and on two), from
-their files alone. Its workers and Megatron were not run. The replay, which 0.3.0 has not, is that of its branches of August 2026.
+their files alone. Its workers and Megatron were not run. 0.3.0 has no replay; ours follows SkyRL's branches of August 2026.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ NOT_LINEAR = (ClipCov, KlCov, Dro, A2po)
 
 
 def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
-    """Put our presets into SkyRL's registry, and return their names there: `prefix` and the preset's. Under a version that was not
-    tested, unless any_version, the first call computes SkyRL's own clipped loss and ours of these constants first: RuntimeError
-    where they differ."""
+    """Add our presets to SkyRL's registry, and return their names there: `prefix` and the preset's name. Under a version that
+    was not tested, unless any_version is True, the first call compares SkyRL's own clipped loss with ours of the same
+    constants, and raises RuntimeError if they differ."""
     trial = Trial(untested("skyrl", TESTED, any_version))
     from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss
 
@@ -67,8 +67,8 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
 
 
 def _with_witness(ours: Callable[..., Any], trial: Trial) -> Callable[..., Any]:
-    """`ours`, before whose first call under an untested version SkyRL's "regular" loss is compared with our clip of its constants:
-    arguments, corrections and reduction are those of every loss."""
+    """Wraps `ours`. Before its first call under an untested version SkyRL's "regular" loss is compared with our clip of the same
+    constants, because arguments, corrections and reduction are the same for every loss."""
     if trial.version is None:
         return ours
 
@@ -102,22 +102,23 @@ def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[
     """A policy loss with SkyRL's signature, (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs) ->
     (loss, metrics), tensors [B, T]: the sum over tokens, of advantages that SkyRL has divided already.
 
-    objective   a preset's name (with SkyRL's numbers where it has that objective) or an Objective; its aggregate is the sum.
-                Where rollout_logprobs are the anchor in SkyRL (dppo, rollout_is), they are here, if they are given.
+    objective   a preset's name (with SkyRL's constants if SkyRL has that objective) or an Objective; its aggregate is the sum.
+                If rollout_logprobs are given, they are the anchor of the objectives for which SkyRL uses them so (dppo,
+                rollout_is).
     """
     name = objective if isinstance(objective, str) else None
     if isinstance(objective, str):
         numerics = "skyrl" if objective in NUMERICS["skyrl"] else None
-        wanted = Objective.preset(objective, numerics=numerics, aggregate="token-sum", beta=0.0)
+        spec = Objective.preset(objective, numerics=numerics, aggregate="token-sum", beta=0.0)
     else:
-        wanted = objective
-    if isinstance(wanted.surrogate, NOT_LINEAR):
+        spec = objective
+    if isinstance(spec.surrogate, NOT_LINEAR):
         raise ValueError(
             f"objective={objective!r}: it is not linear in the advantage, which SkyRL has divided by its reduction."
         )
-    if wanted.beta != 0 or wanted.needs_entropy or wanted.aggregate != "token-sum":
+    if spec.beta != 0 or spec.needs_entropy or spec.aggregate != "token-sum":
         raise ValueError(
-            f"objective has beta={wanted.beta}, entropy_coef={wanted.entropy_coef} and aggregate={wanted.aggregate!r}: SkyRL adds "
+            f"objective has beta={spec.beta}, entropy_coef={spec.entropy_coef} and aggregate={spec.aggregate!r}: SkyRL adds "
             'KL and entropy itself, and divides: pass beta=0.0, entropy_coef=0.0 and aggregate="token-sum".'
         )
 
@@ -136,7 +137,7 @@ def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[
             torch.ones_like(log_probs), old_log_probs, rollout_logprobs, mask, config.off_policy_correction
         )
         anchored = name in ("dppo_tv", "dppo_kl", "rollout_is") and rollout_logprobs is not None
-        cispo = isinstance(wanted.surrogate, Cispo) and not wanted.filters
+        cispo = isinstance(spec.surrogate, Cispo) and not spec.filters
         if cispo and getattr(getattr(config, "cispo", None), "cispo_anchor", "old") == "rollout":
             tis = getattr(config.off_policy_correction, "tis_ratio_type", None)
             if rollout_logprobs is None:
@@ -149,12 +150,12 @@ def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[
             anchored = True
         old = rollout_logprobs if anchored else old_log_probs
         batch = scored_batch(mask, advantages, old_logps=old, weights=weights.detach().float())
-        out = objective_loss(log_probs, batch, wanted)
-        if cispo:  # over the tokens from before the correction, whatever their advantage is
+        out = objective_loss(log_probs, batch, spec)
+        if cispo:  # over the tokens before the correction, with any advantage
             assert old is not None
-            named = _ratios(log_probs.detach() - old, loss_mask, *wanted.surrogate.ratio_bounds)
+            named = _ratios(log_probs.detach() - old, loss_mask, *spec.surrogate.ratio_bounds)
         else:
-            clipped = 1 - out.metrics["kept"] if wanted.filters else out.metrics["clip_low"] + out.metrics["clip_high"]
+            clipped = 1 - out.metrics["kept"] if spec.filters else out.metrics["clip_low"] + out.metrics["clip_high"]
             named = {"clip_ratio": clipped}
         return out.loss, {**dict(zip(named, torch.stack([*named.values()]).tolist(), strict=True)), **metrics}
 
@@ -175,14 +176,14 @@ def _ratios(log_ratio: Tensor, mask: Tensor | None, low: float, high: float) -> 
 
 
 def bind(*, megatron: bool = False, replay: bool = False, strict: bool = False, any_version: bool = False) -> Slots:
-    """Put our functions in the place of SkyRL's; the result undoes it, by `undo()` or as a context manager. Bind before
-    `HFModelWrapper` is made: it keeps the function of the entropy that it found then.
+    """Replace SkyRL's functions by ours. The returned `Slots` restores them, by `undo()` or as a context manager. Bind before
+    `HFModelWrapper` is created, because it stores the entropy function of that time.
 
     megatron   True: the fused head of SkyRL's Megatron worker too.
     replay     True: the scores over recorded sets too.
     strict     True: a call that SkyRL's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested, see `_slots.Trial`.
-    Raises RuntimeError where a function is replaced already, and in the first step where such a comparison fails."""
+    any_version   True: under a version that was not tested, skip the comparison with SkyRL's own functions, see `_slots.Trial`.
+    Raises RuntimeError if a function is replaced already, and in the first step if that comparison fails."""
     version = untested("skyrl", TESTED, any_version)
     slots = Slots("skyrl", strict, version=version)
     home = "skyrl.backends.skyrl_train"
@@ -201,8 +202,8 @@ def bind(*, megatron: bool = False, replay: bool = False, strict: bool = False, 
 def chunked_entropy_from_logits(
     logits: Tensor, requires_grad: bool = False, attention_mask: Tensor | None = None, chunk_size: int = 1024
 ) -> Tensor:
-    """Entropy in nats, fp32 [B, S], of logits [B, S, V]; 0 where attention_mask is. Without a gradient unless requires_grad;
-    chunk_size is not needed."""
+    """Entropy in nats, fp32 [B, S], of logits [B, S, V]; 0 where attention_mask is 0. It has no gradient unless requires_grad is
+    True. chunk_size is not needed."""
     return entropy_from_logits(logits, mask=None if attention_mask is None else attention_mask != 0, gradient=requires_grad)
 
 
@@ -220,10 +221,10 @@ def fused_lm_head_logprobs(
     """Log-probs fp32 [B, S] of target [B, S]; hidden [B, S, H], weight [V, H], already divided by the temperature. No gradient
     if inference_only.
 
-    With a tp_group of several ranks (None: the default group of torch.distributed, where there is one) weight is
-    [V / ranks, H], this rank's part, and the gradient of hidden its share: SkyRL's layers in front sum it up.
-    vocab_start_index and vocab_end_index are the bounds of that part. backend and chunk_size choose among SkyRL's own ways,
-    and nothing here. Raises ValueError where the bounds are not those of this rank's part."""
+    With a tp_group of several ranks (None: the default group of torch.distributed, if there is one) weight is [V / ranks, H],
+    this rank's part, and the gradient of hidden is this rank's share, which SkyRL's layers before the head add up.
+    vocab_start_index and vocab_end_index are the bounds of that part. backend and chunk_size choose among SkyRL's own
+    implementations and have no effect here. Raises ValueError if the bounds are not those of this rank's part."""
     plain(hidden, weight)
     shard = _part(weight.shape[0], (vocab_start_index, vocab_end_index), default_group(tp_group))
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
@@ -231,7 +232,7 @@ def fused_lm_head_logprobs(
 
 
 def _part(width: int, bounds: tuple[int, int], group: Any) -> VocabShard | None:
-    """This rank's part of the vocabulary, of `width` ids. Raises ValueError where SkyRL's bounds are others."""
+    """This rank's part of the vocabulary, of `width` ids. Raises ValueError if SkyRL's bounds differ from it."""
     shard = even_shard(width, group, reduce_hidden=False)
     start = 0 if shard is None else shard.start
     if bounds != (start, start + width):
@@ -260,7 +261,7 @@ def sample_support_logprobs(
     """(log-probs fp32 over the sets, bool: rows with a set), of the shape of sampled_ids; 0 and False where a row has none.
 
     logits_or_hidden   [.., V / ranks], or [.., H] with lm_head_weight [V / ranks, H], of which only the sets' rows are read.
-    support_ids        int32 [.., K], ids of the whole vocabulary, -1 where there is none; a sampled id that is not there joins.
+    support_ids        int32 [.., K], ids of the whole vocabulary, padded with -1; a sampled id that is missing is added.
     vocab_start_index, vocab_end_index, tp_group   as in `fused_lm_head_logprobs`, but no group is one rank.
     temperature        divides the logits. chunk_size is not needed."""
     plain(logits_or_hidden, lm_head_weight)
@@ -282,8 +283,8 @@ def sample_support_logprobs(
 
 
 def sample_support_scores(*args: Any, **kwargs: Any) -> Any:
-    """`sample_support_logprobs`, of the same args and kwargs, in the type of newer versions, which score the entropy of the
-    sets elsewhere."""
+    """`sample_support_logprobs` with the same args and kwargs. The result has the type of newer versions, which compute the entropy
+    over the sets elsewhere."""
     from skyrl.backends.skyrl_train.utils.sample_support_replay import SampleSupportScores
 
     logps, scored = sample_support_logprobs(*args, **kwargs)
@@ -295,12 +296,12 @@ def kept_sets(
 ) -> TokenSets:  # fmt: skip
     """The sets of [B, A] response tokens, for a TokenBatch whose targets are these tokens.
 
-    support        int32 [B, A, K], padded with -1; or (ids, offsets) of the response tokens of all samples, one after another.
-    loss_mask      [B, A]: tokens that are trained on. Of each sample one of them may have no ids, the end token that SkyRL appends:
-                   its row stands for the whole vocabulary, as do those that are not trained on.
-    response_mask  [B, A]: tokens that there are sets for, with (ids, offsets); None = loss_mask.
+    support        int32 [B, A, K], padded with -1; or (ids, offsets) of the response tokens of all samples, concatenated.
+    loss_mask      [B, A]: trained tokens. One of them per sample may have no ids: the end token that SkyRL appends. Its row stands
+                   for the whole vocabulary, and so do rows that are not trained.
+    response_mask  [B, A]: the tokens that have sets in (ids, offsets); None = loss_mask.
 
-    Raises ValueError, with the sample, where more tokens lack a set, or there is not a set for each token."""
+    Raises ValueError, naming the sample, if more tokens lack a set, or if there is not one set for each token."""
     mask = loss_mask != 0
     if isinstance(support, Tensor):
         if support.shape[:-1] != mask.shape:
