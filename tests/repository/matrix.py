@@ -176,6 +176,11 @@ def same(found: str, wanted: str) -> bool:
     )
 
 
+def quick(environment: Environment) -> list[str]:
+    """The quick selection. A single test of a file that skips itself is an error to pytest, and without Triton that file does."""
+    return [f"tests/{file}" for file in versions.QUICK if environment.triton or "::" not in file]
+
+
 def check(
     name: str, environment: Environment, archive: Path, work: Path, chosen: Sequence[str], given: Path | None, quick: bool
 ) -> dict[str, Any]:
@@ -236,11 +241,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--write keeps whole selections: leave out --tests, or take --quick in its place")
     work = options.work.resolve()
     archive = sdist(work)
-    files = [f"tests/{file}" for file in (versions.QUICK if options.quick else options.tests)] or ALL
     lines, failed = {}, []
     for name in options.names or given or ENVIRONMENTS:
         try:
-            found = check(name, ENVIRONMENTS[name], archive, work, files, given.get(name), options.quick)
+            files = quick(ENVIRONMENTS[name]) if options.quick else [f"tests/{file}" for file in options.tests]
+            found = check(name, ENVIRONMENTS[name], archive, work, files or ALL, given.get(name), options.quick)
             lines[name] = found | {"tests": "quick" if options.quick else "some" if options.tests else "all"}
             failed += [name] if found["failed"] else []
         except SystemExit as error:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trainer_versions
 import versions
-from matrix import ENVIRONMENTS, same
+from matrix import ENVIRONMENTS, quick, same
 from versions import ROOT
 
 from grpo_kernels._version import __version__
@@ -77,6 +77,13 @@ def test_the_changelog_names_the_version() -> None:
         assert f"What becomes {number}.\n" in changes and "\n### Moving from " in changes and f"## [{number}]" not in log
     else:
         assert not changes.strip() and re.findall(r"^## \[(\d.*?)\] - \d{4}-\d\d-\d\d$", log, re.MULTILINE)[0] == number
+
+
+def test_without_triton_no_single_test_is_asked_for() -> None:
+    """Its file skips itself there, and pytest ends with an error."""
+    every, bare = quick(ENVIRONMENTS["newest"]), quick(ENVIRONMENTS["bare"])
+    assert every == [f"tests/{name}" for name in versions.QUICK] and any("::" in name for name in every)
+    assert bare == [name for name in every if "::" not in name]
 
 
 @pytest.mark.parametrize(
