@@ -52,7 +52,7 @@ class Size:
     width: int = 64
     layers: int = 2
     warm_up: int = 1000
-    steps: int = 40
+    steps: int = 48
     prompts: int = 16
     group: int = 8
     lr: float = 1e-4
