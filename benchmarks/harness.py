@@ -38,7 +38,6 @@ def interleaved(
     seconds: float = 1.0,
     least: int = 3,
     most: int = 50,
-    warm_up: bool = True,
     attempt: Callable[[str, Callable[[], float]], float | None] = lambda name, run: run(),
 ) -> dict[str, dict]:
     """{name: {ms, p20, p80, runs, modes if there are two, on CUDA host_ms}}. Each round runs every contender once; the order
@@ -46,12 +45,13 @@ def interleaved(
 
     `before(name)` runs untimed before each run, for example to restore inputs that were overwritten. A contender stops
     taking part once it has `least` runs and `seconds` of time, or three runs and three times `seconds`: slow contenders
-    then do not limit the sample of the others. The first round is a warm-up, unless `warm_up` is False. `attempt(name,
-    run)` executes a run. It may catch an exception and return None: that contender is dropped."""
+    then do not limit the sample of the others. The first round is a warm-up: measuring the memory before it has returned all
+    free memory to the system, and its pages are to be there again. `attempt(name, run)` executes a run. It may catch an
+    exception and return None: that contender is dropped."""
     names = list(runs)
     times: dict[str, list[float]] = {name: [] for name in names}
     hosts: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(0 if warm_up else 1, most + 1):
+    for i in range(most + 1):
         first = i % max(1, len(names))
         for name in names[first:] + names[:first]:
             if name not in times or _enough(times[name], 1e3 * seconds, least):

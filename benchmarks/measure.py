@@ -119,7 +119,7 @@ def measure(
     retries = _alloc_retries(device)
     times = interleaved(
         {name: run.call for name, run in runs.items()}, device, lambda name: _restore(runs[name]), attempt=attempt,
-        seconds=seconds, least=least, most=most, warm_up=device != "cpu",  # on a CPU the check was a warm-up
+        seconds=seconds, least=least, most=most,
     )  # fmt: skip
     state = gpu_state(device)
     rows = with_sum_of_parts(rows, times, failures)

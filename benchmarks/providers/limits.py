@@ -84,20 +84,23 @@ class _OneDnn(_Torch):
 
 
 class _Ours(_Torch):
-    """The products of the engine, in the precision in which it makes them on this device."""
+    """The products of the engine, in the precision in which it makes them on this device. They are made anew for each run: they
+    hold the memory of a chunk, and of such memory the engine keeps a few blocks only, for whoever is measured beside this."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self.products = products_for(weight, None, dtype)
+        self.products = lambda: products_for(weight, None, dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.products.logits(hidden.to(self.products.dtype))
+        products = self.products()
+        return products.logits(hidden.to(products.dtype))
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
-        return self.products.d_hidden(d_logits.to(self.products.dtype))
+        products = self.products()
+        return products.d_hidden(d_logits.to(products.dtype))
 
     def d_weight(self, d_logits: Tensor, hidden: Tensor) -> Tensor:
-        dtype = self.products.dtype
-        return self.products.add_d_weight(None, d_logits.to(dtype), hidden.to(dtype), last=True)
+        products = self.products()
+        return products.add_d_weight(None, d_logits.to(products.dtype), hidden.to(products.dtype), last=True)
 
 
 def _logits(case: HiddenCase, way: type[_Torch]) -> Run:

@@ -26,7 +26,7 @@ from benchmarks.measure import derived, measure, outside_gate
 from benchmarks.printing import table
 from benchmarks.providers import Provider, Unavailable, peer, providers
 from grpo_kernels import TokenBatch
-from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary import backends, memory
 from support.benchmark_cells import BF16, FP32, OURS, QUICKLY, by_name, good, nothing_compiles, poisoned_memory, provider, tiny  # noqa: F401 - fixtures
 
 # ---- the accuracy check
@@ -216,6 +216,21 @@ def test_every_provider_that_runs_here_is_right(contract: str, dtype: torch.dtyp
         )
     if contract != "step":
         assert cell["limit"]["ms"] == min(row["ms"] for row in cell["providers"] if row.get("limit"))
+
+
+@pytest.mark.parametrize("contract", ["hidden", "divergence"])
+def test_limits_hold_no_memory_that_the_engine_beside_them_uses(monkeypatch: pytest.MonkeyPatch, contract: str) -> None:
+    """Of large blocks a few are kept: a limit that holds one between runs would make the engine fault in new pages."""
+    monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 10)
+    memory.release()
+    made = [
+        p.make(make_case(tiny(contract, dtype=BF16), "cpu")) for p in providers(contract) if p.limit and p.name.endswith("ours")
+    ]
+    for run in made:
+        if run.restore is not None:
+            run.restore()
+        run.call()
+    assert len(memory._kept) > 0 and not [block for block in memory._kept if block.lease() is not None]
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
