@@ -74,6 +74,19 @@ def test_multiprocessors_that_share_a_row(monkeypatch: pytest.MonkeyPatch) -> No
         assert (16 in widths) != shared, widths  # 64: tiles of bf16; 32: log-prob, entropy, loss
 
 
+def test_a_softcapped_fp32_gradient_leaves_fewer_tiles_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the tile of a gradient is as wide as that of the logits, and tanh takes registers too."""
+    kept = []
+    monkeypatch.setattr(backend, "run", lambda kernel, tile, *_: kept.append(tile(0).flags["KEPT"]))
+    single, half = torch.float32, torch.bfloat16
+    with compiling("sm_90"):
+        for logits, gradient, transform in (
+            (single, single, "softcap"), (single, single, "linear"), (single, half, "softcap"), (half, half, "softcap"),
+        ):  # fmt: skip
+            Case("fused", logits, gradient, transform=transform).launch()
+    assert kept == [2, 3, 3, 1]
+
+
 def variants(target: str) -> dict[str, int]:
     """Compiled kernels in Triton's own cache, by kernel."""
     kernels = (backend._stats_kernel, backend._pull_kernel, backend._fused_kernel, backend._scale_kernel)

@@ -19,7 +19,7 @@ from ...formulas import token_stage
 from ..rows import OF_STUDENT, RowStats, RowTransform, Slopes, Teacher, partials_of
 from . import FusedRows, triton_divergence, two_visits
 from .triton_arguments import check_layout, transform_arguments, vector
-from .triton_choices import LAUNCH, SCALE_PROGRAMS, available, choose, multiprocessors, on_device, serves  # noqa: F401
+from .triton_choices import LAUNCH, SCALE_PROGRAMS, available, choose, fused_kind, multiprocessors, on_device, serves  # noqa: F401
 from .triton_divergence import mixed  # noqa: F401
 from .triton_formulas import compiled_formula
 from .triton_kernels import _fused_kernel, _pull_kernel, _scale_kernel, _stats_kernel
@@ -128,7 +128,7 @@ def fused(
             *map(vector, (rows.policy_weight, rows.kl_weight, rows.entropy_weight, rows.nll_weight)), *scalars,
             *token_stage.scalars(objective).values(), logps, entropies, losses,
         )  # fmt: skip
-        kind = "fused32" if logits.dtype == torch.float32 else "fused"
+        kind = fused_kind(logits.dtype, gradient.dtype, transform.softcap)
         grid = LAUNCH[kind].grid
         run(
             _fused_kernel, functools.partial(choose, kind, V, (logits, gradient)),
