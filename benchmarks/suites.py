@@ -36,6 +36,17 @@ PEERS = (
     "CCE, unfiltered + loss",
     "verl kernel + loss",
 )
+#: Of a large vocabulary: without the options of torch's function with which a run takes half a minute or more there.
+CROSS_ENTROPIES = (
+    OURS,
+    "grpo_kernels, layer 1",
+    "grpo_kernels, the whole DAPO loss",
+    "torch linear_cross_entropy",
+    "torch linear_cross_entropy, chunks of 256 rows",
+    EAGER,
+    "torch.compile",
+    "CCE (torch.compile)",
+)
 LOST_DEVICE = 75  # exit status: run the same command again (EX_TEMPFAIL)
 
 
@@ -84,14 +95,16 @@ def _hidden(device: str, quick: bool) -> list[Planned]:
 def _cross_entropy(device: str, quick: bool) -> list[Planned]:
     if device == "cuda":
         return [Planned(_head("cross-entropy", 2048 if quick else 8192, 4096, QWEN, BF16))]
+    every_option = [Planned(_head("cross-entropy", 64, 256, 32768, dtype)) for dtype in (FP32, BF16)]
     if quick:
-        return [Planned(_head("cross-entropy", 64, 256, 32768, dtype)) for dtype in (FP32, BF16)]
+        return every_option
     counts = {256: 16, 1000: 8}
-    return [
-        Planned(_head("cross-entropy", n, 1024, QWEN, dtype, sequences=of))
+    large = [
+        Planned(_head("cross-entropy", n, 1024, QWEN, dtype, sequences=of), CROSS_ENTROPIES)
         for n, of in counts.items()
         for dtype in (FP32, BF16)
     ]
+    return large + every_option
 
 
 def _one_head(contract: str) -> Callable[[str, bool], list[Planned]]:
