@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .checks import describe, require
-from .layout import as_mask, as_wide, check_offsets, flat, per_token, sequence_ids
+from .layout import as_mask, as_wide, check_offsets, check_width, flat, per_token, sequence_ids
 from .missing import check_missing, narrowed, outside, without_set
 from .rewards.estimators import ADVANTAGES, Evidence, lookup
 from .row_counts import KINDS, UNSEEN, Counts, versions_of, whole
@@ -114,7 +114,9 @@ class TokenBatch:
             object.__setattr__(self, "_given_mask", self.mask)
             object.__setattr__(self, "mask", narrowed(self.kept, targets, self.mask, self.missing))
         for name in ("advantages", "weights", "nll_weights"):
-            self.flat(name)
+            value = getattr(self, name)
+            if value is not None:
+                check_width(name, value.shape, targets.shape, self.cu_seqlens)
         if self.context_group is not None:
             ready = dist.is_available() and dist.is_initialized()
             require(ready, "context_group", self.context_group, "call init_process_group first.")

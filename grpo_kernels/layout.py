@@ -90,22 +90,33 @@ def per_token(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | 
     return (wide if wide.shape == shape else wide.expand(shape)).reshape(-1)
 
 
-def as_wide(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The values of `per_token`, fp32 and of a shape that broadcasts to `shape`."""
-    value = (value.detach() if value.requires_grad else value).to(torch.float32)
-    if value.shape == shape or value.dim() == 0:
-        return value
+def check_width(name: str, given: torch.Size, shape: torch.Size, cu_seqlens: Tensor | None = None) -> None:
+    """Raise ValueError unless a tensor of the shape `given` has one value per token of targets of `shape`, one per sequence, or
+    one for all."""
+    if given == shape or len(given) == 0:
+        return
     if cu_seqlens is None:
-        if len(shape) >= 2 and value.shape in (shape[:1], shape[:1] + (1,) * (len(shape) - 1)):
-            return value.reshape(-1, *(1,) * (len(shape) - 1))
+        if len(shape) >= 2 and given in (shape[:1], shape[:1] + (1,) * (len(shape) - 1)):
+            return
         options = f"{list(shape)}" + (f", [{shape[0]}] or [{shape[0]}, 1]" if len(shape) == 2 else "")
         hint = " (Packed sequences take one per sequence in a TokenBatch with cu_seqlens.)" if len(shape) == 1 else ""
     else:
         sequences = cu_seqlens.numel() - 1
-        if value.shape in ((sequences,), (sequences, 1)):
-            return value.reshape(-1)[sequence_ids(cu_seqlens, shape.numel())]
+        if given in ((sequences,), (sequences, 1)):
+            return
         options, hint = f"{list(shape)} (per token) or [{sequences}] (per sequence)", ""
-    raise ValueError(f"{name} has shape {list(value.shape)}, but targets of shape {list(shape)} want {options}.{hint}")
+    raise ValueError(f"{name} has shape {list(given)}, but targets of shape {list(shape)} want {options}.{hint}")
+
+
+def as_wide(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The values of `per_token`, fp32 and of a shape that broadcasts to `shape`."""
+    check_width(name, value.shape, shape, cu_seqlens)
+    value = (value.detach() if value.requires_grad else value).to(torch.float32)
+    if value.shape == shape or value.dim() == 0:
+        return value
+    if cu_seqlens is None:
+        return value.reshape(-1, *(1,) * (len(shape) - 1))
+    return value.reshape(-1)[sequence_ids(cu_seqlens, shape.numel())]
 
 
 def of_a_leaf(logits: Tensor) -> bool:
