@@ -19,6 +19,9 @@ from ..objective import Objective
 
 Tensor = torch.Tensor
 
+#: The versions whose classes gave the same losses, metrics and gradients as ours, for every option that they have.
+TESTED = ("0.8.5",)
+
 AGGREGATES = {
     "grpo": "seq-mean-token-mean",
     "bnpo": "token-mean",

@@ -48,9 +48,9 @@ class Trial:
     difference.
 
     version   of `untested`; None: there is nothing to compare.
-    remove    takes ours off again."""
+    remove    takes ours off again; None: ours was put in by the user."""
 
-    def __init__(self, version: str | None, remove: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, version: str | None, remove: Callable[[], None] | None = None) -> None:
         self.version, self.remove, self.said = version, remove, False
         self._seen: dict[str, Compared] = {}
 
@@ -87,10 +87,13 @@ class Trial:
         try:
             yield
         except Differs as difference:
-            self.remove()
+            done = "Nothing was trained with ours: keep its own,"
+            if self.remove is not None:
+                self.remove()
+                done = "Ours was taken off, nothing was trained with it:"
             raise RuntimeError(
-                f"{self.version}, and {name} is not what it was: {difference}. Ours was taken off, nothing was trained with it: "
-                f"install a tested version, or pass any_version=True (or set {OVERRIDE}=1) to go on all the same."
+                f"{self.version}, and {name} is not what it was: {difference}. {done} install a tested version, or pass "
+                f"any_version=True (or set {OVERRIDE}=1) to go on all the same."
             ) from difference
 
     def passed(self, name: str) -> None:

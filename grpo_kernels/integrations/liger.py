@@ -4,7 +4,9 @@
     from grpo_kernels.integrations.liger import triton_grpo_loss              # was liger_kernel.transformers.grpo_loss
     from grpo_kernels.integrations.liger import fused_selective_log_softmax   # was liger_kernel.ops.grpo_loss
 
-Signatures, defaults, values and gradients are those of Liger-Kernel 0.8.5, which need not be installed. What differs:
+Signatures, defaults, values and gradients are those of Liger-Kernel 0.8.5, which need not be installed. Under an installed version
+that was not tested, the first call of `LigerFusedLinearGRPOLoss` also runs Liger's, and goes on or refuses with the difference.
+What differs on purpose:
 
 - Bad input raises ValueError, where Liger asserts, and more of it is refused: a delta of at most 1, masks other than 0 and 1.
 - Masked positions do not count, whatever they hold: not in LUSPO, whose Liger versions weigh the padding too (or multiply by
@@ -44,6 +46,7 @@ from ._liger_specs import (
     token_batch,
     weights_with_padding,
 )
+from ._liger_trial import compare_first_call
 
 __all__ = ["LIGER_VERSION", "LigerFusedLinearGRPOLoss", "fused_selective_log_softmax", "liger_objective", "triton_grpo_loss"]
 
@@ -61,7 +64,10 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
     logits. use_ref_model=False leaves the KL out, which is then 0 in the metrics, with a warning if beta is not 0.
 
     as_liger   True: LUSPO and VESPO count masked positions as Liger's chunked loss does, with a warning, so that a run can be
-               compared with Liger's number by number before it is improved. Everything else is the same either way."""
+               compared with Liger's number by number before it is improved. Everything else is the same either way.
+    any_version   True: no comparison with an installed Liger that was not tested.
+
+    Raises RuntimeError in the first call, where that comparison fails."""
 
     def __init__(
         self,
@@ -85,6 +91,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         vespo_lambda_neg: float = 2.0,
         *,
         as_liger: bool = False,
+        any_version: bool = False,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -112,6 +119,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         self.vespo_k_neg = vespo_k_neg
         self.vespo_lambda_neg = vespo_lambda_neg
         self.as_liger = as_liger
+        compare_first_call(self, "liger_kernel.chunked_loss", any_version)
 
     def objective(self) -> Objective:
         """The objective that the options describe. Raises ValueError naming the option that is wrong."""

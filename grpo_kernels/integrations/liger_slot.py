@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
+from ._liger_specs import TESTED
 from ._slots import Slots, untested
 from .liger import LigerFusedLinearGRPOLoss
 
 #: By package, the versions whose object was compared with ours.
-KNOWN = {"liger-kernel": ("0.8.5",), "trl": ("1.13",)}
+KNOWN = {"liger-kernel": TESTED, "trl": ("1.13",)}
 HOME, NAME = "liger_kernel.chunked_loss", "LigerFusedLinearGRPOLoss"
 #: What trainers call the attribute, the newest first.
 ATTRIBUTES = ("liger_loss", "liger_grpo_loss")
@@ -38,8 +39,9 @@ def patch(trainer: Any, *, strict: bool = False, any_version: bool = False) -> S
     name = next((name for name in ATTRIBUTES if callable(getattr(trainer, name, None))), None)
     if name is None:
         raise RuntimeError(
-            f"{type(trainer).__name__} has no loss of Liger's ({' or '.join(ATTRIBUTES)}): make it with use_liger_kernel=True (TRL before "
-            "0.25: use_liger_loss=True). TRL from 1.15 on takes integrations.trl.patch instead."
+            f"{type(trainer).__name__} has no loss of Liger's ({' or '.join(ATTRIBUTES)}): make it with use_liger_kernel=True (TRL 0.17 to "
+            "0.24: use_liger_loss=True). TRL 1.14 has no such place: it takes integrations.trl_head.fused_lm_head(), and TRL from 1.15 on "
+            "integrations.trl.patch(trainer)."
         )
     theirs = getattr(trainer, name)
     if getattr(theirs, "grpo_kernels", False):
@@ -77,7 +79,9 @@ def _in_place_of(theirs: Any, slots: Slots) -> Any:
     missing = {"beta", "epsilon_low", "epsilon_high", "loss_type", "temperature"} - {*names}
     if missing:
         raise RuntimeError(f"{type(theirs).__name__} has no {', '.join(sorted(missing))}: it is not Liger's GRPO loss.")
-    module = LigerFusedLinearGRPOLoss(**{name: getattr(theirs, name) for name in names})
+    module = LigerFusedLinearGRPOLoss(
+        **{name: getattr(theirs, name) for name in names}, any_version=True
+    )  # compared by `slots`
 
     def loss(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         return module(*args, **kwargs)

@@ -104,8 +104,9 @@ def check_trl(any_version: bool = False) -> str | None:
     if not hasattr(utils, "add_fused_lm_head"):
         raise RuntimeError(
             f"trl is {trl.__version__}, which has no fused LM head in the forward of its models (trl.trainer.utils.add_fused_lm_head), "
-            f"so that there is no place for the loss: install TRL {TESTED[-1]}, or train with use_liger_kernel=True and give the trainer "
-            "to integrations.liger_slot.patch."
+            f"so that there is no place for the whole loss: install TRL {TESTED[-1]}, or train with use_liger_kernel=True: then TRL 1.14 "
+            "takes our log-probs by integrations.trl_head.fused_lm_head(), and an older one our loss by "
+            "integrations.liger_slot.patch(trainer)."
         )
     return version
 

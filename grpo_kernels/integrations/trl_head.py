@@ -13,7 +13,8 @@ exceptions. First, for a head that FSDP2 shards the gradient is averaged over th
 its own, see `average_gathered`. Second, on a CPU TRL also passes padding and prompts to its function, to keep the shapes of its
 tiles. While it is replaced, TRL passes only the rows that it needs, as it does on a GPU.
 
-Written for TRL 1.16.0 and tested with it, and with 1.15.0. For the whole loss in one pass see `integrations.trl`.
+Written for TRL 1.16.0 and tested with it, and with 1.15.0. TRL 1.14 has the function too, with log-probs and entropy alone: there
+trainers call it with use_liger_kernel=True. For the whole loss in one pass see `integrations.trl`.
 """
 
 from __future__ import annotations
@@ -56,18 +57,23 @@ def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
         raise RuntimeError("the fused LM head of TRL is ours already: call undo() on what fused_lm_head() returned.")
     if not (isinstance(theirs, type) and issubclass(theirs, torch.autograd.Function)):
         raise RuntimeError(f"trl.trainer.utils.{SLOT} is {theirs!r}: another package has taken the slot, or this TRL has none.")
-    arguments = list(inspect.signature(theirs.forward).parameters)[1:]
-    expected = list(inspect.signature(log_probs).parameters)
-    if arguments[1:] != expected[1:]:  # the first is called last_hidden or hidden, and passed by position
+    arguments = _names(theirs.forward)[1:]
+    # The first is called last_hidden or hidden, and passed by position.
+    ours = next((one for one in (log_probs, log_probs_and_entropy) if _names(one)[1:] == arguments[1:]), None)
+    if ours is None:
         raise RuntimeError(
             f"trl is {trl.__version__}, whose trl.trainer.utils.{SLOT} takes ({', '.join(arguments)}), but ours takes "
-            f"({', '.join(expected)}) and returns as many results as there are in TRL {TESTED[-1]}: install that one."
+            f"({', '.join(_names(log_probs))}) and returns as many results as there are in TRL {TESTED[-1]}: install that one."
         )
     slots = Slots("trl", strict, "TRL", version)
-    slots.bind(utils.__name__, SLOT, log_probs, attribute="apply")
+    slots.bind(utils.__name__, SLOT, ours, attribute="apply")
     if hasattr(utils, "_use_triton"):  # from 1.16 on
         slots.put(utils, "_use_triton", _wanted_rows_only(utils._use_triton))
     return slots
+
+
+def _names(function: Callable[..., object]) -> list[str]:
+    return list(inspect.signature(function).parameters)
 
 
 def _wanted_rows_only(theirs: Callable[[torch.device], bool]) -> Callable[[torch.device], bool]:
@@ -118,6 +124,21 @@ def log_probs(
     squares, top = statistics.get("sum_squares"), statistics.get("top_id")
     log_squares = None if squares is None else of_counted(squares.detach().log())
     return of_counted(logps), of_counted(entropy), log_squares, None, None if top is None else (top == targets) & counted
+
+
+def log_probs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[Tensor | None, ...]:
+    """What `apply` gives in TRL 1.14: the first two results of `log_probs`."""
+    given = hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale
+    return log_probs(*given, outputs=("entropy",))[:2]
 
 
 def gathered(parameter: Tensor) -> Tensor:

@@ -852,27 +852,63 @@ def test_a_strict_run_without_a_fused_call_is_an_error() -> None:
     assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
 
 
+class Older(torch.autograd.Function):
+    """The arguments and results of TRL 1.14's function, in float64."""
+
+    @staticmethod
+    def forward(
+        ctx, last_hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0
+    ):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+    @staticmethod
+    def apply(
+        hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, temperature: float, _: int, softcap: float, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        logits = scale * (hidden.double() @ weight.double().T + bias.double())
+        logps = torch.log_softmax(softcap * torch.tanh(logits / softcap) / temperature, -1)
+        return logps.gather(1, targets[:, None])[:, 0].float(), -(logps.exp() * logps).sum(-1).float()
+
+
+def test_the_slot_of_trl_1_14(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two results, log-probs and entropies, both with slopes; compared in the first call under another version."""
+    untested_trl(monkeypatch)
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Older)
+    results = []
+    with fused_lm_head(strict=True) as slot:
+        for function in (Older, utils._ChunkedLogProbFunction):
+            hidden, weight, bias, targets = operands()
+            with pytest.warns(UserWarning, match="They agree") if function is not Older else nullcontext():
+                logps, entropy = function.apply(hidden, weight, bias, targets, 0.8, 7, 1.5, 0.3)
+            upstream = torch.linspace(-1, 1, 9)
+            loss = (logps * upstream).sum() + (entropy * upstream.flip(0)).sum()
+            results.append([logps, entropy, *torch.autograd.grad(loss, (hidden, weight, bias))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
+    assert slot.counts == {"fused": 1} and utils._ChunkedLogProbFunction is Older
+
+
 def test_a_trl_without_the_fused_lm_head_names_the_obstacle(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL 1.14, with any_version=True: its function knows no `outputs`, and its models have no fused head in their forward."""
+    """With any_version=True: a function of other arguments, and models without a fused head in their forward."""
     plain_trainer = trl_cases.make_trainer(path, tmp_path)
 
-    class Older(torch.autograd.Function):
+    class Unknown(torch.autograd.Function):
         @staticmethod
-        def forward(
-            ctx, last_hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0
-        ):  # type: ignore[no-untyped-def]
+        def forward(ctx, last_hidden, weight, bias, targets, temperature):  # type: ignore[no-untyped-def]
             raise NotImplementedError
 
     monkeypatch.setattr(trl, "__version__", "1.14.2")
-    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Older)
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Unknown)
     with pytest.raises(
-        RuntimeError, match=r"trl is 1\.14\.2.*takes \(last_hidden.*logit_scale\), but ours.*outputs.*TRL 1\.16"
+        RuntimeError, match=r"trl is 1\.14\.2.*takes \(last_hidden.*temperature\), but ours.*outputs.*TRL 1\.16"
     ):
         fused_lm_head(any_version=True)
-    assert utils._ChunkedLogProbFunction is Older
+    assert utils._ChunkedLogProbFunction is Unknown
     monkeypatch.delattr(utils, "add_fused_lm_head")
     for make in (lambda: patch(plain_trainer, any_version=True), lambda: FusedGRPOTrainer(any_version=True)):
-        with pytest.raises(RuntimeError, match=r"trl is 1\.14\.2.*no fused LM head in the forward of its models.*TRL 1\.16"):
+        with pytest.raises(
+            RuntimeError, match=r"trl is 1\.14\.2.*no fused LM head.*install TRL 1\.16.*1\.14.*trl_head\.fused_lm_head"
+        ):
             make()
     assert "fused_loss" not in vars(plain_trainer)
 

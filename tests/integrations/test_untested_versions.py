@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels.integrations import areal, liger_slot, openrlhf, prime_rl, skyrl, slime, unsloth, verl
+from grpo_kernels.integrations import areal, liger, liger_slot, openrlhf, prime_rl, skyrl, slime, unsloth, verl
 from grpo_kernels.integrations._slots import OVERRIDE, Slots
 from grpo_kernels.integrations._trial import Differs, compare
 from support.trainers import DATA, MASK, H, V, log_softmax_of, stand_in
@@ -269,6 +269,72 @@ def test_the_loss_in_ligers_place(changed: float) -> None:
         trainer.liger_loss(*given)
     trainer.liger_loss(*given)
     assert slots.counts == {"fused": 2}
+
+
+@pytest.mark.parametrize("changed", [1.0, 1.02])
+@pytest.mark.parametrize("loss_type", ["bnpo", "luspo"])
+def test_the_class_with_ligers_name(loss_type: str, changed: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs Liger's class once, on the arguments of the first call. LUSPO counts padding in the comparison, and not after it."""
+    chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
+    calls = []
+
+    class Other(chunked.LigerFusedLinearGRPOLoss):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(self.loss_type)
+            loss, metrics = super().forward(*args, **kwargs)
+            return changed * loss, metrics
+
+    monkeypatch.setattr(chunked, "LigerFusedLinearGRPOLoss", Other)
+    options = {"beta": 0.0, "temperature": 0.7, "loss_type": loss_type, "use_ref_model": False}
+    g = torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randn(*shape, generator=g).requires_grad_() for shape in ((2, 5, H), (V, H)))
+    mask = torch.tensor([[1.0, 1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0, 0.0]])
+    given = hidden, weight, torch.randint(V, (2, 5), generator=g), mask, torch.tensor([1.0, -0.5])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        want = liger.LigerFusedLinearGRPOLoss(**options, any_version=True)(*given)[0]
+        monkeypatch.setattr(metadata, "version", lambda _: liger.LIGER_VERSION)
+        assert torch.equal(liger.LigerFusedLinearGRPOLoss(**options)(*given)[0], want) and not calls
+    monkeypatch.setattr(metadata, "version", lambda _: "99.1")
+    module = liger.LigerFusedLinearGRPOLoss(**options)
+    if changed != 1.0:
+        for _ in range(2):
+            with pytest.raises(
+                RuntimeError,
+                match=r"liger-kernel 99\.1 was not tested.*LigerFusedLinearGRPOLoss is not what it was: values.*apart.*any_version=True",
+            ):
+                module(*given)
+        assert hidden.grad is None and len(calls) == 2
+        return
+    with pytest.warns(UserWarning, match=r"liger-kernel 99\.1.*They agree") as said:
+        assert torch.equal(module(*given)[0], want)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(module(*given)[0], want)
+    assert calls == [loss_type] and len(said) == 1
+
+
+def test_an_older_liger_without_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it lacks is left out where ours has the default, and named where not; a Liger that cannot be imported is none."""
+    chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
+    own = chunked.LigerFusedLinearGRPOLoss
+
+    def older(beta: float = 0.04, compiled: bool = True, use_ref_model: bool = True, loss_type: str = "bnpo") -> Any:
+        return own(beta, compiled, use_ref_model, loss_type=loss_type)
+
+    monkeypatch.setattr(chunked, "LigerFusedLinearGRPOLoss", older)
+    g = torch.Generator().manual_seed(2)
+    given = torch.randn(2, 3, H, generator=g), torch.randn(V, H, generator=g).requires_grad_(), torch.ones(2, 3).long()
+    given = *given, torch.ones(2, 3), torch.tensor([1.0, -0.5])
+    with pytest.warns(UserWarning, match="They agree"):
+        liger.LigerFusedLinearGRPOLoss(beta=0.0)(*given)
+    module = liger.LigerFusedLinearGRPOLoss(beta=0.0, delta=1.5)
+    with pytest.raises(RuntimeError, match=r"its own function raised TypeError: .*'delta'"):
+        module(*given)
+    monkeypatch.setitem(sys.modules, "liger_kernel.chunked_loss", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(*given)
 
 
 # ---- what a comparison can see

@@ -4,10 +4,10 @@ A TRAINER is a folder that holds one version of one package, as `pip install --n
 a name: then what this environment has of it. Folders given by `--beside` hold what a trainer imports and this environment lacks.
 
 Of TRL two steps of GRPO with a KL run with its own loss and with ours: "loss" is the whole loss inside the model's
-forward (`integrations.trl`), "slot" the loss in Liger's place (`integrations.liger_slot`) beside Liger's; the result says
-whether the first step's comparison ran and how far the logged losses and gradient norms are apart. Of the others the tests run
-that compare the adapter with the trainer's own functions. Trainers that do not install here are known by a contract, which the
-line names. `--write` puts the lines into docs/versions.md."""
+forward (`integrations.trl`), "slot" the loss in Liger's place (`integrations.liger_slot`) beside Liger's, "head" log-probs and
+entropies alone (`integrations.trl_head`); the result says whether the first step's comparison ran and how far the logged losses
+and gradient norms are apart. Of the others the tests run that compare the adapter with the trainer's own functions. Trainers that
+do not install here are known by a contract, which the line names. `--write` puts the lines into docs/versions.md."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Trainer:
 TRAINERS = {
     "trl": Trainer("TRL", beside=("liger-kernel",)),
     "verl": Trainer("verl", ("parity_verl", "integration_verl", "integration_verl_distillation")),
-    "liger_kernel": Trainer("Liger-Kernel", ("parity_liger", "integration_liger")),
+    "liger_kernel": Trainer("Liger-Kernel", ("integration_liger",), "itself"),
     "openrlhf": Trainer("OpenRLHF", ("integration_openrlhf",), "itself"),
     "areal": Trainer("AReaL", ("integration_areal",), "itself"),
     "skyrl": Trainer("SkyRL", ("integration_skyrl",), "itself"),
@@ -68,17 +68,19 @@ TRAINERS = {
 }
 
 RUN = """
-import sys, tempfile, warnings
+import dataclasses, sys, tempfile, warnings
 from pathlib import Path
 import trl
 from support import trl_cases
 from trl.trainer import utils
 from grpo_kernels.integrations import liger_slot
 from grpo_kernels.integrations.trl import patch
+from grpo_kernels.integrations.trl_head import fused_lm_head
 
+names = {f.name for f in dataclasses.fields(trl.GRPOConfig)}
 whole = hasattr(utils, "add_fused_lm_head")
-names = {f.name for f in __import__("dataclasses").fields(trl.GRPOConfig)}
-options = {"beta": 0.05, "loss_type": "dapo"}
+loss_type = "bnpo" if trl.GRPOConfig.loss_type == "bnpo" else "dapo"  # the default is the newest that there is
+options = {"beta": 0.05, "loss_type": loss_type}
 if not whole:
     options["use_liger_loss" if "use_liger_loss" in names else "use_liger_kernel"] = True  # the first is TRL's own, before 0.25
     if "liger_kernel_config" in names:
@@ -88,40 +90,38 @@ path = trl_cases.save_model(work / "model")
 histories, said = [], []
 for ours in (False, True):
     trainer = trl_cases.make_trainer(path, work / str(ours), steps=2, **options)
-    if not whole:
-        slot = next((getattr(trainer, name) for name in liger_slot.ATTRIBUTES if hasattr(trainer, name)), None)
-        if slot is None:
-            for place in (patch, liger_slot.patch):
-                try:
-                    place(trainer)
-                except RuntimeError:
-                    continue
-                sys.exit(f"TRL {trl.__version__} has no place for a loss, and {place.__module__} did not say so")
-            print("RESULT", trl.__version__, "none")
-            sys.exit()
+    slot = next((getattr(trainer, name) for name in liger_slot.ATTRIBUTES if hasattr(trainer, name)), None)
+    place, put = ("loss", patch) if whole else ("slot", liger_slot.patch) if slot else ("head", lambda _: fused_lm_head())
+    if place == "slot":
         slot.compiled = False
+    if place == "head":
+        for refused in (patch, liger_slot.patch):
+            try:
+                refused(trainer)
+            except RuntimeError as error:
+                if "trl_head.fused_lm_head" in str(error):
+                    continue
+            sys.exit(f"TRL {trl.__version__} has no place for {refused.__module__}, which did not say so")
     if ours:
-        made = patch(trainer) if whole else liger_slot.patch(trainer)
+        made = put(trainer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train()
     said += [str(w.message) for w in caught if "They agree" in str(w.message)]
     histories.append([h for h in trl_cases.history(trainer) if "grad_norm" in h])
-assert made.counts["fused"] == 2, made.counts
+assert made.counts["fused"] == (4 if place == "head" else 2) and set(made.counts) <= {"fused", "scored"}, made.counts
 apart = max(abs(a[k] - b[k]) / max(1.0, abs(b[k])) for a, b in zip(*histories) for k in ("loss", "grad_norm"))
-print("RESULT", trl.__version__, "loss" if whole else "slot", "compared" if said else "known", f"{apart:.1e}")
+print("RESULT", trl.__version__, place, "compared" if said else "known", f"{apart:.1e}")
 """
 
 
 def trl_result(environment: dict[str, str]) -> str:
-    """Of both adapters, that which this TRL has a place for."""
+    """Of the three adapters, the one for which this TRL has a place."""
     with tempfile.TemporaryDirectory() as elsewhere:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", RUN], cwd=elsewhere, env=environment, capture_output=True, text=True
         )
     found = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    if done.returncode == 0 and found and found[0] == ["none"]:
-        return "none: it has neither place, and our adapters say so"
     if done.returncode == 0 and found:
         adapter, first, apart = found[0]
         return f"{adapter}; {first}; {apart} apart"
