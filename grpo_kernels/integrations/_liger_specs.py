@@ -20,7 +20,7 @@ from ..objective import Objective
 Tensor = torch.Tensor
 
 #: The versions whose classes gave the same losses, metrics and gradients as ours, for every option that they have.
-TESTED = ("0.8.5",)
+TESTED = ("0.6.5", "0.7.0", "0.8.2", "0.8.4", "0.8.5")
 
 AGGREGATES = {
     "grpo": "seq-mean-token-mean",

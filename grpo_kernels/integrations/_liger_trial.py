@@ -50,7 +50,8 @@ def _like(module: Any, released: Callable[..., Any]) -> Any:
         value = getattr(module, name, None)
         if parameter.kind is not parameter.KEYWORD_ONLY and (name in known or value != parameter.default):
             options[name] = value
-    return released(**options | {"compiled": False})
+    # Without a KL Liger asks for a reference all the same, unless use_ref_model says that there is none.
+    return released(**options | {"compiled": False, "use_ref_model": module.use_ref_model and module.beta != 0})
 
 
 def _silent(function: Callable[..., Any]) -> Callable[..., Any]:

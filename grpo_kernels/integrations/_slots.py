@@ -39,7 +39,7 @@ def untested(package: str, tested: tuple[str, ...], any_version: bool = False) -
     if known or any_version or os.environ.get(OVERRIDE, "0") == "1":
         return None
     named = f"{package} {installed}" if installed else f"{package}, whose version is not known here,"
-    return f"{named} was not tested with this adapter ({', '.join(tested)} was)"
+    return f"{named} was not tested with this adapter ({', '.join(tested)} {'was' if len(tested) == 1 else 'were'})"
 
 
 class Trial:

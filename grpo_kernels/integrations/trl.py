@@ -105,7 +105,7 @@ def check_trl(any_version: bool = False) -> str | None:
         raise RuntimeError(
             f"trl is {trl.__version__}, which has no fused LM head in the forward of its models (trl.trainer.utils.add_fused_lm_head), "
             f"so that there is no place for the whole loss: install TRL {TESTED[-1]}, or train with use_liger_kernel=True: then TRL 1.14 "
-            "takes our log-probs by integrations.trl_head.fused_lm_head(), and an older one our loss by "
+            "takes our log-probs by integrations.trl_head.fused_lm_head(), TRL 0.17 to 1.13 our loss by "
             "integrations.liger_slot.patch(trainer)."
         )
     return version

@@ -56,7 +56,10 @@ def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
     if getattr(theirs, "grpo_kernels", False):
         raise RuntimeError("the fused LM head of TRL is ours already: call undo() on what fused_lm_head() returned.")
     if not (isinstance(theirs, type) and issubclass(theirs, torch.autograd.Function)):
-        raise RuntimeError(f"trl.trainer.utils.{SLOT} is {theirs!r}: another package has taken the slot, or this TRL has none.")
+        raise RuntimeError(
+            f"trl.trainer.utils.{SLOT} is {theirs!r}: another package has taken the slot (undo that), or this TRL has none (trl is "
+            f"{trl.__version__}: install {TESTED[-1]})."
+        )
     arguments = _names(theirs.forward)[1:]
     # The first is called last_hidden or hidden, and passed by position.
     ours = next((one for one in (log_probs, log_probs_and_entropy) if _names(one)[1:] == arguments[1:]), None)

@@ -255,7 +255,10 @@ def test_the_slot_of_one_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     given = torch.randn(2, 5, 8), torch.randn(V, 8), torch.randint(V, (2, 5)), torch.ones(2, 5), torch.tensor([1.0, -1.0])
     for name in liger_slot.ATTRIBUTES:
         trainer: Any = SimpleNamespace()
-        with pytest.raises(RuntimeError, match=r"SimpleNamespace has no loss of Liger's.*use_liger_kernel=True.*fused_lm_head"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"SimpleNamespace has no loss of Liger's.*use_liger_kernel=True.*before 0\.17 install.*fused_lm_head",
+        ):
             liger_slot.patch(trainer)
         setattr(trainer, name, theirs)
         with liger_slot.patch(trainer, any_version=True) as slots:

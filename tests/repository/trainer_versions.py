@@ -75,12 +75,13 @@ from support import trl_cases
 from trl.trainer import utils
 from grpo_kernels.integrations import liger_slot
 from grpo_kernels.integrations.trl import patch
-from grpo_kernels.integrations.trl_head import fused_lm_head
+from grpo_kernels.integrations.trl_head import SLOT, fused_lm_head
 
 names = {f.name for f in dataclasses.fields(trl.GRPOConfig)}
 whole = hasattr(utils, "add_fused_lm_head")
-loss_type = "bnpo" if trl.GRPOConfig.loss_type == "bnpo" else "dapo"  # the default is the newest that there is
-options = {"beta": 0.05, "loss_type": loss_type}
+options = {"beta": 0.05}
+if "loss_type" in names:  # the default is the newest that there is
+    options["loss_type"] = "bnpo" if trl.GRPOConfig.loss_type == "bnpo" else "dapo"
 if not whole:
     options["use_liger_loss" if "use_liger_loss" in names else "use_liger_kernel"] = True  # the first is TRL's own, before 0.25
     if "liger_kernel_config" in names:
@@ -95,13 +96,16 @@ for ours in (False, True):
     if place == "slot":
         slot.compiled = False
     if place == "head":
-        for refused in (patch, liger_slot.patch):
+        for refused in (patch, liger_slot.patch, *[put] * (not hasattr(utils, SLOT))):
             try:
                 refused(trainer)
             except RuntimeError as error:
-                if "trl_head.fused_lm_head" in str(error):
+                if "install " in str(error):
                     continue
             sys.exit(f"TRL {trl.__version__} has no place for {refused.__module__}, which did not say so")
+        if not hasattr(utils, SLOT):
+            print("RESULT", trl.__version__, "none")
+            sys.exit()
     if ours:
         made = put(trainer)
     with warnings.catch_warnings(record=True) as caught:
@@ -122,6 +126,8 @@ def trl_result(environment: dict[str, str]) -> str:
             [sys.executable, "-W", "ignore", "-c", RUN], cwd=elsewhere, env=environment, capture_output=True, text=True
         )
     found = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    if done.returncode == 0 and found and found[0] == ["none"]:
+        return "none: it has no place for any of ours, and they say so"
     if done.returncode == 0 and found:
         adapter, first, apart = found[0]
         return f"{adapter}; {first}; {apart} apart"

@@ -34,7 +34,11 @@ def tokenizer() -> Any:
     words.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     words.decoder = tokenizers.decoders.Fuse()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<eos>", pad_token="<pad>", padding_side="left"
+        tokenizer_object=words,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],  # before transformers 5 token types are among them
     )
 
 
