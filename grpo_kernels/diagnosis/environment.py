@@ -22,7 +22,7 @@ SETTINGS = {
     "GRPO_KERNELS_BACKEND": "auto, eager, cpu or triton: what runs where a call leaves backend at auto",
     "GRPO_KERNELS_STRICT": "1: a fallback to eager raises instead of warning",
     "GRPO_KERNELS_CHECK": "1: ids, temperatures and offsets are checked on a GPU too, which waits for it at each call",
-    "GRPO_KERNELS_ANY_VERSION": "1: adapters take versions of a trainer that they were not tested with",
+    "GRPO_KERNELS_ANY_VERSION": "1: adapters do not compare their first step under a version of a trainer that was not tested",
     "TRITON_INTERPRET": '1: backend="triton" runs CPU tensors in Triton\'s interpreter (slow, for tests)',
 }
 #: Prefixes of variables that affect which device is seen, how threads wait and where kernels are compiled.
