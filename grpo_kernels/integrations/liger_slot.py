@@ -1,4 +1,4 @@
-"""The loss in the place of Liger's, in trainers that keep it as an attribute: TRL before 1.14, with use_liger_kernel=True
+"""The loss in the place of Liger's, in trainers that keep it as an attribute: TRL 0.17 to 1.13, with use_liger_kernel=True
 (use_liger_loss before 0.25), and ms-swift.
 
     from grpo_kernels.integrations import liger_slot
