@@ -96,12 +96,17 @@ def kept_ids(
     if not rules:
         return None
     only_k = len(rules) == len(rules[0]) == 1 and 0 < top_k < vocab and targets is None
+    as_given = isinstance(temperature, (int, float)) and temperature == 1
     ids, counts, row = [], [], 0
     for chunk in row_chunks(logits.detach(), max(1, CHUNK // vocab)):
         rows = slice(row, row + len(chunk))
-        z = over_temperature(chunk, t[rows, None], row)
-        ids_of_top_k = largest_ids(z, int(top_k)) if only_k else None
+        wide = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
+        ids_of_top_k = None
+        if only_k:
+            ids_of_top_k = largest_ids(wide if as_given else wide / t[rows, None], int(top_k), row)
         if ids_of_top_k is None:
+            z = wide / t[rows, None]
+            refuse_endless(z.amax(-1), row)
             kept = kept_of(z, rules)
             if targets is not None:
                 force(kept, targets.reshape(-1)[rows, None])
@@ -109,27 +114,26 @@ def kept_ids(
             counts.append(kept.sum(-1))
         else:
             ids.append(ids_of_top_k.flatten())
-            counts.append(torch.full((len(z),), int(top_k), device=z.device))
+            counts.append(torch.full((len(chunk),), int(top_k), device=chunk.device))
         row = rows.stop
     if row == 0:
         return None
     return torch.cat(ids), offsets_of(torch.cat(counts)), None
 
 
-def over_temperature(chunk: Tensor, temperature: Tensor, row: int) -> Tensor:
-    """z [n, V]. `row`: where the chunk starts, for messages."""
-    z = chunk.to(torch.promote_types(chunk.dtype, torch.float32)) / temperature
-    wrong = ~z.amax(-1).isfinite()
+def refuse_endless(largest: Tensor, row: int) -> None:
+    """Raise ValueError where the largest logit of a row is no finite number. `row`: where the chunk starts, for messages."""
+    wrong = ~largest.isfinite()
     if wrong.any():
         at = int(wrong.nonzero()[0])
         raise ValueError(f"logits are NaN, +inf or all -inf in row {row + at}: there is nothing to sample from.")
-    return z
 
 
-def largest_ids(z: Tensor, k: int) -> Tensor | None:
-    """int32 [n, k]: what `by_top_k` keeps, ascending, without a look at each id; None where the last of a row equals the next,
-    -inf included, so that its set is another size."""
+def largest_ids(z: Tensor, k: int, row: int) -> Tensor | None:
+    """int32 [n, k]: what `by_top_k` keeps, ascending, in one look at each id; None where the last of a row equals the next, -inf
+    included, so that its set is another size. A NaN is the largest of its row."""
     values, ids = z.topk(k + 1)
+    refuse_endless(values[:, 0], row)
     if bool((values[:, k - 1] == values[:, k]).any()):
         return None
     return ids[:, :k].sort(-1).values.to(torch.int32)

@@ -130,7 +130,7 @@ def sample(
     )  # fmt: skip
     cache.batch_repeat_interleave(group_size)
     ids, attention = ids.repeat_interleave(group_size, 0), attention.repeat_interleave(group_size, 0)
-    logits = out.logits[:, -1].repeat_interleave(group_size, 0)
+    logits, copies = out.logits[:, -1], group_size  # a group draws its first tokens from one row
     prompt_width, lengths = ids.shape[1], attention.long().sum(1, keepdim=True)
     end_tensor = torch.tensor(ends, device=device)
     alive = torch.ones(len(ids), 1, dtype=torch.bool, device=device)
@@ -138,7 +138,8 @@ def sample(
         uniform = partial(torch.rand, len(ids), dtype=torch.float64, device=device)
     logps, kept = [], []
     for t in range(max_new_tokens):
-        token, logp, sets = draw(logits, temperature, top_p, top_k, min_p, uniform)
+        token, logp, sets = draw(logits, temperature, top_p, top_k, min_p, uniform, copies)
+        copies = 1
         logps.append(logp[:, None])
         kept.append(sets)
         token = token[:, None]
@@ -160,12 +161,13 @@ def sample(
 
 
 def draw(
-    logits: Tensor, temperature: float, top_p: float, top_k: int, min_p: float, uniform: Callable[[], Tensor]
-) -> tuple[Tensor, Tensor, TokenSets | None]:
-    """One id per row of logits [B, V], where the cumulative probability passes the row's number of `uniform`; its log-prob; and
-    the sets of ids that might have come, None if nothing is cut off."""
+    logits: Tensor, temperature: float, top_p: float, top_k: int, min_p: float, uniform: Callable[[], Tensor], copies: int = 1
+) -> tuple[Tensor, Tensor, TokenSets | None]:  # fmt: skip
+    """`copies` ids per row of logits [R, V], side by side: B = R * copies ids, each where the cumulative probability passes its
+    number of `uniform`; their log-probs; and the sets of ids that might have come, None if nothing is cut off."""
     if temperature == 0:
-        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device), None
+        greedy = logits.argmax(-1).repeat_interleave(copies)
+        return greedy, torch.zeros(len(greedy), device=logits.device), None
     sets = TokenSets.from_logits(logits, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
     cut = sets.empty_rows == 0
     ids = sets.padded().long() if cut else torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
@@ -173,12 +175,14 @@ def draw(
         logits = logits.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
     probs = (logits.float() / temperature).softmax(-1)
     below = probs.cumsum(-1, dtype=torch.float64)
-    at = uniform()[:, None].to(torch.float64) * below[:, -1:]
+    at = uniform().view(-1, copies).to(torch.float64) * below[:, -1:]
     chosen = torch.searchsorted(below, at, right=True).clamp(max=probs.shape[-1] - 1)
     # At the very end of the range rounding can point at a token that cannot come.
     chosen = torch.where(probs.gather(-1, chosen) > 0, chosen, probs.argmax(-1, keepdim=True))
     logps = (probs.gather(-1, chosen) / below[:, -1:]).log().to(torch.float32)
-    return ids.gather(-1, chosen)[:, 0], logps[:, 0], sets if cut else None
+    if cut and copies > 1:
+        sets = sets.take(torch.arange(len(logits), device=logits.device).repeat_interleave(copies))
+    return ids.gather(-1, chosen).flatten(), logps.flatten(), sets if cut else None
 
 
 def by_completion(steps: list[TokenSets], mask: Tensor, padding: int) -> TokenSets | None:

@@ -277,11 +277,16 @@ def test_a_row_is_named_as_in_the_batch(monkeypatch: pytest.MonkeyPatch) -> None
             TokenSets.from_logits(x, top_k=1)
 
 
-def test_a_lone_top_k_without_ties_is_not_looked_for_in_all_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_a_lone_top_k_without_ties_is_not_looked_for_in_all_ids(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(7))
-    expected, _ = oracle(logits, "vllm", 0.7, top_k=6)
-    monkeypatch.setattr(token_set_rules, "kept_of", None)
-    assert_facts(TokenSets.from_logits(logits, top_k=6, temperature=0.7), expected)
-    logits[3] = 1.0  # all are equal
-    with pytest.raises(TypeError, match="not callable"):
-        TokenSets.from_logits(logits, top_k=6, temperature=0.7)
+    expected, _ = oracle(logits, "vllm", temperature, top_k=6)
+    with monkeypatch.context() as patched:
+        patched.setattr(token_set_rules, "kept_of", None)
+        assert_facts(TokenSets.from_logits(logits, top_k=6, temperature=temperature), expected)
+        logits[3] = 1.0  # all are equal
+        with pytest.raises(TypeError, match="not callable"):
+            TokenSets.from_logits(logits, top_k=6, temperature=temperature)
+    before = logits.clone()
+    sets = TokenSets.from_logits(logits, top_k=6, temperature=temperature)
+    assert sets.mask(40).sum(-1).tolist() == [6, 6, 6, 40, 6] and torch.equal(logits, before)

@@ -103,6 +103,16 @@ def test_a_sampled_token_comes_with_its_log_prob_under_what_it_was_drawn_from() 
     assert draw(logits, 0.0, 1.0, 0, 0.0, torch.rand)[1].eq(0).all()  # greedy: it could be no other
 
 
+@pytest.mark.parametrize("options", [(1.0, 1.0, 0, 0.0), (0.8, 0.9, 7, 0.0), (1.0, 1.0, 7, 0.0), (0.0, 1.0, 0, 0.0)])
+def test_copies_of_a_row_are_drawn_as_rows_of_their_own(options: tuple[Any, ...]) -> None:
+    logits, numbers = torch.randn(3, 20), torch.rand(12, dtype=torch.float64)
+    tokens, logps, sets = draw(logits, *options, lambda: numbers, 4)
+    tokens_of_rows, logps_of_rows, sets_of_rows = draw(logits.repeat_interleave(4, 0), *options, lambda: numbers)
+    assert torch.equal(tokens, tokens_of_rows) and torch.equal(logps, logps_of_rows) and len(set(tokens.tolist())) > 2
+    assert (sets is None) == (sets_of_rows is None)
+    assert sets is None or torch.equal(sets.mask(20), sets_of_rows.mask(20))
+
+
 def test_top_k_top_p_and_temperature() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(4000, 4)
 
