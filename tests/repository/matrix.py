@@ -228,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(ENVIRONMENTS)}; all if none is named")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--tests", nargs="+", default=[], metavar="FILE", help="these files of tests/ only")
-    chosen.add_argument("--quick", action="store_true", help="the selection of docs/versions.md: 50 to 430 seconds each")
+    chosen.add_argument("--quick", action="store_true", help="the selection of docs/versions.md: 50 seconds to 7 minutes each")
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PYTHON", help="an environment that is there")
     parser.add_argument("--write", action="store_true", help="keep the lines in benchmarks/results and docs/versions.md")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "matrix", help="where environments are made")
