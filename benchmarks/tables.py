@@ -132,7 +132,7 @@ def front_block(folder: Path) -> str:
     if machine is None:
         return "Not measured yet: `python -m benchmarks`."
     path = folder / machine / "plots" / f"{front.NAME}.svg"
-    link = f"![Time and memory of everybody in both]({Path(os.path.relpath(path, README.parent)).as_posix()})\n\n"
+    link = f"![Time and memory of every implementation in the two cells below]({Path(os.path.relpath(path, README.parent)).as_posix()})\n\n"
     sources = [f"- {which}: {source(standing.record)}" for which, standing in front.extremes(folder, machine)]
     without = [] if any(name != "cpu" for name in machines(folder)) else ["", gpus(folder, README)]
     return "\n".join([(link if path.exists() else "") + front.table(folder, machine), "", *sources, *without])
@@ -146,6 +146,7 @@ def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
         FIGURES: {
             "logits_cpu": figures(folder, "cpu", "logits"),
             "hidden_cpu": figures(folder, "cpu", "hidden"),
+            "cross_entropy_cpu": figures(folder, "cpu", "cross-entropy"),
             "kept_cpu": figures(folder, "cpu", "kept"),
             "plots_cpu": pictures(folder, "cpu"),
             "gpus": gpus(folder),

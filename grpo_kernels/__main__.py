@@ -22,6 +22,8 @@ def main(argv: list[str]) -> int:
 
         return doctor(rest)
     asked = command in ("-h", "--help")
+    if not asked:
+        print(f"{command!r} is no command.", file=sys.stderr)
     print(USAGE, end="", file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
 

@@ -60,7 +60,8 @@ class TokenBatch:
     rank's own rows, too.
 
     Packed, [B] and [N] may be equal: a tensor of that length is then read per token, so write [B, 1].
-    Gradients never flow into these tensors. Raises ValueError on shapes, dtypes or devices that disagree.
+    Gradients never flow into these tensors. Values are not checked for NaN: one at a trained token makes the loss NaN.
+    Raises ValueError on shapes, dtypes or devices that disagree.
     """
 
     targets: Tensor

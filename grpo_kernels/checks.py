@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import sys
+from collections.abc import Collection, Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -23,6 +25,19 @@ def require_number(name: str, value: object, remedy: str, low: float = -math.inf
     """A real number (of Python or NumPy; no bool, no tensor, no string, not NaN) in [low, high]."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     require(is_number and low <= as_number(value) <= high, name, value, remedy)
+
+
+def require_one_of(name: str, value: object, known: Collection[str]) -> None:
+    """One of the names that are known; the message has the nearest of them."""
+    if value in known:
+        return
+    require(False, name, value, f"it must be one of {', '.join(known)}.{nearest(value, known)}")
+
+
+def nearest(value: object, known: Iterable[str]) -> str:
+    """ " Did you mean ...?", or "" where no name is near."""
+    near = difflib.get_close_matches(str(value).lower(), list(known), 1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def as_number(value: Any) -> Any:

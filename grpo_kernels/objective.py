@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .batch import TokenBatch
-from .checks import LARGEST, SMALLEST, as_number, require, require_number, require_whole
+from .checks import LARGEST, SMALLEST, as_number, require, require_number, require_one_of, require_whole
 from .formulas import token_stage
 from .formulas.divergence import Exact
 from .formulas.filters import Filter, OffPolicySequences, TrustRegion, check_filters
@@ -99,7 +99,7 @@ class Objective:
     def __post_init__(self) -> None:
         if not isinstance(self.surrogate, Surrogate):
             raise ValueError(f"surrogate={self.surrogate!r}: pass Clip(), Cispo(), PolicyGradient() or Custom(your_function).")
-        require(self.level in LEVELS, "level", self.level, f"it must be one of {', '.join(LEVELS)}.")
+        require_one_of("level", self.level, LEVELS)
         remedy = f"{type(self.surrogate).__name__} is defined at level {' or '.join(map(repr, self.surrogate.levels))} only."
         require(self.level in self.surrogate.levels, "level", self.level, remedy)
         for name in ("aggregate", "kl_aggregate", "entropy_aggregate"):

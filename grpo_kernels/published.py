@@ -10,6 +10,7 @@ import math
 from dataclasses import fields, replace
 from typing import Any
 
+from .checks import nearest, require_one_of
 from .formulas.divergence import Exact
 from .formulas.filters import TrustRegion
 from .formulas.kl import Kl
@@ -193,8 +194,7 @@ NUMERICS: dict[str, dict[str, Changes]] = {
 def preset_fields(name: str, numerics: str | None, changes: Changes, known: tuple[str, ...]) -> Changes:
     """The fields of `Objective.preset`; `known` are those that an Objective has. Raises ValueError for an unknown name or
     trainer, TypeError for a field that does not exist."""
-    if name not in PUBLISHED:
-        raise ValueError(f"preset {name!r} is unknown: choose one of {', '.join(PUBLISHED)}.")
+    require_one_of("preset", name, PUBLISHED)
     unknown = [f for f in changes if f not in known]
     surrogate: Any = PUBLISHED[name].get("surrogate", Clip())  # the default of the field
     numbers = {f: changes[f] for f in unknown if f in {own.name for own in fields(surrogate)}}
@@ -204,11 +204,11 @@ def preset_fields(name: str, numerics: str | None, changes: Changes, known: tupl
     if unknown:
         raise TypeError(
             f"{unknown[0]!r} is not a field of Objective: it has {', '.join(known)}. Clip bounds go into surrogate={surrogate!r}."
+            + nearest(unknown[0], known)
         )
     theirs: Changes = {}
     if numerics is not None:
-        if numerics not in NUMERICS:
-            raise ValueError(f"numerics={numerics!r}: it must be one of {', '.join(NUMERICS)}.")
+        require_one_of("numerics", numerics, NUMERICS)
         if name not in NUMERICS[numerics]:
             raise ValueError(f"preset {name!r}: {numerics} has no such objective, only {', '.join(NUMERICS[numerics])}.")
         theirs = NUMERICS[numerics][name]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import require, require_number
+from ..checks import require, require_number, require_one_of
 
 Tensor = torch.Tensor
 
@@ -57,8 +57,8 @@ class Exact:
     temperature_squared: bool = False
 
     def __post_init__(self) -> None:
-        require(self.direction in DIRECTIONS, "direction", self.direction, f"it must be one of {', '.join(DIRECTIONS)}.")
-        require(self.tail in TAILS, "tail", self.tail, f"it must be one of {', '.join(TAILS)}.")
+        require_one_of("direction", self.direction, DIRECTIONS)
+        require_one_of("tail", self.tail, TAILS)
         if self.mixture is not None:
             require(
                 self.direction == "jsd", "mixture", self.mixture, f'"{self.direction}" has none: leave it out, or pass "jsd".'

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checks import LARGEST, require, require_number
+from ..checks import LARGEST, require, require_number, require_one_of
 from ..rewards.corrections import off_policy_sequence_mask
 from ..rewards.entropy import entropy_threshold
 from .ops import bounded_exp, ops
@@ -98,7 +98,7 @@ class TrustRegion(Filter):
     one_pass = True
 
     def __post_init__(self) -> None:
-        require(self.kind in TRUST_REGIONS, "kind", self.kind, f"it must be one of {', '.join(TRUST_REGIONS)}.")
+        require_one_of("kind", self.kind, TRUST_REGIONS)
         for name in ("low", "high"):
             require_number(name, getattr(self, name), "the width of the region is a number >= 0.", 0)
         require(self.anchor in ("old", "sampler"), "anchor", self.anchor, "it must be old or sampler.")

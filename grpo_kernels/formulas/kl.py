@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..checks import SMALLEST, require, require_number
+from ..checks import SMALLEST, require, require_number, require_one_of
 from .derivatives import check_returned, compare, log_probs
 from .ops import bounded_exp, finite, ops
 
@@ -157,7 +157,7 @@ class Kl:
         if callable(self.estimator):
             remedy = "the estimator and its derivative with respect to logp"
             check_returned(self.estimator, "value and slope", remedy)
-        require(self.weighting in WEIGHTINGS, "weighting", self.weighting, f"it must be one of {', '.join(WEIGHTINGS)}.")
+        require_one_of("weighting", self.weighting, WEIGHTINGS)
         for name in ("clamp_log", "clamp"):
             require_number(name, getattr(self, name), "the bound is above 0 (math.inf switches it off).", SMALLEST)
         if self.estimator == "distillation":

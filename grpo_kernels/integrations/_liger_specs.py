@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..batch import TokenBatch
-from ..checks import require
+from ..checks import require, require_one_of
 from ..formulas.kl import Kl
 from ..formulas.surrogates import Cispo, Clip, Sapo, Surrogate, Vespo
 from ..formulas.token_stage import TokenRows
@@ -61,7 +61,7 @@ def liger_objective(
     sapo_temperatures   (for A > 0, for the others).
     vespo        (k, lambda) for A >= 0, then for the others.
     max_completion_length   tokens, which dr_grpo divides by; nothing to the others."""
-    require(loss_type in AGGREGATES, "loss_type", loss_type, f"it must be one of {', '.join(AGGREGATES)}.")
+    require_one_of("loss_type", loss_type, AGGREGATES)
     level = importance_sampling_level
     require(level in ("token", "sequence"), "importance_sampling_level", level, 'it must be "token" or "sequence".')
     # Liger's own message, because callers match on it.

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..checks import require_number
+from ..checks import require_number, require_one_of
 from ..formulas.divergence import Exact, divergence_at
 from ..logprobs import token_logprobs
 from ..token_sets import TokenSets
@@ -53,8 +53,7 @@ class DistillationLoss:
     ) -> None:
         from nemo_rl.algorithms.loss import interfaces
 
-        if kl_type not in ("forward", "reverse", "mixed"):
-            raise ValueError(f"kl_type={kl_type!r}: it must be one of forward, reverse, mixed.")
+        require_one_of("kl_type", kl_type, ("forward", "reverse", "mixed"))
         require_number("mixed_kl_weight", mixed_kl_weight, "the forward KL's share is a number in [0, 1].", 0.0, 1.0)
         self.kl_type, self.mixed_kl_weight, self.zero_outside_topk = kl_type, float(mixed_kl_weight), zero_outside_topk
         self.megatron = megatron

@@ -47,6 +47,7 @@ from typing import Any
 import torch
 
 from ..batch import TokenBatch
+from ..checks import require_one_of
 from ..formulas.filters import TrustRegion
 from ..formulas.surrogates import Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, PolicyGradient, Sapo
 from ..logprobs import linear_logprobs
@@ -173,8 +174,7 @@ def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> O
     for what ours cannot do."""
     if config is None:
         raise ValueError("config is None: verl's losses read clip_ratio and more from the actor's config.")
-    if loss_agg_mode not in AGGREGATES:
-        raise ValueError(f"loss_agg_mode={loss_agg_mode!r}: it must be one of {', '.join(AGGREGATES)}.")
+    require_one_of("loss_agg_mode", loss_agg_mode, AGGREGATES)
     options = config.policy_loss
     low, high = (config.clip_ratio if x is None else x for x in (config.clip_ratio_low, config.clip_ratio_high))
     preset = Objective.preset(LOSSES[name], numerics="verl")

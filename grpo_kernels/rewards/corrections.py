@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checks import LARGEST, SMALLEST, require, require_number
+from ..checks import LARGEST, SMALLEST, require, require_number, require_one_of
 from ..layout import as_mask, sequence_ids
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ def importance_weights(
     Raises ValueError on options outside these, on a batch without old_logps or sampler_logps, and on a level other than
     "token" for packed rows without cu_seqlens.
     """
-    require(level in LEVELS, "level", level, f"it must be one of {', '.join(LEVELS)}.")
-    require(mode in MODES, "mode", mode, f"it must be one of {', '.join(MODES)}.")
+    require_one_of("level", level, LEVELS)
+    require_one_of("mode", mode, MODES)
     require_number("low", low, "the lower bound is a ratio >= 0.", 0, LARGEST)
     require_number("high", high, f"the upper bound is a ratio above 0 and >= low={low!r}.", max(low, SMALLEST))
     x, counted = _log_weights(batch), _trained(batch)
@@ -121,8 +121,8 @@ def rejection_mask(
 
     Raises ValueError like `importance_weights`, and where neither bound is given.
     """
-    require(metric in METRICS, "metric", metric, f"it must be one of {', '.join(METRICS)}.")
-    require(over in OVER, "over", over, f"it must be one of {', '.join(OVER)}.")
+    require_one_of("metric", metric, METRICS)
+    require_one_of("over", over, OVER)
     require_number("low", low, "the lower bound is a number.", high=LARGEST)
     require_number("high", high, f"the upper bound is a number >= low={low!r}.", max(low, -LARGEST))
     bounded = low > -math.inf or high < math.inf

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checks import require
+from ..checks import require, require_one_of
 from .advantages import gpg_scale, greedy_baseline_advantages, group_advantages, pass_at_k_advantages
 from .corrections import (
     importance_weights,
@@ -274,5 +274,5 @@ CORRECTIONS: dict[str, Correction] = _table(
 
 
 def lookup(table: Mapping[str, Any], name: str, argument: str) -> Any:
-    require(name in table, argument, name, f"it must be one of {', '.join(table)}.")
+    require_one_of(argument, name, table)
     return table[name]

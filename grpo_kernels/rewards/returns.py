@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..checks import LARGEST, require, require_number
+from ..checks import LARGEST, require, require_number, require_one_of
 from ..formulas.kl import Kl, as_kl, kl_terms
 from ..layout import as_mask, check_offsets, per_token, sequence_ids, values_are_checked
 from .advantages import group_advantages
@@ -144,7 +144,7 @@ def kl_in_reward(
     Raises ValueError naming the argument."""
     tokens = _Tokens("logps", logps, mask, cu_seqlens)
     require_number("beta", beta, "the weight of the KL is a finite number >= 0.", 0, LARGEST)
-    require(per in ("token", "sequence"), "per", per, "it must be one of token, sequence.")
+    require_one_of("per", per, ("token", "sequence"))
     _float_tensor("rewards", rewards)
     how = as_kl(kl)
     plain = how.weighting == "none" and not how.straight_through and how.estimator != "distillation"
@@ -224,7 +224,7 @@ def whiten(
     shift_mean  False adds the mean again afterwards.
 
     Equal values give exactly 0 (their value with shift_mean=False). Raises ValueError naming the argument."""
-    require(guard in GUARDS, "guard", guard, f"it must be one of {', '.join(GUARDS)}.")
+    require_one_of("guard", guard, GUARDS)
     require_number("eps", eps, "it keeps the divisor from 0 and must be finite and >= 0.", 0, LARGEST)
     shape = _float_tensor("values", values).shape
     trained = torch.ones_like(values, dtype=torch.bool) if mask is None else as_mask("mask", mask, shape)

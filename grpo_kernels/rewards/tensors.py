@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..checks import LARGEST, require, require_number
+from ..checks import LARGEST, require_number, require_one_of
 from ..layout import values_are_checked
 
 Tensor = torch.Tensor
@@ -64,7 +64,7 @@ def read_weights(weights: Sequence[float] | Tensor, r: Tensor) -> Sequence[Tenso
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    require(value in choices, name, value, f"it must be one of {', '.join(choices)}.")
+    require_one_of(name, value, choices)
 
 
 def check_eps(eps: float) -> None:

@@ -93,7 +93,8 @@ def check_head(
         )
     vocab, width = weight.shape
     if hidden.shape[-1] != width:
-        hint = " hidden looks like logits: for those use grpo_loss or token_logprobs." if hidden.shape[-1] == vocab else ""
+        hint = " hidden looks like logits (for those use grpo_loss or token_logprobs), or weight is transposed (pass weight.T)."
+        hint = hint if hidden.shape[-1] == vocab else ""
         raise ValueError(
             f"hidden has shape {list(hidden.shape)} and weight {list(weight.shape)}: the last dimensions must agree, "
             f"[..., H] and [V, H].{hint}"

@@ -272,8 +272,11 @@ def test_presets_run(trainer: str | None) -> None:
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(ValueError, match=r"preset 'ggpo' is unknown: choose one of grpo, dapo"):
-        Objective.preset("ggpo")
+    with pytest.raises(ValueError, match=r"preset='xyz': it must be one of grpo, dapo, [^?]*$"):
+        Objective.preset("xyz")
+    for name in ("dapoo", "DAPO"):
+        with pytest.raises(ValueError, match=rf"preset='{name}': .* Did you mean dapo\?"):
+            Objective.preset(name)
     with pytest.raises(ValueError, match=r"numerics='trl2': it must be one of trl, liger"):
         Objective.preset("grpo", numerics="trl2")
     with pytest.raises(TypeError, match=r"'epsilon' is not a field .* it has surrogate, level.* surrogate=Clip\(eps_low=0.2, "):

@@ -53,7 +53,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from ...checks import require
+from ...checks import require, require_one_of
 from ..rows import MIXED, RowStats, RowTransform, Slopes, Teacher, partials_of
 from ..selection import Drawn
 from ..sparse import Slots
@@ -245,7 +245,7 @@ def is_strict(strict: bool) -> bool:
 
 def check_name(backend: object) -> None:
     known = ("auto", *BACKENDS)
-    require(backend in known, "backend", backend, f"it must be one of {', '.join(known)}.")
+    require_one_of("backend", backend, known)
 
 
 def pick(backend: str, device: torch.device, strict: bool = False) -> SparseBackend:
