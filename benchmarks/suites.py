@@ -36,7 +36,7 @@ PEERS = (
     "CCE, unfiltered + loss",
     "verl kernel + loss",
 )
-#: Of a large vocabulary: without the options of torch's function with which a run takes half a minute or more there.
+#: Of a large vocabulary: without the options of torch's function with which a run takes hundreds of times the products.
 CROSS_ENTROPIES = (
     OURS,
     "grpo_kernels, layer 1",
