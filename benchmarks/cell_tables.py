@@ -41,10 +41,14 @@ def shapes(record: Record) -> list[list[Cell]]:
     return list(by_shape.values())
 
 
+#: Rows of the smallest training batch that is shown on pages.
+BATCH = 256
+
+
 def headline(record: Record) -> list[list[Cell]]:
     """The cells of the shapes that are shown: the first and the last that have enough rows for a training batch."""
     every = shapes(record)
-    enough = [cells for cells in every if cells[0]["rows"] >= 256] or every
+    enough = [cells for cells in every if cells[0]["rows"] >= BATCH] or every
     return [enough[0], enough[-1]] if enough[0][0]["rows"] < enough[-1][0]["rows"] else enough[:1]
 
 

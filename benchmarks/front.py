@@ -2,8 +2,8 @@
 furthest behind or least ahead.
 
 Both are chosen by one rule from the result files, not by hand. The rule compares, in every measured cell with other
-implementations, the time of the fastest correct other implementation with the fastest of ours. Cells over kept sets and of
-sparse gradients are left out: no other project has these operations."""
+implementations, the time of the fastest correct other implementation with the fastest of ours. Cells with fewer rows than a
+training batch are left out, and those over kept sets and of sparse gradients: no other project has these operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import results
-from benchmarks.cell_tables import DTYPES, Cell, Record, figure, megabytes, size
+from benchmarks.cell_tables import BATCH, DTYPES, Cell, Record, figure, megabytes, size
 from benchmarks.pictures import Bar, Bars, Picture, duration
 from benchmarks.printing import render
 from benchmarks.suites import EAGER, OURS, SUITES
@@ -40,16 +40,20 @@ class Standing(NamedTuple):
         return f"{self.record['title']}, {DTYPES[self.cell['dtype']]}, {size(self.cell)}"
 
 
+def _checked(row: dict[str, Any]) -> bool:
+    """Whether it was timed and right: without errors are limits, and another contract that stands beside this one."""
+    return row["status"] == "ok" and "errors" in row
+
+
 def standings(folder: Path, machine: str) -> list[Standing]:
-    """The standings of all cells that have both, the strongest first."""
+    """The standings of all cells of a training batch that have both, the strongest first."""
     found = []
     for suite in SUITES:
         if suite in WITHOUT_PEERS:
             continue
         record = results.load(folder / machine / f"{suite}.json")
-        for cell in record.get("cells", ()):
-            # Without errors it was not checked: a limit, or another contract that stands beside this one.
-            right = [row for row in cell["providers"] if row["status"] == "ok" and "errors" in row]
+        for cell in (cell for cell in record.get("cells", ()) if cell["rows"] >= BATCH):
+            right = [row for row in cell["providers"] if _checked(row)]
             ours = [row for row in right if row["name"].startswith(OURS)]
             peers = [row for row in right if not row["name"].startswith(OURS)]
             if ours and peers:
@@ -68,7 +72,15 @@ def extremes(folder: Path, machine: str) -> list[tuple[str, Standing]]:
 
 
 def table(folder: Path, machine: str) -> str:
-    rows = [["", "ours", "fastest other that passes the check", "eager PyTorch", "ours is faster by"]]
+    rows = [
+        [
+            f"of all cells of {BATCH} rows or more",
+            "ours",
+            "fastest other that passes the check",
+            "eager PyTorch",
+            "ours is faster by",
+        ]
+    ]
     for which, standing in extremes(folder, machine):
         eager = [row for row in standing.cell["providers"] if row["name"] == EAGER and row["status"] == "ok"]
         rows.append([
@@ -97,12 +109,12 @@ def picture(folder: Path, machine: str) -> Picture:
     panels: list[Any] = [panel for which, standing in cells for panel in _panels(which, standing)]
     m = cells[0][1].record["machine"]
     where = f"{m['name']}, {m['threads']} threads" if m["device"] == "cpu" else m["name"]
-    note = "Every contender was checked against float64 first. The two cells are chosen by rule from all that were measured."
+    note = "Every contender was checked against float64 first. The two cells are chosen by rule from all of 256 rows or more."
     return Picture(f"Where we are strongest, and where weakest · {where}", panels, [note])
 
 
 def _panels(which: str, standing: Standing) -> list[Bars]:
-    timed = [row for row in standing.cell["providers"] if row["status"] == "ok" and not row.get("limit")]
+    timed = [row for row in standing.cell["providers"] if _checked(row)]
     right = [row for row in timed if not row["name"].endswith(SCALED)]
     wrong = [row["name"] for row in standing.cell["providers"] if row["status"] == "wrong"]
     times = [Bar(row["name"], round(row["ms"], 3), duration(row["ms"])) for row in right]

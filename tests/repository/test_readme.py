@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import html
+import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -266,6 +269,21 @@ def test_the_front_shows_the_strongest_and_the_weakest_cell(samples: Path) -> No
     assert (strongest, weakest) == (max(ratios), min(ratios)) and strongest > weakest
     lines = [cells_of(line)[-1] for line in front.table(samples, "cpu").splitlines()[2:]]
     assert lines == [f"x {strongest:.2f}", f"x {weakest:.2f}"]
+
+
+def test_the_front_leaves_out_few_rows_and_what_was_not_checked(samples: Path, tmp_path: Path) -> None:
+    before = [standing.ratio for _, standing in front.extremes(samples, "cpu")]
+    shutil.copytree(samples / "cpu", tmp_path / "cpu")
+    path = tmp_path / "cpu" / "hidden.json"
+    record = results.load(path)
+    cell = copy.deepcopy(record["cells"][0])
+    ours = next(row for row in cell["providers"] if row["name"].startswith("grpo_kernels"))
+    cell["providers"] += [{"name": "grpo_kernels, more", "status": "ok", "ms": ours["ms"] / 1000, "x_limit": 1.0}]
+    few = copy.deepcopy(cell) | {"rows": 16}
+    for row in few["providers"]:
+        row |= {"ms": 1000 * ours["ms"]} if "errors" in row and not row["name"].startswith("grpo_kernels") else {}
+    path.write_text(json.dumps(record | {"cells": [*record["cells"], cell, few]}))
+    assert [standing.ratio for _, standing in front.extremes(tmp_path, "cpu")] == before
 
 
 # ---- the tree
