@@ -7,6 +7,7 @@ import itertools
 import math
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -231,6 +232,21 @@ def test_limits_hold_no_memory_that_the_engine_beside_them_uses(monkeypatch: pyt
             run.restore()
         run.call()
     assert len(memory._kept) > 0 and not [block for block in memory._kept if block.lease() is not None]
+
+
+@pytest.mark.parametrize("part", ["d_hidden", "d_weight"])
+def test_limits_free_the_gradient_of_the_logits_after_the_timed_run(part: str) -> None:
+    """Freeing a tensor of that size takes a seventh of a product of few columns: a limit that counts it is no limit."""
+    made = [p.make(make_case(tiny("hidden"), "cpu")) for p in providers("hidden") if p.part == part]
+    assert len(made) > 1
+    for run in made:
+        assert run.restore is not None
+        run.restore()
+        operand = weakref.ref(run.call.held[0])  # type: ignore[attr-defined]
+        result = run.call()
+        assert operand() is not None
+        del result
+        assert operand() is None
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
