@@ -152,6 +152,20 @@ def comparison(cells: list[Cell]) -> str:
     return render(lines, markdown=True) + _without(reasons(cells))
 
 
+def multiples(records: dict[str, Record]) -> str:
+    """{what a record computes: record}: each contender's time as a multiple of the limit, a column per cell."""
+    cells = {
+        f"{DTYPES[cell['dtype']]}, {what}, {cell['rows']:,} rows": {
+            row["name"]: times(ratio(cell, row)) for row in cell["providers"] if row["status"] == "ok" and not row.get("limit")
+        }
+        for what, record in records.items()
+        for cell in record["cells"]
+    }
+    names = dict.fromkeys(name for found in cells.values() for name in found)
+    lines = [["", *cells], *([name, *(found.get(name, "") for found in cells.values())] for name in names)]
+    return render(lines, markdown=True)
+
+
 def details(cell: Cell) -> str:
     """A cell with everything that was measured of it."""
     timed = [row for row in cell["providers"] if row["status"] == "ok"]

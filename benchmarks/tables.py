@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import front, results
-from benchmarks.cell_tables import SWEEPS, comparison, details, headline, machines, source, sweep
+from benchmarks.cell_tables import SWEEPS, comparison, details, headline, machines, multiples, source, sweep
 from benchmarks.harness import RESULTS
 from benchmarks.printing import render, replace_block
 from benchmarks.roofline import estimate, given
@@ -24,6 +24,7 @@ from grpo_kernels.presets import NUMERICS, PRESETS
 
 ROOT = Path(__file__).parent.parent
 README, FIGURES, OBJECTIVES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "objectives.md"
+DIVERGENCES = ROOT / "docs" / "divergences.md"
 REPORT = Path(__file__).parent / "RESULTS.md"
 
 #: Pictures that the page of figures shows.
@@ -100,6 +101,14 @@ def figures(folder: Path, machine: str, suite: str) -> str:
     return "\n\n".join([source(record), *map(comparison, headline(record))]) if record.get("cells") else absent(suite)
 
 
+def divergences(folder: Path, machine: str) -> str:
+    """Every direction from hidden states, as multiples of the limit."""
+    suites = {"reverse": "divergence", "forward": "divergence-forward", "jsd": "divergence-jsd"}
+    records = {what: results.load(folder / machine / f"{suite}.json") for what, suite in suites.items()}
+    measured = {what: record for what, record in records.items() if record.get("cells")}
+    return multiples(measured) if measured else absent(" ".join(suites.values()))
+
+
 def pictures(folder: Path, machine: str, page: Path = FIGURES) -> str:
     links = [picture(folder, machine, suite, page) for suite in PICTURES]
     return "\n\n".join(link for link in links if link) or "No plots yet: `python -m benchmarks.plots`."
@@ -143,6 +152,10 @@ def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
     return {
         README: {"front": front_block(folder), "presets_by_surrogate": presets_by_surrogate()},
         OBJECTIVES: {"presets": presets()},
+        DIVERGENCES: {
+            "divergences_cpu": divergences(folder, "cpu"),
+            "logits_divergence_cpu": figures(folder, "cpu", "logits-divergence"),
+        },
         FIGURES: {
             "logits_cpu": figures(folder, "cpu", "logits"),
             "hidden_cpu": figures(folder, "cpu", "hidden"),

@@ -1,8 +1,8 @@
 """The limits: the least work that a contract needs, measured in the same run. This is one read and one write of the logits
 (into other warm memory, or in place), one read, or the bare matrix products. For each of the three products the fastest of all
 ways that are tried here counts: torch.mm, oneDNN (on a CPU), and the kernels of our engine, which keep logits and sums in fp32
-and round gradients at the end. So an implementation that computes the same products cannot be faster than their sum. Rows of
-zero advantage take part in the first product only."""
+and round gradients at the end, over all rows at once or in the engine's chunks. So an implementation that computes the same
+products cannot be faster than their sum. Rows of zero advantage take part in the first product only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 
 from benchmarks.cases import Cell, HiddenCase, LogitsCase
 from benchmarks.divergence_cases import TeacherCase
-from benchmarks.providers import Run, provider
-from grpo_kernels.vocabulary.products import products_for
+from benchmarks.providers import Run, Unavailable, provider
+from grpo_kernels.vocabulary.blocks import Work
+from grpo_kernels.vocabulary.products import Products, products_for
 
 Tensor = torch.Tensor
 Call = Callable[[], Any]
@@ -54,32 +55,36 @@ class _Untimed:
 
 
 class _Torch:
-    """torch.mm in the dtype of the operands."""
+    """torch.mm in the dtype of the operands: a head's weight [V, H] and the hidden states [R, H] of the rows that take part."""
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self.weight = weight
+    def __init__(self, weight: Tensor, hidden: Tensor) -> None:
+        self.weight, self.hidden = weight.detach(), hidden.detach()
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.weight.t()
+    def gradient(self) -> Tensor:
+        """A gradient of the logits, for the two products below."""
+        return self.hidden @ self.weight.t()
+
+    def logits(self) -> Tensor:
+        return self.hidden @ self.weight.t()
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
         return d_logits @ self.weight
 
-    def d_weight(self, d_logits: Tensor, hidden: Tensor) -> Tensor:
-        return d_logits.t() @ hidden
+    def d_weight(self, d_logits: Tensor) -> Tensor:
+        return d_logits.t() @ self.hidden
 
 
 class _OneDnn(_Torch):
     """oneDNN, which torch.mm does not use for fp32 operands."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._times_transposed(hidden, self.weight)
+    def logits(self) -> Tensor:
+        return self._times_transposed(self.hidden, self.weight)
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
         return self._times_transposed(d_logits, self.weight.t())
 
-    def d_weight(self, d_logits: Tensor, hidden: Tensor) -> Tensor:
-        return self._times_transposed(d_logits.t(), hidden.t())
+    def d_weight(self, d_logits: Tensor) -> Tensor:
+        return self._times_transposed(d_logits.t(), self.hidden.t())
 
     def _times_transposed(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
@@ -89,38 +94,58 @@ class _Ours(_Torch):
     """The products of the engine, in the precision in which it makes them on this device. They are made anew for each run: they
     hold the memory of a chunk, and of such memory the engine keeps a few blocks only, for whoever is measured beside this."""
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self.products = lambda: products_for(weight, None, dtype)
+    def __init__(self, weight: Tensor, hidden: Tensor) -> None:
+        super().__init__(weight, hidden)
+        self.chunks: tuple[Tensor, ...] = (self.hidden,)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def products(self) -> Products:
+        return products_for(self.weight, None, self.hidden.dtype)
+
+    def gradient(self) -> Tensor:
+        return self.chunks[0] @ self.weight.t()
+
+    def logits(self) -> Tensor:
         products = self.products()
-        return products.logits(hidden.to(products.dtype))
+        return [products.logits(chunk.to(products.dtype)) for chunk in self.chunks][-1]
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
         products = self.products()
-        return products.d_hidden(d_logits.to(products.dtype))
+        d_logits = d_logits.to(products.dtype)
+        return torch.cat([products.d_hidden(d_logits[: chunk.shape[0]]) for chunk in self.chunks])
 
-    def d_weight(self, d_logits: Tensor, hidden: Tensor) -> Tensor:
-        products = self.products()
-        return products.add_d_weight(None, d_logits.to(products.dtype), hidden.to(products.dtype), last=True)
+    def d_weight(self, d_logits: Tensor) -> Tensor:
+        products, total = self.products(), None
+        d_logits = d_logits.to(products.dtype)
+        for chunk in self.chunks:
+            last = chunk is self.chunks[-1]
+            total = products.add_d_weight(total, d_logits[: chunk.shape[0]], chunk.to(products.dtype), last)
+        return total
+
+
+class _OursInChunks(_Ours):
+    """The same for some rows after the other, as many as the engine takes on a CPU. Logits then have the memory of one chunk,
+    which all chunks use, and so has the gradient."""
+
+    def __init__(self, weight: Tensor, hidden: Tensor) -> None:
+        super().__init__(weight, hidden)
+        rows = Work(*weight.shape, apart=False, d_hidden=4, d_weight=4).plan("cpu", 0).chunk
+        self.chunks = self.hidden.tensor_split(-(-hidden.shape[0] // rows))
+        if len(self.chunks) == 1:
+            raise Unavailable("the engine takes all rows at once")
 
 
 def _logits(case: HiddenCase, way: type[_Torch]) -> Run:
-    product, hidden = way(case.weight.detach(), case.hidden.dtype), case.hidden.detach()
-    return Run(lambda: product.logits(hidden))
+    return Run(way(case.weight, case.hidden).logits)
 
 
 def _backward(case: HiddenCase, way: type[_Torch], of_weight: bool) -> Run:
-    weight, rows = case.weight.detach(), case.hidden.detach()[case.active]
-    product = way(weight, rows.dtype)
-    of = (lambda gradient: product.d_weight(gradient, rows)) if of_weight else product.d_hidden
-    run = _Untimed(lambda: rows @ weight.t(), of)
+    product = way(case.weight, case.hidden.detach()[case.active])
+    run = _Untimed(product.gradient, product.d_weight if of_weight else product.d_hidden)
     return Run(run, run.make)
 
 
 def _teacher(case: TeacherCase, way: type[_Torch]) -> Run:
-    product = way(case.ref_weight, case.ref_hidden.dtype)
-    return Run(lambda: product.logits(case.ref_hidden))
+    return Run(way(case.ref_weight, case.ref_hidden).logits)
 
 
 DIVERGENCES = ("divergence", "divergence-forward", "divergence-jsd")
@@ -135,18 +160,20 @@ WAYS: dict[str, tuple[type[_Torch], tuple[str, ...]]] = {
     "torch.mm": (_Torch, ("cpu", "cuda")),
     "oneDNN": (_OneDnn, ("cpu",)),
     "ours": (_Ours, ("cpu", "cuda")),
+    "ours in chunks": (_OursInChunks, ("cpu",)),
 }
 
 
 def _memory(cell: Cell) -> float:
-    """Bytes of the logits in fp32 and of their gradient."""
-    return 8.0 * cell.rows * cell.vocab
+    """Bytes of the logits in fp32, of their gradient, and of the copy of it that oneDNN makes."""
+    return 12.0 * cell.rows * cell.vocab
 
 
 def _register(part: str, name: str) -> None:
     contracts, make = PARTS[part]
     way, devices = WAYS[name]
-    decorate = provider(f"{part}, {name}", *contracts, devices=devices, limit=True, part=part, memory=_memory)
+    memory = None if way is _OursInChunks else _memory
+    decorate = provider(f"{part}, {name}", *contracts, devices=devices, limit=True, part=part, memory=memory)
     decorate(lambda case: make(case, way))
 
 

@@ -25,9 +25,9 @@ from benchmarks.errors import errors
 from benchmarks.inputs import make_case, reference
 from benchmarks.measure import derived, measure, outside_gate
 from benchmarks.printing import table
-from benchmarks.providers import Provider, Unavailable, peer, providers
+from benchmarks.providers import Provider, Unavailable, limits, peer, providers
 from grpo_kernels import TokenBatch
-from grpo_kernels.vocabulary import backends, memory
+from grpo_kernels.vocabulary import backends, blocks, memory
 from support.benchmark_cells import BF16, FP32, OURS, QUICKLY, by_name, good, nothing_compiles, poisoned_memory, provider, tiny  # noqa: F401 - fixtures
 
 # ---- the accuracy check
@@ -234,11 +234,18 @@ def test_limits_hold_no_memory_that_the_engine_beside_them_uses(monkeypatch: pyt
     assert len(memory._kept) > 0 and not [block for block in memory._kept if block.lease() is not None]
 
 
+@pytest.fixture
+def chunks_of_8_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(blocks.CHUNK_BYTES, "cpu", 1)
+    monkeypatch.setitem(blocks.CHUNK_ROWS, "cpu", 8)
+
+
 @pytest.mark.parametrize("part", ["d_hidden", "d_weight"])
+@pytest.mark.usefixtures("chunks_of_8_rows")
 def test_limits_free_the_gradient_of_the_logits_after_the_timed_run(part: str) -> None:
     """Freeing a tensor of that size takes a seventh of a product of few columns: a limit that counts it is no limit."""
     made = [p.make(make_case(tiny("hidden"), "cpu")) for p in providers("hidden") if p.part == part]
-    assert len(made) > 1
+    assert len(made) == 4
     for run in made:
         assert run.restore is not None
         run.restore()
@@ -247,6 +254,24 @@ def test_limits_free_the_gradient_of_the_logits_after_the_timed_run(part: str) -
         assert operand() is not None
         del result
         assert operand() is None
+
+
+@pytest.mark.usefixtures("chunks_of_8_rows")
+def test_the_limit_in_chunks_makes_every_product() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(21, 8), torch.randn(50, 8)
+    way = limits._OursInChunks(weight, hidden)
+    d_logits = way.gradient()
+    assert [chunk.shape[0] for chunk in way.chunks] == [7, 7, 7]
+    torch.testing.assert_close(d_logits, hidden[:7] @ weight.t())
+    torch.testing.assert_close(way.logits(), hidden[14:] @ weight.t())
+    torch.testing.assert_close(way.d_hidden(d_logits), (d_logits @ weight).repeat(3, 1))
+    torch.testing.assert_close(way.d_weight(d_logits), d_logits.repeat(3, 1).t() @ hidden)
+
+
+def test_few_rows_are_no_chunks() -> None:
+    with pytest.raises(Unavailable, match="all rows at once"):
+        limits._OursInChunks(torch.randn(50, 8), torch.randn(21, 8))
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
