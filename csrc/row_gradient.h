@@ -36,8 +36,10 @@ struct RowGradient {
           k2(s.prob * t.slope / (sum * sum)),
           max(max) {}
 
-    // A NaN or +inf anywhere in the row has made its sum or its max NaN or infinite. If all of these are finite, so is the gradient.
-    bool finite() const { return fabs(k0) < INFINITY && fabs(k1) < INFINITY && fabs(k2) < INFINITY && fabsf(max) < INFINITY; }
+    // A NaN or +inf anywhere in the row has made its sum or its max NaN or infinite. If all of these are finite in fp32, so is the
+    // gradient: an infinite coefficient times an exponential of 0 would be NaN.
+    bool finite() const { return fits(k0) && fits(k1) && fits(k2) && fabsf(max) < INFINITY; }
+    static bool fits(double k) { return fabs(k) <= 3.40282347e38; }
     Polynomial polynomial() const { return {float(k0), float(k1), float(k2)}; }
 };
 

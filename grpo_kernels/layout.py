@@ -126,6 +126,16 @@ def of_a_leaf(logits: Tensor) -> bool:
     return torch.is_grad_enabled() and owner.is_leaf and owner.requires_grad
 
 
+def _overlaps(x: Tensor) -> bool:
+    """Whether elements of x may share memory: some dimension steps by less than the smaller ones extend."""
+    extent = 1
+    for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if step < extent:
+            return True
+        extent += step * (size - 1)
+    return False
+
+
 def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, whole: bool = True) -> Tensor:
     """Logits as [A, T, V] with unit stride in V, in the order of targets of `shape`; a view where possible. One rank's part of
     a cut vocabulary (`whole` False) may have no column."""
@@ -146,13 +156,11 @@ def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace:
             f"inplace=True, but logits of shape {list(logits.shape)} is a leaf that requires grad, or a view of one: its values would "
             "be overwritten. Pass the output of a computation (a model's logits), or inplace=False."
         )
-    if inplace and (
-        logits.stride(-1) != 1
-        or (0 in logits.stride() and any(s == 0 and n > 1 for s, n in zip(logits.stride(), logits.shape, strict=True)))
-    ):
+    if inplace and (logits.stride(-1) != 1 or _overlaps(logits)):
         raise ValueError(
-            f"inplace=True, but logits of shape {list(logits.shape)} has strides {list(logits.stride())}: "
-            "it must have unit stride in the vocabulary and no expanded dimension. Pass logits.contiguous() or inplace=False."
+            f"inplace=True, but logits of shape {list(logits.shape)} has strides {list(logits.stride())}: it must have unit stride "
+            "in the vocabulary and no rows that share memory, as those of an expanded dimension do. Pass logits.contiguous() or "
+            "inplace=False."
         )
     if logits.stride(-1) != 1 and logits.shape[-1] != 1:
         # Not contiguous(): it does not change the strides of an empty tensor.

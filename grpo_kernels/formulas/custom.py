@@ -90,10 +90,10 @@ class Custom(Surrogate):
 
     `function` is written as if for one token: arithmetic, comparisons and the names of `ops`, without Python branches on
     values. It receives `parameters` as its last argument. `check_surrogate` compares the slope with autograd. On a CPU the
-    function is called once with symbols in place of tensors. The fused Triton kernel needs a function that is defined in a file
-    (Triton compiles its source) and uses no local variable of another function. Numbers that it refers to by a global name are
-    fixed at the first use. If this is not possible, the logits are read a second time, with a warning, and strict raises
-    ValueError, as does backend="triton"; strict also compares the C++ program with torch before it is first used. At
+    function is called with symbols in place of tensors, a module-level one once. The fused Triton kernel needs a function that is
+    defined in a file (Triton compiles its source) and uses no local variable of another function. Numbers that it refers to by a
+    global name are fixed at the first use. If this is not possible, the logits are read a second time, with a warning, and strict
+    raises ValueError, as does backend="triton"; strict also compares the C++ program with torch before it is first used. At
     sequence levels, unless detached_ratio, logp is the log-ratio of the sequence and old_logp is 0, so the formula may use
     their difference only.
 

@@ -10,7 +10,7 @@ import torch
 from .backends import FusedRows, SparseBackend, visit
 from .hidden import Engine, FlatHead
 from .kept import KeptRows, KeptStage
-from .memory import converted, empty_like, zeros
+from .memory import converted, empty, zeros
 from .rows import RowStats, RowTransform, Slopes, Teacher
 from .several import LogitsAt
 from .shard import VocabShard, of_own_part
@@ -145,7 +145,9 @@ class Logits:
         kept_only = self.kept is not None and self.kept.has_all
         if self.inplace:
             return logits.detach().zero_() if kept_only else logits.detach()
-        return zeros(logits.shape, logits.dtype, logits.device) if kept_only else empty_like(logits)
+        return (
+            zeros(logits.shape, logits.dtype, logits.device) if kept_only else empty(logits.shape, logits.dtype, logits.device)
+        )
 
     def _written(self, logits: Tensor, out: Tensor, stage: KeptStage | None, of_sets: Tensor | None) -> Tensor:
         """`out`, and in it the gradient of the logits of sets, where `out` holds 0 so far."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 import types
 import warnings
 import weakref
@@ -18,7 +21,7 @@ import torch
 pytest.importorskip("transformers")  # of the step
 pytest.importorskip("triton")
 
-from benchmarks import harness, machine, suites
+from benchmarks import harness, machine, results, suites
 from benchmarks import measure as measuring
 from benchmarks.cases import CLIP, CONTRACTS, Cell, HiddenCase, LogitsCase, StepCase, loss_of, policy_loss
 from benchmarks.errors import errors
@@ -286,6 +289,13 @@ def test_the_plans_name_providers_that_exist(contract: str) -> None:
                 assert cell.contract == suite.contract
                 if cell.contract == contract and only is not None:
                     assert any(name in names and name.startswith("grpo_kernels") for name in only)
+
+
+@pytest.mark.parametrize(("option", "policy"), [("--quick", "PASSIVE"), ("--busy", "None")])
+def test_beside_a_busy_process_the_environment_is_a_users(option: str, policy: str) -> None:
+    code = "import os, benchmarks; print(os.environ.get('OMP_WAIT_POLICY'))"
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    assert subprocess.check_output([sys.executable, "-c", code, option], env=env, cwd=results.ROOT, text=True).strip() == policy
 
 
 # ---- inputs and the reference results

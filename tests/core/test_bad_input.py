@@ -205,6 +205,11 @@ CASES: list[tuple[str, Callable[[], Any], list[str]]] = [
         ["inplace=True", "[3, 4, 11]", "[0, 11, 1]", "inplace=False"],
     ),
     (
+        "in place, rows that overlap",
+        lambda: loss(logits=torch.randn(B * T + V).as_strided((B, T, V), (T, 1, 1)), inplace=True),
+        ["inplace=True", "[4, 1, 1]", "share memory", "inplace=False"],
+    ),
+    (
         "in place, strided vocabulary",
         lambda: logps(torch.randn(B, T, 2 * V)[..., ::2], inplace=True),
         ["inplace=True", "[88, 22, 2]", "inplace=False"],

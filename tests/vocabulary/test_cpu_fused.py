@@ -298,6 +298,21 @@ def test_an_infinite_slope_gives_nan_gradients() -> None:
     assert logits.isnan().all()
 
 
+@pytest.mark.parametrize("entropy_coef", [0.0, 1e-3])
+def test_a_coefficient_beyond_fp32_gives_nan_gradients(entropy_coef: float) -> None:
+    """The slope is finite, its product with 1 / temperature is not: with kept exponentials and without them."""
+
+    def steep(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
+        return -advantage * logp, advantage * 1e38
+
+    logits = torch.randn(1, 2, 100)
+    logits[..., 0] = -1e4  # an exponential of 0
+    batch = TokenBatch(torch.tensor([1, 2]), torch.tensor([1.0, -1.0]))
+    objective = Objective(Custom(steep), entropy_coef=entropy_coef)
+    cpu.fused(logits, objective.token_rows(batch, 1.0), objective, RowTransform(1.0, 0.0, 1e4), logits)
+    assert logits.isnan().all()
+
+
 @pytest.mark.parametrize("target", [-1, 1000, 1 << 60])
 def test_a_target_out_of_range(target: int) -> None:
     logits, batch = torch.randn(1, 2, 1000), batch_of(2, 1000)
