@@ -145,9 +145,7 @@ class Logits:
         kept_only = self.kept is not None and self.kept.has_all
         if self.inplace:
             return logits.detach().zero_() if kept_only else logits.detach()
-        return (
-            zeros(logits.shape, logits.dtype, logits.device) if kept_only else empty(logits.shape, logits.dtype, logits.device)
-        )
+        return (zeros if kept_only else empty)(logits.shape, logits.dtype, logits.device)
 
     def _written(self, logits: Tensor, out: Tensor, stage: KeptStage | None, of_sets: Tensor | None) -> Tensor:
         """`out`, and in it the gradient of the logits of sets, where `out` holds 0 so far."""
