@@ -109,7 +109,9 @@ def picture(folder: Path, machine: str) -> Picture:
     panels: list[Any] = [panel for which, standing in cells for panel in _panels(which, standing)]
     m = cells[0][1].record["machine"]
     where = f"{m['name']}, {m['threads']} threads" if m["device"] == "cpu" else m["name"]
-    note = "Every contender was checked against float64 first. The two cells are chosen by rule from all of 256 rows or more."
+    note = (
+        f"Every contender was checked against float64 first. The two cells are chosen by rule from all of {BATCH} rows or more."
+    )
     return Picture(f"Where we are strongest, and where weakest · {where}", panels, [note])
 
 

@@ -1,13 +1,12 @@
 """Finds the fastest launch settings: threads, accesses in flight, programs per multiprocessor, grids, cache hints and tiles in
 registers of the row kernels, and from hidden states the bytes of a chunk of logits and of a block of gradients.
 
-    python -m benchmarks.tune [--kind visit fused fused32 chunk] [--seconds 0.05] [--json FILE] [--choices FILE] [--small]
+    python -m benchmarks.tune [--kind visit fused fused32 chunk] [--seconds 0.05] [--json FILE] [--small]
 
 A candidate is a call of the package with another entry in its table of launches, so a trial changes no code. Each is checked
 against float64 before it is timed, and the runs of one workload are interleaved. Prints a ranking for each kind (the geometric
-mean over its workloads of the time relative to the best), and the table to paste. `--choices` writes the best of each kind for
-`python -m benchmarks --choices`. `--small` uses small shapes on the CPU: with TRITON_INTERPRET=1 this script can be tested
-without a GPU; its figures then mean nothing."""
+mean over its workloads of the time relative to the best), and the table to paste. `--small` uses small shapes on the CPU: with
+TRITON_INTERPRET=1 this script can be tested without a GPU; its figures then mean nothing."""
 
 from __future__ import annotations
 

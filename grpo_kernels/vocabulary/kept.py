@@ -65,8 +65,8 @@ class KeptRows:
 
     @classmethod
     def of(cls, sets: TokenSets, targets: Tensor, read: Tensor | None, has: Tensor | None = None) -> KeptRows:
-        """Those of flat int64 `targets` [n], of which `read` are looked at. Nothing waits for the device. `has`: rows whose set
-        counts, None: all that are not empty."""
+        """Those of flat int64 `targets` [n], of which `read` are looked at. Waits for the device where sets have WIDTH ids or more:
+        their groups are chosen on the host. `has`: rows whose set counts, None: all that are not empty."""
         n, device = targets.numel(), targets.device
         counts, row_of, rows = sets.counts, sets.row_of, torch.arange(targets.numel(), device=targets.device)
         without = sets.empty_rows if has is None else None
