@@ -4,7 +4,7 @@ own."""
 import os
 import sys
 
-# Set before torch loads OpenMP, so that it holds for all contenders: waiting threads that spin would slow down the next run.
-# Beside a busy process (--busy) contenders run as at a user's, who sets nothing.
-if "--busy" not in sys.argv:
+# For all contenders of a measurement: waiting threads that spin would slow down the next one. OpenMP reads it when torch is loaded.
+# Beside a busy process (--busy) contenders run as at a user's, who sets nothing, and so does a program that only imports helpers.
+if "--busy" not in sys.argv and "torch" not in sys.modules:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-# As in the example: a small model, perhaps beside other processes.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 

@@ -12,14 +12,10 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
-
-# As in the example: a small model, perhaps beside other processes.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import matplotlib
 import torch

@@ -167,9 +167,8 @@ template <class O> void fused_rows(const TwoFused& job, int64_t i, const TwoScra
         const MixedKl kl = visit_both(student, teacher, of.vocab, known, log_sums, job.teacher.mixture, &kept);
         divergence = float(job.teacher.mixture * kl.teacher + (1.0 - job.teacher.mixture) * kl.student), center = kl.student;
     }
-    const double log_sum = log(double(known.sum)), logp = (target.z - known.max) - log_sum;
-    const double entropy = log_sum - found.weighted / known.sum;
-    const Slopes slopes = token_of(of, i, float(logp), entropy < 0 ? 0.0f : float(entropy));
+    const Softmax softmax(known.max, known.sum, target.z, found.weighted);
+    const Slopes slopes = token_of(of, i, float(softmax.logp), softmax.entropy);
     job.divergence[i] = divergence;
     if (c != 0) of.losses[i] += c * divergence;
     if (!out) return;

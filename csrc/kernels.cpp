@@ -201,22 +201,22 @@ void fused_row(const FusedJob& job, int64_t i, const Scratch& scratch, const Row
     Kept kept = {keeps ? kept_in(x, out, scratch.row) : nullptr, scratch.segments, 0};
     const Visit found = kept.exponentials ? visit<T, MODE, WEIGHTED, KEEPING>(x, vocab, t, &kept)
                                           : visit<T, MODE, WEIGHTED, NOTHING>(x, vocab, t, nullptr);
-    const double sum = float(found.sums.sum), log_sum = log(sum);  // rounded to fp32 as in `stats`, so that results are the same
-    const double logp = (z - found.max) - log_sum, entropy = log_sum - float(found.sums.weighted) / sum;
-    const Slopes slopes = token_of(job, i, float(logp), entropy < 0 ? 0.0f : float(entropy));
+    const double sum = float(found.sums.sum);  // rounded to fp32 as in `stats`, so that results are the same
+    const Softmax softmax(found.max, sum, z, float(found.sums.weighted));
+    const Slopes slopes = token_of(job, i, float(softmax.logp), softmax.entropy);
     if (!out) return;
     if (slopes.none()) {
         memset(out, 0, size_t(vocab) * sizeof(O));
         return;
     }
-    const RowGradient gradient(slopes, t, found.max, sum, log_sum);
+    const RowGradient gradient(slopes, t, found.max, sum, softmax.log_sum);
     if (!gradient.finite()) return fill_nan(out, vocab);
     if (kept.exponentials) {
         scaled<O, KEEPING>(kept, out, vocab, gradient.max, gradient.k0);
     } else {
         gradients<T, O, MODE>(x, out, vocab, t, gradient.max, gradient.polynomial());
     }
-    if (has_target) store_some(out + target, all(gradient_of_target(slopes, logp, dz_dx)), 1);
+    if (has_target) store_some(out + target, all(gradient_of_target(slopes, softmax.logp, dz_dx)), 1);
 }
 
 template <class T, class O> void fused_row(const FusedJob& job, int64_t i, const Scratch& scratch) {

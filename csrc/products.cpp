@@ -92,9 +92,13 @@ inline void store_row(__m512 (&sum)[VECTORS], const Destination& to, int64_t row
 
 template <class Op, int ROWS>
 void tile(const uint32_t* left, int64_t left_stride, const uint32_t* panel, int64_t units, const Destination& to) {
-    if (!to.stream) {
+    if (!to.stream && to.out) {
+        // Numbers, not pointers: those behind the last column lead nowhere, which a prefetch may do.
+        const uintptr_t out = reinterpret_cast<uintptr_t>(to.out);
         UNROLL for (int r = 0; r < ROWS; r++) {
-            UNROLL for (int c = 0; c < VECTORS; c++) __builtin_prefetch(to.out + r * to.stride + c * LANES, 1);
+            UNROLL for (int c = 0; c < VECTORS; c++) {
+                __builtin_prefetch(reinterpret_cast<const void*>(out + sizeof(float) * (r * to.stride + c * LANES)), 1);
+            }
         }
     }
     __m512 sum[ROWS][VECTORS];

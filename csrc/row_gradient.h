@@ -1,6 +1,7 @@
 // The gradient of a row: its coefficients, computed from the statistics, and the target's element. Compiled once per instruction set,
 // like simd.h.
 #pragma once
+#include "softmax.h"
 #include "visits.h"
 
 namespace grpo {

@@ -10,12 +10,8 @@ evaluation, say 12+3, occurs nowhere in training, neither as 3+12 nor in a story
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
-
-# Before torch loads OpenMP: threads that spin while another process has the core make a small model many times slower.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 

@@ -13,8 +13,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# Set before torch loads OpenMP: threads that spin while another process uses the core make small tests six times slower.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Imported modules and collected tests stay alive. Searching them for garbage again and again takes a third of the collection time.

@@ -100,7 +100,7 @@ def run(
     return subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env=environment | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": os.pathsep.join(map(str, paths))} | variables,
+        env=environment | {"PYTHONPATH": os.pathsep.join(map(str, paths))} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
