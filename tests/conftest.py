@@ -13,8 +13,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Imported modules and collected tests stay alive. Searching them for garbage again and again takes a third of the collection time.
 if gc.isenabled():
     gc.disable()
@@ -84,13 +82,11 @@ def seeded() -> None:
         torch.default_generator.manual_seed(20260)
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Runs the test on one thread: with small tensors more threads only cost time."""
-    threads = torch.get_num_threads()
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """With small tensors more threads only cost time, and much of it where other processes share the cores. A test of several sets
+    their number itself."""
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "sum": f"+{a} +{b}", "slip
 
 
 @pytest.fixture
-def small(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny untrained model, and few problems."""
     torch.manual_seed(0)
     model = spelled.policy(16, 1)

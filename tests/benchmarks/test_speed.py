@@ -26,6 +26,7 @@ Tensor = torch.Tensor
 BETA = 0.04
 OBJECTIVE = Objective.preset("dapo", beta=BETA)
 ROWS, VOCAB, HIDDEN = 64, 151936, 64
+THREADS = torch.get_num_threads()  # before any test has set it
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +34,12 @@ def native() -> None:
     reason = cpu.available()
     if reason is not None:
         pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """All threads instead: here losses are timed as a user runs them."""
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture

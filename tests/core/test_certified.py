@@ -16,11 +16,6 @@ from support.linear_cases import LinearCase, build_linear, count_products, run_l
 Tensor = torch.Tensor
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread: None) -> None:
-    """Tensors are small here."""
-
-
 def certified(budget: float, **more: Any) -> dict[str, Any]:
     return {"options": Options(certified=Certified(budget), **more)}
 

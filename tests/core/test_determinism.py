@@ -15,7 +15,6 @@ rows at other strides, where 128-bit accesses become single ones (a slice of the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,13 +33,6 @@ OBJECTIVES = {
     "one pass": Objective.preset("dapo", beta=0.1, entropy_coef=0.01),
     "two passes": Objective.preset("gspo", aggregate="token-mean", beta=0.1),
 }
-
-
-@pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def make_rows(n: int, vocab: int, dtype: torch.dtype = torch.float32, width: int | None = None) -> Fields:

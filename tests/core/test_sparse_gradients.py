@@ -39,11 +39,6 @@ DRAWN = {"options": Options(sparse=Sparse(STEP, SEED))}
 CAPPED = {"temperature": 0.8, "softcap": 4.0, "scale": 1.5}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread: None) -> None:
-    """Tensors are small here."""
-
-
 def upstream(case: LinearCase, seed: int = 2) -> Tensor:
     return torch.randn(case.tokens.targets.shape, generator=torch.Generator().manual_seed(seed))
 

@@ -38,9 +38,6 @@ INSTALLED = metadata.version("liger-kernel")
 OPTIONS, ARGUMENTS = (set(inspect.signature(of).parameters) for of in (Theirs.__init__, Theirs.forward))
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def make_data() -> dict[str, Tensor]:
     """Sequences of unequal length, one of advantage 0, ratios beyond the clip bounds."""
     g = torch.Generator().manual_seed(5)

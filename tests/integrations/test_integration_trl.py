@@ -43,7 +43,7 @@ Tensor = torch.Tensor
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick(one_thread: None) -> Iterator[None]:
+def quick() -> Iterator[None]:
     """accelerate collects garbage before every training, which takes longer than the
     training while all that is imported takes part in it."""
     gc.freeze()

@@ -24,11 +24,6 @@ Tensor = torch.Tensor
 TOP_K, TEMPERATURE = 4, 0.9
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick(one_thread: None) -> None:
-    pass
-
-
 def sampled(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """A rollout_func that samples from the TOP_K largest logits of the policy, and records them. Completions of all lengths."""
     ids = trainer._tokenizer(prompts)["input_ids"]

@@ -54,9 +54,6 @@ OTHER_OPTIONS = {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.4, "clip_cov_ub": 2.5, 
 STEP = {"dp_size": 2, "batch_num_tokens": 173, "global_batch_size": 19, "loss_scale_factor": 20}
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def data() -> Data:
     """Unequal lengths, a sequence without tokens, a hole, an advantage of 0, ratios far on both sides of the clip range."""

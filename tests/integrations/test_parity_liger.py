@@ -36,9 +36,6 @@ B, T, H, V = 7, 6, 10, 13
 BUDGET, BETA, DELTA, NUM_ITEMS = 9, 0.3, 1.5, 61
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @dataclass(frozen=True)
 class Case:
     """In Liger's words, with numbers that are not its defaults."""

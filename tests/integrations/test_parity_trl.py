@@ -64,9 +64,6 @@ CAP, DELTA, BETA, COEF, SHARE, OFF_POLICY = 1.25, 1.4, 0.3, 0.2, 0.4, 0.25
 # ---- TRL
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def tokenizer() -> Any:
     vocabulary = {"<pad>": PAD, "<eos>": EOS, **{chr(ord("a") + i): i + 2 for i in range(VOCAB - 2)}}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))

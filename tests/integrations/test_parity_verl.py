@@ -65,9 +65,6 @@ CLAMPED = ("vanilla", "cispo", "sapo", "dppo_tv", "dppo_kl")
 B, T = 8, 12
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @dataclass(frozen=True)
 class Constants:
     """In verl's words, with verl's defaults; DRO has none, hence the one of our preset."""

@@ -37,12 +37,9 @@ EPS = 1.2e-7
 
 @pytest.fixture(params=_cpu.isas(), autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     _cpu.use_isa(request.param)
     yield request.param
     _cpu.use_isa(_cpu.isas()[0])
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -34,12 +34,9 @@ TRANSFORMS = {
 
 @pytest.fixture(params=_cpu.isas(), autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # waking a team of threads takes longer than most rows here
     _cpu.use_isa(request.param)
     yield request.param
     _cpu.use_isa(_cpu.isas()[0])
-    torch.set_num_threads(threads)
 
 
 class Result(NamedTuple):

@@ -36,9 +36,6 @@ SHAPES = [
 ]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 KINDS = [(BF16, BF16), (BF16, FP32), (FP32, FP32)]  # operands, gradient
 
 

@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 @pytest.fixture(params=_cpu.isas(), autouse=True)
-def isa(request: pytest.FixtureRequest, one_thread: None) -> Iterator[str]:
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     _cpu.use_isa(request.param)
     yield request.param
     _cpu.use_isa(_cpu.isas()[0])

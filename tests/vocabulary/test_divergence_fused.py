@@ -31,7 +31,7 @@ WITH = Objective(PolicyGradient(), entropy_coef=0.3)
 
 
 @pytest.fixture(params=_cpu.isas(), autouse=True)
-def isa(request: pytest.FixtureRequest, one_thread: None) -> Iterator[str]:
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     _cpu.use_isa(request.param)
     yield request.param
     _cpu.use_isa(_cpu.isas()[0])

@@ -57,7 +57,7 @@ def large_pages_on_request() -> None:
         pytest.skip("/proc/self/smaps does not tell")
 
 
-@pytest.mark.usefixtures("large_pages_on_request", "one_thread")
+@pytest.mark.usefixtures("large_pages_on_request")
 def test_new_gradients_of_logits_are_in_large_pages(backend: str) -> None:
     batch = TokenBatch(torch.randint(VOCAB, (ROWS,)), torch.randn(ROWS))
     leaf = torch.randn(ROWS, VOCAB).requires_grad_()
@@ -68,7 +68,7 @@ def test_new_gradients_of_logits_are_in_large_pages(backend: str) -> None:
     assert_large(gradient)
 
 
-@pytest.mark.usefixtures("large_pages_on_request", "one_thread")
+@pytest.mark.usefixtures("large_pages_on_request")
 def test_so_are_those_of_logits_without_the_last_position(backend: str) -> None:
     logits = torch.randn(2, ROWS // 2 + 1, VOCAB).requires_grad_()[:, :-1]
     batch = TokenBatch(torch.randint(VOCAB, logits.shape[:2]), torch.randn(logits.shape[:2]))
@@ -76,7 +76,7 @@ def test_so_are_those_of_logits_without_the_last_position(backend: str) -> None:
     assert_large(gradient)
 
 
-@pytest.mark.usefixtures("large_pages_on_request", "one_thread")
+@pytest.mark.usefixtures("large_pages_on_request")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_gradient_of_a_head_is_in_large_pages(dtype: torch.dtype, backend: str) -> None:
     batch = TokenBatch(torch.randint(VOCAB, (6,)), torch.randn(6))

@@ -31,14 +31,12 @@ def kernels() -> list[str]:
 @pytest.fixture(params=kernels())
 def module(request: pytest.FixtureRequest) -> Iterator[Any]:
     name, _, isa = request.param.partition(" ")
-    module, before = backends.load(name), torch.get_num_threads()
-    torch.set_num_threads(1)  # waking a team of threads takes longer than most products here
+    module = backends.load(name)
     if isa:
         module._cpu.use_isa(isa)
     yield module
     if isa:
         module._cpu.use_isa(module._cpu.isas()[0])
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("gap", (0, 6))
