@@ -64,13 +64,14 @@ class Suite:
 
 
 def _logits(contract: str) -> Callable[[str, bool], list[Planned]]:
+    few = (OURS, "grpo_kernels, in place", "grpo_kernels, new gradient", EAGER, "torch.compile")
+    many = [Planned(Cell(contract, 1000, QWEN, dtype, sequences=8), few) for dtype in (FP32, BF16)]
+
     def plan(device: str, quick: bool) -> list[Planned]:
         if device == "cpu":
-            shapes = [(64 if quick else 256, QWEN, dtype) for dtype in (FP32, BF16)]
-        elif quick:
-            shapes = [(4096, QWEN, BF16)]
-        else:
-            shapes = [(8192, QWEN, BF16), (8192, LLAMA, BF16), (2048, QWEN, FP32)]
+            cells = [Planned(Cell(contract, 64 if quick else 256, QWEN, dtype)) for dtype in (FP32, BF16)]
+            return cells if quick else cells + many
+        shapes = [(4096, QWEN, BF16)] if quick else [(8192, QWEN, BF16), (8192, LLAMA, BF16), (2048, QWEN, FP32)]
         return [Planned(Cell(contract, *shape)) for shape in shapes]
 
     return plan
