@@ -55,3 +55,9 @@ def unfiltered_cross_entropy(case: HiddenCase) -> Call:
 def forward(case: HiddenCase) -> Call:
     logps = _logps(case)
     return torch.no_grad()(lambda: {"logps": logps()})
+
+
+@provider("CCE (torch.compile)", "hidden-forward")
+def compiled_forward(case: HiddenCase) -> Call:
+    logps = _logps(case, impl="torch_compile")
+    return torch.no_grad()(lambda: {"logps": logps()})
