@@ -46,14 +46,18 @@ class Cases(NamedTuple):
 #: Kernels first: everything else depends on them.
 CASES = {
     "Triton kernels": Cases(
-        ("vocabulary/triton_cases.py", "vocabulary/sparse_triton_cases.py", "vocabulary/divergence_triton_cases.py"), 12, 0.25
+        (
+            "vocabulary/triton_cases.py", "vocabulary/sparse_triton_cases.py", "vocabulary/divergence_triton_cases.py",
+            "vocabulary/selection_triton_cases.py",
+        ),
+        12, 0.25,
     ),
     "real sizes": Cases(("core/gpu_cases.py", "core/gpu_divergence_cases.py"), 3, 0.4),
     "objectives": Cases(
         (
             "core/test_grpo_loss.py", "core/test_linear_grpo_loss.py", "core/test_token_logprobs.py", "core/test_linear_logprobs.py",
             "core/test_grpo_loss_autograd.py", "core/test_token_logprobs_autograd.py", "vocabulary/test_linear_engine.py",
-            "core/test_distributed.py",
+            "core/test_sparse_gradients.py", "core/test_distributed.py",
         ),
         12, 0.35,
     ),
@@ -62,7 +66,7 @@ CASES = {
 REHEARSED = (
     "range_of_rows or no_rows or (products and bf16-no and plain) or (log_probs and 1031) or zero_advantage_rows or one_token "
     "or (hidden_states_over_sets and gspo and float32) or nothing_to_do or (divergences_of_hidden and jsd) or known_at "
-    "or (divergences_of_logits and reverse and 1031) or slopes_of_everything"
+    "or (divergences_of_logits and reverse and 1031) or slopes_of_everything or tiles_of_any_size or a_frozen_part_gets"
 )
 
 #: Suites of the benchmarks, the most important first: the first cell of each in call 1, those of the targets, all others.

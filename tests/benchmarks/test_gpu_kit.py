@@ -370,6 +370,9 @@ def test_groups_of_cases_that_there_are() -> None:
     assert sum(cases.share for cases in CASES.values()) == pytest.approx(1)
     for cases in CASES.values():
         assert all((ROOT / "tests" / file).is_file() for file in cases.files) and cases.processes > 0
+    known = {file for cases in CASES.values() for file in cases.files}
+    written = {str(file.relative_to(ROOT / "tests")) for file in (ROOT / "tests").glob("*/*triton_cases.py")}
+    assert written - known == set()
     assert "-n" not in gpu_correctness.pytest_command(3, rehearse=True)
 
 
