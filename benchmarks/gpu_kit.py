@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu_plan import BRINGS, CALLS, Stage
+from benchmarks.gpu_plan import BRINGS, CALLS, COMPARED, FURTHER, Stage
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ("logits", "hidden", "active", "length")  # beside the three other files
@@ -45,8 +45,10 @@ PACK_EVERY = 20.0  # seconds
 class Kit:
     """One call: its folders, and the outcome of each stage."""
 
-    def __init__(self, out: Path, work: Path, wheels: Path | None = None, rehearse: bool = False) -> None:
-        self.out, self.work, self.wheels, self.rehearse = out, work, wheels, rehearse
+    def __init__(
+        self, out: Path, work: Path, wheels: Path | None = None, rehearse: bool = False, suites: Sequence[str] = ()
+    ) -> None:
+        self.out, self.work, self.wheels, self.rehearse, self.asked = out, work, wheels, rehearse, suites
         for folder in (out, *(work / name for name in ("json", "logs", "site", "results"))):
             folder.mkdir(parents=True, exist_ok=True)
         self.stages: dict[str, dict] = self.found("kit")  # name -> {"status", "seconds"}, of earlier calls too
@@ -62,6 +64,8 @@ class Kit:
         command += ["--seconds", f"{0.95 * seconds:.0f}"]  # the stage should stop by itself after this
         if self.wheels is not None:
             command += ["--wheels", str(self.wheels)]
+        if stage == "suites":
+            command += ["--suites", *self.asked]
         return command + (["--rehearse"] if self.rehearse else [])
 
     def found(self, name: str) -> dict[str, Any]:
@@ -263,10 +267,14 @@ def summary(kit: Kit) -> str:
 
 #: Stages of every call: the machine is a new one, and the pictures show what was added.
 AGAIN = ("install", "plots")
+#: In place of a call's, with --suites.
+ASKED = (Stage("install", 60, 10), Stage("suites", 600, 500), Stage("plots", 40, 25))
 
 
 def chosen(kit: Kit, call: int, names: Sequence[str] | None) -> list[Stage]:
     """The stages of a call that have not ended well before, or those of these names from all calls."""
+    if kit.asked:
+        return list(ASKED)
     if names is None:
         stages = CALLS[call]
         return [stage for stage in stages if stage.name in AGAIN or kit.stages.get(stage.name, {}).get("status") != "ok"]
@@ -288,8 +296,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--stages", nargs="+", choices=names, metavar="STAGE", help=f"these in place of a call's: {', '.join(names)}"
     )
+    suites = (*COMPARED, *FURTHER)
+    parser.add_argument(
+        "--suites", nargs="+", choices=suites, default=(), metavar="SUITE",
+        help=f"these suites of the benchmarks in place of a call's stages: {', '.join(suites)}",
+    )  # fmt: skip
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, small, with Triton's interpreter")
     args = parser.parse_args(argv)
+    if args.suites and args.stages:
+        parser.error("--suites beside --stages: leave one of them out; suites are a stage of their own.")
     if args.wheels is not None and not args.wheels.is_dir():
         parser.error(f"--wheels {args.wheels} is no folder: pass the one that holds the .whl files, or leave it out.")
     if args.resume is not None and not args.resume.is_file():
@@ -300,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with tarfile.open(args.resume) as tar:
                 tar.extractall(work, filter="data")
         wheels = None if args.wheels is None else args.wheels.resolve()
-        kit = Kit(args.out.resolve(), work, wheels, args.rehearse)
+        kit = Kit(args.out.resolve(), work, wheels, args.rehearse, args.suites)
         stages = chosen(kit, args.call, args.stages)
         run(kit, stages, args.minutes)
         print("\n" + summary(kit))  # last: a caller may see the end of the output only

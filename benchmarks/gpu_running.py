@@ -17,8 +17,16 @@ ROOT = Path(__file__).parent.parent
 class Kit:
     """One running stage: its folder, its time limit, and its results."""
 
-    def __init__(self, stage: str, work: Path, seconds: float, wheels: Path | None = None, rehearse: bool = False) -> None:
-        self.stage, self.work, self.wheels, self.rehearse = stage, work, wheels, rehearse
+    def __init__(
+        self,
+        stage: str,
+        work: Path,
+        seconds: float,
+        wheels: Path | None = None,
+        rehearse: bool = False,
+        asked: tuple[str, ...] = (),
+    ) -> None:
+        self.stage, self.work, self.wheels, self.rehearse, self.asked = stage, work, wheels, rehearse, asked
         self.device = "cpu" if rehearse else "cuda"
         self.deadline = time.monotonic() + seconds
         self.found: dict[str, Any] = {"lines": []}

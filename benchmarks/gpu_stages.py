@@ -212,6 +212,11 @@ def further(kit: Kit) -> None:
     compare(kit, FURTHER)
 
 
+def suites(kit: Kit) -> None:
+    """Those that the caller has asked for."""
+    compare(kit, kit.asked)
+
+
 def compare(kit: Kit, names: Sequence[str], *options: str) -> None:
     """Runs suites of the benchmarks with the settings that the tuner has found, each suite in its own process. A provider that
     breaks CUDA ends its process; the next process continues without that provider."""
@@ -287,7 +292,8 @@ def plots(kit: Kit) -> None:
 STAGES = {
     stage.__name__: stage
     for stage in (
-        install, env, peers, correctness, counters, headline, tune, comparison, memcheck, small, resources, further, plots,
+        install, env, peers, correctness, counters, headline, tune, comparison, memcheck, small, resources, further, suites,
+        plots,
     )
 }  # fmt: skip
 
@@ -299,11 +305,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seconds", type=float, default=600.0, help="that it may take")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install")
+    parser.add_argument("--suites", nargs="+", default=[], help="for the stage of that name")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, small")
     args = parser.parse_args(argv)
     if not args.rehearse and not torch.cuda.is_available():
         parser.error("torch finds no GPU: use --rehearse to try the script on a CPU.")
-    kit = Kit(args.stage, args.work, args.seconds, args.wheels, args.rehearse)
+    kit = Kit(args.stage, args.work, args.seconds, args.wheels, args.rehearse, tuple(args.suites))
     STAGES[args.stage](kit)
     return 0 if kit.well else 1
 

@@ -183,8 +183,29 @@ def test_a_call_goes_on_where_an_earlier_one_was(kit: Kit, tmp_path: Path, monke
     ran.clear()
     assert gpu_kit.main([*call, "2", "--work", str(work)]) == 0 and ran == ["tune"]
     assert "from counters" in (kit.out / "summary.md").read_text()
-    with pytest.raises(SystemExit):
-        gpu_kit.main([*call, "1", "--resume", str(tmp_path / "none.tar.gz")])
+    ran.clear()
+    chosen = [*call[:-1], "--work", str(work), "--suites", "logits", "sparse"]
+    assert gpu_kit.main(chosen) == 0 and ran == ["install", "suites", "plots"]
+    ran.clear()  # a call still has its own comparison to make
+    assert gpu_kit.main([*call, "3", "--work", str(work)]) == 0 and ran == ["install", "comparison", "plots"]
+    for wrong in (
+        ["--resume", str(tmp_path / "none.tar.gz")],
+        ["--suites", "logit"],
+        ["--suites", "logits", "--stages", "env"],
+    ):
+        with pytest.raises(SystemExit):
+            gpu_kit.main([*call, "1", *wrong])
+
+
+def test_suites_that_are_asked_for(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They reach the stage's process, and no others are measured."""
+    kit.asked = ("sparse", "logits")
+    assert kit.command("suites", 60.0)[-3:] == ["--suites", "sparse", "logits"] and "--suites" not in kit.command("env", 60.0)
+    measured: list[str] = []
+    monkeypatch.setattr(gpu_stages, "compare", lambda kit, names, *options: measured.extend(names))
+    monkeypatch.setattr(gpu_stages.torch.cuda, "is_available", lambda: True)
+    assert gpu_stages.main(["suites", "--work", str(tmp_path), "--suites", "sparse", "logits"]) == 0
+    assert measured == ["sparse", "logits"]
 
 
 def test_results_are_few_files_with_plain_names(kit: Kit) -> None:
