@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import tune as tuning
+from benchmarks import tune_settings
 from benchmarks.cases import Cell
 from benchmarks.gpu_correctness import correctness
 from benchmarks.gpu_counters import (
@@ -168,7 +169,7 @@ def counters(kit: Kit) -> None:
 
 def on_triton(rehearse: bool) -> contextlib.AbstractContextManager[None]:
     """In a rehearsal "auto" is Triton for tensors on the CPU too."""
-    return tuning.on_triton() if rehearse else contextlib.nullcontext()
+    return tune_settings.on_triton() if rehearse else contextlib.nullcontext()
 
 
 # ---- tune, comparison, memcheck, plots
@@ -176,12 +177,17 @@ def on_triton(rehearse: bool) -> contextlib.AbstractContextManager[None]:
 
 def tune(kit: Kit) -> None:
     outcomes: dict[str, dict] = {}
-    kinds = ("fused", "visit", "fused32", "chunk")
-    for i, kind in enumerate(kinds):  # each in a process of its own: a candidate may break CUDA
+    to_do = sum(tuning.KINDS.values())
+    for kind, share in tuning.KINDS.items():  # each in a process of its own: a candidate may break CUDA
         path = kit.work / "json" / f"tune-{kind}.json"
-        small = ("--small",) if kit.rehearse else ()
-        share = kit.left / (len(kinds) - i)
-        status = kit.python("-m", "benchmarks.tune", "--kind", kind, "--json", str(path), *small, seconds=share)
+        command = ("-m", "benchmarks.tune", "--kind", kind, "--json", str(path), *(("--small",) if kit.rehearse else ()))
+        deadline = time.monotonic() + kit.left * share / to_do
+        to_do -= share
+        status: int | None = LOST_DEVICE
+        for _ in range(8):
+            status = kit.python(*command, seconds=max(1.0, deadline - time.monotonic()))
+            if status != LOST_DEVICE:
+                break
         outcomes |= load(path)
         if status != 0:
             kit.say(f"tuning of {kind}: {outcome(status)}", well=False)

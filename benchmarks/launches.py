@@ -21,7 +21,7 @@ from grpo_kernels.formulas.token_stage import TokenRows, formulas
 from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
 from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice, fused_kind
+from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice, choice_of, fused_kind
 from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, partials_of
 
 Tensor = torch.Tensor
@@ -138,7 +138,7 @@ class Case:
     def choice(self) -> Choice:
         if self.kernel != "fused":
             return LAUNCH["visit"]
-        return LAUNCH[fused_kind(self.logits, self.gradient or self.logits, TRANSFORMS[self.transform](1).softcap)]
+        return choice_of(fused_kind(self.logits, self.gradient or self.logits, TRANSFORMS[self.transform](1).softcap))
 
     @property
     def sizes(self) -> tuple[int, ...]:

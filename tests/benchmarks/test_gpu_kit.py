@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,18 @@ from support.processes import for_its_own_pytest
 
 pytest.importorskip("triton")
 
-from benchmarks import gpu_correctness, gpu_counters, gpu_kit, gpu_plan, gpu_running, gpu_stages, suites, tune
+from benchmarks import (
+    gpu_correctness,
+    gpu_counters,
+    gpu_kit,
+    gpu_plan,
+    gpu_running,
+    gpu_stages,
+    measure,
+    suites,
+    tune,
+    tune_settings,
+)
 from benchmarks.gpu_kit import Kit
 from benchmarks.gpu_plan import CALLS, CASES, Stage
 from benchmarks.launches import compiling, token_rows
@@ -317,8 +328,8 @@ def test_targets_speak_of_providers_that_there_are() -> None:
         suites[suite] = {"cells": [cell(rows, 1.0, active=share, **shape) for share in (1.0, 0.5)]}
     missing = [t.what for t in gpu_kit.targets(suites, {"recompilations": 0, "waits": {}, "graphs": {}}, {}) if t.met is None]
     assert missing == ["log-probs from hidden states, error"]
-    for workload in tune.workloads(small=False):
-        assert workload.candidate(tune.Chunk(1, 2)).name == "1 MiB of logits, 2 MiB of gradients"
+    for workload in tune_settings.workloads(small=False):
+        assert workload.candidate(tune_settings.Chunk(1, 2)).name == "1 MiB of logits, 2 MiB of gradients"
 
 
 def test_outcomes_of_tests_are_written_at_once_and_counted(tmp_path: Path) -> None:
@@ -473,20 +484,20 @@ def test_the_ranking_takes_only_settings_that_were_right_everywhere() -> None:
 
 @pytest.mark.parametrize("kind", ["visit", "fused", "fused32"])
 def test_candidates_have_registers_and_what_is_now_comes_first(kind: str) -> None:
-    found = tune.settings(kind, small=False)
-    assert found[0] == tune.Rows(kind, backend.LAUNCH[kind]) and len(set(map(str, found))) == len(found) > 15
+    found = tune_settings.settings(kind, small=False)
+    assert found[0] == tune_settings.Rows(kind, backend.LAUNCH[kind]) and len(set(map(str, found))) == len(found) > 15
     assert all(s.fits and s.choice.threads * s.choice.programs <= 2048 for s in found)  # type: ignore[union-attr]
     assert {s.choice.hints for s in found} == {True, False}  # type: ignore[union-attr]
     assert kind == "visit" or {s.choice.grid for s in found} == {0.0, 0.5, 1.0}  # type: ignore[union-attr]
-    assert not tune.Rows(kind, Choice(1024, 8)).fits
+    assert not tune_settings.Rows(kind, Choice(1024, 8)).fits
 
 
 def test_clusters_are_tried_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "available", lambda: None)
     for some, sizes in ((True, {1, 2, 4, 8}), (False, {1})):
-        monkeypatch.setattr(tune, "clusters", lambda some=some: some)
-        assert {s.choice.cluster for s in tune.settings("fused32", small=False)} == sizes  # type: ignore[union-attr]
-        assert {s.choice.cluster for s in tune.settings("visit", small=False)} == {1}  # type: ignore[union-attr]
+        monkeypatch.setattr(tune_settings, "clusters", lambda some=some: some)
+        assert {s.choice.cluster for s in tune_settings.settings("fused32", small=False)} == sizes  # type: ignore[union-attr]
+        assert {s.choice.cluster for s in tune_settings.settings("visit", small=False)} == {1}  # type: ignore[union-attr]
 
 
 def test_a_setting_reaches_the_compiler_and_is_taken_back() -> None:
@@ -495,26 +506,100 @@ def test_a_setting_reaches_the_compiler_and_is_taken_back() -> None:
     rows = token_rows(2, objective)
     logits = torch.zeros(1, 2, 151936, dtype=torch.bfloat16)
 
-    def metadata(setting: tune.Rows) -> Any:
+    def metadata(setting: tune_settings.Rows) -> Any:
         with setting.applied(), compiling("sm_90") as launches:
             backend.fused(logits, rows, objective, RowTransform(1.0, 0.0, 1.0), logits)
         return launches[0][1].metadata
 
-    wide, narrow = (metadata(tune.Rows("fused", Choice(*x))) for x in ((512, 4), (256, 2, 2)))
+    wide, narrow = (metadata(tune_settings.Rows("fused", Choice(*x))) for x in ((512, 4), (256, 2, 2)))
     assert (wide.num_warps, wide.maxnreg) == (16, 128) and (narrow.num_warps, narrow.maxnreg) == (8, 128)
-    with tune.Chunk(7, 9).applied():
+    with tune_settings.Chunk(7, 9).applied():
         assert (blocks.CHUNK_BYTES["cuda"], blocks.BLOCK_BYTES["cuda"]) == (7 << 20, 9 << 20)
     assert launch == backend.LAUNCH and chunk == [blocks.CHUNK_BYTES, blocks.BLOCK_BYTES]
 
 
+def test_every_choice_of_a_launch_is_tuned() -> None:
+    """Each entry of the package's tables has candidates, the one that it has first, and a workload that runs its kernel."""
+    kinds = {*backend.LAUNCH, "select", "slots", "chunk"}
+    assert kinds == set(tune.KINDS) == {w.kind for w in tune_settings.workloads(small=False)}
+    for kind in kinds:
+        now, *others = tune_settings.settings(kind, small=False)
+        assert others and all(where[key] == value for where, key, value in now.places() if key != "cpu")
+        assert tune_settings.setting_of(kind, now.described()) == now
+        for other in others:
+            with other.applied():
+                assert str(tune_settings.settings(kind, small=False)[0]) == str(other)
+        assert tune_settings.settings(kind, small=False)[0] == now
+
+
+class Trials:
+    """For `measure`: the last candidate is the fastest, those in `broken` break CUDA, those behind `last` are not reached."""
+
+    def __init__(self, broken: Sequence[int] = (), last: int = 99) -> None:
+        self.broken, self.last, self.tried = broken, last, 0
+
+    def __call__(
+        self, cell: Any, device: str, *, candidates: list[Any], known: dict[str, str] | None, save: Any, **_: Any
+    ) -> dict:
+        rows: list[dict] = []
+        for i, name in enumerate(c.name for c in candidates if not c.limit):
+            if name in (known or {}):
+                rows.append({"name": name, "status": "failed", "reason": known[name]})  # type: ignore[index]
+                continue
+            if i > self.last:
+                raise KeyboardInterrupt
+            self.tried += 1
+            if i in self.broken:
+                raise measure.DeviceLost(name, "illegal memory access")
+            rows.append({"name": name, "status": "ok", "ms": 1000.0 - i, "x_limit": 1.0, "runs": 5})
+            save({"providers": rows, "unfinished": True})
+        return {"providers": rows}
+
+
+def test_a_candidate_that_breaks_cuda_costs_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "compile_all", lambda jobs, workers: None)
+    file = tmp_path / "tune.json"
+    command = ["--kind", "visit", "--json", str(file)]
+    names = [str(s) for s in tune_settings.settings("visit", small=False)]
+    for broken, status in (((3,), suites.LOST_DEVICE), ((3, 5), suites.LOST_DEVICE), ((), 0)):
+        monkeypatch.setattr(tune, "measure", Trials(broken))
+        assert tune.main(command) == status
+    result = json.loads(file.read_text())["visit"]
+    assert [row["name"] for row in result["cells"][0]["providers"] if row["status"] == "failed"] == [names[3], names[5]]
+    assert result["ranking"][0][0] == names[-1] and {names[3], names[5]}.isdisjoint(dict(result["ranking"]))
+
+
+def test_a_run_that_is_cut_off_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "compile_all", lambda jobs, workers: None)
+    file = tmp_path / "tune.json"
+    command = ["--kind", "visit", "--json", str(file)]
+    names = [str(s) for s in tune_settings.settings("visit", small=False)]
+    monkeypatch.setattr(tune, "measure", Trials(last=4))
+    with pytest.raises(KeyboardInterrupt):
+        tune.main(command)
+    result = json.loads(file.read_text())["visit"]
+    assert [name for name, _ in result["ranking"]] == names[4::-1] and result["best"] is not None
+    first = Trials()
+    monkeypatch.setattr(tune, "measure", first)
+    assert tune.main(command) == 0 and first.tried == 2 * len(names)  # nothing of the first cell was whole
+    again = Trials()
+    monkeypatch.setattr(tune, "measure", again)
+    assert tune.main(command) == 0 and again.tried == 0
+
+
 def test_the_tuners_summary_has_the_table_to_paste() -> None:
-    now, best = str(tune.Rows("fused", backend.LAUNCH["fused"])), Choice(256, 8, programs=2, grid=1.0)
+    now, best = str(tune_settings.Rows("fused", backend.LAUNCH["fused"])), Choice(256, 8, programs=2, grid=1.0)
     found = {
         "fused": {"ranking": [("x", 1.0), (now, 1.1)], "best": {"choice": best._asdict()}, "now": now},
         "chunk": {"ranking": [("800 MiB", 1.0)], "best": {"mib": 800, "block": 900}, "now": "800 MiB"},
         "visit": {"ranking": [], "best": None, "now": ""},
     }
+    found |= {
+        "select": {"ranking": [("x", 1.0)], "best": {"choice": Choice(64, 1)._asdict()}, "now": "x"},
+        "slots": {"ranking": [("y", 1.0)], "best": {"threads": 64}, "now": "y"},
+    }
     lines = tune.summary(found)
+    assert "triton_sparse.THREADS = 64" in lines and f"triton_select.CHOICE = {Choice(64, 1)}" in lines
     assert "10.0 % slower" in lines[0] and 'CHUNK_BYTES["cuda"] = 800 << 20, BLOCK_BYTES["cuda"] = 900 << 20' in lines
     assert "no setting was right" in lines[2]
     scope: dict[str, Any] = {"Choice": Choice}

@@ -19,7 +19,7 @@ from ...formulas import token_stage
 from ..rows import OF_STUDENT, RowStats, RowTransform, Slopes, Teacher, partials_of
 from . import FusedRows, triton_divergence, two_visits
 from .triton_arguments import check_layout, transform_arguments, vector
-from .triton_choices import LAUNCH, SCALE_PROGRAMS, available, choose, fused_kind, multiprocessors, on_device, serves  # noqa: F401
+from .triton_choices import LAUNCH, SCALE_PROGRAMS, available, choice_of, choose, fused_kind, multiprocessors, on_device, serves  # noqa: F401
 from .triton_divergence import mixed  # noqa: F401
 from .triton_formulas import compiled_formula
 from .triton_kernels import _fused_kernel, _pull_kernel, _scale_kernel, _stats_kernel
@@ -129,7 +129,7 @@ def fused(
             *token_stage.scalars(objective).values(), logps, entropies, losses,
         )  # fmt: skip
         kind = fused_kind(logits.dtype, gradient.dtype, transform.softcap)
-        grid = LAUNCH[kind].grid
+        grid = choice_of(kind).grid
         run(
             _fused_kernel, functools.partial(choose, kind, V, (logits, gradient)),
             lambda launch: min(n, launch.programs(round(grid * multiprocessors(logits.device)))) if grid else n,

@@ -45,15 +45,14 @@ class Choice(NamedTuple):
 #:            room for. `grid` 0.5 halves the rows in flight, and so lets whole rows stay in L2 with half the multiprocessors;
 #:            `cluster` 2 does so with all of them, and keeps twice as much of a row in registers, 8 the whole row. Off, since
 #:            one version of Triton alone compiles it, and nothing of the kind has run: it is for the tuner to check and time.
-#:   capped32 the same with a softcap and an fp32 gradient: tanh, and a gradient that is as wide as the logits, take the
-#:            registers of a third tile (Triton 3.8 spilled 48 bytes a thread to keep it).
+#:            With a softcap and an fp32 gradient ("capped32") one tile less is kept: tanh, and a gradient that is as wide as the
+#:            logits, take its registers (Triton 3.8 spilled 48 bytes a thread to keep it).
 #:   two      one pass over a row and its teacher's, with twice the loads and sums of `visit`: one program by registers.
 #:   mixed    the same for the sums of a mixture, whose hundred instructions a logit hide any load.
 LAUNCH = {
     "visit": Choice(512, 2, programs=2, ends=2),
     "fused": Choice(512, 4, ends=2, kept=1, hints=True),
     "fused32": Choice(512, 4, ends=3, kept=3, hints=True),
-    "capped32": Choice(512, 4, ends=3, kept=2, hints=True),
     "two": Choice(512, 2),
     "mixed": Choice(512, 1),
 }
@@ -64,10 +63,15 @@ SCALE_PROGRAMS = 512
 
 
 def fused_kind(logits: torch.dtype, gradient: torch.dtype, softcap: float) -> str:
-    """The entry of LAUNCH for the fused kernel."""
+    """The kind of the fused kernel."""
     if logits.itemsize < 4:
         return "fused"
     return "capped32" if softcap and gradient.itemsize == 4 else "fused32"
+
+
+def choice_of(kind: str) -> Choice:
+    """The entry of LAUNCH."""
+    return LAUNCH[{"scale": "visit", "capped32": "fused32"}.get(kind, kind)]
 
 
 def choose(kind: str, columns: int, tensors: tuple[Tensor, ...], halvings: int) -> Launch:
@@ -86,7 +90,7 @@ def choose(kind: str, columns: int, tensors: tuple[Tensor, ...], halvings: int) 
     peeled = not aligned and len(tensors) == 2 and len(behind) == 1
     device = None if INTERPRETED else triton.runtime.driver.active
     index = tensors[0].device.index
-    return _launch(kind, LAUNCH["visit" if kind == "scale" else kind], columns, cols, aligned, peeled, halvings, device, index)
+    return _launch(kind, choice_of(kind), columns, cols, aligned, peeled, halvings, device, index)
 
 
 @functools.lru_cache(maxsize=256)
@@ -102,7 +106,11 @@ def _launch(
     if kind in ("visit", *FUSED):
         ends = min(choice.ends, triton.cdiv(columns, accesses * cols)) if aligned else 1  # single elements take more registers
         first, last = ("evict_last", "evict_first") if choice.hints else ("", "")
-        flags |= {"PEELED": peeled, "ENDS": ends, "KEPT": min(choice.kept, ends) if aligned else 0}
+        flags |= {
+            "PEELED": peeled,
+            "ENDS": ends,
+            "KEPT": min(choice.kept, choice.ends - (kind == "capped32"), ends) if aligned else 0,
+        }
         flags |= {"FIRST_HINT": first, "LAST_HINT": last}
     if kind in FUSED:
         flags["CLUSTER"] = cluster

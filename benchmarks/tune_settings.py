@@ -1,0 +1,209 @@
+"""What `benchmarks.tune` tries: settings of launches and where the package keeps them, and the workloads that they are timed on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.cases import Cell
+from benchmarks.providers import Provider, Run, providers
+from grpo_kernels.vocabulary import backends, blocks
+from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.vocabulary.backends import triton_select, triton_sparse
+from grpo_kernels.vocabulary.backends.triton_choices import FUSED, Choice, clusters
+
+REGISTERS = 65536  # of a multiprocessor
+MIB = 1 << 20
+
+
+class Setting:
+    """A choice of launches, and where the package keeps it."""
+
+    kind: str
+
+    def places(self) -> list[tuple[dict[Any, Any], Any, Any]]:
+        """(dictionary, key, value) of all that it changes."""
+        raise NotImplementedError
+
+    def described(self) -> dict[str, Any]:
+        """The arguments of the class beside the kind, for a file."""
+        return {name: value for name, value in asdict(self).items() if name != "kind"}  # type: ignore[call-overload]
+
+    def put(self, but: str = "") -> None:
+        """Changes the package's, except under one key."""
+        for where, key, value in self.places():
+            if key != but:
+                where[key] = value
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        before = [(where, key, where[key]) for where, key, _ in self.places()]
+        try:
+            self.put()
+            with warnings.catch_warnings():
+                # A smaller tile was used, or no kernel at all: this one has failed to compile.
+                warnings.filterwarnings("error", "the Triton kernel|grpo_kernels falls back", RuntimeWarning)
+                yield
+        finally:
+            for where, key, value in before:
+                where[key] = value
+
+
+@dataclass(frozen=True)
+class Rows(Setting):
+    """The launch of a row kernel, an entry of backend.LAUNCH, or that of the selection of columns."""
+
+    kind: str
+    choice: Choice
+
+    def __str__(self) -> str:
+        c = self.choice
+        words = [f"{c.threads} threads x {c.accesses} accesses, {c.programs} per SM"]
+        if self.kind in ("visit", *FUSED):
+            words += [f"ends {c.ends}, kept {c.kept}"] + [f"cluster {c.cluster}"] * (c.cluster > 1)
+            words += ["hints" if c.hints else "no hints", f"grid {c.grid:g}" if c.grid else "a program a row"]
+        return ", ".join(words)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the registers suffice for the tile (8 numbers for each access in flight) and a few other values."""
+        return min(255, REGISTERS // (self.choice.threads * self.choice.programs)) >= 8 * self.choice.accesses + 16
+
+    def places(self) -> list[tuple[dict[Any, Any], Any, Any]]:
+        if self.kind == "select":
+            return [(vars(triton_select), "CHOICE", self.choice)]
+        return [(backend.LAUNCH, self.kind, self.choice)]
+
+    def described(self) -> dict[str, Any]:
+        return {"choice": self.choice._asdict()}
+
+
+@dataclass(frozen=True)
+class Slots(Setting):
+    """Threads of a program of the sparse products."""
+
+    threads: int
+    kind: str = "slots"
+
+    def __str__(self) -> str:
+        return f"{self.threads} threads"
+
+    def places(self) -> list[tuple[dict[Any, Any], Any, Any]]:
+        return [(vars(triton_sparse), "THREADS", self.threads)]
+
+
+@dataclass(frozen=True)
+class Chunk(Setting):
+    """From hidden states: bytes of a chunk of fp32 logits, and of a block of gradients beside a sum of d_weight."""
+
+    mib: int
+    block: int
+    kind: str = "chunk"
+
+    def __str__(self) -> str:
+        return f"{self.mib} MiB of logits, {self.block} MiB of gradients"
+
+    def places(self) -> list[tuple[dict[Any, Any], Any, Any]]:
+        sizes = ((blocks.CHUNK_BYTES, self.mib), (blocks.BLOCK_BYTES, self.block))
+        return [(where, device, size * MIB) for where, size in sizes for device in where]
+
+
+def setting_of(kind: str, described: dict[str, Any]) -> Setting:
+    """The setting that `described` has told."""
+    if kind == "chunk":
+        return Chunk(**described)
+    return Slots(**described) if kind == "slots" else Rows(kind, Choice(**described["choice"]))
+
+
+@contextmanager
+def on_triton() -> Iterator[None]:
+    """Every backend is Triton, for tensors on a CPU too (in its interpreter), whether or not the C++ module is there."""
+    with (
+        mock.patch.object(backends, "load", lambda name: backend),
+        mock.patch.object(backends, "unavailable", lambda name: None),
+    ):
+        yield
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A provider of the benchmarks whose time depends on this kind of setting."""
+
+    kind: str
+    provider: str
+    cell: Cell
+
+    def __str__(self) -> str:
+        c = self.cell
+        shape = " x ".join(str(x) for x in (c.rows, c.hidden, c.vocab) if x is not None)
+        return f"{c.contract}, {self.provider}: {shape} {str(c.dtype).removeprefix('torch.')}"
+
+    def candidate(self, setting: Setting) -> Provider:
+        ours = next(p for p in providers(self.cell.contract) if p.name == self.provider)
+
+        def make(case: Any) -> Run:
+            with on_triton():
+                run = ours.make(case)
+
+            def call() -> dict[str, Any]:
+                with setting.applied(), on_triton():
+                    return run.call()
+
+            return Run(call, run.restore)
+
+        return replace(ours, name=str(setting), make=make)
+
+
+def workloads(small: bool) -> list[Workload]:
+    # The interpreter truncates to bf16, while a GPU rounds.
+    rows, few, vocab, width, dtype = (16, 16, 272, 8, torch.float32) if small else (8192, 2048, 151936, 4096, torch.bfloat16)
+    narrow = 4 if small else 1024  # so that 8192 rows are several blocks, and d_weight is a sum over them
+    beside = (rows if small else 4096, vocab, dtype)  # two streams take twice the memory
+    return [
+        Workload("fused", "grpo_kernels, in place", Cell("logits", rows, vocab, dtype)),
+        Workload("fused32", "grpo_kernels, in place", Cell("logits", few, vocab, torch.float32)),
+        Workload("visit", "grpo_kernels", Cell("logits-forward", rows, vocab, dtype)),
+        Workload("visit", "grpo_kernels, layer 1 + loss", Cell("logits", rows, vocab, dtype)),
+        Workload("chunk", "grpo_kernels", Cell("hidden", rows, vocab, dtype, width)),
+        Workload("chunk", "grpo_kernels", Cell("hidden", rows, vocab, dtype, narrow)),
+        Workload("two", "grpo_kernels, in place", Cell("logits-divergence", *beside)),
+        Workload("mixed", "grpo_kernels", Cell("divergence-jsd", *beside, narrow)),
+        Workload("select", "grpo_kernels, sparse 1/256", Cell("sparse", few, vocab, dtype, narrow, entropy=0.6)),
+        Workload("slots", "grpo_kernels", Cell("kept", rows, vocab, dtype, narrow)),
+    ]
+
+
+def settings(kind: str, small: bool) -> list[Setting]:
+    """The current setting of the package first, then the others."""
+    if kind == "chunk":
+        now = Chunk(blocks.CHUNK_BYTES["cuda"] // MIB, blocks.BLOCK_BYTES["cuda"] // MIB)
+        # Rows of a large vocabulary: (512, 3072) now. Of one sum of bytes: (768, 2304), (1024, 2048); of more: the others.
+        large = [Chunk(*x) for x in ((450, 700), (600, 600), (300, 1800), (600, 1200), (1200, 1200), (1200, 2400))]
+        return list(dict.fromkeys((now, *([Chunk(1, 1)] if small else large))))
+    if kind == "slots":
+        return [Slots(threads) for threads in dict.fromkeys((triton_sparse.THREADS, *((256,) if small else (64, 256, 512))))]
+    now = triton_select.CHOICE if kind == "select" else backend.LAUNCH[kind]
+    shapes = [
+        now._replace(threads=threads, accesses=accesses, programs=programs)
+        for threads in (256, 512, 1024)
+        for accesses in (1, 2, 4, 8)
+        for programs in (1, 2, 4)
+    ]
+    around = [now]
+    if kind in ("visit", *FUSED):
+        around.append(now._replace(hints=not now.hints))
+    if kind in FUSED:
+        around += [now._replace(grid=grid) for grid in (0.5, 1.0)] + [now._replace(kept=kept) for kept in range(now.ends)]
+        around.append(now._replace(ends=now.ends + 1, kept=now.ends + 1))
+        if backend.available() is None and clusters():
+            around += [now._replace(cluster=cluster) for cluster in (2, 4, 8)]
+            around.append(now._replace(cluster=2, kept=now.ends - 1))  # two multiprocessors, and no register spilled
+    candidates = [Rows(kind, choice) for choice in dict.fromkeys([*around, *shapes])]
+    candidates = [candidates[0], *(s for s in candidates[1:] if s.fits)]
+    return list(candidates[:2]) if small else list(candidates)
