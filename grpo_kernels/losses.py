@@ -206,7 +206,9 @@ def linear_grpo_loss(
     Over kept sets (`TokenBatch.kept`) there is no product with the whole weight: a row costs a dot product for each id of its set,
     and as much again for each gradient. A row whose set is one id costs nothing.
 
-    On a GPU, make the batch before the model's forward: its row counts are then on the host when they are needed here.
+    On a GPU, make the batch before the model's forward: its row counts are then on the host when they are needed here. (That is a
+    new batch for each call where `options` say what the batch leaves open: write missing= into the batch.) A CUDA graph keeps the
+    counts that it was captured with: see `TokenBatch`.
     As in `grpo_loss` the gradients are handed over once. Raises ValueError naming the argument that is wrong.
     """
     _check_specs(batch, objective, "reference", reference)
