@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -39,7 +38,7 @@ from grpo_kernels.vocabulary.rows import RowStats
 from grpo_kernels.vocabulary.selection import capacity
 from support.cases import OBJECTIVES
 from support.linear_cases import LinearCase, build_linear
-from support.meta_device import WAITS, CopyError, on_meta, refuse_copies
+from support.meta_device import WAITS, CopyError, make_device, on_meta
 
 Tensor = torch.Tensor
 
@@ -47,9 +46,7 @@ Tensor = torch.Tensor
 @pytest.fixture
 def meta(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that is no CPU, whose tensors have no values and take none from the host."""
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which does not know this device
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
-    refuse_copies(monkeypatch)
+    make_device(monkeypatch)
 
 
 @pytest.mark.usefixtures("meta")
@@ -123,7 +120,6 @@ def on(monkeypatch: pytest.MonkeyPatch) -> On:
     counts = torch.arange(rows) % 3 * 50  # no id, 50, 100
     sets = TokenSets.from_counts(torch.cat([torch.arange(n) for n in counts.tolist()]), counts)
     top = TokenSets.from_counts(torch.arange(2 * rows) % vocab, torch.full((rows,), 2))
-    monkeypatch.setattr(eager, "looks_are_free", lambda _: False)
     monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind])
 
     def batch(**more: Any) -> TokenBatch:
@@ -320,7 +316,6 @@ def test_losses_over_sets(name: str, missing: str, mixed: bool, monkeypatch: pyt
     real = case.tokens.batch(missing=missing)
     numbers = {kind: real.count(kind) for kind in real._kinds}  # which the host of a GPU has by then
     monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: numbers[kind])
-    monkeypatch.setattr(eager, "looks_are_free", lambda _: False)
     fields = on_meta(case.tokens.fields)
     leaves = {k: on_meta(x.detach()).requires_grad_() for k, x in case.leaves.items()}
     batch, transform = TokenBatch(**fields, missing=missing), LogitTransform(0.7, softcap=9.0)

@@ -3,6 +3,7 @@ which wait for a real device too, can be made errors."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from grpo_kernels import TokenSets
+from grpo_kernels.vocabulary.backends import eager
 
 Tensor = torch.Tensor
 
@@ -22,7 +24,15 @@ class CopyError(Exception):
     """The host copies to the device, and waits for that."""
 
 
-def refuse_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta tensors are those of a device that computes eagerly, and that the host cannot copy to without a wait."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which does not know this device
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(eager, "looks_are_free", lambda _: False)
+    _refuse_copies(monkeypatch)
+
+
+def _refuse_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of the host become tensors of a device by factories that fill them (torch.full) alone; indices are on the device.
     No mode of torch does this, because it is off while a backward runs."""
 
