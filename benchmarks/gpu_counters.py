@@ -18,12 +18,16 @@ import torch
 
 from benchmarks.harness import compilations
 from grpo_kernels import (
+    Certified,
     Exact,
     LogitTransform,
     Objective,
+    Options,
+    Sparse,
     TokenBatch,
     TokenSets,
     grpo_loss,
+    linear_divergence,
     linear_grpo_loss,
     linear_logprobs,
     token_divergence,
@@ -32,6 +36,7 @@ from grpo_kernels import (
 from grpo_kernels.formulas.surrogates import Clip
 from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.vocabulary.backends import triton_divergence_kernels as beside
+from grpo_kernels.vocabulary.backends import triton_select_kernels as select
 from grpo_kernels.vocabulary.backends import triton_sparse_kernels as sparse
 
 Tensor = torch.Tensor
@@ -42,7 +47,7 @@ Tensor = torch.Tensor
 KERNELS = (
     backend._stats_kernel, backend._pull_kernel, backend._fused_kernel, backend._scale_kernel,
     sparse._slot_logits_kernel, sparse._add_weight_rows_kernel, sparse._add_hidden_rows_kernel,
-    beside._two_stats_kernel, beside._mixed_kernel, beside._two_pull_kernel,
+    beside._two_stats_kernel, beside._mixed_kernel, beside._two_pull_kernel, select._select_kernel,
 )  # fmt: skip
 
 
@@ -65,10 +70,10 @@ def loaded_kernels() -> list[dict]:
 
 
 def batch_of(
-    lengths: tuple[int, int], vocab: int, device: str, masked: bool = True, kept: bool = False, reference: bool = True
+    lengths: tuple[int, int], vocab: int, device: str, masked: bool = True, kept: int = 0, reference: bool = True
 ) -> TokenBatch:
-    """A batch of [B, T] random tokens. Half of the sequences have advantage 0, and one token of each is masked. kept: each
-    token has a set of four ids. reference: whether there are log-probs of a reference."""
+    """A batch of [B, T] random tokens. Half of the sequences have advantage 0, and one token of each is masked. kept: how
+    many ids the set of each token has; 0: no sets. reference: whether there are log-probs of a reference."""
     targets = torch.randint(vocab, lengths, device=device)
     mask = torch.ones(lengths, dtype=torch.bool, device=device)
     mask[:, 0] = False
@@ -77,40 +82,105 @@ def batch_of(
     old, ref = torch.randn(2, *lengths, device=device)
     sets = None
     if kept:
-        ids = (targets.view(-1, 1) + torch.tensor([0, 1, 5, 7], device=device)) % vocab
-        sets = TokenSets(ids.view(-1), torch.arange(0, ids.numel() + 1, 4, device=device))
+        ids = (targets.view(-1, 1) + torch.arange(kept, device=device) * (vocab // kept)) % vocab
+        sets = TokenSets(ids.view(-1), torch.arange(0, ids.numel() + 1, kept, device=device))
     ref_logps = ref - 8 if reference else None
     return TokenBatch(targets, advantages, mask=mask if masked else None, old_logps=old - 8, ref_logps=ref_logps, kept=sets)
 
 
+#: Ids of a wide set: more than rows that are padded to one width have.
+WIDE = 100
+
+
+class Given(NamedTuple):
+    """What the calls take."""
+
+    logits: Tensor
+    hidden: Tensor
+    weight: Tensor
+    batch: TokenBatch
+    alone: TokenBatch  # without log-probs of a reference
+    kept: TokenBatch
+    wide: TokenBatch
+
+    @classmethod
+    def of(cls, device: str, shape: tuple[int, int], vocab: int, width: int, dtype: torch.dtype) -> Given:
+        logits, hidden = (torch.randn(*shape, size, device=device).to(dtype).requires_grad_() for size in (vocab, width))
+        weight = torch.randn(vocab, width, device=device).to(dtype).requires_grad_()
+        batch, alone = batch_of(shape, vocab, device), batch_of(shape, vocab, device, reference=False)
+        kept, wide = (batch_of(shape, vocab, device, kept=ids) for ids in (4, WIDE))
+        return cls(logits, hidden, weight, batch, alone, kept, wide)
+
+    @property
+    def head(self) -> tuple[Tensor, Tensor]:
+        return self.hidden, self.weight
+
+    @property
+    def second(self) -> tuple[Tensor, Tensor]:
+        """A reference with the same head."""
+        return self.hidden.detach().roll(1, 0), self.weight
+
+    @property
+    def ids(self) -> TokenSets:
+        assert self.kept.kept is not None
+        return self.kept.kept
+
+
+DAPO = Objective.preset("dapo", beta=0.04)
+EXACT = Objective.preset("dapo", beta=0.04, kl=Exact("jsd"))
+SPARSE, FEWER = Options(sparse=Sparse()), Options(certified=Certified())
+
+
 def losses(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Callable[[], Any]]:
     """{entry point: a call of it with its backward}; each has been called once."""
-    shape, objective = (4, max(2, rows // 4)), Objective.preset("dapo", beta=0.04)
-    batch, kept = batch_of(shape, vocab, device), batch_of(shape, vocab, device, kept=True)
-    logits = torch.randn(*batch.targets.shape, vocab, device=device).to(dtype).requires_grad_()
-    hidden = torch.randn(*batch.targets.shape, width, device=device).to(dtype).requires_grad_()
-    weight = torch.randn(vocab, width, device=device).to(dtype).requires_grad_()
-    head, exact = (hidden, weight), Objective.preset("dapo", beta=0.04, kl=Exact("jsd"))
-    second = {"reference": (hidden.detach().roll(1, 0), weight)}  # with one head for both
-    alone = batch_of(shape, vocab, device, reference=False)
-    calls: dict[str, Callable[[], Any]] = {
-        "grpo_loss": lambda: torch.autograd.grad(grpo_loss(logits, batch, objective).loss, logits),
-        "grpo_loss, in place": lambda: torch.autograd.grad(grpo_loss(logits * 1, batch, objective, inplace=True).loss, logits),
-        "grpo_loss, metrics": lambda: grpo_loss(logits.detach(), batch, objective).metrics,
-        "linear_grpo_loss": lambda: torch.autograd.grad(linear_grpo_loss(*head, batch, objective).loss, head),
-        "TokenBatch and linear_grpo_loss": lambda: linear_grpo_loss(*head, batch_of(shape, vocab, device), objective).loss,
-        "linear_grpo_loss, kept sets": lambda: torch.autograd.grad(linear_grpo_loss(*head, kept, objective).loss, head),
-        "token_logprobs": lambda: torch.autograd.grad(token_logprobs(logits, batch.targets)[0].sum(), logits),
-        "linear_logprobs, no gradient": lambda: linear_logprobs(hidden.detach(), weight.detach(), batch.targets),
-        "linear_logprobs, masked": lambda: linear_logprobs(hidden.detach(), weight.detach(), batch.targets, mask=batch.mask),
-        "linear_grpo_loss, divergence": lambda: torch.autograd.grad(linear_grpo_loss(*head, alone, exact, **second).loss, head),
-        "token_divergence": lambda: torch.autograd.grad(
-            token_divergence(logits, logits.detach().roll(1, 0), "forward").sum(), logits
-        ),
-    }
-    for call in calls.values():
+    found = calls(device, rows, vocab, width, dtype)
+    for call in found.values():
         call()
-    return calls
+    return found
+
+
+def calls(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """{entry point: a call of it with its backward}."""
+    shape = 4, max(2, rows // 4)
+    on = Given.of(device, shape, vocab, width, dtype)
+    logits, head, batch, objective, second = on.logits, on.head, on.batch, DAPO, on.second
+    frozen = on.hidden.detach(), on.weight.detach()
+
+    def loss(over: TokenBatch, objective: Objective = DAPO, **more: Any) -> Any:
+        return torch.autograd.grad(linear_grpo_loss(*head, over, objective, **more).loss, head)
+
+    def of_logits(logps: Tensor, *_: Any) -> Any:
+        return torch.autograd.grad(logps.sum(), logits)
+
+    def of_head(value: Tensor, *_: Any) -> Any:
+        return torch.autograd.grad(value.sum(), head)
+
+    def several(logps: Tensor, _: Any, more: dict[str, Tensor]) -> Tensor:
+        return logps.sum() + more["at"].sum()
+
+    return {
+        "grpo_loss": lambda: of_logits(grpo_loss(logits, batch, objective).loss),
+        "grpo_loss, in place": lambda: of_logits(grpo_loss(logits * 1, batch, objective, inplace=True).loss),
+        "grpo_loss, metrics": lambda: grpo_loss(logits.detach(), batch, objective).metrics,
+        "linear_grpo_loss": lambda: loss(batch),
+        "TokenBatch and linear_grpo_loss": lambda: linear_grpo_loss(*head, batch_of(shape, vocab, device), objective).loss,
+        "linear_grpo_loss, kept sets": lambda: loss(on.kept),
+        "linear_grpo_loss, wide kept sets": lambda: loss(on.wide),
+        "linear_grpo_loss, sparse": lambda: loss(batch, options=SPARSE),
+        "linear_grpo_loss, certified": lambda: loss(batch, options=FEWER),
+        "linear_grpo_loss, divergence": lambda: loss(on.alone, EXACT, reference=second),
+        "linear_grpo_loss, several teachers": lambda: loss(on.alone, EXACT, reference=[(second, 0.5), (second, 0.25)]),
+        "token_logprobs": lambda: of_logits(*token_logprobs(logits, batch.targets)),
+        "token_logprobs, masked": lambda: of_logits(*token_logprobs(logits, batch.targets, mask=batch.mask)),
+        "token_logprobs, several ids": lambda: of_logits(several(*token_logprobs(logits, batch.targets, at=on.ids))),
+        "linear_logprobs, no gradient": lambda: linear_logprobs(*frozen, batch.targets),
+        "linear_logprobs, masked": lambda: linear_logprobs(*frozen, batch.targets, mask=batch.mask),
+        "linear_logprobs, several ids": lambda: of_head(several(*linear_logprobs(*head, batch.targets, at=on.ids))),
+        "token_divergence": lambda: of_logits(token_divergence(logits, logits.detach().roll(1, 0), "forward")),
+        "linear_divergence": lambda: of_head(linear_divergence(*head, second, "jsd")),
+        "linear_divergence, masked": lambda: linear_divergence(*frozen, second, "jsd", mask=batch.mask),
+        "linear_divergence, several teachers": lambda: linear_divergence(*frozen, [(second, 0.5)], "jsd"),
+    }
 
 
 def recompilations(
@@ -130,7 +200,7 @@ def recompilations(
         torch.autograd.grad(grpo_loss(logits, batch, objective, transform=transform).loss * 2.0, logits)
         head = hidden, weight
         torch.autograd.grad(linear_grpo_loss(*head, batch, objective, transform=transform).loss * 2.0, head)
-        kept = batch_of((2, length), vocab, device, kept=True)
+        kept = batch_of((2, length), vocab, device, kept=4)
         torch.autograd.grad(linear_grpo_loss(*head, kept, objective, transform=transform).loss * 2.0, head)
         logps, _ = token_logprobs(logits, batch.targets, transform=transform)
         torch.autograd.grad(logps.sum(), logits)
@@ -149,6 +219,9 @@ def recompilations(
 #: The calls that are documented to make the host wait, and why.
 WAITS = {
     "linear_logprobs, masked": "rows are picked by the mask",
+    "linear_divergence, masked": "rows are picked by the mask",
+    "linear_divergence, several teachers": "rows of each teacher are picked by its weights",
+    "linear_grpo_loss, certified": "the number of rows that stay decides the products",
     "TokenBatch and linear_grpo_loss": "row counts, sent to the host when the batch is made, are needed right after",
 }
 
@@ -202,38 +275,45 @@ class Captured(NamedTuple):
 
 def graphed(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Captured]:
     """The losses that a trainer would capture, each with its backward, on one batch."""
-    shape, objective = (4, rows // 4), Objective.preset("dapo", beta=0.04)
-    batch, kept = batch_of(shape, vocab, device), batch_of(shape, vocab, device, kept=True)
-    logits = torch.randn(*shape, vocab, device=device).to(dtype).requires_grad_()
-    hidden = torch.randn(*shape, width, device=device).to(dtype).requires_grad_()
-    weight = torch.randn(vocab, width, device=device).to(dtype).requires_grad_()
-    exact, of_teacher = Objective.preset("dapo", beta=0.04, kl=Exact("jsd")), hidden.detach().roll(1, 0)
-    alone = batch_of(shape, vocab, device, reference=False)
+    on = Given.of(device, (4, rows // 4), vocab, width, dtype)
 
     def from_logits(inplace: bool) -> tuple[Tensor, ...]:
-        loss = grpo_loss(logits * 1 if inplace else logits, batch, objective, inplace=inplace).loss
-        return loss.detach(), *torch.autograd.grad(loss, logits)
+        loss = grpo_loss(on.logits * 1 if inplace else on.logits, on.batch, DAPO, inplace=inplace).loss
+        return loss.detach(), *torch.autograd.grad(loss, on.logits)
 
-    def logprobs() -> tuple[Tensor, ...]:
-        logps, entropy = token_logprobs(logits, batch.targets, entropy=True)
+    def logprobs(**more: Any) -> tuple[Tensor, ...]:
+        logps, entropy, *others = token_logprobs(on.logits, on.batch.targets, entropy=True, **more)
         assert entropy is not None
-        return logps.detach(), entropy.detach(), *torch.autograd.grad(logps.sum() - entropy.sum(), logits)
+        of_ids = [x["at"] for x in others]
+        loss = logps.sum() - entropy.sum() + sum(x.sum() for x in of_ids)
+        found = (x.detach() for x in (logps, entropy, *of_ids))
+        return *found, *torch.autograd.grad(loss, on.logits)
 
-    def from_hidden(over: TokenBatch) -> tuple[Tensor, ...]:
-        loss = linear_grpo_loss(hidden, weight, over, objective).loss
-        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+    def from_hidden(over: TokenBatch, objective: Objective = DAPO, **more: Any) -> Captured:
+        def step() -> tuple[Tensor, ...]:
+            loss = linear_grpo_loss(*on.head, over, objective, **more).loss
+            return loss.detach(), *torch.autograd.grad(loss, on.head)
+
+        return Captured(on.hidden, step, False)
+
+    second = on.second
 
     def divergence() -> tuple[Tensor, ...]:
-        loss = linear_grpo_loss(hidden, weight, alone, exact, reference=(of_teacher, weight)).loss
-        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+        value = linear_divergence(*on.head, second, "jsd")
+        return value.detach(), *torch.autograd.grad(value.sum(), on.head)
 
     return {
-        "grpo_loss": Captured(logits, lambda: from_logits(False), True),
-        "grpo_loss, in place": Captured(logits, lambda: from_logits(True), True),
-        "token_logprobs": Captured(logits, logprobs, True),
-        "linear_grpo_loss": Captured(hidden, lambda: from_hidden(batch), False),
-        "linear_grpo_loss, kept sets": Captured(hidden, lambda: from_hidden(kept), False),
-        "linear_grpo_loss, divergence": Captured(hidden, divergence, False),
+        "grpo_loss": Captured(on.logits, lambda: from_logits(False), True),
+        "grpo_loss, in place": Captured(on.logits, lambda: from_logits(True), True),
+        "token_logprobs": Captured(on.logits, logprobs, True),
+        "token_logprobs, masked, several ids": Captured(on.logits, lambda: logprobs(mask=on.batch.mask, at=on.ids), True),
+        "linear_grpo_loss": from_hidden(on.batch),
+        "linear_grpo_loss, kept sets": from_hidden(on.kept),
+        "linear_grpo_loss, wide kept sets": from_hidden(on.wide),
+        "linear_grpo_loss, sparse": from_hidden(on.batch, options=SPARSE),
+        "linear_grpo_loss, divergence": from_hidden(on.alone, EXACT, reference=second),
+        "linear_grpo_loss, several teachers": from_hidden(on.alone, EXACT, reference=[(second, 0.5), (second, 0.25)]),
+        "linear_divergence": Captured(on.hidden, divergence, False),
     }
 
 

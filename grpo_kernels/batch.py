@@ -14,7 +14,7 @@ from .checks import describe, require
 from .layout import as_mask, as_wide, check_offsets, check_width, flat, per_token, sequence_ids
 from .missing import check_missing, narrowed, outside, without_set
 from .rewards.estimators import ADVANTAGES, Evidence, lookup
-from .row_counts import KINDS, UNSEEN, Counts, versions_of, whole
+from .row_counts import KINDS, UNSEEN, Counts, is_capturing, sends_ahead, versions_of, whole
 from .shift import shift_sets as shift_sets
 from .shift import shift_targets as shift_targets
 from .token_sets import TokenSets, check_sets
@@ -58,6 +58,10 @@ class TokenBatch:
     a write into the mask or the advantages of a batch has to be made on all of them. Metrics and log-probs are of the rank's own
     rows, and reading them needs no communication. ClipCov, KlCov, and EntropyQuantile without a process_group select among the
     rank's own rows, too.
+
+    On a GPU the batch sends its row counts to the host, which `linear_grpo_loss` reads. A CUDA graph of that loss has the counts of
+    the batch it was captured with: call the loss once on the batch before capturing, and between replays write only what leaves
+    the number of trained and of contributing rows as it is; another number stops the program by an assertion on the device.
 
     Packed, [B] and [N] may be equal: a tensor of that length is then read per token, so write [B, 1].
     Gradients never flow into these tensors. Values are not checked for NaN: one at a trained token makes the loss NaN.
@@ -132,7 +136,7 @@ class TokenBatch:
                 f"groups has shape {list(self.groups.shape)} and dtype {self.groups.dtype}: pass one integer id per sequence, "
                 f"[{self.sequences}] (packed targets want cu_seqlens beside it)."
             )
-        if targets.is_cuda and not (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()):
+        if sends_ahead(targets.device) and not (torch.compiler.is_compiling() or is_capturing(targets.device)):
             self._counts()  # starts the copy to the host early, so that a loss need not wait for it
 
     @classmethod
@@ -229,10 +233,10 @@ class TokenBatch:
         """Number of rows of a kind, as a Python number. `marked`: what `marked(kind)` returned, if the caller has it already.
         On a CPU the rows are counted now; on a GPU the number was sent to the host when the batch was made.
 
-        On a GPU, a write that torch does not see (through DLPack or `.data`, or in inference mode) makes that number stale. An
-        asynchronous assertion on the device then stops the program; the host does not wait for it."""
+        On a GPU, a write that torch does not see (through DLPack or `.data`, or in inference mode, or between replays of a graph)
+        makes that number stale. An asynchronous assertion on the device then stops the program; the host does not wait for it."""
         marked = self.marked(kind) if marked is None else marked
-        if not self.targets.is_cuda:
+        if not sends_ahead(self.targets.device):
             return self.rows if marked is None else int(marked.sum())
         count = self._counts().on_host()[self._kinds.index(kind)]
         if marked is not None:
@@ -283,7 +287,7 @@ class TokenBatch:
         if known is None or known[0] != versions:
             known = versions, own, self.over_context(own.clone())
             object.__setattr__(self, f"_known_{name}", known)
-        elif own.is_cuda:
+        elif sends_ahead(own.device):
             torch._assert_async((own == known[1]).all(), f"the {name} of a TokenBatch {UNSEEN}")
         elif not torch.equal(own, known[1]):  # a new exchange needs all ranks, and the others may not have seen a change
             raise RuntimeError(f"the {name} of a TokenBatch with a context_group {UNSEEN}")

@@ -183,7 +183,8 @@ def linear_grpo_loss(
                  product), of which no more than a chunk of logits exists; or `TokenSets` whose values are the log-probs of a
                  teacher that is known at these ids only: no product for the teacher, but the policy's logits are computed
                  again. A list of pairs (one of these, weight) is the weighted sum of the divergences: a number >= 0, or a
-                 tensor [B] or the shape of targets.
+                 tensor [B] or the shape of targets. With an objective of two passes, `TokenSets` among the teachers, kept sets or
+                 a shard they are taken one by one, and on a GPU the host waits for the number of rows of each.
     shard        weight, bias and those of `reference` are this rank's part of a vocabulary cut over a group: see
                  `distributed.VocabShard`. One all-gather per chunk of rows, and one all-reduce of the gradient of hidden.
     weight_grad  [V, H], fp32 or the weight's dtype: the backward, whatever it is asked for, adds the gradient of weight into
@@ -206,7 +207,9 @@ def linear_grpo_loss(
     Over kept sets (`TokenBatch.kept`) there is no product with the whole weight: a row costs a dot product for each id of its set,
     and as much again for each gradient. A row whose set is one id costs nothing.
 
-    On a GPU, make the batch before the model's forward: its row counts are then on the host when they are needed here.
+    On a GPU, make the batch before the model's forward: its row counts are then on the host when they are needed here. (That is a
+    new batch for each call where `options` say what the batch leaves open: write missing= into the batch.) A CUDA graph keeps the
+    counts that it was captured with: see `TokenBatch`.
     As in `grpo_loss` the gradients are handed over once. Raises ValueError naming the argument that is wrong.
     """
     _check_specs(batch, objective, "reference", reference)

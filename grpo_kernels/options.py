@@ -47,7 +47,7 @@ class Options:
                     "full" (the row runs over the whole vocabulary), "mask" (the row is masked) or "raise" (ValueError). None:
                     what the `missing` of a TokenBatch says; where that is None too, "include", and "raise" in strict mode.
                     "mask" changes the mask: with a normalizer of one's own say it in the TokenBatch, from which the normalizer
-                    is made.
+                    is made. "raise" is a host sync on a GPU.
     entropy_over    "kept": the entropy of a row with a set is that of its set. "vocabulary": that of the whole row, which can
                     be compared over runs with other sampling; it costs the product with the whole vocabulary, and with an
                     entropy bonus its backward too.

@@ -139,7 +139,7 @@ def _weight(name: str, weight: Any, policy: Policy) -> Tensor:
     """That of a teacher in each row, fp32 [n]; 0 where the mask is not set."""
     if not isinstance(weight, Tensor):
         require_number(name, weight, "the weight of a teacher is a finite number >= 0, or a tensor of such.", 0, LARGEST)
-        weight = torch.tensor(float(weight), device=policy.device)
+        weight = torch.full((), float(weight), device=policy.device)
     if weight.device != policy.device:
         raise ValueError(f"{name} is on {weight.device}, but the policy's rows are on {policy.device}: move it there.")
     weights = per_token(name, weight, policy.shape, policy.cu_seqlens)

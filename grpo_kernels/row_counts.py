@@ -3,7 +3,7 @@ their work."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,19 +34,51 @@ def versions_of(*tensors: Tensor | None) -> list[int]:
     return [x._version for x in tensors if x is not None and not x.is_inference()]
 
 
+#: Devices with events and copies to pinned memory that run beside the host, where counts are sent ahead. ROCm's devices are called
+#: cuda; on xpu this has not been run.
+AHEAD = ("cuda", "xpu")
+
+
+def sends_ahead(device: torch.device) -> bool:
+    return device.type in AHEAD
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device is being captured into a graph."""
+    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)  # xpu: not in every torch
+    return asked is not None and bool(asked())
+
+
 class Counts:
-    """Numbers that are being copied from a GPU to the host. Reading them waits for the copy only, not for later work."""
+    """Numbers that are being copied from a GPU to the host. The first reading waits for the copy only, not for later work; the
+    others wait for nothing. While a graph is captured the host can do neither."""
 
     def __init__(self, counts: Tensor) -> None:
-        with torch.cuda.device(counts.device):
-            self.values = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
-            self.values.copy_(counts, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
+        _refuse_capture(counts.device)
+        module = torch.get_device_module(counts.device)
+        with module.device(counts.device):
+            values = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
+            values.copy_(counts, non_blocking=True)
+            event = module.Event()
+            event.record()
+        self.device, self.known = counts.device, list[int]()
+        self.sent: tuple[Tensor, Any] | None = (values, event)
 
     def on_host(self) -> list[int]:
-        self.event.synchronize()
-        return self.values.tolist()
+        if self.sent is not None:
+            _refuse_capture(self.device)
+            values, event = self.sent
+            event.synchronize()
+            self.known, self.sent = values.tolist(), None
+        return self.known
+
+
+def _refuse_capture(device: torch.device) -> None:
+    if is_capturing(device):
+        raise RuntimeError(
+            "a graph is being captured, and the host does not know the row counts of this TokenBatch yet: call the loss once on this "
+            "batch before capturing, and again after a write into its mask, advantages or weights."
+        )
 
 
 def split_rows(

@@ -54,8 +54,9 @@ def read_lengths(lengths: Tensor, n: int, device: torch.device) -> Tensor:
 
 
 def read_weights(weights: Sequence[float] | Tensor, r: Tensor) -> Sequence[Tensor]:
-    """K factors, 0-d fp64, for rewards [B, K]."""
-    factors = torch.as_tensor(weights, dtype=torch.float64, device=r.device).detach()
+    """K factors, 0-d fp64, for rewards [B, K]. Numbers stay on the CPU: sending them to a device would wait for it."""
+    device = r.device if isinstance(weights, Tensor) else "cpu"
+    factors = torch.as_tensor(weights, dtype=torch.float64, device=device).detach()
     if factors.shape != r.shape[1:] or not len(factors):
         raise ValueError(
             f"reward_weights has shape {list(factors.shape)}, but rewards has {list(r.shape)}: one for each function."

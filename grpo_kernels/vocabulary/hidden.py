@@ -21,7 +21,7 @@ from .products import Products, keeps_rows, products_for
 from .rows import RowStats, RowTransform, Slopes, Teacher
 from .selection import Draws
 from .shard import VocabShard, check_shard, refuse_managed
-from .sparse import Slots
+from .sparse import Slots, write_at
 from .teachers import Several, TeacherHead, in_one_visit
 
 if TYPE_CHECKING:
@@ -249,8 +249,7 @@ class Engine:
             self.backend.pull(logits[None], *of_rows, d_logits[None], teacher=teacher)
             if slots is not None and at_slots is not None:
                 row = torch.full_like(targets, -1).index_copy_(0, at, torch.arange(at.numel(), device=at.device))[slots.rows]
-                here = ((row >= 0) & (slots.ids >= 0)).nonzero()[:, 0]
-                d_logits[row[here], slots.ids[here]] = at_slots[here].to(d_logits.dtype)
+                write_at(d_logits, (row, slots.ids), at_slots, (row >= 0) & (slots.ids >= 0))
             del logits, teacher
             d_logits = self._kept(d_logits)
             self._accumulate(at, hidden, d_logits, index)

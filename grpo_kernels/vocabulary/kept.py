@@ -65,8 +65,8 @@ class KeptRows:
 
     @classmethod
     def of(cls, sets: TokenSets, targets: Tensor, read: Tensor | None, has: Tensor | None = None) -> KeptRows:
-        """Those of flat int64 `targets` [n], of which `read` are looked at. Waits for the device where sets have WIDTH ids or more:
-        their groups are chosen on the host. `has`: rows whose set counts, None: all that are not empty."""
+        """Those of flat int64 `targets` [n], of which `read` are looked at. `has`: rows whose set
+        counts, None: all that are not empty."""
         n, device = targets.numel(), targets.device
         counts, row_of, rows = sets.counts, sets.row_of, torch.arange(targets.numel(), device=targets.device)
         without = sets.empty_rows if has is None else None
@@ -127,14 +127,17 @@ def _groups(sets: TokenSets) -> tuple[tuple[Tensor | None, int], ...]:
     """Rows grouped by their number of slots, in widths that grow by factors of 8, so that one large set does not widen all rows."""
     if sets.longest < WIDTH:
         return ((None, -(-(sets.longest + 1) // 16) * 16),)  # few different widths, so that few kernels are compiled
-    slots, groups, low = sets.host_counts + 1, [], 0
-    width = WIDTH
-    while low <= sets.longest:
-        rows = ((slots > low) & (slots <= width)).nonzero()[:, 0]
-        if rows.numel():
-            groups.append((rows.to(sets.ids.device), width))
-        low, width = width, 8 * width
-    return tuple(groups)
+    widths = [WIDTH]
+    while widths[-1] <= sets.longest:
+        widths.append(8 * widths[-1])
+
+    def exceeded(slots: Tensor) -> Tensor:
+        return torch.stack([slots > width for width in widths]).sum(0)
+
+    # Rows are sorted on their device and cut where the host knows that a group ends: nothing is sent, and nobody waits.
+    sizes = torch.bincount(exceeded(sets.host_counts + 1), minlength=len(widths)).tolist()
+    grouped = exceeded(sets.counts + 1).argsort(stable=True).split(sizes)
+    return tuple((rows, width) for rows, width in zip(grouped, widths, strict=True) if rows.numel())
 
 
 @dataclass(eq=False)

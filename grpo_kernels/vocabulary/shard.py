@@ -213,7 +213,7 @@ class VocabParallel:
         start, ranks = self.shard.start, self.shard.ranks
         if ranks > 1:
             mass = self.masses(logits, targets, stats, transform, step)
-            sent = torch.cat([mass, mass.new_tensor([start])])
+            sent = torch.cat([mass, mass.new_full((1,), start)])
             everyone = sent.new_empty(ranks, sent.numel())
             all_gather(everyone, sent[None], self.shard.group)
             starts = starts + torch.where(everyone[:, -1:] < start, everyone[:, :-1], 0).sum(0)

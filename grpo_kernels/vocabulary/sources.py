@@ -14,7 +14,7 @@ from .memory import converted, empty, zeros
 from .rows import RowStats, RowTransform, Slopes, Teacher
 from .several import LogitsAt
 from .shard import VocabShard, of_own_part
-from .sparse import Slots, logits_at, merged
+from .sparse import Slots, logits_at, merged, write_at
 from .teachers import Several, TeacherHead, fused_rows
 from .weight_gradient import LateGradient, SlotGradient, WeightGradient, WeightMemory
 
@@ -103,9 +103,7 @@ class Logits:
             self.backend.pull(logits, targets, stats, slopes, transform, out, teacher=self.teacher)
             if several is not None:
                 own = self._own(logits)
-                here = _whole_rows(self, own, read)
-                a, t, ids = (x[here] for x in own.positions(out.shape[1]))
-                out[a, t, ids] = several[here].to(out.dtype)
+                write_at(out, own.positions(out.shape[1]), several, self._over_vocabulary(own, read))
         return (self._written(logits, out, stage, of_sets),)
 
     def fused(
@@ -140,6 +138,13 @@ class Logits:
         assert self.at is not None
         return self.at.columns(0 if self.shard is None else self.shard.start, logits.shape[-1])
 
+    def _over_vocabulary(self, own: Slots, read: Tensor | None) -> Tensor:
+        """bool [m]: slots of this process in rows that are read over the whole vocabulary."""
+        here = own.ids >= 0
+        if self.kept is not None:
+            here = here & ~self.kept.has[own.rows]
+        return here if read is None else here & read[own.rows]
+
     def _out(self, logits: Tensor) -> Tensor:
         """Memory for the gradient, zero-filled unless a row kernel writes all of it."""
         kept_only = self.kept is not None and self.kept.has_all
@@ -155,14 +160,6 @@ class Logits:
         if self.inplace:
             torch.autograd.graph.increment_version(logits)
         return out
-
-
-def _whole_rows(source: Logits | Hidden, own: Slots, read: Tensor | None) -> Tensor:
-    """Which of `own`, this process's slots, belong to rows that are read over the whole vocabulary. The host waits for a GPU."""
-    here = own.ids >= 0
-    if source.kept is not None:
-        here = here & ~source.kept.has[own.rows]
-    return (here if read is None else here & read[own.rows]).nonzero()[:, 0]
 
 
 @dataclass(frozen=True, eq=False)

@@ -51,6 +51,17 @@ def logits_at(logits: Tensor, slots: Slots) -> Tensor:
     return logits[slots.positions(logits.shape[1])].to(torch.float32)
 
 
+def write_at(out: Tensor, positions: tuple[Tensor, ...], values: Tensor, used: Tensor) -> None:
+    """out[positions] = values, [m], where `used`, bool [m], whose positions differ. The host does not ask which these are: every
+    other slot writes what the first of them does, or where there is none, what is there."""
+    m = used.numel()
+    if m == 0 or out.numel() == 0:  # of a rank without a part of the vocabulary
+        return
+    which = torch.where(used, torch.arange(m, device=used.device), used.to(torch.uint8).argmax())
+    at = tuple(x[which] for x in positions)
+    out[at] = torch.where(used[which], values[which].to(out.dtype), out[at])
+
+
 def merged(slots: Slots | None, values: Tensor | None, others: Slots, of_others: Tensor) -> tuple[Slots, Tensor]:
     """Slots of the same rows with their values, in the order of rows."""
     if slots is None or values is None:

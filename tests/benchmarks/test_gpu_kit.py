@@ -4,6 +4,7 @@ rehearsals on the CPU."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import math
@@ -21,12 +22,14 @@ from typing import Any
 import pytest
 import torch
 
-from support import on_device
+from support import meta_device, on_device
 from support.cases import OBJECTIVES
 from support.on_device import OnDevice
 from support.processes import for_its_own_pytest
 
 pytest.importorskip("triton")
+
+from triton.runtime import JITFunction
 
 from benchmarks import (
     gpu_correctness,
@@ -44,8 +47,8 @@ from benchmarks.gpu_kit import Kit
 from benchmarks.gpu_plan import CALLS, CASES, Stage
 from benchmarks.launches import compiling, token_rows
 from benchmarks.providers import Provider, Unavailable, providers
-from grpo_kernels import Objective
-from grpo_kernels.vocabulary import blocks
+from grpo_kernels import Objective, TokenBatch, TokenSets, use
+from grpo_kernels.vocabulary import backends, blocks
 from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.vocabulary.backends.triton_choices import Choice
 from grpo_kernels.vocabulary.rows import RowTransform
@@ -165,7 +168,8 @@ def test_stages_of_a_call_fit_into_it(call: int) -> None:
 
 def test_every_stage_is_in_a_call() -> None:
     once = [stage.name for stages in CALLS.values() for stage in stages if stage.name not in gpu_kit.AGAIN]
-    assert len(once) == len(set(once)) and set(once) | set(gpu_kit.AGAIN) == gpu_stages.STAGES.keys() - {"small", "peers"}
+    every = {*once, *(stage.name for stage in gpu_kit.ASKED), "small", "peers"}
+    assert len(once) == len(set(once)) and every == gpu_stages.STAGES.keys()
 
 
 def test_a_call_goes_on_where_an_earlier_one_was(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -784,12 +788,38 @@ def test_a_documented_wait_is_reported_but_no_failure(
     assert any(name in line and ("documented" in line) is well for line in found.found["lines"])
 
 
-def test_what_is_documented_to_wait_is_called() -> None:
-    assert gpu_counters.WAITS.keys() <= gpu_counters.losses("cpu", 8, 31, 8, torch.float32).keys()
+def test_what_is_documented_to_wait_waits_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device whose tensors have no values. Row counts, whatever they are, are on its host."""
+
+    def sets_of(ids: torch.Tensor, offsets: torch.Tensor) -> TokenSets:
+        rows = offsets.numel() - 1
+        size = ids.numel() // rows
+        return meta_device.on_meta(TokenSets.from_counts(torch.arange(size).repeat(rows), torch.full((rows,), size)))
+
+    monkeypatch.setattr(gpu_counters, "TokenSets", sets_of)
+    monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: batch.rows // 2)
+    calls = gpu_counters.calls("meta", 8, 131, 8, torch.float32)
+    meta_device.make_device(monkeypatch)
+    counts = "TokenBatch and linear_grpo_loss"  # waits for these
+    assert {counts} <= gpu_counters.WAITS.keys() <= calls.keys()
+    for name, call in calls.items():
+        waits = name in gpu_counters.WAITS and name != counts
+        with use(backend="eager"), pytest.raises(meta_device.WAITS) if waits else contextlib.nullcontext():
+            call()
+
+
+def test_all_kernels_are_looked_at() -> None:
+    """Those that Triton compiles by themselves, of every module of the backend."""
+    modules = [
+        importlib.import_module(f"{backends.__name__}.{path.stem}") for path in Path(backends.__path__[0]).glob("triton*.py")
+    ]
+    found = {x for module in modules for x in vars(module).values() if isinstance(x, JITFunction)}
+    kernels = {x.__name__ for x in found if x.__name__.endswith("_kernel")}
+    assert "_select_kernel" in kernels and kernels == {x.__name__ for x in gpu_counters.KERNELS}
 
 
 def test_what_is_captured_gives_gradients() -> None:
-    for name, one in gpu_counters.graphed("cpu", 8, 31, 8, torch.float32).items():
+    for name, one in gpu_counters.graphed("cpu", 8, 131, 8, torch.float32).items():
         found = one.step()
         assert len(found) > 1 and all(x.isfinite().all() and x.any() for x in found), name
         assert one.given.is_leaf

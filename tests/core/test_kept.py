@@ -22,6 +22,7 @@ from grpo_kernels import (
 )
 from grpo_kernels.formulas.kl import ESTIMATORS, Kl
 from grpo_kernels.formulas.ops import ops
+from grpo_kernels.vocabulary.kept import _groups
 from support import oracle
 from support.cases import DTYPES, OBJECTIVES, Case, assert_no_worse, build, near_a_kink, run, same_bits
 from support.linear_cases import ROUNDING, assert_gradients_no_worse, build_linear, gradients_of, in_chunks, run_linear
@@ -568,6 +569,17 @@ def test_one_long_set_does_not_make_all_rows_long(backend: str) -> None:
         grpo_loss(leaf[row : row + 1], one, objective, normalizer=9.0, backend=backend).loss.backward()
         alone.append(leaf.grad[row].clone())
     torch.testing.assert_close(at_once, torch.stack(alone), rtol=1e-6, atol=1e-9)
+
+
+def test_rows_are_grouped_by_the_length_of_their_sets() -> None:
+    """Each row once, in a width that its ids and one more place fit in, and that is less than eight times too wide."""
+    lengths = [0, 62, 63, 64, 511, 512, 4095, 3, 63, 511]
+    sets = TokenSets.from_counts(torch.cat([torch.arange(n) for n in lengths]), torch.tensor(lengths))
+    assert [(rows.tolist(), width) for rows, width in _groups(sets) if rows is not None] == [
+        ([0, 1, 2, 7, 8], 64), ([3, 4, 9], 512), ([5, 6], 4096)
+    ]  # fmt: skip
+    assert [(rows.tolist(), width) for rows, width in _groups(sets[3:5]) if rows is not None] == [([0, 1], 512)]
+    assert _groups(sets[7:9]) == ((None, 64),) and _groups(sets[7:8]) == ((None, 16),)
 
 
 def test_unread_rows_need_no_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary.backends import eager_sparse
-from grpo_kernels.vocabulary.sparse import Slots
+from grpo_kernels.vocabulary.sparse import Slots, write_at
 from support import sparse_cases as cases
 from support.processes import finish, interpreted, start
 from support.sparse_cases import DTYPES, WIDTHS
@@ -187,6 +187,25 @@ def test_blocks_of_eager_sums(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True)), rows
         for dtype in DTYPES:
             cases.check_one_rounding(eager_sparse, dtype)
+
+
+@pytest.mark.parametrize("used", ["some", "the last", "none"])
+def test_values_are_written_where_slots_are_used(used: str) -> None:
+    """Slots that are not used stand anywhere, also where others do."""
+    g = torch.Generator().manual_seed(3)
+    flat = torch.randperm(7 * 9, generator=g)[:20]
+    places = torch.stack([flat // 9, flat % 9])
+    chosen = {"some": torch.rand(20, generator=g) < 0.5, "the last": torch.arange(20) == 19, "none": torch.zeros(20) > 0}[used]
+    places[:, ~chosen] = torch.where(torch.rand((~chosen).sum(), generator=g) < 0.5, -1, places[:, 19:])
+    out, values = torch.randn(7, 9, generator=g).to(torch.bfloat16), torch.randn(20, generator=g)
+    expected = out.clone()
+    for i in chosen.nonzero()[:, 0].tolist():
+        expected[places[0, i], places[1, i]] = values[i]
+    write_at(out, tuple(places), values, chosen)
+    assert torch.equal(out, expected)
+    write_at(out, (torch.empty(0, dtype=torch.int64),) * 2, torch.empty(0), torch.empty(0, dtype=torch.bool))
+    write_at(out[:, :0], tuple(places), values, torch.zeros(20) > 0)
+    assert torch.equal(out, expected)
 
 
 def test_eager_asks_for_no_value() -> None:
