@@ -138,7 +138,7 @@ def test_a_smaller_tile_is_right_and_remembered(above: int, dtype: torch.dtype, 
             assert words in message, message
     launches.clear()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", RuntimeWarning)
         check("clip", logits, rows, FULL, PLAIN)
         check("clip", logits[:, :2], rows[:2], FULL, PLAIN)  # no length asks again
     assert {lanes for _, lanes in launches} == {above}
@@ -230,7 +230,7 @@ def test_no_fallback_where_none_is_allowed(how: str, refuse: Refuse, monkeypatch
     before, version = logits.clone(), logits._version
     launches = refuse("fused", "stats", above=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", RuntimeWarning)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="kernel fused does not run") as refusal:
                 grpo_loss(logits, batch, OBJECTIVES["one visit"], inplace=True, **options)
@@ -269,7 +269,7 @@ def test_an_error_of_the_device_is_not_swallowed(error: Exception, compiling: bo
     hidden, weight, batch = case()
     launches = refuse(*KERNELS, error=error, compiling=compiling)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", RuntimeWarning)
         with pytest.raises(type(error)) as raised:
             grpo_loss(hidden @ weight.T, batch, OBJECTIVES["one visit"])
     assert raised.value is error and not triton_launch._remembered and launches == {("fused", 512): 1}
@@ -358,6 +358,6 @@ def test_a_value_error_that_is_no_refused_formula_is_not_taken_for_one(monkeypat
     monkeypatch.setattr(backend, "fused", broken)
     hidden, weight, batch = case()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", RuntimeWarning)
         with pytest.raises(ValueError, match="something else is wrong"):
             grpo_loss(hidden @ weight.T, batch, OBJECTIVES["one visit"])
