@@ -8,6 +8,7 @@ gives in torch: each operation rounds alike, and exp and log, which no two libra
 
 from __future__ import annotations
 
+import functools
 import operator
 import types
 from collections.abc import Callable, Hashable, Sequence
@@ -272,7 +273,39 @@ def is_fixed(function: object) -> bool:
     return isinstance(function, types.FunctionType) and not function.__closure__
 
 
+def key_of(x: object) -> Hashable | None:
+    """Equal for formulas, and for what they keep, that give the same program: a closure or functools.partial made anew with the
+    same numbers has the same. None where x keeps something that may change without a new key, such as a list."""
+    if isinstance(x, float):
+        return float, x.hex()  # tells 0.0 from -0.0, and is equal for NaN
+    if x is None or isinstance(x, bool | int | str):
+        return type(x), x
+    if isinstance(x, types.FunctionType):
+        cells = x.__closure__ or ()
+        if any(cell == types.CellType() for cell in cells):  # a name that has no value yet
+            return None
+        alone: tuple[Any, ...] = (x.__code__, id(x.__globals__))
+        kept: tuple[Any, ...] = (
+            tuple(cell.cell_contents for cell in cells), x.__defaults__, tuple((x.__kwdefaults__ or {}).items())
+        )  # fmt: skip
+    elif isinstance(x, functools.partial):
+        alone, kept = (), (x.func, x.args, tuple(x.keywords.items()))
+    elif isinstance(x, tuple):
+        alone, kept = (), x
+    else:
+        return None
+    try:
+        keys = tuple(map(key_of, kept))
+    except RecursionError:  # a function that keeps itself
+        return None
+    return None if None in keys else (type(x), *alone, *keys)
+
+
 def same_numbers(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """bool [n]: where both are NaN, the same infinity, or no further apart than `tolerance` times (1 + the expected size)."""
-    near = (found - expected).abs() <= tolerance * (1.0 + expected.abs())
+    """bool [n]: where both are NaN, the same infinity, or no further apart than `tolerance` times the expected size and the median
+    size of those that are not 0. So the numbers of a tiny output are told apart like those of a large one."""
+    sizes = expected.abs()
+    some = sizes[sizes.isfinite() & (sizes > 0)]
+    typical = some.median() if some.numel() else torch.zeros(())
+    near = sizes.isfinite() & ((found - expected).abs() <= tolerance * (typical + sizes))
     return near | (found == expected) | (found.isnan() & expected.isnan())

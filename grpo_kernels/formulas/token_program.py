@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .program import FormulaRefused, Program, Tracer, is_fixed, refusal, same_numbers
+from .program import FormulaRefused, Program, Tracer, is_fixed, key_of, refusal, same_numbers
 from .token_stage import TokenRows, formulas, remembered, scalars, token_terms
 
 if TYPE_CHECKING:
@@ -36,11 +37,16 @@ def token_program(objective: Objective, rows: TokenRows) -> tuple[Program, list[
         return cached
     chosen, given = formulas(objective), scalars(objective)
     shape = tuple((name, len(x) if isinstance(x, tuple) else x if x is None else -1) for name, x in given.items())
-    # What a formula keeps beside its parameters may have changed since the last call.
-    fixed = all(is_fixed(x) for x in chosen.values() if callable(x))
-    program = (_traced_once if fixed else _traced)(tuple(chosen.items()), present, shape)
+    keys = tuple(map(key_of, chosen.values()))
+    if None in keys:  # what a formula keeps beside its parameters may have changed since the last call
+        program = _traced(chosen, present, shape)
+    else:
+        found = _traced_once(_Formulas(keys, chosen), present, shape)
+        if isinstance(found, str):
+            raise FormulaRefused(found)
+        program = found
     cached = program, program.numbers(_flat(given))
-    if fixed:
+    if all(is_fixed(x) for x in chosen.values() if callable(x)):
         remembered(objective, "_programs", lambda _: {})[present] = cached
     return cached
 
@@ -52,8 +58,8 @@ def _flat(given: dict[str, Any]) -> list[float]:
     return parameters
 
 
-def _traced(chosen: tuple[tuple[str, Any], ...], present: tuple[str, ...], shape: tuple[tuple[str, Any], ...]) -> Program:
-    tracer, name = Tracer(), name_of(dict(chosen))
+def _traced(chosen: dict[str, Any], present: tuple[str, ...], shape: tuple[tuple[str, Any], ...]) -> Program:
+    tracer, name = Tracer(), name_of(chosen)
     logp, entropy = tracer.input("logps"), tracer.input("entropy")
     vectors = {name: tracer.input(name) for name in present}
     parameters = {
@@ -61,13 +67,27 @@ def _traced(chosen: tuple[tuple[str, Any], ...], present: tuple[str, ...], shape
         for name, count in shape
     }
     try:
-        loss, d_logp, _, d_entropy = _terms(logp, entropy, vectors, parameters, dict(chosen))
+        loss, d_logp, _, d_entropy = _terms(logp, entropy, vectors, parameters, chosen)
         return tracer.program(name, (loss, d_logp, d_entropy))
     except Exception as error:  # a formula may do anything with a symbol
         raise refusal(name, error) from error
 
 
-_traced_once = functools.lru_cache(maxsize=256)(_traced)
+@dataclass(frozen=True)
+class _Formulas:
+    """The arguments of `token_terms` that are fixed at compile time, and what tells them from others."""
+
+    keys: tuple[Hashable, ...]
+    chosen: dict[str, Any] = field(compare=False)
+
+
+@functools.lru_cache(maxsize=256)
+def _traced_once(formulas: _Formulas, present: tuple[str, ...], shape: tuple[tuple[str, Any], ...]) -> Program | str:
+    """The program, or why there is none."""
+    try:
+        return _traced(formulas.chosen, present, shape)
+    except FormulaRefused as refused:
+        return str(refused)
 
 
 def _terms(
@@ -93,7 +113,7 @@ def compare_once(objective: Objective, rows: TokenRows, run: Run) -> None:
     """Compare the program of an objective with torch on random inputs, unless it was compared before. `run` evaluates a program.
     Raises FormulaRefused where they differ: the formula does something with tensors that it does not do with symbols."""
     program, numbers = token_program(objective, rows)
-    key = (program.steps, program.outputs, program.inputs, tuple(numbers))
+    key = (program.steps, program.outputs, program.inputs, program.sources)  # its parameters are numbers of a call
     if key in _compared:
         return
     inputs = random_inputs(program.inputs)

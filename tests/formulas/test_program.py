@@ -3,6 +3,7 @@ that cannot be a program is refused, or computed in torch, with a reason."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import warnings
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from grpo_kernels import Objective, TokenBatch, grpo_loss
 from grpo_kernels.diagnosis.self_test import self_test
 from grpo_kernels.formulas import kl, surrogates, token_program
+from grpo_kernels.formulas import program as program_module
 from grpo_kernels.formulas.filters import TRUST_REGIONS, EntropyFloor, TrustRegion, above_floor
 from grpo_kernels.formulas.kl import ESTIMATORS, SCORES, WEIGHTINGS, Kl
 from grpo_kernels.formulas.ops import bounded_exp, finite, ops
@@ -507,6 +509,106 @@ def test_strict_compares_a_formula_with_torch(monkeypatch: pytest.MonkeyPatch) -
     assert compared == ["squared", "clip"]
     loss_of(Clip(0.13, 0.14))
     assert len(compared) == 2
+
+
+def test_strict_compares_once_whatever_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a schedule are numbers of a call: the program is the same."""
+    monkeypatch.setattr(token_program, "_compared", set())
+    compared: list[str] = []
+    own = cpu._run
+    monkeypatch.setattr(cpu, "_run", lambda program, *rest: compared.append(program.name) or own(program, *rest))
+    for step in range(10):
+        loss_of(Clip(0.1 + step / 100, 0.2), strict=True)
+    assert compared == ["clip"]
+
+
+def tiny(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
+    factor = 1e-7 if isinstance(logp, Tensor) else 2e-7
+    return -factor * advantage * logp, -factor * advantage
+
+
+def test_strict_sees_what_is_wrong_with_tiny_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_program, "_compared", set())
+    with pytest.raises(FormulaRefused, match="tiny gives loss"):
+        loss_of(Custom(tiny), strict=True)
+
+
+def test_numbers_are_the_same_beside_those_of_their_output() -> None:
+    expected = torch.tensor([1e-8, 2e-8, 0.0, torch.inf, torch.nan, 3e-8])
+    assert program_module.same_numbers(expected * (1 + 1e-6), expected, 1e-4).all()
+    off = torch.tensor([1.1e-8, 2e-8, 1e-9, -torch.inf, 0.0, 3.1e-8])
+    assert program_module.same_numbers(off, expected, 1e-4).tolist() == [False, True, False, False, False, False]
+    nothing = torch.zeros(2)
+    assert program_module.same_numbers(torch.tensor([0.0, 1e-30]), nothing, 1e-4).tolist() == [True, False]
+
+
+# ---- formulas that are made anew
+
+
+def weighted(logp: Any, old_logp: Any, advantage: Any, params: Any, weight: float = 1.0) -> Any:
+    return -weight * advantage * logp, -weight * advantage
+
+
+def by_closure(weight: Any) -> Any:
+    def formula(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
+        return weighted(logp, old_logp, advantage, params, weight)
+
+    return formula
+
+
+@pytest.mark.parametrize(
+    "make", [by_closure, lambda weight: functools.partial(weighted, weight=weight)], ids=["closure", "partial"]
+)
+def test_a_formula_made_anew_at_each_step_is_traced_once(make: Callable[[float], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    token_program._traced_once.cache_clear()
+    traced: list[str] = []
+    own = token_program._traced
+    monkeypatch.setattr(token_program, "_traced", lambda chosen, *rest: traced.append("") or own(chosen, *rest))
+    losses = [[loss_of(Custom(make(weight)))[0] for _ in range(3)] for weight in (0.5, 1.0, 0.5)]
+    assert len(traced) == 2
+    assert all(len(set(map(float, three))) == 1 for three in losses)
+    assert float(losses[1][0]) == pytest.approx(2 * float(losses[0][0])) and float(losses[2][0]) == float(losses[0][0])
+
+
+def test_a_number_that_a_closure_keeps_may_change() -> None:
+    weight = 0.5
+
+    def formula(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
+        return -weight * advantage * logp, -weight * advantage
+
+    objective = Custom(formula)
+    before = float(loss_of(objective)[0])
+    weight = 1.0
+    assert float(loss_of(objective)[0]) == pytest.approx(2 * before)
+
+
+def test_a_refusal_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    token_program._traced_once.cache_clear()
+    traced: list[str] = []
+    own = token_program._traced
+    monkeypatch.setattr(token_program, "_traced", lambda chosen, *rest: traced.append("") or own(chosen, *rest))
+    for _ in range(3):
+        with pytest.raises(FormulaRefused, match="hyperbolic"):
+            loss_of(Custom(hyperbolic), strict=True)
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize(
+    "same, x, y",
+    [
+        (True, by_closure(0.5), by_closure(0.5)), (False, by_closure(0.5), by_closure(1.0)), (False, by_closure(1), by_closure(1.0)),
+        (False, by_closure(0.0), by_closure(-0.0)), (True, by_closure(math.nan), by_closure(math.nan)),
+        (True, functools.partial(weighted, weight=0.1), functools.partial(weighted, weight=0.1)),
+        (False, functools.partial(weighted, weight=0.1), functools.partial(weighted)), (False, weighted, squared),
+        (True, by_closure((1, weighted)), by_closure((1, weighted))),
+    ],
+)  # fmt: skip
+def test_what_tells_formulas_apart(same: bool, x: Any, y: Any) -> None:
+    key = program_module.key_of(x)
+    assert key is not None and (key == program_module.key_of(y)) is same
+    for kept in ([0.5], {"a": 1}, torch.ones(1), object()):
+        assert program_module.key_of(by_closure(kept)) is None
+    assert program_module.key_of(functools.partial(weighted, weight=[1])) is None
 
 
 def test_doctor_compares_formulas_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
