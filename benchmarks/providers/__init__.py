@@ -101,7 +101,9 @@ def providers(contract: str) -> list[Provider]:
         "cce",
         "unsloth",
         "verl",
+        "miles",
         "quack",
+        "fast_llm",
         "limits",
     )
     for name in order:
