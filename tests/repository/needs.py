@@ -379,7 +379,8 @@ NEEDS = [
         "liger#1292 liger#237 meta-pytorch/tritonbench#477",
         """
         test_advantage_estimators::test_no_estimator_waits_for_the_device test_corrections::test_corrections_do_not_wait_for_the_device
-        test_entropy::test_threshold_waits_for_nothing test_gpu_kit::test_what_is_documented_to_wait_is_called
+        test_entropy::test_threshold_waits_for_nothing test_gpu_kit::test_what_is_documented_to_wait_waits_and_nothing_else
+        test_device_waits::test_no_call_waits_but_those_that_say_so test_row_counts::test_a_loss_is_captured_after_a_first_call
         """,
         gpu="benchmarks/gpu_stages.py::counters",
         says=(("docs/numerics.md", "`linear_logprobs` with a mask reads it on the host"),),
