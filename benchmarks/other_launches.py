@@ -40,14 +40,16 @@ class Beside(Case):
     @property
     def before_wait(self) -> float:
         """A mixture takes a hundred instructions per logit, which hide any load. A gradient with all slopes leaves registers for
-        three of four loads, and one with tanh for half of them; tanh takes so long that these keep memory busy."""
+        three of four loads, and one with tanh, or all sums with it, for half of them; tanh takes so long that these keep memory
+        busy, and two fifths of single elements."""
+        tanh = self.transform == "softcap"
         if self.divergence == "jsd" and self.kernel != "two_stats":
             return 0.5 if self.aligned else 0.0
         if not self.aligned:
-            return 0.5
+            return 0.4 if tanh else 0.5
         if self.kernel != "two_pull":
-            return 1.0
-        return 0.5 if self.transform == "softcap" else 0.75 if self.squares else 1.0
+            return 0.5 if tanh and self.squares else 1.0
+        return 0.5 if tanh else 0.75 if self.squares else 1.0
 
     def __str__(self) -> str:
         return f"{super().__str__()}, teacher {DTYPE_NAMES[self.teacher]}, {self.divergence}"
