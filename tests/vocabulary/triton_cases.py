@@ -24,7 +24,7 @@ from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
 from grpo_kernels.vocabulary.backends import eager, two_visits
 from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice, choose
+from grpo_kernels.vocabulary.backends.triton_choices import INTERPRETED, LAUNCH, Choice, choose
 from grpo_kernels.vocabulary.rows import RowTransform
 from support.rows import EVERYTHING, LOGPS, WITH_ENTROPY, slopes_of
 
@@ -293,6 +293,28 @@ def test_which_unaligned_gradients_go_by_16_bytes() -> None:
     logits = make_logits(2, V, torch.float32)
     backend.fused(logits, rows, FULL, PLAIN, beside[:1, :2])
     assert torch.equal(beside[:1, :2], check("clip", logits, rows, FULL, PLAIN))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="compiled kernels do not tell")
+@pytest.mark.parametrize("into", DTYPES, ids=str)
+@pytest.mark.parametrize("of", DTYPES, ids=str)
+def test_what_is_promised_of_addresses_holds(of: torch.dtype, into: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `multiple_of`, in bytes. Where it does not hold, the compiler may make an access that no GPU allows."""
+    from triton.runtime.interpreter import TensorHandle
+
+    broken: list[tuple[int, int]] = []
+    promises: list[int] = []
+
+    def set_attr(self: Any, key: str, values: Any) -> None:
+        promises.append(int(values[0]))
+        broken.extend((int(x), promises[-1]) for x in self.data.reshape(-1) if x % promises[-1])
+
+    monkeypatch.setattr(TensorHandle, "set_attr", set_attr)
+    for V in (1024, 1027, 1031):
+        logits, rows = make_logits(4, V, of), make_rows(4, V, 1)
+        backend.fused(logits, rows, FULL, PLAIN, torch.empty(1, 4, V, dtype=into))
+        assert promises and not broken, V
+        promises.clear()
 
 
 @pytest.mark.parametrize("V", (1031, 20003))
