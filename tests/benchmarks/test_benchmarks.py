@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 
 pytest.importorskip("transformers")  # of the step
 pytest.importorskip("triton")
@@ -32,6 +33,8 @@ from benchmarks.providers import Provider, Unavailable, limits, peer, providers
 from grpo_kernels import TokenBatch
 from grpo_kernels.vocabulary import backends, blocks, memory
 from support.benchmark_cells import BF16, FP32, OURS, QUICKLY, by_name, good, nothing_compiles, poisoned_memory, provider, tiny  # noqa: F401 - fixtures
+
+Tensor = torch.Tensor
 
 # ---- the accuracy check
 
@@ -304,6 +307,64 @@ def test_openmp_waits_asleep_in_measurements_only(code: str, option: str, policy
     code += "; import os; print(os.environ.get('OMP_WAIT_POLICY'))"
     env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     assert subprocess.check_output([sys.executable, "-c", code, option], env=env, cwd=results.ROOT, text=True).strip() == policy
+
+
+def stands_in(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Any) -> None:
+    """A module of a project that is not installed here."""
+    names = module.split(".")
+    for i in range(1, len(names) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(names[:i]), types.ModuleType(".".join(names[:i])))
+    vars(sys.modules[module]).update(functions)
+
+
+def fast_llm(
+    logits: Tensor, target: Tensor, advantages: Tensor, old_log_probabilities: Tensor, grad_logits: Tensor | None = None,
+    grad_output: float | None = None, group: Any = None, epsilon_low: float = 0.2, epsilon_high: float = 0.2,
+    logits_scale_factor: float = 1.0, num_labels_in_seq: Tensor | None = None, divisor: float | None = None,
+) -> tuple[Tensor, Tensor, None]:  # fmt: skip
+    """What triton_grpo_loss_forward_backward of Fast-LLM 0.4.0 (7d61a1b) says that it computes, with its parameters."""
+    assert grad_output is not None and divisor is not None
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        ratio = torch.exp(leaf.float().log_softmax(-1).gather(1, target[:, None])[:, 0] - old_log_probabilities)
+        clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+        loss = -torch.minimum(ratio * advantages, clipped * advantages).sum() / divisor
+        (gradient,) = torch.autograd.grad(loss, leaf, torch.tensor(grad_output))
+    return loss.detach(), gradient, None
+
+
+class Megatron(torch.autograd.Function):
+    """Overwrites fp32 logits [sequence, batch, V] in the forward, as megatron-core 0.16.1 does."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, group: Any) -> Tensor:
+        assert (group.rank(), group.size()) == (0, 1)
+        torch.distributed.all_reduce(torch.zeros(1), group=group)
+        own = logits.float()
+        own -= own.logsumexp(-1, keepdim=True)
+        ctx.save_for_backward(own, target)
+        return -own.gather(-1, target[..., None])[..., 0]
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        logp, target = ctx.saved_tensors
+        p = logp.exp()
+        p.scatter_add_(-1, target[..., None], torch.full_like(target[..., None], -1, dtype=p.dtype))
+        return p * upstream[..., None], None, None
+
+
+@pytest.mark.parametrize("name, cell", [
+    ("Fast-LLM kernel + products", Cell("hidden", 32, 61, FP32, 8)),
+    ("Fast-LLM kernel + products", Cell("hidden-frozen", 32, 61, BF16, 8)),
+    ("miles log-probs (Megatron, torch.compile) + loss", Cell("logits", 32, 61, FP32)),
+    ("miles log-probs (Megatron, torch.compile) + loss", Cell("logits", 32, 61, BF16)),
+])  # fmt: skip
+def test_contenders_that_are_not_installed_are_called_rightly(name: str, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    stands_in(monkeypatch, "fast_llm.functional.triton.grpo_loss", triton_grpo_loss_forward_backward=fast_llm)
+    stands_in(monkeypatch, "megatron.core.fusions.fused_cross_entropy", fused_vocab_parallel_cross_entropy=Megatron.apply)
+    (one,) = (replace(p, devices=("cpu",)) for p in providers(cell.contract) if p.name == name)
+    (row,) = measure(cell, "cpu", candidates=[one], seconds=0.01, least=1, most=2, counters=False, memory=False)["providers"]
+    assert row["status"] == "ok", row
 
 
 # ---- inputs and the reference results
