@@ -985,6 +985,16 @@ def test_the_rehearsal_knows_the_pages_wheels_and_what_is_left_out(tmp_path: Pat
         (tmp_path / "json").mkdir(exist_ok=True)
         (tmp_path / "json" / f"{stage}.json").write_text(json.dumps(found))
     gpu_kit.archive(home, tmp_path, ("json",))
+    reasons = {
+        "TRL": "not installed: it needs accelerate",
+        "Liger": None,
+        "verl": "runs on cuda only",
+        "CCE": "import of it fails",
+    }
+    reasons |= dict.fromkeys(rehearsal.WITHOUT_WHEELS, "not installed")
+    (tmp_path / "json" / "peers.json").write_text(json.dumps({"reasons": reasons}))
+    gpu_kit.archive(home, tmp_path, ("json",))
+    assert rehearsal.missing(home).keys() == {"TRL", "CCE"}
     assert rehearsal.left_out(home, ["env", "counters"]) == {"CUDA graphs"} and rehearsal.left_out(home, ["env"]) == set()
 
 

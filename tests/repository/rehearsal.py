@@ -3,7 +3,7 @@
 Runs the four calls of docs/gpu.md in turn, with the same command lines and `--rehearse`. Each starts from the results of the
 one before and has an empty work folder, as on a machine that keeps nothing. Without --python an environment is created first
 (matrix.py, "gpu"), and the wheels of other projects are downloaded for it. Prints a table with one line per call. Exit status 1
-if a stage failed, or if something was left out that LEFT_OUT does not name."""
+if a stage failed, if something was left out that LEFT_OUT does not name, or if a peer cannot be imported."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ LEFT_OUT = {
 }  # fmt: skip
 
 
+#: Peers that the page has no wheels of.
+WITHOUT_WHEELS = {"Unsloth chunked log-probs + loss"}
+
+
 def wheels_of_the_page() -> list[str]:
     """The arguments of the `pip download` on docs/gpu.md, without the folder."""
     (command,) = re.findall(r"^pip download (.*?)^```", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -81,7 +85,19 @@ def one_call(number: int, python: Path, wheels: Path, home: Path, minutes: float
     left = left_out(home, [stage.name for stage in CALLS[number]])
     if left - LEFT_OUT:
         sys.exit(f"call {number} left out what a CPU can run: {', '.join(sorted(left - LEFT_OUT))}")
+    if number == 1 and missing(home):
+        sys.exit("\n".join(f"{name}: {why}" for name, why in missing(home).items()))
     return f"| {number} | {', '.join(stage.name for stage in CALLS[number])} | {len(list(out.iterdir()))} | {len(left)} | {seconds:.0f} |"
+
+
+def missing(archive: Path) -> dict[str, str]:
+    """{peer: reason} of those that cannot be imported although a CPU could run them."""
+    with tarfile.open(archive) as tar:
+        file = tar.extractfile("json/peers.json")
+        assert file is not None
+        reasons = json.load(file)["reasons"]
+    said = ("not installed", "import of")
+    return {name: why for name, why in reasons.items() if why and why.startswith(said) and name not in WITHOUT_WHEELS}
 
 
 def left_out(archive: Path, stages: Sequence[str]) -> set[str]:
