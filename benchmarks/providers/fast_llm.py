@@ -1,5 +1,5 @@
-"""Fast-LLM: its Triton kernel for the clipped loss of given logits and their gradient, in one launch, between the products in torch.
-It has no KL, so it takes part from hidden states, where the loss here has none either."""
+"""Fast-LLM: its Triton kernel for the clipped loss of given logits and their gradient, in one launch, between products of torch. It
+has no KL, so it takes part from hidden states, where the loss here has none either."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""miles: its log-probs of given logits, which are Megatron's cross-entropy of a vocabulary cut over ranks, with the loss in torch. Here
-there is one rank, which has nothing to exchange. miles has no kernel of its own for a loss."""
+"""miles: its log-probs of given logits, which are Megatron's cross-entropy of a vocabulary cut over ranks, with the loss in torch.
+Here there is one rank, which has nothing to exchange. miles has no kernel of its own for a loss."""
 
 from __future__ import annotations
 

@@ -111,8 +111,8 @@ def _write_gradient(
         tl.store(out + here, g.to(out.dtype.element_ty), mask=beside, eviction_policy=HINT)
         width = tl.multiple_of(width, COLS)
         first = tl.multiple_of(row + head, 16)
-        # Rows of the gradient lie as many elements behind a boundary of COLS elements as those of the logits (see `choose`). Of fp32
-        # logits these are 8 bytes of a 16-bit gradient, which is what a thread stores of it at a time.
+        # Rows of the gradient lie as many elements behind a boundary of COLS elements as those of the logits (see `choose`). Of
+        # fp32 logits these are 8 bytes of a 16-bit gradient, which is what a thread stores of it at a time.
         first_out = tl.multiple_of(out + head, COLS * out.dtype.element_ty.primitive_bitwidth // 8)
     # Backwards: the columns read last are the most likely to be still in L2.
     end = tl.maximum(tl.cdiv(width, BLOCK) - ENDS, 0) * BLOCK
