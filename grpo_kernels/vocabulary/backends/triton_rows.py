@@ -1,4 +1,7 @@
-"""One row of logits inside a Triton kernel: its statistics, and the transform that statistics and gradient read it with."""
+"""One row of logits inside a Triton kernel: its statistics, and the transform that statistics and gradient read it with.
+
+The statistics of unaligned rows (an odd vocabulary) are read by single elements, their gradient alone is peeled to 128-bit
+accesses: sums from a 16-byte boundary on have another order, and so other bits, for each place that a row may lie at."""
 
 import math
 
