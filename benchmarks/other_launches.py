@@ -9,9 +9,7 @@ import torch
 
 from benchmarks.launches import DTYPE_NAMES, LAYOUTS, TRANSFORMS, Case
 from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_select
 from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice
-from grpo_kernels.vocabulary.backends.triton_sparse import THREADS
 from grpo_kernels.vocabulary.rows import RowStats, Slopes, Teacher, partials_of
 from grpo_kernels.vocabulary.sparse import Slots
 
@@ -77,7 +75,7 @@ class Sparse(Case):
 
     @property
     def choice(self) -> Choice:
-        return Choice(THREADS, 1, programs=4)
+        return LAUNCH["slots"]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -130,7 +128,7 @@ class Selecting(Case):
 
     @property
     def choice(self) -> Choice:
-        return triton_select.CHOICE
+        return LAUNCH["select"]
 
     @property
     def counted(self) -> bool:

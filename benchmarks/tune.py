@@ -184,10 +184,6 @@ def summary(found: dict) -> list[str]:
     for kind, best in ((kind, result["best"]) for kind, result in found.items() if result["best"] is not None):
         if kind == "chunk":
             lines.append(f'CHUNK_BYTES["cuda"] = {best["mib"]} << 20, BLOCK_BYTES["cuda"] = {best["block"]} << 20')
-        elif kind == "slots":
-            lines.append(f"triton_sparse.THREADS = {best['threads']}")
-        elif kind == "select":
-            lines.append(f"triton_select.CHOICE = {Choice(**best['choice'])}")
         else:
             launch[kind] = Choice(**best["choice"])
     if found.keys() & launch.keys():

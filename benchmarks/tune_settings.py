@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -15,11 +16,13 @@ from benchmarks.cases import Cell
 from benchmarks.providers import Provider, Run, providers
 from grpo_kernels.vocabulary import backends, blocks
 from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_select, triton_sparse
 from grpo_kernels.vocabulary.backends.triton_choices import FUSED, Choice, clusters
 
 REGISTERS = 65536  # of a multiprocessor
 MIB = 1 << 20
+#: (threads, accesses, programs per multiprocessor) to try in all combinations: of the kernels of rows, and of others.
+OF_A_ROW = ((256, 512, 1024), (1, 2, 4, 8), (1, 2, 4))
+SHAPES = {"select": ((128, 256, 512, 1024), (1, 2), (1, 2, 4)), "slots": ((64, 128, 256, 512), (1, 2), (2, 4))}
 
 
 class Setting:
@@ -56,8 +59,8 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Rows(Setting):
-    """The launch of a row kernel, an entry of backend.LAUNCH, or that of the selection of columns."""
+class Launched(Setting):
+    """The launch of a kernel, an entry of backend.LAUNCH."""
 
     kind: str
     choice: Choice
@@ -73,29 +76,15 @@ class Rows(Setting):
     @property
     def fits(self) -> bool:
         """Whether the registers suffice for the tile (8 numbers for each access in flight) and a few other values."""
-        return min(255, REGISTERS // (self.choice.threads * self.choice.programs)) >= 8 * self.choice.accesses + 16
+        streams = 2 if self.kind in ("two", "mixed") else 1
+        most = min(255, REGISTERS // (self.choice.threads * self.choice.programs))
+        return most >= 8 * streams * self.choice.accesses + 16
 
     def places(self) -> list[tuple[dict[Any, Any], Any, Any]]:
-        if self.kind == "select":
-            return [(vars(triton_select), "CHOICE", self.choice)]
         return [(backend.LAUNCH, self.kind, self.choice)]
 
     def described(self) -> dict[str, Any]:
         return {"choice": self.choice._asdict()}
-
-
-@dataclass(frozen=True)
-class Slots(Setting):
-    """Threads of a program of the sparse products."""
-
-    threads: int
-    kind: str = "slots"
-
-    def __str__(self) -> str:
-        return f"{self.threads} threads"
-
-    def places(self) -> list[tuple[dict[Any, Any], Any, Any]]:
-        return [(vars(triton_sparse), "THREADS", self.threads)]
 
 
 @dataclass(frozen=True)
@@ -116,9 +105,7 @@ class Chunk(Setting):
 
 def setting_of(kind: str, described: dict[str, Any]) -> Setting:
     """The setting that `described` has told."""
-    if kind == "chunk":
-        return Chunk(**described)
-    return Slots(**described) if kind == "slots" else Rows(kind, Choice(**described["choice"]))
+    return Chunk(**described) if kind == "chunk" else Launched(kind, Choice(**described["choice"]))
 
 
 @contextmanager
@@ -186,14 +173,10 @@ def settings(kind: str, small: bool) -> list[Setting]:
         # Rows of a large vocabulary: (512, 3072) now. Of one sum of bytes: (768, 2304), (1024, 2048); of more: the others.
         large = [Chunk(*x) for x in ((450, 700), (600, 600), (300, 1800), (600, 1200), (1200, 1200), (1200, 2400))]
         return list(dict.fromkeys((now, *([Chunk(1, 1)] if small else large))))
-    if kind == "slots":
-        return [Slots(threads) for threads in dict.fromkeys((triton_sparse.THREADS, *((256,) if small else (64, 256, 512))))]
-    now = triton_select.CHOICE if kind == "select" else backend.LAUNCH[kind]
+    now = backend.LAUNCH[kind]
     shapes = [
         now._replace(threads=threads, accesses=accesses, programs=programs)
-        for threads in (256, 512, 1024)
-        for accesses in (1, 2, 4, 8)
-        for programs in (1, 2, 4)
+        for threads, accesses, programs in product(*SHAPES.get(kind, OF_A_ROW))
     ]
     around = [now]
     if kind in ("visit", *FUSED):
@@ -204,6 +187,6 @@ def settings(kind: str, small: bool) -> list[Setting]:
         if backend.available() is None and clusters():
             around += [now._replace(cluster=cluster) for cluster in (2, 4, 8)]
             around.append(now._replace(cluster=2, kept=now.ends - 1))  # two multiprocessors, and no register spilled
-    candidates = [Rows(kind, choice) for choice in dict.fromkeys([*around, *shapes])]
+    candidates = [Launched(kind, choice) for choice in dict.fromkeys([*around, *shapes])]
     candidates = [candidates[0], *(s for s in candidates[1:] if s.fits)]
     return list(candidates[:2]) if small else list(candidates)

@@ -489,11 +489,11 @@ def test_the_ranking_takes_only_settings_that_were_right_everywhere() -> None:
 @pytest.mark.parametrize("kind", ["visit", "fused", "fused32"])
 def test_candidates_have_registers_and_what_is_now_comes_first(kind: str) -> None:
     found = tune_settings.settings(kind, small=False)
-    assert found[0] == tune_settings.Rows(kind, backend.LAUNCH[kind]) and len(set(map(str, found))) == len(found) > 15
+    assert found[0] == tune_settings.Launched(kind, backend.LAUNCH[kind]) and len(set(map(str, found))) == len(found) > 15
     assert all(s.fits and s.choice.threads * s.choice.programs <= 2048 for s in found)  # type: ignore[union-attr]
     assert {s.choice.hints for s in found} == {True, False}  # type: ignore[union-attr]
     assert kind == "visit" or {s.choice.grid for s in found} == {0.0, 0.5, 1.0}  # type: ignore[union-attr]
-    assert not tune_settings.Rows(kind, Choice(1024, 8)).fits
+    assert not tune_settings.Launched(kind, Choice(1024, 8)).fits
 
 
 def test_clusters_are_tried_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,12 +510,12 @@ def test_a_setting_reaches_the_compiler_and_is_taken_back() -> None:
     rows = token_rows(2, objective)
     logits = torch.zeros(1, 2, 151936, dtype=torch.bfloat16)
 
-    def metadata(setting: tune_settings.Rows) -> Any:
+    def metadata(setting: tune_settings.Launched) -> Any:
         with setting.applied(), compiling("sm_90") as launches:
             backend.fused(logits, rows, objective, RowTransform(1.0, 0.0, 1.0), logits)
         return launches[0][1].metadata
 
-    wide, narrow = (metadata(tune_settings.Rows("fused", Choice(*x))) for x in ((512, 4), (256, 2, 2)))
+    wide, narrow = (metadata(tune_settings.Launched("fused", Choice(*x))) for x in ((512, 4), (256, 2, 2)))
     assert (wide.num_warps, wide.maxnreg) == (16, 128) and (narrow.num_warps, narrow.maxnreg) == (8, 128)
     with tune_settings.Chunk(7, 9).applied():
         assert (blocks.CHUNK_BYTES["cuda"], blocks.BLOCK_BYTES["cuda"]) == (7 << 20, 9 << 20)
@@ -524,7 +524,7 @@ def test_a_setting_reaches_the_compiler_and_is_taken_back() -> None:
 
 def test_every_choice_of_a_launch_is_tuned() -> None:
     """Each entry of the package's tables has candidates, the one that it has first, and a workload that runs its kernel."""
-    kinds = {*backend.LAUNCH, "select", "slots", "chunk"}
+    kinds = {*backend.LAUNCH, "chunk"}
     assert kinds == set(tune.KINDS) == {w.kind for w in tune_settings.workloads(small=False)}
     for kind in kinds:
         now, *others = tune_settings.settings(kind, small=False)
@@ -592,18 +592,13 @@ def test_a_run_that_is_cut_off_keeps_what_it_has(tmp_path: Path, monkeypatch: py
 
 
 def test_the_tuners_summary_has_the_table_to_paste() -> None:
-    now, best = str(tune_settings.Rows("fused", backend.LAUNCH["fused"])), Choice(256, 8, programs=2, grid=1.0)
+    now, best = str(tune_settings.Launched("fused", backend.LAUNCH["fused"])), Choice(256, 8, programs=2, grid=1.0)
     found = {
         "fused": {"ranking": [("x", 1.0), (now, 1.1)], "best": {"choice": best._asdict()}, "now": now},
         "chunk": {"ranking": [("800 MiB", 1.0)], "best": {"mib": 800, "block": 900}, "now": "800 MiB"},
         "visit": {"ranking": [], "best": None, "now": ""},
     }
-    found |= {
-        "select": {"ranking": [("x", 1.0)], "best": {"choice": Choice(64, 1)._asdict()}, "now": "x"},
-        "slots": {"ranking": [("y", 1.0)], "best": {"threads": 64}, "now": "y"},
-    }
     lines = tune.summary(found)
-    assert "triton_sparse.THREADS = 64" in lines and f"triton_select.CHOICE = {Choice(64, 1)}" in lines
     assert "10.0 % slower" in lines[0] and 'CHUNK_BYTES["cuda"] = 800 << 20, BLOCK_BYTES["cuda"] = 900 << 20' in lines
     assert "no setting was right" in lines[2]
     scope: dict[str, Any] = {"Choice": Choice}

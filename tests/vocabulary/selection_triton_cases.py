@@ -15,14 +15,13 @@ from test_selection import (  # noqa: F401 - collected here, with the fixture be
 )
 
 from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_select
-from grpo_kernels.vocabulary.backends.triton_choices import Choice
+from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice
 
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     """With tiles of 128 columns of fp32, so that rows have several."""
-    monkeypatch.setattr(triton_select, "CHOICE", Choice(32, 1))
+    monkeypatch.setitem(LAUNCH, "select", Choice(32, 1))
     return backend
 
 
@@ -38,6 +37,6 @@ def test_tiles_of_any_size(module: Any, monkeypatch: pytest.MonkeyPatch) -> None
     logits, targets, first = of_every_backend.rows_of(1000)
     stats, _ = of_every_backend.probabilities(module, logits)
     few = module.select(logits, targets, stats, of_every_backend.AS_IT_IS, 1 / 100, first)
-    monkeypatch.setattr(triton_select, "CHOICE", Choice(256, 2))
+    monkeypatch.setitem(LAUNCH, "select", Choice(256, 2))
     one = module.select(logits, targets, stats, of_every_backend.AS_IT_IS, 1 / 100, first)
     assert all(torch.equal(a, b) for a, b in zip(few, one, strict=True)) and (one.ids >= 0).sum() > 100

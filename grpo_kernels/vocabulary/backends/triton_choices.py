@@ -49,12 +49,17 @@ class Choice(NamedTuple):
 #:            logits, take its registers (Triton 3.8 spilled 48 bytes a thread to keep it).
 #:   two      one pass over a row and its teacher's, with twice the loads and sums of `visit`: one program by registers.
 #:   mixed    the same for the sums of a mixture, whose hundred instructions a logit hide any load.
+#:   select   columns of a sparse gradient. A thread's numbers are neighbours, so that a scan exchanges little; a scan of eight of
+#:            them takes more than 64 registers.
+#:   slots    products over the slots of kept sets, whose programs read two rows or more before they wait.
 LAUNCH = {
     "visit": Choice(512, 2, programs=2, ends=2),
     "fused": Choice(512, 4, ends=2, kept=1, hints=True),
     "fused32": Choice(512, 4, ends=3, kept=3, hints=True),
     "two": Choice(512, 2),
     "mixed": Choice(512, 1),
+    "select": Choice(256, 1, programs=2),
+    "slots": Choice(128, 1, programs=4),
 }
 FUSED = ("fused", "fused32", "capped32")
 #: Programs of `scale_`: a few for each multiprocessor of the largest GPUs, and few enough to return at once when there is

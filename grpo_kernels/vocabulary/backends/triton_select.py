@@ -9,14 +9,11 @@ import torch
 from ..rows import RowStats, RowTransform
 from ..selection import Drawn, capacity, per_unit
 from .triton_arguments import check_layout, transform_arguments, vector
-from .triton_choices import INTERPRETED, Choice, on_device, options
+from .triton_choices import LAUNCH, on_device, options
 from .triton_launch import Launch, run
 from .triton_select_kernels import _select_kernel
 
 Tensor = torch.Tensor
-
-#: A thread's numbers are neighbours, so that a scan exchanges little. A scan of eight of them takes more than 64 registers.
-CHOICE = Choice(256, 1, programs=2)
 
 
 def masses(logits: Tensor, targets: Tensor, stats: RowStats, transform: RowTransform, step: float) -> Tensor:
@@ -51,7 +48,8 @@ def _run(
 
 
 def _launch(logits: Tensor, halvings: int) -> Launch:
-    lanes = CHOICE.threads >> halvings
-    flags = {"ALIGNED": logits.stride(0) % 16 == 0, "LANES": lanes, "ACCESSES": CHOICE.accesses}
+    choice = LAUNCH["select"]
+    lanes = choice.threads >> halvings
+    flags = {"ALIGNED": logits.stride(0) % 16 == 0, "LANES": lanes, "ACCESSES": choice.accesses}
     flags["COLS"] = 16 // logits.element_size()
-    return Launch(flags, {} if INTERPRETED else options(lanes, CHOICE.programs), CHOICE.programs)
+    return Launch(flags, options(lanes, choice.programs), choice.programs)

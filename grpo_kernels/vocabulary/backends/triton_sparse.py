@@ -11,16 +11,11 @@ import torch
 import triton
 
 from ..sparse import Slots
-from .triton_choices import on_device
+from .triton_choices import LAUNCH, on_device, options
 from .triton_launch import Launch, run
 from .triton_sparse_kernels import _add_hidden_rows_kernel, _add_weight_rows_kernel, _slot_logits_kernel
 
 Tensor = torch.Tensor
-
-#: Threads of a program. Each reads 128 bits of a row at a time, of two rows or more before it waits.
-THREADS = 128
-
-_INTERPRETED = not isinstance(_slot_logits_kernel, triton.runtime.jit.JITFunction)
 
 
 def slot_logits(hidden: Tensor, weight: Tensor, slots: Slots) -> Tensor:
@@ -82,9 +77,7 @@ def _run(kernel: Any, matrices: tuple[Tensor, Tensor], programs: Any, arguments:
 
 def _launch(matrices: tuple[Tensor, Tensor], halvings: int) -> Launch:
     aligned = all(x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0 for x in matrices)
-    flags = {"ALIGNED": aligned, "LANES": THREADS >> halvings, "ACCESSES": 1, "COLS": 16 // matrices[0].element_size()}
-    if _INTERPRETED:
-        return Launch(flags, {}, 1)
-    warps = flags["LANES"] // triton.runtime.driver.active.get_current_target().warp_size
-    # Not every version of Triton fuses multiplications and additions by default.
-    return Launch(flags, {"num_warps": warps, "enable_fp_fusion": True}, 1)
+    choice = LAUNCH["slots"]
+    lanes = choice.threads >> halvings
+    flags = {"ALIGNED": aligned, "LANES": lanes, "ACCESSES": choice.accesses, "COLS": 16 // matrices[0].element_size()}
+    return Launch(flags, options(lanes, choice.programs), choice.programs)
