@@ -18,7 +18,6 @@ import torch
 
 from benchmarks.harness import compilations
 from grpo_kernels import (
-    Certified,
     Exact,
     LogitTransform,
     Objective,
@@ -46,7 +45,7 @@ Tensor = torch.Tensor
 
 KERNELS = (
     backend._stats_kernel, backend._pull_kernel, backend._fused_kernel, backend._scale_kernel,
-    sparse._slot_logits_kernel, sparse._add_weight_rows_kernel, sparse._add_hidden_rows_kernel,
+    sparse._slot_logits_kernel, sparse._add_weight_rows_kernel, sparse._add_hidden_rows_kernel, sparse._add_pieces_kernel,
     beside._two_stats_kernel, beside._mixed_kernel, beside._two_pull_kernel, select._select_kernel,
 )  # fmt: skip
 
@@ -128,7 +127,7 @@ class Given(NamedTuple):
 
 DAPO = Objective.preset("dapo", beta=0.04)
 EXACT = Objective.preset("dapo", beta=0.04, kl=Exact("jsd"))
-SPARSE, FEWER = Options(sparse=Sparse()), Options(certified=Certified())
+SPARSE = Options(sparse=Sparse())
 
 
 def losses(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Callable[[], Any]]:
@@ -167,7 +166,6 @@ def calls(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype) ->
         "linear_grpo_loss, kept sets": lambda: loss(on.kept),
         "linear_grpo_loss, wide kept sets": lambda: loss(on.wide),
         "linear_grpo_loss, sparse": lambda: loss(batch, options=SPARSE),
-        "linear_grpo_loss, certified": lambda: loss(batch, options=FEWER),
         "linear_grpo_loss, divergence": lambda: loss(on.alone, EXACT, reference=second),
         "linear_grpo_loss, several teachers": lambda: loss(on.alone, EXACT, reference=[(second, 0.5), (second, 0.25)]),
         "token_logprobs": lambda: of_logits(*token_logprobs(logits, batch.targets)),
@@ -221,7 +219,6 @@ WAITS = {
     "linear_logprobs, masked": "rows are picked by the mask",
     "linear_divergence, masked": "rows are picked by the mask",
     "linear_divergence, several teachers": "rows of each teacher are picked by its weights",
-    "linear_grpo_loss, certified": "the number of rows that stay decides the products",
     "TokenBatch and linear_grpo_loss": "row counts, sent to the host when the batch is made, are needed right after",
 }
 
@@ -296,7 +293,7 @@ def graphed(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype =
 
         return Captured(on.hidden, step, False)
 
-    second = on.second
+    second, seed = on.second, torch.zeros((), dtype=torch.int64, device=device)
 
     def divergence() -> tuple[Tensor, ...]:
         value = linear_divergence(*on.head, second, "jsd")
@@ -310,7 +307,7 @@ def graphed(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype =
         "linear_grpo_loss": from_hidden(on.batch),
         "linear_grpo_loss, kept sets": from_hidden(on.kept),
         "linear_grpo_loss, wide kept sets": from_hidden(on.wide),
-        "linear_grpo_loss, sparse": from_hidden(on.batch, options=SPARSE),
+        "linear_grpo_loss, sparse": from_hidden(on.batch, options=Options(sparse=Sparse(seed=seed))),
         "linear_grpo_loss, divergence": from_hidden(on.alone, EXACT, reference=second),
         "linear_grpo_loss, several teachers": from_hidden(on.alone, EXACT, reference=[(second, 0.5), (second, 0.25)]),
         "linear_divergence": Captured(on.hidden, divergence, False),

@@ -48,7 +48,7 @@ CASES = {
     "Triton kernels": Cases(
         (
             "vocabulary/triton_cases.py", "vocabulary/sparse_triton_cases.py", "vocabulary/divergence_triton_cases.py",
-            "vocabulary/selection_triton_cases.py",
+            "vocabulary/selection_triton_cases.py", "vocabulary/large_triton_cases.py",
         ),
         12, 0.25,
     ),

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import triton
@@ -31,7 +30,6 @@ from benchmarks.other_launches import Selecting, of_two
 from benchmarks.providers import providers
 from benchmarks.sass import PIPES, Loop, row_loops, whole
 from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH
 
 QWEN = 151936
 
@@ -65,13 +63,6 @@ def _ours(*cases: Case) -> None:
         case.launch()
 
 
-def _shared(multiprocessors: int, *cases: Case) -> None:
-    """With so many for each row of fp32 logits, where Triton has clusters."""
-    alone = LAUNCH["fused32"]
-    with mock.patch.dict(LAUNCH, {"fused32": alone._replace(cluster=multiprocessors, kept=alone.kept - 1)}):
-        _ours(*cases)
-
-
 def _theirs(name: str) -> None:
     """A call of another project's provider, which is the one that is timed."""
     provider = next(p for p in providers("logits") if p.name == name)
@@ -84,7 +75,6 @@ WAYS = (
     Way("grpo_kernels, in place, softcap", 4, partial(_ours, Case("fused", transform="softcap"))),
     Way("grpo_kernels, layer 1 + loss", 6, partial(_ours, Case("stats"), Case("pull"))),
     Way("grpo_kernels, fp32 logits of a chunk -> bf16", 6, partial(_ours, Case("fused", torch.float32)), size=4),
-    Way("grpo_kernels, the same, a cluster of 2", 6, partial(_shared, 2, Case("fused", torch.float32)), size=4),
     Way("grpo_kernels, KL of two logits", 10, partial(_ours, *of_two("reverse")), size=4),
     Way("grpo_kernels, JSD of two logits", 14, partial(_ours, *of_two("jsd")), size=4),
     Way("grpo_kernels, KL of two logits, softcap", 10, partial(_ours, *of_two("reverse", "softcap")), size=4),

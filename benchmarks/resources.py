@@ -52,6 +52,7 @@ class Report:
     loads: list[int]  # widths in bits of the loops' accesses, per thread
     stores: list[int]
     together: list[tuple[int, int, int]]  # of each loop: the most loads of a thread in flight, all of an iteration, their bits
+    stages: int  # tiles of a row that are computed or copied into shared memory at a time; 1: none is copied
     in_flight: float  # KiB that the resident programs of a multiprocessor load at once
     read: float  # bytes per logit, of a row that gets a gradient
     written: float
@@ -82,9 +83,15 @@ def report(target: str, case: Case) -> Report:
         loads=sorted({width for loop in inner for width in loop.loads}),
         stores=sorted({width for loop in inner for width in loop.stores}),
         together=[(loop.in_flight, len(loop.loads), max(loop.loads)) for loop in inner],
+        stages=stages(kernel),
         in_flight=min((loop.in_flight * min(loop.loads) / 8 * threads / 1024 for loop in inner), default=0.0),
         fp64=bool(re.search(r"\.f64|_f64", code(kernel))), **work,
     )  # fmt: skip
+
+
+def stages(kernel: Any) -> int:
+    names = kernel.src.fn.arg_names
+    return next((int(value) for (i,), value in kernel.src.constants.items() if names[i] == "STAGES"), 1)
 
 
 def per_logit(found: Sequence[Loop], size: int) -> dict[str, float]:
@@ -143,6 +150,8 @@ def broken(case: Case, found: Report) -> list[str]:
         for together, every, width in found.together:
             tile = min(every, len(case.sizes) * accesses * (1 if width == 128 else cols))
             needed = max(1, round(case.before_wait * tile))
+            if found.stages > 1 and width == 128:  # all tiles but the one that is computed
+                needed = (found.stages - 1) * tile
             if TARGETS[found.target].gpu.backend == "hip" and numbers(triton.__version__) < (3, 6):
                 needed = 1  # Triton's compiler for AMD waits for the first loads of a tile before it issues the last
             if together < needed:

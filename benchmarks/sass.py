@@ -24,6 +24,9 @@ class Instruction(NamedTuple):
     sets: int | None  # NVIDIA: the barrier that its result sets
     waits: int  # NVIDIA: a bit for each barrier that it waits for. AMD: see `at_most`
     at_most: int | None = None  # AMD: accesses that may be outstanding when it goes on
+    copies: bool = False  # NVIDIA: into shared memory, which sets no barrier
+    closes: bool = False  # NVIDIA: the copies since the last one that does are a group
+    groups: int | None = None  # NVIDIA: of copies, which may be outstanding when it goes on
     local: bool = False
 
 
@@ -42,7 +45,7 @@ def _pipe(name: str) -> str:
         return "fp32"
     if name.startswith("s_"):  # one for a wave, beside what its threads do
         return "scalar"
-    return "memory" if re.match(r"LDG|STG|(?:global|buffer)_(?:load|store)", name) else "other"
+    return "memory" if re.match(r"LDG(?!DEPBAR)|STG|(?:global|buffer)_(?:load|store)", name) else "other"
 
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/\s*\n\s*/\* 0x([0-9a-f]{16}) \*/")
@@ -76,9 +79,12 @@ def _nvidia(lines: list[str]) -> Iterator[Instruction]:
         text, _, control = line.rpartition("@@")
         name = re.sub(r"^@!?U?P\w+\s+", "", text).split(" ")[0]
         sets, waits = map(int, control.split())
-        load = _width(name) if name.startswith("LDG") else 0
+        copies, closes = name.startswith("LDGSTS"), name == "LDGDEPBAR"
+        load = _width(name) if name.startswith("LDG") and not closes else 0
         store, local = _width(name) if name.startswith("STG") else 0, name.startswith(("LDL", "STL"))
-        yield Instruction(_pipe(name), load, store, None if sets == 7 else sets, waits, local=local)
+        left = re.search(r"DEPBAR\.LE SB0, 0x([0-9a-f]+)", text)  # groups of copies count on the first barrier
+        groups = int(left[1], 16) if left else None
+        yield Instruction(_pipe(name), load, store, None if sets == 7 else sets, waits, None, copies, closes, groups, local)
 
 
 def _amd(lines: list[str]) -> Iterator[Instruction]:
@@ -88,7 +94,7 @@ def _amd(lines: list[str]) -> Iterator[Instruction]:
         load, store = (sum(map(bits, re.findall(pattern, line))) for pattern in (LOAD, STORE))
         wait = re.search(r"vmcnt\((\d+)\)", line)
         local = line.startswith("scratch_")
-        yield Instruction(_pipe(line), load, store, None, 0, int(wait[1]) if wait else None, local)
+        yield Instruction(_pipe(line), load, store, None, 0, int(wait[1]) if wait else None, local=local)
 
 
 @dataclass(frozen=True)
@@ -117,16 +123,23 @@ class Loop:
 
     @property
     def in_flight(self) -> int:
-        """The most loads of a thread that are outstanding at a time, in the steady state: load, wait, load, wait gives 1."""
+        """The most loads of a thread that are outstanding at a time, in the steady state: load, wait, load, wait gives 1.
+        Copies into shared memory are loads, and outstanding until their group is waited for."""
         queue: list[Instruction] = []
+        groups = [0]  # of copies, the last one open
         most = 0
         for x in self.body * 3:
+            if x.groups is not None:
+                groups = groups[max(0, len(groups) - 1 - x.groups) :]
+            if x.closes:
+                groups.append(0)
+            groups[-1] += x.copies
             if x.at_most is not None:
                 queue = queue[max(0, len(queue) - x.at_most) :]  # in order, loads and stores alike
             queue = [y for y in queue if y.sets is None or not x.waits >> y.sets & 1]
-            if x.loads or (x.stores and x.sets is None and self._in_order):
+            if (x.loads and not x.copies) or (x.stores and x.sets is None and self._in_order):
                 queue.append(x)
-            most = max(most, sum(y.loads > 0 for y in queue))
+            most = max(most, sum(groups) + sum(y.loads > 0 for y in queue))
         return most
 
     @property

@@ -16,9 +16,10 @@ from benchmarks.cases import Cell
 from benchmarks.providers import Provider, Run, providers
 from grpo_kernels.vocabulary import backends, blocks
 from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import FUSED, Choice, clusters
+from grpo_kernels.vocabulary.backends.triton_choices import FUSED, Choice
 
 REGISTERS = 65536  # of a multiprocessor
+SHARED = 224 << 10  # bytes, of those that can copy ahead
 MIB = 1 << 20
 #: (threads, accesses, programs per multiprocessor) to try in all combinations: of the kernels of rows, and of others.
 OF_A_ROW = ((256, 512, 1024), (1, 2, 4, 8), (1, 2, 4))
@@ -58,6 +59,11 @@ class Setting:
                 where[key] = value
 
 
+def copied_ahead(choice: Choice) -> int:
+    """Bytes of shared memory for the tiles that are on their way while another is computed."""
+    return 16 * choice.threads * choice.accesses * (choice.stages - 1) * choice.programs
+
+
 @dataclass(frozen=True)
 class Launched(Setting):
     """The launch of a kernel, an entry of backend.LAUNCH."""
@@ -68,14 +74,18 @@ class Launched(Setting):
     def __str__(self) -> str:
         c = self.choice
         words = [f"{c.threads} threads x {c.accesses} accesses, {c.programs} per SM"]
+        words += [f"{c.stages} stages"] * (c.stages > 1)
         if self.kind in ("visit", *FUSED):
-            words += [f"ends {c.ends}, kept {c.kept}"] + [f"cluster {c.cluster}"] * (c.cluster > 1)
+            words += [f"ends {c.ends}, kept {c.kept}"]
             words += ["hints" if c.hints else "no hints", f"grid {c.grid:g}" if c.grid else "a program a row"]
         return ", ".join(words)
 
     @property
     def fits(self) -> bool:
-        """Whether the registers suffice for the tile (8 numbers for each access in flight) and a few other values."""
+        """Whether the registers suffice for the tile (8 numbers for each access in flight) and a few other values, and
+        shared memory for the tiles that are copied ahead."""
+        if copied_ahead(self.choice) > SHARED:
+            return False
         streams = 2 if self.kind in ("two", "mixed") else 1
         most = min(255, REGISTERS // (self.choice.threads * self.choice.programs))
         return most >= 8 * streams * self.choice.accesses + 16
@@ -181,12 +191,11 @@ def settings(kind: str, small: bool) -> list[Setting]:
     around = [now]
     if kind in ("visit", *FUSED):
         around.append(now._replace(hints=not now.hints))
+        around += [now._replace(stages=stages) for stages in (1, 3, 4)]
+        shapes = [c if copied_ahead(c) <= SHARED else c._replace(stages=1) for c in shapes]
     if kind in FUSED:
         around += [now._replace(grid=grid) for grid in (0.5, 1.0)] + [now._replace(kept=kept) for kept in range(now.ends)]
         around.append(now._replace(ends=now.ends + 1, kept=now.ends + 1))
-        if backend.available() is None and clusters():
-            around += [now._replace(cluster=cluster) for cluster in (2, 4, 8)]
-            around.append(now._replace(cluster=2, kept=now.ends - 1))  # two multiprocessors, and no register spilled
     candidates = [Launched(kind, choice) for choice in dict.fromkeys([*around, *shapes])]
     candidates = [candidates[0], *(s for s in candidates[1:] if s.fits)]
     return list(candidates[:2]) if small else list(candidates)

@@ -493,15 +493,11 @@ def test_candidates_have_registers_and_what_is_now_comes_first(kind: str) -> Non
     assert all(s.fits and s.choice.threads * s.choice.programs <= 2048 for s in found)  # type: ignore[union-attr]
     assert {s.choice.hints for s in found} == {True, False}  # type: ignore[union-attr]
     assert kind == "visit" or {s.choice.grid for s in found} == {0.0, 0.5, 1.0}  # type: ignore[union-attr]
-    assert not tune_settings.Launched(kind, Choice(1024, 8)).fits
-
-
-def test_clusters_are_tried_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "available", lambda: None)
-    for some, sizes in ((True, {1, 2, 4, 8}), (False, {1})):
-        monkeypatch.setattr(tune_settings, "clusters", lambda some=some: some)
-        assert {s.choice.cluster for s in tune_settings.settings("fused32", small=False)} == sizes  # type: ignore[union-attr]
-        assert {s.choice.cluster for s in tune_settings.settings("visit", small=False)} == {1}  # type: ignore[union-attr]
+    assert {s.choice.stages for s in found} == {1, 3, 4}  # type: ignore[union-attr]
+    assert (
+        not tune_settings.Launched(kind, Choice(1024, 8)).fits and tune_settings.Launched(kind, Choice(512, 4, stages=4)).fits
+    )
+    assert not tune_settings.Launched(kind, Choice(512, 8, stages=5)).fits  # 256 KiB of shared memory
 
 
 def test_a_setting_reaches_the_compiler_and_is_taken_back() -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernels over two streams in Triton's interpreter, against float64. Run by test_divergence_triton.py."""
+"""The Triton kernels over two streams, against float64. Run as triton_cases.py is."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import math
 import pytest
 import torch
 
+from grpo_kernels import Exact, Options, TokenSets, token_divergence
 from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.vocabulary.backends import visit
 from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice
 from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, Teacher, partials_of
-from support.divergences import KINDS, PLAIN, check, check_small_share, expected, row_pairs
+from support.divergences import KINDS, PLAIN, check, check_small_share, expected, of_listed_ids, row_pairs
 
 Tensor = torch.Tensor
 
@@ -62,6 +63,21 @@ def test_values_and_gradients(kind: str, mixture: float) -> None:
         slopes = Slopes(torch.zeros(len(z)), teacher=weights)
         backend.pull(logits, torch.arange(len(z)) % vocab, stats, slopes, transform, out, teacher=teacher)
         check(stats.divergence, out[0], z, teacher, transform, weights)
+
+
+@pytest.mark.parametrize("kind, mixture", SOME)
+def test_a_teacher_in_the_memory_of_the_gradient(kind: str, mixture: float) -> None:
+    """The logits under another transform, which are overwritten: targets in any tile, and outside of the vocabulary."""
+    z, targets, weights = torch.randn(4, 130).mul(2.0), torch.tensor([0, 77, 129, 200]), torch.ones(4)
+
+    def run(logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        teacher, names = Teacher(teacher_logits, COOL, kind, mixture), partials_of(("divergence",), kind)
+        stats = visit(backend, logits, targets, None, PLAIN, names, teacher)
+        backend.pull(logits, targets, stats, Slopes(torch.zeros(4), teacher=weights), PLAIN, logits, teacher=teacher)
+        return logits
+
+    logits = z[None].clone()
+    torch.testing.assert_close(run(logits, logits), run(z[None].clone(), z[None].clone()), rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("kind, mixture", SOME)
@@ -124,6 +140,40 @@ def test_slopes_of_everything_at_once(kind: str, mixture: float) -> None:
     for out, each in zip(outs, (slopes, slopes._replace(teacher=None), alone_slopes), strict=True):
         backend.pull(z[None], targets, stats, each, WARM, out, teacher=teacher)
     torch.testing.assert_close(outs[0], outs[1] + outs[2], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind, mixture", SOME)
+def test_far_targets_and_logits_of_1e30(kind: str, mixture: float) -> None:
+    """The target's column, formed apart, and maxima that rise along a row beside one of 1e30, as in test_divergence.py."""
+    z, w = torch.randn(2, 4, 131)
+    z[0, 0], z[1, 1] = -715.0, -100.0
+    wide = (w if kind == "forward" else z)[2:]
+    wide[:] = 1e30
+    (z if kind == "forward" else w)[2:] = torch.randn(2, 131).sort(-1).values * 3.0
+    teacher, weights = Teacher(w[None], PLAIN, kind, mixture), torch.ones(4)
+    stats, exact = stats_of(z[None], teacher, PLAIN), expected(z, teacher, PLAIN, weights)
+    out = torch.full_like(z[None], math.nan)
+    backend.pull(z[None], torch.arange(4), stats, Slopes(torch.zeros(4), teacher=weights), PLAIN, out, teacher=teacher)
+    torch.testing.assert_close(stats.divergence.double(), exact.value, rtol=1e-5, atol=1e-6)
+    assert ((out[0] - exact.gradient).abs() <= 1e-6 + 1e-4 * exact.gradient.abs()).all()
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_the_mass_outside_of_a_teachers_ids(direction: str) -> None:
+    """Of a confident policy, whose columns outside of the ids are visited by themselves."""
+    logits, of_teacher = torch.randn(2, 4, 131)
+    logits[:2, 9] += 18.0
+    logits[2:, 9], of_teacher[:2, 9] = 18.0, 4.0  # which the teacher lists, or does not
+    of_teacher[2:, 9] = -4.0
+    values, ids = of_teacher.log_softmax(-1).topk(5)
+    sets, wide = TokenSets.from_padded(ids, values=values), logits.double().requires_grad_()
+    exact = of_listed_ids(Exact(direction), wide.log_softmax(-1), sets)
+    (gradient,) = torch.autograd.grad(exact.sum(), wide)
+    leaf = logits.clone().requires_grad_()
+    found = token_divergence(leaf, sets, direction, options=Options(backend="triton"))
+    found.sum().backward()
+    torch.testing.assert_close(found.double(), exact.detach(), rtol=1e-5, atol=1e-9)
+    assert ((leaf.grad - gradient).norm(dim=-1) <= 1e-5 * gradient.norm(dim=-1)).all()  # type: ignore[operator]
 
 
 def test_part_of_the_rows_and_none() -> None:

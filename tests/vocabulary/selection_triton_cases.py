@@ -1,4 +1,4 @@
-"""The selection of the Triton backend in Triton's interpreter. Run by test_selection.py, whose tests these are."""
+"""The selection of the Triton backend. Run as triton_cases.py is, these are tests of test_selection.py."""
 
 from __future__ import annotations
 

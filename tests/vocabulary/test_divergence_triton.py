@@ -1,15 +1,13 @@
-"""The Triton kernels over two streams: in the interpreter, and how often they are compiled. Budgets: test_resources.py."""
+"""How often the Triton kernels over two streams are compiled. Budgets: test_resources.py. Values: divergence_triton_cases.py."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-pytest.importorskip("numpy")  # Triton's interpreter imports it
 
 from triton.runtime.jit import JITFunction
 
@@ -17,11 +15,6 @@ from benchmarks.launches import compiling, device_name
 from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.vocabulary.backends.triton_divergence import _mixed_kernel, _two_pull_kernel, _two_stats_kernel
 from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, Teacher, partials_of
-from support.processes import interpreted
-
-
-def test_the_kernels_agree_with_float64_in_the_interpreter() -> None:
-    interpreted(Path(__file__).with_name("divergence_triton_cases.py"))
 
 
 def launch(vocab: int, transform: RowTransform, n: int) -> None:

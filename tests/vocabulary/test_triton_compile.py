@@ -19,15 +19,12 @@ from support.rows import WITH_ENTROPY, slopes_of
 
 pytest.importorskip("triton")
 
-import triton
 from triton.runtime.jit import JITFunction
 
-from benchmarks.assembly import STORE, accesses, bits, blocks, code, loops
+from benchmarks.assembly import LOAD, STORE, accesses, bits, blocks, code
 from benchmarks.launches import Case, compiling, device_name, token_rows
 from benchmarks.other_launches import Beside
-from grpo_kernels.diagnosis import numbers
 from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import Choice
 
 pytestmark = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
@@ -36,43 +33,73 @@ pytestmark = pytest.mark.skipif(
 PLAIN = RowTransform(1.0, 0.0, 1.0)
 
 
-def stores_in_flight(assembly: str) -> list[int]:
-    """Bits of the stores whose code can be followed by the store of the target's gradient, the only one of 16 bits, without a
-    barrier in between."""
+def unordered(assembly: str, before: str, after: str) -> list[tuple[int, int]]:
+    """Bits of each pair of accesses that match the patterns, where control comes from the one to the other and to no barrier in
+    between."""
     body, successors = blocks(assembly)
 
-    def reaches(block: int, line: int) -> bool:
-        """Whether control comes from this line to that store before it comes to a barrier."""
-        seen, ahead = set(), [(block, line)]
-        while ahead:
-            block, line = ahead.pop()
+    def ahead(block: int, line: int) -> set[int]:
+        """Bits of the accesses to which control comes from this line before it comes to a barrier."""
+        found, seen, places = set(), set(), [(block, line)]
+        while places:
+            block, line = places.pop()
             for text in body[block][line:]:
                 if re.search(r"\bbar\.sync|s_barrier", text):
                     break
-                if 16 in accesses(STORE, [text]):
-                    return True
+                found |= set(accesses(after, [text]))
             else:
-                ahead += [(after, 0) for after in successors[block] - seen]
+                places += [(next_block, 0) for next_block in successors[block] - seen]
                 seen |= successors[block]
-        return False
+        return found
 
-    found = [(i, j, width) for i, lines in enumerate(body) for j, x in enumerate(lines) for width in accesses(STORE, [x])]
-    widths = [width for *_, width in found]
-    assert widths.count(16) == 1 and 128 in widths
-    return [width for i, j, width in found if reaches(i, j + 1)]
+    return [
+        (first, second)
+        for i, lines in enumerate(body)
+        for j, text in enumerate(lines)
+        for first in accesses(before, [text])
+        for second in ahead(i, j + 1)
+    ]
+
+
+def without_barriers(assembly: str) -> str:
+    return re.sub(r"bar\.sync|s_barrier", "nop", assembly)
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-@pytest.mark.parametrize("case", [Case("pull"), Case("fused"), Beside("two_pull")], ids=lambda case: case.kernel)
-def test_the_targets_gradient_is_stored_behind_a_barrier(case: Case, target: str) -> None:
-    """One thread stores it where another has just stored a tile."""
+@pytest.mark.parametrize(
+    ("case", "before", "pair"),
+    [
+        (Case("pull"), STORE, (128, 16)),
+        (Case("fused"), STORE, (128, 16)),
+        (Beside("two_pull"), STORE, (128, 16)),
+        (Beside("two_pull"), LOAD, (16, 128)),
+    ],
+    ids=["pull", "fused", "two_pull", "two_pull, in the teacher's memory"],
+)
+def test_what_a_target_has_alone_is_behind_a_barrier(
+    case: Case | Beside, before: str, pair: tuple[int, int], target: str
+) -> None:
+    """One thread stores the target's gradient, the only 16 bits, where another has just stored a tile, in accesses of 128; every
+    thread reads the teacher's target, where another may be about to store a tile."""
     with compiling(target) as launches:
         case.launch()
     ((_, kernel),) = launches
     assembly = code(kernel)
-    assert 128 not in stores_in_flight(assembly)
-    without = re.sub(r"bar\.sync|s_barrier", "nop", assembly)  # the walk finds what there is to find
-    assert 128 in stores_in_flight(without)
+    assert sorted({bits(x) for x in re.findall(STORE, assembly)} - {32}) == [16, 128]
+    assert pair not in unordered(assembly, before, STORE)
+    assert pair in unordered(without_barriers(assembly), before, STORE)  # the walk finds what there is to find
+
+
+@pytest.mark.parametrize("kernel", ["pull", "fused"])
+def test_the_ends_of_a_peeled_row_are_loaded_before_they_are_stored(kernel: str) -> None:
+    """In place: all warps load what lies outside of its 16-byte boundaries, and one stores it. Only this is of 16 bits where the
+    rest of the row is read, once statistics are there, by 128 (on NVIDIA's)."""
+    with compiling("sm_90") as launches:
+        Case(kernel, vocab=151937, stride=151937).launch()
+    ((_, compiled),) = launches
+    assembly = code(compiled)
+    assert (16, 16) not in unordered(assembly, LOAD, STORE)
+    assert (16, 16) in unordered(without_barriers(assembly), LOAD, STORE)
 
 
 def test_minimum_and_maximum_of_a_formula_keep_nan() -> None:
@@ -86,22 +113,6 @@ def test_minimum_and_maximum_of_a_formula_keep_nan() -> None:
     assert assembly.count("min.NaN.f32") >= 4 and assembly.count("max.NaN.f32") >= 1 and "min.f32" not in assembly
 
 
-def test_multiprocessors_that_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They meet at the end of a row, not in its loops; and no thread of one stores the target's gradient where a thread of another
-    has stored a tile, since no barrier is between them."""
-    monkeypatch.setitem(backend.LAUNCH, "fused32", Choice(64, 1, ends=2, kept=1, cluster=2))
-    for target, vocab, shared in (("sm_90", 2048, True), ("sm_80", 2048, False), ("sm_90", 2047, False)):
-        with compiling(target) as launches:
-            Case("fused", torch.float32, vocab=vocab, stride=vocab).launch()
-        ((_, kernel),) = launches
-        shared = shared and numbers(triton.__version__) >= (3, 9)
-        assembly = code(kernel)
-        assert kernel.metadata.num_ctas == 1 + shared and ("barrier.cluster" in assembly) == shared
-        assert not any("barrier.cluster" in line for loop in loops(assembly) for line in loop)
-        widths = {bits(m[0]) for m in re.finditer(STORE, assembly)}
-        assert (16 in widths) != shared, widths  # 64: tiles of bf16; 32: log-prob, entropy, loss
-
-
 def test_a_softcapped_fp32_gradient_leaves_fewer_tiles_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the tile of a gradient is as wide as that of the logits, and tanh takes registers too."""
     kept = []
@@ -113,6 +124,19 @@ def test_a_softcapped_fp32_gradient_leaves_fewer_tiles_in_registers(monkeypatch:
         ):  # fmt: skip
             Case("fused", logits, gradient, transform=transform).launch()
     assert kept == [2, 3, 3, 1]
+
+
+def test_tiles_are_copied_ahead_where_there_are_others_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From sm_90 on; not for rows that are loaded at once."""
+    taken = []
+    monkeypatch.setattr(backend, "run", lambda kernel, tile, *_: taken.append(tile(0).flags["STAGES"]))
+    for target, stages in (("sm_80", 1), ("sm_90", 3), ("sm_100", 3), ("gfx942", 1)):
+        with compiling(target):
+            for case in (Case("fused"), Case("pull", torch.float32), Case("stats"), Case("fused", vocab=50257, stride=50257)):
+                case.launch()
+            Case("fused", vocab=16384, stride=16384).launch()
+        assert taken == [stages] * 4 + [1], target
+        taken.clear()
 
 
 def variants(target: str) -> dict[str, int]:
@@ -185,6 +209,19 @@ def test_each_formula_has_its_own_kernel(tmp_path: Path) -> None:
         assert len(set(binaries[:5])) == 5 and len(set(binaries[6:])) == 3
         backend.fused(logits, token_rows(2, Objective()), Objective(Clip(0.1, 0.4, 3.0)), PLAIN, logits)
         assert launches[-1][1] is launches[0][1]
+
+
+def test_a_formula_whose_helper_has_changed_has_another_kernel(tmp_path: Path) -> None:
+    """A kernel is one of the source, of that of its helpers, and of the numbers that they refer to."""
+    helpers = "C = {c}\ndef inner(x):\n    return C * x\n" + SOURCE.format(extra=" * inner(1.0)")
+    bent = imported(tmp_path / "bent.py", helpers.format(c=1.0))
+    first = backend.compiled_formula(bent)
+    assert backend.compiled_formula(bent) is first
+    bent.__globals__["C"] = 2.0
+    second = backend.compiled_formula(bent)
+    bent.__globals__["inner"] = imported(tmp_path / "other.py", helpers.format(c=2.0)).__globals__["bent"]
+    third = backend.compiled_formula(bent)
+    assert len({x.cache_key for x in (first, second, third)}) == 3
 
 
 ANNOTATED = """

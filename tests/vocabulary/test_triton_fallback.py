@@ -39,7 +39,7 @@ PLAIN = RowTransform(1.0, 0.0, 1.0)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing has failed, and nothing is compiled, in this process or on disk."""
     monkeypatch.setattr(triton_launch, "_remembered", {})
-    monkeypatch.setattr(backends, "_warned", set())
+    monkeypatch.setattr("grpo_kernels.checks._warned", set())
     monkeypatch.delenv("GRPO_KERNELS_STRICT", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for kernel in (backend._stats_kernel, backend._fused_kernel):

@@ -1,4 +1,6 @@
-"""Runs tests/vocabulary/triton_cases.py in a process of its own: Triton chooses its interpreter when the kernels are imported."""
+"""The cases of the Triton kernels in Triton's interpreter, for versions of Triton whose code the executor has not read: others run
+them as they are compiled, see test_triton_compiled.py. In processes of their own: the interpreter is chosen when kernels are
+imported."""
 
 from __future__ import annotations
 
@@ -6,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import interpreted
-
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # Triton's interpreter imports it
 
+import triton
 
-def test_the_kernels_agree_with_float64_in_the_interpreter() -> None:
-    interpreted(Path(__file__).with_name("triton_cases.py"))
+from support.processes import interpreted
+from support.ptx.runs import CASES, known
+
+
+@pytest.mark.skipif(known(triton.__version__), reason="the executor runs them: test_triton_compiled")
+@pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
+def test_the_kernels_agree_with_float64_in_the_interpreter(cases: Path) -> None:
+    interpreted(cases)

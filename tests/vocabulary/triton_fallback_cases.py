@@ -38,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "pick", lambda name, device, strict=False: pick(name, torch.device("cuda"), strict))
     monkeypatch.setattr(backend, "available", lambda: None)
     monkeypatch.setattr(triton_launch, "_remembered", {})
-    monkeypatch.setattr(backends, "_warned", set())
+    monkeypatch.setattr("grpo_kernels.checks._warned", set())
     monkeypatch.delenv("GRPO_KERNELS_STRICT", raising=False)
 
 

@@ -18,7 +18,7 @@ import triton
 from ...formulas import token_stage
 from ..rows import OF_STUDENT, RowStats, RowTransform, Slopes, Teacher, partials_of
 from . import FusedRows, triton_divergence, two_visits
-from .triton_arguments import check_layout, transform_arguments, vector
+from .triton_arguments import check_layout, of_slopes, transform_arguments, vectors
 from .triton_choices import LAUNCH, SCALE_PROGRAMS, available, choice_of, choose, fused_kind, multiprocessors, on_device, serves  # noqa: F401
 from .triton_divergence import mixed  # noqa: F401
 from .triton_formulas import compiled_formula
@@ -35,6 +35,12 @@ Tensor = torch.Tensor
 
 WRITES_BEHIND_READS = False  # many threads write at once, starting at the end of the row
 WITH_TOP = partials_of(("top_id",))
+
+#: What the fused kernel takes of `TokenRows`, in the order of its parameters.
+OF_ROWS = (
+    "targets", "read", "old_logps", "ref_logps", "sampler_logps", "advantages", "policy_weight", "kl_weight", "entropy_weight",
+    "nll_weight",
+)  # fmt: skip
 
 
 def stats(
@@ -57,15 +63,15 @@ def stats(
     A, T, V = logits.shape
     lo, hi = (0, A * T) if rows is None else rows
     n = hi - lo
-    check_layout(logits, None, n)
+    check_layout("logits", logits)
+    of_rows = vectors(n, targets=targets, read=read)
+    scalars, flags = transform_arguments(transform, n)
     result = RowStats.empty(names, n, logits.device)
     if n == 0:
         return result
     with on_device(logits):
-        scalars, flags = transform_arguments(transform)
         arguments = (
-            logits, logits.stride(0), logits.stride(1), V, T, lo, vector(targets), vector(read), *scalars,
-            *map(result.get, OF_STUDENT),
+            logits, logits.stride(0), logits.stride(1), V, T, lo, *of_rows, *scalars, *map(result.get, OF_STUDENT),
         )  # fmt: skip
         run(_stats_kernel, functools.partial(choose, "visit", V, (logits,)), lambda _: n, arguments, flags)
     return result
@@ -89,14 +95,16 @@ def pull(
     A, T, V = logits.shape
     lo, hi = (0, A * T) if rows is None else rows
     n = hi - lo
-    check_layout(logits, out, n)
+    check_layout("logits", logits)
+    check_layout("out", out, logits)
+    of_rows = vectors(n, targets=targets, **{f"partials, {name}": stats.get(name) for name in ("max", "sum", "target")})
+    of_rows += of_slopes(slopes, n)[:4]
+    scalars, flags = transform_arguments(transform, n)
     if n == 0:
         return
     with on_device(logits):
-        scalars, flags = transform_arguments(transform)
         arguments = (
-            logits, logits.stride(0), logits.stride(1), out, out.stride(0), out.stride(1), V, T, lo,
-            *map(vector, (targets, stats.max, stats.sum, stats.target, *slopes[:4])), *scalars,
+            logits, logits.stride(0), logits.stride(1), out, out.stride(0), out.stride(1), V, T, lo, *of_rows, *scalars,
         )  # fmt: skip
         run(_pull_kernel, functools.partial(choose, "visit", V, (logits, out)), lambda _: n, arguments, flags)
 
@@ -106,13 +114,18 @@ def fused(
     *, teacher: Teacher | None = None,
 ) -> FusedRows:  # fmt: skip
     """Per-token losses and, with `out`, d loss / d logits, in one visit of each row. Token-level objectives only."""
-    assert objective.one_pass, objective
+    if not objective.one_pass:
+        raise ValueError(f"{objective} in one visit of each row: its slopes depend on other tokens.")
     if teacher is not None:
         n = rows.targets.numel()
         return two_visits(sys.modules[__name__], logits, rows, objective, transform, out, max(1, n), teacher)
     A, T, V = logits.shape
     n = A * T
-    check_layout(logits, out, n)
+    check_layout("logits", logits)
+    if out is not None:
+        check_layout("out", out, logits)
+    of_rows = vectors(n, **{name: getattr(rows, name) for name in OF_ROWS})
+    scalars, flags = transform_arguments(transform, n)
     formulas = {
         name: compiled_formula(value) if callable(value) else value for name, value in token_stage.formulas(objective).items()
     }
@@ -121,11 +134,8 @@ def fused(
         return FusedRows(logps, entropies, losses)
     with on_device(logits):
         gradient = logits if out is None else out  # without a gradient the strides are not used
-        scalars, flags = transform_arguments(transform)
         arguments = (
-            logits, logits.stride(0), logits.stride(1), out, gradient.stride(0), gradient.stride(1), V, T, n,
-            *map(vector, (rows.targets, rows.read, rows.old_logps, rows.ref_logps, rows.sampler_logps, rows.advantages)),
-            *map(vector, (rows.policy_weight, rows.kl_weight, rows.entropy_weight, rows.nll_weight)), *scalars,
+            logits, logits.stride(0), logits.stride(1), out, gradient.stride(0), gradient.stride(1), V, T, n, *of_rows, *scalars,
             *token_stage.scalars(objective).values(), logps, entropies, losses,
         )  # fmt: skip
         kind = fused_kind(logits.dtype, gradient.dtype, transform.softcap)
@@ -142,9 +152,13 @@ def scale_(gradient: Tensor, factor: Tensor) -> None:
     """gradient *= factor, a 0-d tensor. The kernel reads the factor: a factor of 1 costs a launch only, and no host sync."""
     if gradient.numel() == 0:
         return
-    # One row when contiguous. Its stride is never used; 0 keeps the length from selecting a kernel.
-    view = gradient.as_strided((1, 1, gradient.numel()), (0, 0, 1)) if gradient.is_contiguous() else gradient
-    assert view.dim() == 3 and view.stride(2) == 1, (gradient.shape, gradient.stride())
+    view = gradient
+    if (
+        gradient.is_contiguous()
+    ):  # one row, of any length; its stride is never used, and 0 keeps the length from selecting a kernel
+        view = gradient.as_strided((1, 1, gradient.numel()), (0, 0, 1))
+    else:
+        check_layout("gradient", gradient)
     A, T, V = view.shape
     with on_device(gradient):
         run(

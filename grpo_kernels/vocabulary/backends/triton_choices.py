@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ...diagnosis import numbers
 from .triton_kernels import _stats_kernel
 from .triton_launch import Launch
 
@@ -31,7 +30,7 @@ class Choice(NamedTuple):
     kept: int = 0  # how many of these stay in registers between the first and the second pass over a row
     grid: float = 0.0  # fused kernel: programs per multiprocessor, each looping over rows; 0: one program per row
     hints: bool = False  # cache hints: keep data that is read again, evict the rest
-    cluster: int = 1  # fused kernel: multiprocessors that share an aligned row, where Triton can sum over them
+    stages: int = 1  # tiles that are computed or on their way at a time: 3 lets two arrive while one is computed
 
 
 #: kind of kernel -> its choice. By reasoning and from the binaries, not from measurements: no GPU has timed them yet.
@@ -42,9 +41,7 @@ class Choice(NamedTuple):
 #:            twice as many would not. A program a row: where another stream holds multiprocessors, no row waits for them.
 #:            The end of a row stays in registers, so the second pass starts without a load.
 #:   fused32  the same with fp32 logits, of which more than fits goes through L2: as much of a row in registers as there is
-#:            room for. `grid` 0.5 halves the rows in flight, and so lets whole rows stay in L2 with half the multiprocessors;
-#:            `cluster` 2 does so with all of them, and keeps twice as much of a row in registers, 8 the whole row. Off, since
-#:            one version of Triton alone compiles it, and nothing of the kind has run: it is for the tuner to check and time.
+#:            room for. `grid` 0.5 halves the rows in flight, and so lets whole rows stay in L2 with half the multiprocessors.
 #:            With a softcap and an fp32 gradient ("capped32") one tile less is kept: tanh, and a gradient that is as wide as the
 #:            logits, take its registers (Triton 3.8 spilled 48 bytes a thread to keep it).
 #:   two      one pass over a row and its teacher's, with twice the loads and sums of `visit`: one program by registers.
@@ -52,10 +49,13 @@ class Choice(NamedTuple):
 #:   select   columns of a sparse gradient. A thread's numbers are neighbours, so that a scan exchanges little; a scan of eight of
 #:            them takes more than 64 registers.
 #:   slots    products over the slots of kept sets, whose programs read two rows or more before they wait.
+#: Three stages copy tiles of a row into shared memory while others are computed (cp.async): of `fused` 32 KiB are on their way
+#: while it computes and 64 while it waits, instead of none and 32, for an instruction more a logit and pass and two barriers a
+#: tile. Triton 3.6 drops the cache hints of what is copied.
 LAUNCH = {
-    "visit": Choice(512, 2, programs=2, ends=2),
-    "fused": Choice(512, 4, ends=2, kept=1, hints=True),
-    "fused32": Choice(512, 4, ends=3, kept=3, hints=True),
+    "visit": Choice(512, 2, programs=2, ends=2, stages=3),
+    "fused": Choice(512, 4, ends=2, kept=1, hints=True, stages=3),
+    "fused32": Choice(512, 4, ends=3, kept=3, hints=True, stages=3),
     "two": Choice(512, 2),
     "mixed": Choice(512, 1),
     "select": Choice(256, 1, programs=2),
@@ -104,48 +104,43 @@ def _launch(
 ) -> Launch:  # fmt: skip
     """As `choose`, from numbers. `driver` and `index` name the device, whose target `options` asks for."""
     full, row = choice.threads * choice.accesses, triton.next_power_of_2(triton.cdiv(columns, cols))
-    cluster = choice.cluster if choice.cluster > 1 and aligned and choice.cluster * full <= row and clusters() else 1
-    accesses = max(32, min(cluster * full, row) >> halvings)
-    lanes = min(cluster * choice.threads, accesses)
+    accesses = max(32, min(full, row) >> halvings)
+    lanes = min(choice.threads, accesses)
     flags = {"ALIGNED": aligned, "LANES": lanes, "COLS": cols, "ACCESSES": accesses // lanes}
     if kind in ("visit", *FUSED):
-        ends = min(choice.ends, triton.cdiv(columns, accesses * cols)) if aligned else 1  # single elements take more registers
+        tiles = triton.cdiv(columns, accesses * cols)
+        ends = min(choice.ends, tiles) if aligned else 1  # single elements take more registers
         first, last = ("evict_last", "evict_first") if choice.hints else ("", "")
         flags |= {
             "PEELED": peeled,
             "ENDS": ends,
             "KEPT": min(choice.kept, choice.ends - (kind == "capped32"), ends) if aligned else 0,
         }
-        flags |= {"FIRST_HINT": first, "LAST_HINT": last}
-    if kind in FUSED:
-        flags["CLUSTER"] = cluster
-    threads = lanes // cluster
+        flags |= {"FIRST_HINT": first, "LAST_HINT": last, "STAGES": choice.stages if tiles > ends and _copies_ahead() else 1}
     return Launch(
         flags,
-        options(threads, choice.programs, kind not in ("two", "mixed"), cluster),
+        options(lanes, choice.programs, kind not in ("two", "mixed")),
         max(1, choice.programs * choice.threads // lanes),
     )
 
 
-def clusters() -> bool:
-    """Whether several multiprocessors can share a row: NVIDIA's from sm_90 on. Before 3.9 Triton refuses sums over them."""
+def _copies_ahead() -> bool:
+    """Whether tiles are copied into shared memory while others are computed: from sm_90 on. An A100 needs less in flight, and for
+    AMD Triton keeps the tiles in registers, which it then spills."""
     if INTERPRETED:
-        return True
+        return False
     target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= 90 and numbers(triton.__version__) >= (3, 9)
+    return bool(target.backend == "cuda" and target.arch >= 90)
 
 
-def options(lanes: int, programs: int, fusion: bool = True, cluster: int = 1) -> dict[str, Any]:
+def options(lanes: int, programs: int, fusion: bool = True) -> dict[str, Any]:
     """Options of Triton's compiler for the number of threads in a program and of full-size programs that share a multiprocessor.
-    `fusion`: of multiplications and additions, which rounds once instead of twice. `cluster`: multiprocessors that a program
-    runs on, with `lanes` threads on each."""
+    `fusion`: of multiplications and additions, which rounds once instead of twice."""
     if INTERPRETED:
         return {}
     target = triton.runtime.driver.active.get_current_target()
     # Not every version fuses multiplications and additions by default.
     found: dict[str, Any] = {"num_warps": max(1, lanes // target.warp_size), "enable_fp_fusion": fusion}
-    if cluster > 1:
-        found["num_ctas"] = cluster
     if target.backend == "cuda":
         # Left alone, ptxas may spill a few bytes to make room for one more program.
         found["maxnreg"] = min(255, 65536 // (lanes * programs))

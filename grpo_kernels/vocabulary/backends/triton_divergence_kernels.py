@@ -215,7 +215,7 @@ def _pulled(
 def _two_pull_kernel(
     logits, stride_a: tl.int64, stride_t: tl.int64,                         # [A, T, V]
     teacher, teacher_stride_a: tl.int64, teacher_stride_t: tl.int64,        # [A, T, V]
-    out, out_stride_a: tl.int64, out_stride_t: tl.int64,                    # [A, T, V], may be the logits
+    out, out_stride_a: tl.int64, out_stride_t: tl.int64,                    # [A, T, V], may be the logits, and these the teacher's
     V, T, first: tl.int64,
     targets, maxima, sums, z_targets, teacher_maxima, teacher_sums,         # [n], n programs
     log_sums, centers, b, rest_of_b,                                        # [n], [n]
@@ -260,6 +260,9 @@ def _two_pull_kernel(
         center = tl.load(centers + i)
         nothing = 0.0 * log_sum  # NaN for rows that have no divergence
         constant = (d_constant - d_target) - d_log * log_s
+        target = tl.load(targets + i)
+        w = teacher_k * _target_u(teacher_row, target, V, teacher_scale, teacher_softcap, TEACHER_SHAPE)
+        tl.debug_barrier()  # between that read and the first store, since the gradient may overwrite the teacher's row, too
         cols = _columns(ALIGNED, LANES, COLS)
         end = (V - 1) // BLOCK * BLOCK
         for start in range(0, end, BLOCK):
@@ -278,11 +281,9 @@ def _two_pull_kernel(
             True, SHAPE, TEACHER_SHAPE, DIRECTION, KIND,
         )
         # The target's gradient is formed apart, and stored behind a barrier: see `_write_gradient`.
-        target = tl.load(targets + i)
         z = tl.load(z_targets + i)
-        w = teacher_k * _target_u(teacher_row, target, V, teacher_scale, teacher_softcap, TEACHER_SHAPE)
         logp = (z - base) - log_s
-        p = tl.exp(logp)
+        p = _exp(z - base) * down  # as in `_pulled`: what is 0 there is 0 here
         d = _between(z, w, base, teacher_base) + log_sum
         q = _exp(w - teacher_base) * teacher_down
         of_divergence = c * _slope_of_divergence(p, q, d, center, b, rest_of_b, DIRECTION)

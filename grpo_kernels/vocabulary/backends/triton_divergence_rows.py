@@ -75,7 +75,7 @@ def _rescaled(m, n, to, teacher_to, s, t, cross, excess, w, q, FORWARD: tl.const
     """Sums relative to maxima m and n of both streams, converted to other reference points."""
     f = tl.where(m == _NEG_INF, 0.0, _exp(m - to))
     g = tl.where(n == _NEG_INF, 0.0, _exp(n - teacher_to))
-    apart = tl.where((m == _NEG_INF) | (n == _NEG_INF), 0.0, (m - n) - (to - teacher_to))
+    apart = tl.where((m == _NEG_INF) | (n == _NEG_INF), 0.0, _between(m, n, to, teacher_to))
     w = tl.where(f == 0.0, 0.0, f * (w + s * (m - to)))
     if FORWARD:
         own, other, own_sum, other_sum, a = g, f, t, s, -apart

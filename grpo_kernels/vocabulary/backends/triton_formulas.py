@@ -7,12 +7,13 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import triton
 import triton.language as tl
 
+from ...formulas.keys import key_of
 from ...formulas.ops import ops
 from ...formulas.program import FormulaRefused
 
@@ -59,14 +60,27 @@ _ops = types.ModuleType("triton_ops")  # Triton looks attributes up in modules o
 vars(_ops).update((name, f) for name, f in vars(_Ops).items() if name in vars(ops))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
+def _made_before(key: Hashable) -> list[Any]:
+    """Where the formula with this key is kept; empty at the first call."""
+    return []
+
+
 def compiled_formula(function: Callable[..., Any]) -> Any:
     """A formula written with `ops` as a Triton function: the same source, with `ops` for the GPU.
 
-    Plain functions that it calls are converted too; numbers it refers to are fixed at the first use. Raises FormulaRefused
-    for what Triton cannot compile: lambdas, closures, callable objects, functions without a source file."""
+    Plain functions that it calls are converted too, and numbers that it refers to; it is compiled again when they change. Raises
+    FormulaRefused for what Triton cannot compile: lambdas, closures, callable objects, functions without a source file."""
     if isinstance(function, triton.runtime.jit.JITCallable):
         return function
+    key = key_of(function)
+    made = [] if key is None else _made_before(key)
+    if not made:
+        made.append(_compiled(function))
+    return made[0]
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
     name = getattr(function, "__qualname__", repr(function))
     remedy = "a formula for the fused kernel is a module-level function, written in a file with the names of surrogates.ops."
     if not isinstance(function, types.FunctionType) or function.__name__ == "<lambda>":

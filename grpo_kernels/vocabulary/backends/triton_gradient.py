@@ -61,15 +61,13 @@ def _target_gradient(
 
 @triton.jit
 def _write_tile(
-    xs, out, at, V, cols, target, g_target, c, b, constant, linear, quadratic, scale, softcap, inv_t,
+    xs, out, at, V, cols, c, b, constant, linear, quadratic, scale, softcap, inv_t,
     END: tl.constexpr, SHAPE: tl.constexpr, KIND: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     STEP: tl.constexpr = cols.shape[0] * cols.shape[1]
     for i in tl.static_range(len(xs)):
         here = at + i * STEP + cols
         g = _gradient(xs[i], c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE, KIND)
-        if target is not None:
-            g = tl.where(here == target, g_target, g)
         g = g.to(out.dtype.element_ty)
         if END:
             tl.store(out + here, g, mask=here < V, eviction_policy=HINT)
@@ -83,7 +81,7 @@ def _write_gradient(
     target, u_target, m, s, logp, d_target, d_constant, d_log, d_prob,
     k, scale, softcap, inv_t,
     SHAPE: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, PEELED: tl.constexpr, ACCESSES: tl.constexpr,
-    LANES: tl.constexpr, COLS: tl.constexpr, HINT: tl.constexpr, CLUSTER: tl.constexpr,
+    LANES: tl.constexpr, COLS: tl.constexpr, HINT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """d loss / dx_j = (d_target (1[j = target] - p_j) + p_j (d_constant + d_log log p_j + d_prob p_j)) dz_j / dx_j, with
     p_j = e^k(u_j - m) / s. KIND 0: d_target alone. 1: d_constant and d_log as well. 2: all. `kept`: the last tiles, where
@@ -92,11 +90,6 @@ def _write_gradient(
     ENDS: tl.constexpr = 1 if kept is None else len(kept) // ACCESSES
     c, b, constant, linear, quadratic = _factors(m, s, k, d_target, d_constant, d_log, d_prob, KIND)
     cols = _columns(ALIGNED or PEELED, LANES, COLS)
-    column = None
-    g_target = None
-    if CLUSTER > 1:  # a barrier orders the stores of one multiprocessor: of several, each puts it into its tile
-        column = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
-        g_target = _target_gradient(u_target, logp, d_target, d_constant, d_log, d_prob, scale, inv_t, SHAPE, KIND)
     first = row
     first_out = out
     width = V
@@ -108,6 +101,7 @@ def _write_gradient(
         beside = tl.where(i < COLS, i < head, here < V)
         x = tl.load(row + here, mask=beside, other=0.0, eviction_policy=HINT)
         g = _gradient(x, c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE, KIND)
+        tl.debug_barrier()  # every warp loads these few elements, one of them stores them
         tl.store(out + here, g.to(out.dtype.element_ty), mask=beside, eviction_policy=HINT)
         width = tl.multiple_of(width, COLS)
         first = tl.multiple_of(row + head, 16)
@@ -121,17 +115,16 @@ def _write_gradient(
         ends = _load_end(first, end, width, cols, ACCESSES, HINT)
     for i in tl.static_range(ENDS - 1, -1, -1):
         _write_tile(
-            ends[i * ACCESSES : (i + 1) * ACCESSES], first_out, end + i * BLOCK, width, cols, column, g_target,
+            ends[i * ACCESSES : (i + 1) * ACCESSES], first_out, end + i * BLOCK, width, cols,
             c, b, constant, linear, quadratic, scale, softcap, inv_t, i == ENDS - 1, SHAPE, KIND, HINT,
         )  # fmt: skip
-    for done in range(0, end, BLOCK):
+    for done in tl.range(0, end, BLOCK, num_stages=STAGES):
         at = end - BLOCK - done
         xs = _load_full(first, at, cols, ACCESSES, HINT)
         _write_tile(
-            xs, first_out, at, width, cols, column, g_target,
+            xs, first_out, at, width, cols,
             c, b, constant, linear, quadratic, scale, softcap, inv_t, False, SHAPE, KIND, HINT,
         )  # fmt: skip
-    if CLUSTER == 1:  # one store for the row, which the barrier orders behind the tiles' stores
-        g_target = _target_gradient(u_target, logp, d_target, d_constant, d_log, d_prob, scale, inv_t, SHAPE, KIND)
-        tl.debug_barrier()
-        tl.store(out + target, g_target.to(out.dtype.element_ty), mask=(target >= 0) & (target < V))
+    g_target = _target_gradient(u_target, logp, d_target, d_constant, d_log, d_prob, scale, inv_t, SHAPE, KIND)
+    tl.debug_barrier()  # one store for the row, behind those of its tiles
+    tl.store(out + target, g_target.to(out.dtype.element_ty), mask=(target >= 0) & (target < V))

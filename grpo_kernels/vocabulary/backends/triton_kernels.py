@@ -22,7 +22,7 @@ def _stats_kernel(
     maxima, sums, z_targets, weighted, squares, tops,                       # [n], the last three None where not wanted
     SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr,
     COLS: tl.constexpr, PEELED: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, FIRST_HINT: tl.constexpr,
-    LAST_HINT: tl.constexpr,
+    LAST_HINT: tl.constexpr, STAGES: tl.constexpr,
 ):
     KIND: tl.constexpr = 2 if squares is not None else 1 if weighted is not None else 0
     i = tl.program_id(0).to(tl.int64)
@@ -37,7 +37,7 @@ def _stats_kernel(
         k = _k(scale, softcap, inv_t, SHAPE)
         u = _target_u(row, tl.load(targets + i), V, scale, softcap, SHAPE)
         m, s, w, q, _ = _softmax_partials(row, V, k, scale, softcap, SHAPE, KIND, ALIGNED, ACCESSES, LANES, COLS, ENDS, 0,
-                                          FIRST_HINT, FIRST_HINT)
+                                          FIRST_HINT, FIRST_HINT, STAGES)
         tl.store(maxima + i, k * m)
         tl.store(sums + i, s)
         tl.store(z_targets + i, k * u)
@@ -72,7 +72,7 @@ def _pull_kernel(
     inv_temperature, scale, softcap,
     SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr,
     COLS: tl.constexpr, PEELED: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, FIRST_HINT: tl.constexpr,
-    LAST_HINT: tl.constexpr,
+    LAST_HINT: tl.constexpr, STAGES: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
     KIND: tl.constexpr = 2 if d_probs is not None else 1 if d_constants is not None or d_logs is not None else 0
@@ -102,7 +102,7 @@ def _pull_kernel(
         z = tl.load(z_targets + i)
         _write_gradient(row, out_row, V, None, tl.load(targets + i), tl.div_rn(z, k), tl.div_rn(m, k), s, (z - m) - tl.log(s),
                         d_target, d_constant, d_log, d_prob, k, scale, softcap, inv_t, SHAPE, KIND, ALIGNED, PEELED, ACCESSES,
-                        LANES, COLS, LAST_HINT, 1)
+                        LANES, COLS, LAST_HINT, STAGES)
     else:
         _write_zeros(out_row, V, ALIGNED, LANES, COLS, LAST_HINT)
 
@@ -126,7 +126,7 @@ def _fused_kernel(
     STRAIGHT_THROUGH: tl.constexpr,
     SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr,
     COLS: tl.constexpr, PEELED: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, FIRST_HINT: tl.constexpr,
-    LAST_HINT: tl.constexpr, CLUSTER: tl.constexpr,
+    LAST_HINT: tl.constexpr, STAGES: tl.constexpr,
 ):
     BONUS: tl.constexpr = 1 if entropy_weight is not None else 0
     for i in range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0)):
@@ -143,7 +143,7 @@ def _fused_kernel(
             k = _k(scale, softcap, inv_t, SHAPE)
             u = _target_u(row, target, V, scale, softcap, SHAPE)
             m, s, w, _, kept = _softmax_partials(row, V, k, scale, softcap, SHAPE, 1, ALIGNED, ACCESSES, LANES, COLS, ENDS,
-                                                 KEPT, FIRST_HINT, LAST_HINT)
+                                                 KEPT, FIRST_HINT, LAST_HINT, STAGES)
             log_s = tl.log(s)
             logp = k * (u - m) - log_s
             entropy = log_s - w / s
@@ -180,7 +180,7 @@ def _fused_kernel(
                 if (d_logp != 0.0) | (d_entropy != 0.0):
                     _write_gradient(row, out_row, V, kept if KEPT > 0 else None, target, u, m, s, logp, d_logp,
                                     -d_entropy * entropy, -d_entropy, 0.0, k, scale, softcap, inv_t, SHAPE, BONUS, ALIGNED,
-                                    PEELED, ACCESSES, LANES, COLS, LAST_HINT, CLUSTER)
+                                    PEELED, ACCESSES, LANES, COLS, LAST_HINT, STAGES)
                 else:
                     _write_zeros(out_row, V, ALIGNED, LANES, COLS, LAST_HINT)
         else:

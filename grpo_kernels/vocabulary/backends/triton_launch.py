@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from . import warn_once
+from ...checks import warn_once
 
 Tensor = torch.Tensor
 
@@ -31,7 +31,7 @@ class Launch(NamedTuple):
 
     def programs(self, multiprocessors: int) -> int:
         """Number of full-size programs that are resident on so many."""
-        return max(1, self.programs_per_sm * multiprocessors // self.options.get("num_ctas", 1))
+        return max(1, self.programs_per_sm * multiprocessors)
 
     @property
     def accesses(self) -> int:

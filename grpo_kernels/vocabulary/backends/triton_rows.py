@@ -125,6 +125,7 @@ def _softmax_partials(
     row, V, k, scale, softcap,
     SHAPE: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr,
     COLS: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, HINT: tl.constexpr, LAST_HINT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """m = max u, s = sum of e^k(u - m), w = sum of e^k(u - m) k(u - m), q = sum of e^2k(u - m) of one row, and its
     last KEPT tiles. The last ENDS tiles are loaded at once."""
@@ -137,7 +138,7 @@ def _softmax_partials(
     w = tl.zeros((LANES,), tl.float32)
     q = tl.zeros((LANES,), tl.float32)
     end = ((V + BLOCK - 1) // BLOCK - ENDS) * BLOCK
-    for start in range(0, end, BLOCK):
+    for start in tl.range(0, end, BLOCK, num_stages=STAGES):
         xs = _load_full(row, start, cols, ACCESSES, HINT)
         m, b, s, w, q = _fold(m, b, s, w, q, xs, start, V, cols, c, scale, softcap, False, SHAPE, KIND)
     xs = _load_full(row, end, cols, ACCESSES * (ENDS - 1), LAST_HINT if KEPT >= ENDS else HINT)

@@ -8,7 +8,7 @@ import torch
 
 from ..rows import RowStats, RowTransform
 from ..selection import Drawn, capacity, per_unit
-from .triton_arguments import check_layout, transform_arguments, vector
+from .triton_arguments import check_layout, transform_arguments, vectors
 from .triton_choices import LAUNCH, on_device, options
 from .triton_launch import Launch, run
 from .triton_select_kernels import _select_kernel
@@ -35,13 +35,15 @@ def _run(
     masses: Tensor | None, drawn: Drawn | None,
 ) -> None:  # fmt: skip
     n, vocab = logits.shape
-    check_layout(logits[None], None, n)
+    check_layout("logits", logits[None])
+    partials = {f"partials, {name}": stats.get(name) for name in ("max", "sum")}
+    of_rows = vectors(n, targets=targets, **partials, starts=starts)
+    scalars, flags = transform_arguments(transform, n)
     if n == 0:
         return
     with on_device(logits):
-        scalars, flags = transform_arguments(transform)
         arguments = (
-            logits, logits.stride(0), vocab, *map(vector, (targets, stats.max, stats.sum, starts)), *scalars, per_unit(step),
+            logits, logits.stride(0), vocab, *of_rows, *scalars, per_unit(step),
             masses, *(drawn or (None, None)), capacity(step),
         )  # fmt: skip
         run(_select_kernel, functools.partial(_launch, logits), lambda _: n, arguments, flags)

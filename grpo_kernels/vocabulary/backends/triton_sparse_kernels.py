@@ -80,31 +80,92 @@ def _add_weight_rows_kernel(
         tl.store(out + _at(i, out_stride, ALIGNED) + cols, total.to(out.dtype.element_ty), mask=cols < _width(H, True, ALIGNED))
 
 
-@triton.jit(do_not_specialize=["values", "rows", "ids", "order", "places", "m", "hidden_stride", "out_stride", "H"])
+@triton.jit
+def _is_at(ids, p, m, id):
+    """Whether the id is at place p of the sorted ids [m]."""
+    return tl.load(ids + p, mask=p < m, other=-1) == id
+
+
+@triton.jit
+def _piece_in(ids, begins, window, m, PIECE: tl.constexpr):
+    """(where the id before this window begins, where a piece of it begins in the window). A window is PIECE places of the sorted
+    ids [m], all but the first of which have an entry in `begins`."""
+    begin = tl.load(begins + window - 1)
+    return begin, begin + (window - begin // PIECE) * PIECE
+
+
+@triton.jit(do_not_specialize=[
+    "values", "rows", "ids", "order", "places", "n", "begins", "m", "hidden_stride", "out_stride", "H",
+])
 def _add_hidden_rows_kernel(
     values, rows,                                                          # [m]
     ids, order, m,                                                         # sorted ids, and their slots
-    places,                                                                # of the first occurrence of each used id, then m
-    hidden, hidden_stride: tl.int64, out, out_stride: tl.int64, H,         # a program for each of `places` and block of columns
-    ALIGNED: tl.constexpr, LANES: tl.constexpr, ACCESSES: tl.constexpr, COLS: tl.constexpr,
+    places, n,                                                             # [n]: the first occurrence of each used id, then m
+    begins, parts,                                                         # see `pieces`; fp32 [m // PIECE + 1, H]
+    hidden, hidden_stride: tl.int64, out, out_stride: tl.int64, H,         # a program for each place and window, and block of columns
+    ALIGNED: tl.constexpr, LANES: tl.constexpr, ACCESSES: tl.constexpr, COLS: tl.constexpr, PIECE: tl.constexpr,
 ):
+    """Ids of 2 PIECE slots or more are cut into pieces of PIECE, the last of which is longer; at a place between two windows
+    there is one piece at most. What a piece sums up goes into `parts`."""
     BLOCK: tl.constexpr = LANES * ACCESSES * COLS
     program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(H, BLOCK)
-    p = tl.load(places + program // blocks)
+    i = program // blocks
+    p = m.to(tl.int64)
+    if i < n:
+        p = tl.load(places + i)
+    else:
+        begin, p = _piece_in(ids, begins, i - n + 1, m, PIECE)
+        id = tl.load(ids + begin)
+        if (id < 0) | (not _is_at(ids, p + PIECE - 1, m, id)):
+            p = m.to(tl.int64)
     if p < m:
         id = tl.load(ids + p)
+        others = _is_at(ids, p + 2 * PIECE - 1, m, id)
+        end = tl.where(others, p + PIECE, m)
+        first = p
         cols = (program % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)
         same = True
         while same:
             for k in tl.static_range(_SIDE_BY_SIDE):
-                same = tl.load(ids + p + k, mask=p + k < m, other=-1) == id
+                same = _is_at(ids, p + k, end, id)
                 slot = tl.load(order + p + k, mask=same, other=0)
                 value = tl.load(values + slot, mask=same, other=0.0)
                 row = hidden + _at(tl.load(rows + slot, mask=same, other=0), hidden_stride, ALIGNED)
                 total += value * tl.load(row + cols, mask=cols < _width(H, same, ALIGNED), other=0.0).to(tl.float32)
             p += _SIDE_BY_SIDE
         inside = cols < _width(H, True, ALIGNED)
+        if others | (i >= n):
+            tl.store(parts + _at(first // PIECE, H, ALIGNED) + cols, total, mask=inside)
+        else:
+            to = out + _at(id, out_stride, ALIGNED) + cols
+            tl.store(to, (tl.load(to, mask=inside).to(tl.float32) + total).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["ids", "begins", "m", "out_stride", "H"])
+def _add_pieces_kernel(
+    ids, m, begins, parts, out, out_stride: tl.int64, H,                   # a program for each window and block of columns
+    ALIGNED: tl.constexpr, LANES: tl.constexpr, ACCESSES: tl.constexpr, COLS: tl.constexpr, PIECE: tl.constexpr,
+):
+    """out[id] += the sums of its pieces, in their order, for each id that was cut."""
+    BLOCK: tl.constexpr = LANES * ACCESSES * COLS
+    program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(H, BLOCK)
+    window = program // blocks + 1
+    begin, p = _piece_in(ids, begins, window, m, PIECE)
+    id = tl.load(ids + begin)
+    # The first window behind the id's first place has the program that sums its pieces.
+    if (id >= 0) & (begin // PIECE + 1 == window) & _is_at(ids, p + PIECE - 1, m, id):
+        cols = (program % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
+        inside = cols < _width(H, True, ALIGNED)
+        total = tl.zeros((BLOCK,), tl.float32)
+        same = True
+        p = begin
+        while same:
+            for k in tl.static_range(_SIDE_BY_SIDE):
+                same = _is_at(ids, p + (k + 1) * PIECE - 1, m, id)
+                row = parts + _at(p // PIECE + k, H, ALIGNED)
+                total += tl.load(row + cols, mask=cols < _width(H, same, ALIGNED), other=0.0)
+            p += _SIDE_BY_SIDE * PIECE
         to = out + _at(id, out_stride, ALIGNED) + cols
         tl.store(to, (tl.load(to, mask=inside).to(tl.float32) + total).to(out.dtype.element_ty), mask=inside)
 # fmt: on

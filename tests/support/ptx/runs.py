@@ -1,0 +1,66 @@
+"""Runs of the cases of the Triton kernels, in processes that execute what Triton compiles for a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_kernels.diagnosis import numbers
+from support.processes import for_its_own_pytest
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "tests" / "vocabulary"
+CASES = [FOLDER / f"{name}triton_cases.py" for name in ("", "divergence_", "selection_", "sparse_")]
+#: What takes longer, or runs the same kernels by calls of the package: in one order only.
+ONCE = [FOLDER / "large_triton_cases.py", *(ROOT / "tests" / "core" / f"gpu_{name}cases.py" for name in ("", "divergence_"))]
+#: Orders of warps: as they are, reversed, shuffled by a seed.
+TARGETS, ORDERS = ("sm_90", "sm_100"), (0, 1, 7)
+
+
+def known(triton: str) -> bool:
+    """Whether the executor has read what this version of Triton emits: 3.6, and the newest from 3.9 on."""
+    return numbers(triton)[:2] == (3, 6) or numbers(triton) >= (3, 9)
+
+
+def executed(cases: Sequence[Path], target: str, order: int, *, first: bool = False, triton: str = "") -> dict[str, Any]:
+    """Asserts that all cases of these files, or the `first` of each test, pass and none is skipped, where launches run what Triton
+    compiles for `target` with warps in that `order` (see support.ptx). What was run. `triton`: a folder with another version."""
+    paths = os.pathsep.join([*filter(None, [triton]), *sys.path])
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        environment = for_its_own_pytest() | {
+            "PYTHONPATH": paths, "GRPO_KERNELS_TEST_TARGET": target, "GRPO_KERNELS_TEST_ORDER": str(order),
+            "GRPO_KERNELS_TEST_FIRST": str(int(first)), "GRPO_KERNELS_TEST_REPORT": str(report),
+            "GRPO_KERNELS_TEST_BACKENDS": "triton",
+        }  # fmt: skip
+        environment.pop("TRITON_INTERPRET", None)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "support.ptx.launches",
+            *map(str, cases),
+        ]
+        run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout[-6000:]}\n{run.stderr[-2000:]}"
+        found = json.loads(report.read_text())
+    assert set(found["outcomes"]) == {"passed"} and found["launches"], found
+    return found
+
+
+def all_cases(target: str, order: int, triton: str = "") -> dict[str, Any]:
+    """The same of every file, and how long it took."""
+    started = time.monotonic()
+    found = executed([*CASES, *ONCE] if order == 0 else CASES, target, order, triton=triton)
+    return found | {"seconds": round(time.monotonic() - started)}

@@ -1,0 +1,240 @@
+"""The executor of compiled kernels reports what a kernel must not do: faults that are planted in sound kernels."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if shutil.which("cc") is None:
+    pytest.skip("the machine of the executor is built by a C compiler", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from benchmarks.launches import token_rows
+from grpo_kernels.objective import Objective
+from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.vocabulary.rows import RowTransform
+from support.ptx.launches import executing
+from support.ptx.program import FAULTS, Fault, Program, UnknownInstruction
+from support.rows import LOGPS
+
+OUTSIDE, MISALIGNED, APART, SHARED, DEVICE, PROGRAMS, NOTHING, UNDER_WAY = FAULTS
+
+
+@triton.jit(do_not_specialize=["begin"])
+def _planted(x, begin, out, n, PLANTED: tl.constexpr, BLOCK: tl.constexpr):
+    """out = x from `begin` on; with a fault, if it is named."""
+    x = x + begin
+    if PLANTED == "promise":
+        x = tl.multiple_of(x, 16)
+    if PLANTED == "pointer":
+        x = x + 1
+    at = tl.arange(0, BLOCK)
+    mask = at < n
+    if PLANTED == "mask":
+        mask = at <= n
+    tl.store(out + at, tl.load(x + at, mask=mask), mask=at < n)
+
+
+@triton.jit
+def _reverse_in_place(x, PLANTED: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    if PLANTED == "store first":
+        tl.store(x + at, tl.full((BLOCK,), 0.0, tl.float32))
+    old = tl.load(x + BLOCK - 1 - at)
+    if PLANTED != "no barrier":
+        tl.debug_barrier()
+    tl.store(x + at, old)
+
+
+@triton.jit
+def _every_program_writes(x, PLANTED: tl.constexpr, BLOCK: tl.constexpr):
+    step = BLOCK - 1 if PLANTED else BLOCK
+    tl.store(x + tl.program_id(0) * step + tl.arange(0, BLOCK), 1.0)
+
+
+compiled = pytest.mark.skipif(not isinstance(_planted, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile")
+
+
+def outcome(call: Any, *arguments: Any, **options: Any) -> set[str]:
+    """The kinds of faults that are reported."""
+    try:
+        with executing("sm_90"):
+            call(*arguments, **options)
+    except Fault as fault:
+        return set(fault.faults)
+    return set()
+
+
+@compiled
+@pytest.mark.parametrize(
+    "planted, fault",
+    [("", None), ("mask", OUTSIDE), ("pointer", OUTSIDE), ("promise", MISALIGNED)],
+    ids=("none", "mask off by one", "pointer one element too far", "16 bytes promised of an address of 8"),
+)
+@pytest.mark.parametrize("padded", (False, True))
+def test_an_address_that_is_wrong(planted: str, fault: str | None, padded: bool) -> None:
+    """Also where it is in the memory of the tensor, between its rows."""
+    n = 256 if planted in ("pointer", "promise") else 200
+    memory = torch.arange(700.0)
+    x = memory[: 2 + n] if not padded else memory.as_strided((2, 2 + n), (n + 5, 1))
+    assert x.data_ptr() % 16 == 0
+    out = torch.zeros(n)
+    found = outcome(_planted[(1,)], x, 2, out, n, planted, 256, num_warps=2)
+    assert found == ({fault} if fault else set())
+    if not fault:
+        assert torch.equal(out, memory[2 : 2 + n])
+
+
+@compiled
+@pytest.mark.parametrize("order", (0, 1, 7))
+@pytest.mark.parametrize("planted", ("", "no barrier", "store first"))
+def test_the_old_value_is_needed(planted: str, order: int) -> None:
+    x = torch.arange(256.0)
+    faults: set[str] = set()
+    try:
+        with executing("sm_90", order):
+            _reverse_in_place[(1,)](x, planted, 256, num_warps=2)
+    except Fault as fault:
+        faults = set(fault.faults)
+    assert faults == ({DEVICE} if planted else set())
+    if not planted:
+        assert torch.equal(x, torch.arange(256.0).flip(0))
+
+
+@compiled
+@pytest.mark.parametrize("planted", (False, True))
+def test_programs_that_write_the_same(planted: bool) -> None:
+    assert outcome(_every_program_writes[(3,)], torch.zeros(96), planted, 32, num_warps=1) == ({PROGRAMS} if planted else set())
+
+
+def without(ptx: str, which: int) -> str:
+    """The kernel without one of its barriers."""
+    ends = [match.span() for match in re.finditer(r"bar\.sync\s+0;", ptx)]
+    return ptx[: ends[which][0]] + ptx[ends[which][1] :]
+
+
+@compiled
+def test_every_barrier_of_a_kernel_is_needed() -> None:
+    """Of those that a row of one tile comes to, each is removed in turn."""
+    logits, targets = torch.randn(1, 1, 4096), torch.zeros(1, dtype=torch.int64)
+
+    def stats(change: Any) -> list[Any]:
+        with executing("sm_90", change=change) as launches:
+            backend.stats(logits, targets, None, RowTransform(1.0, 0.0, 1.0), LOGPS)
+        return launches
+
+    (sound,) = stats(lambda ptx: ptx)
+    texts: list[str] = []
+    stats(lambda ptx: texts.append(ptx) or ptx)
+    count = len(re.findall(r"bar\.sync\s+0;", texts[0]))
+    assert sound.counts.barriers <= count
+    found = 0
+    for which in range(count):
+        try:
+            stats(lambda ptx, which=which: without(ptx, which))
+        except Fault as fault:
+            assert set(fault.faults) <= {SHARED, NOTHING}, fault.faults
+            found += 1
+    assert found == sound.counts.barriers, (found, count)
+
+
+# ---- kernels written by hand, for what Triton does not let one plant
+
+HEAD = """
+.extern .shared .align 16 .b8 memory[];
+.visible .entry kernel(
+	.param .u64 kernel_param_0
+)
+.reqntid 64
+{
+	.reg .pred 	%p<4>;
+	.reg .b32 	%r<8>;
+	.reg .b64 	%rd<4>;
+	mov.u32 %r1, %tid.x;
+	ld.param.b64 %rd1, [kernel_param_0];
+	shl.b32 %r2, %r1, 4;
+	cvt.u64.u32 %rd2, %r2;
+	add.s64 %rd2, %rd2, %rd1;
+	mov.b32 %r3, memory;
+	add.s32 %r3, %r3, %r2;
+	setp.lt.u32 %p1, %r1, 32;
+	setp.lt.u32 %p2, %r1, 5;
+	xor.b32 %r4, %r2, 512;
+	BODY
+	ret;
+}
+"""
+COPY = "cp.async.cg.shared.global [ %r3 + 0 ], [ %rd2 + 0 ], 16;\ncp.async.commit_group;\n"
+WAIT, BARRIER, READ = "cp.async.wait_group 0;\n", "bar.sync 0;\n", "ld.shared.b32 %r5, [%r3];\n"
+OF_THE_OTHER_WARP = "ld.shared.b32 %r5, [%r4];\n"
+TWO_COPIES = COPY + COPY.replace("%r3 + 0", "%r3 + 1024") + "cp.async.wait_group 1;\n"
+
+
+def by_hand(body: str, order: int = 0) -> tuple[set[str], torch.Tensor]:
+    x = torch.arange(256, dtype=torch.int32)
+    try:
+        Program(HEAD.replace("BODY", body)).run([x.data_ptr()], [x], 1, 2048, order)
+    except Fault as fault:
+        return set(fault.faults), x
+    return set(), x
+
+
+@pytest.mark.parametrize("order", (0, 1))
+@pytest.mark.parametrize(
+    "body, faults",
+    [
+        (COPY + WAIT + BARRIER + OF_THE_OTHER_WARP + BARRIER + "st.global.b32 [%rd2], %r5;\n", set()),
+        (COPY + READ + WAIT, {UNDER_WAY}),
+        (TWO_COPIES + "ld.shared.b32 %r5, [%r3];\n" + WAIT, set()),
+        (TWO_COPIES + "ld.shared.b32 %r5, [%r3+1024];\n" + WAIT, {UNDER_WAY}),
+        (COPY + WAIT + OF_THE_OTHER_WARP, {SHARED}),
+        (COPY + BARRIER + OF_THE_OTHER_WARP + WAIT, {UNDER_WAY}),
+        (COPY + "st.global.b32 [%rd2], %r1;\n" + WAIT, {UNDER_WAY}),
+        (READ, {NOTHING}),
+        ("@%p1 bra $AFTER;\n" + BARRIER + "$AFTER:\n", {APART}),
+        ("@%p2 bra $AFTER;\n" + BARRIER + "$AFTER:\n" + BARRIER, {APART}),
+        ("@%p2 shfl.sync.bfly.b32 %r5, %r1, 1, 31, -1;\n", {APART}),
+        ("ld.shared.b32 %r5, [%r3+2048];\n", {OUTSIDE}),
+        ("ld.shared.b32 %r5, [%r3+2];\n", {MISALIGNED}),
+    ],
+)
+def test_shared_memory_and_barriers(body: str, faults: set[str], order: int) -> None:
+    found, x = by_hand(body, order)
+    assert faults <= found and bool(faults) == bool(found)  # one may bring another with it
+    if "st.global" in body and not faults:
+        want = torch.arange(256, dtype=torch.int32)
+        want[::4] = want.view(2, 128).flip(0).reshape(-1)[::4]
+        assert torch.equal(x, want)
+
+
+def test_an_instruction_that_is_not_known_is_named() -> None:
+    for body in ("sin.approx.f32 %r5, %r1;", "bar.sync 1;", "add.s32 %r5, %rd1, 1;", "ld.volatile.global.b32 %r5, [%rd1];"):
+        with pytest.raises(UnknownInstruction, match=re.escape(body.rstrip(";"))):
+            by_hand(body)
+
+
+@compiled
+def test_a_fault_names_where_it_is() -> None:
+    x = torch.zeros(255)
+    with (
+        executing("sm_90"),
+        pytest.raises(Fault, match=r"test_compiled_faults\.py:\d+ `.*ld\.global.*program 0, warp 1, lane 31"),
+    ):
+        _planted[(1,)](x, 0, torch.zeros(256), 256, "", 256, num_warps=2)
+
+
+@compiled
+def test_in_place_a_row_is_read_before_it_is_written() -> None:
+    """The fused kernel: peeled rows too, whose ends all warps load."""
+    with executing("sm_90", 1):
+        for columns in (1024, 1031):
+            logits = torch.randn(1, 2, columns).bfloat16()
+            backend.fused(logits, token_rows(2, Objective()), Objective(), RowTransform(1.0, 0.0, 1.0), logits)
