@@ -105,10 +105,11 @@ template <int DIRECTION, bool CLOSE, int N> INLINED void gradients(const float* 
     }
 }
 
-// The gradient of the divergence for one column.
-double gradient_of_divergence(const Teacher& teacher, double logp, double logq, double log_ratio, double center) {
+// The gradient of the divergence for one column, from x = z - max. A probability that the columns' exponentials
+// take for 0 is 0 here, too: log_ratio may then be anything, and below -709 its exponential is infinite.
+double gradient_of_divergence(const Teacher& teacher, double x, double logp, double logq, double log_ratio, double center) {
     const double p = exp(logp), b = teacher.mixture;
-    if (p == 0) return teacher.direction == FORWARD ? -exp(logq) : 0.0;
+    if (x < EXP_CUTOFF) return teacher.direction == FORWARD ? -exp(logq) : 0.0;
     if (teacher.direction == REVERSE) return p * (log_ratio - center);
     if (teacher.direction == FORWARD) return -p * expm1(-log_ratio);
     return (1 - b) * p * (-log1p(b * expm1(-log_ratio)) - center);
@@ -164,9 +165,10 @@ struct PairGradient {
                 all(float(per_q)), all(float(log_sums)), all(float(b)),      all(float(1.0 - b))};
     }
     float at(const AtTarget& target) const {
-        const double logp = (target.z - known.max) - log(sum), logq = (target.w - known.teacher_max) - log(double(known.teacher_sum));
-        const double log_ratio = ((target.z - target.w) - (double(known.max) - known.teacher_max)) + log_sums;
-        const double of_divergence = c == 0 ? 0.0 : c * gradient_of_divergence(spec, logp, logq, log_ratio, center) * target.dz_dx;
+        // In fp64 the differences to the maxima are exact, whether the rows are close or not.
+        const double x = target.z - known.max, y = target.w - known.teacher_max;
+        const double logp = x - log(sum), logq = y - log(double(known.teacher_sum)), log_ratio = (x - y) + log_sums;
+        const double of_divergence = c == 0 ? 0.0 : c * gradient_of_divergence(spec, x, logp, logq, log_ratio, center) * target.dz_dx;
         return float(gradient_of_target(slopes, logp, target.dz_dx) + of_divergence);
     }
 };

@@ -56,7 +56,7 @@ template <bool FORWARD, Kind KIND, bool KEEPS> struct RunningPair {
         const double f = max > -INFINITY ? exp(double(max) - to) : 0.0;
         const double g = teacher_max > -INFINITY ? exp(double(teacher_max) - teacher_to) : 0.0;
         const bool empty = max == -INFINITY || teacher_max == -INFINITY;
-        const double a = empty ? 0.0 : (double(max) - teacher_max) - (double(to) - teacher_to);
+        const double a = empty ? 0.0 : (double(max) - to) - (double(teacher_max) - teacher_to);
         if (FORWARD) {
             rescale(g, f, -a, total.teacher_sum, total.sum, total.cross, total.excess);
         } else {

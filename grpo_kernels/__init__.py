@@ -28,14 +28,13 @@ from .objective import Denominators, Objective
 from .options import Options
 from .projection import Head
 from .rewards.advantages import group_advantages
-from .sparsity import Certified, Sparse
+from .sparsity import Sparse
 from .token_sets import TokenSets
 from .transform import LogitTransform
 from .vocabulary.backends import use
 
 __all__ = [
     "A2po",
-    "Certified",
     "Cispo",
     "Clip",
     "ClipCov",

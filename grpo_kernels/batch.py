@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-import difflib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .checks import describe, require
+from .checks import describe, refuse_unknown, require, with_hints
 from .layout import as_mask, as_wide, check_offsets, check_width, flat, per_token, sequence_ids
 from .missing import check_missing, narrowed, outside, without_set
 from .rewards.estimators import ADVANTAGES, Evidence, lookup
+from .rewards.tensors import as_rewards
 from .row_counts import KINDS, UNSEEN, Counts, is_capturing, sends_ahead, versions_of, whole
 from .shift import shift_sets as shift_sets
 from .shift import shift_targets as shift_targets
@@ -22,13 +23,14 @@ from .token_sets import TokenSets, check_sets
 Tensor = torch.Tensor
 
 
+@with_hints
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenBatch:
     """The chosen tokens of a batch and everything the loss knows about them besides the policy itself.
 
     targets      int64 [B, T] padded, or [N] packed: the chosen token of each position. Row i of the logits (or hidden
                  states) predicts targets[i]; nothing is shifted.
-    advantages   float [B], [B, 1], [B, T] or [N].
+    advantages   float or integer (kept as fp32) [B], [B, 1], [B, T] or [N].
     mask         bool (or 0/1 integer), the shape of targets: True where the token is trained on; None = everywhere.
                  What the other tensors hold where it is False (NaN, inf, ids out of range) has no effect.
     old_logps    float, the shape of targets: log-probs under the policy at the start of the update. None = on-policy:
@@ -64,7 +66,8 @@ class TokenBatch:
     the number of trained and of contributing rows as it is; another number stops the program by an assertion on the device.
 
     Packed, [B] and [N] may be equal: a tensor of that length is then read per token, so write [B, 1].
-    Gradients never flow into these tensors. Values are not checked for NaN: one at a trained token makes the loss NaN.
+    Gradients never flow into these tensors. Values are checked for NaN in strict mode only: one at a trained token
+    makes the loss NaN.
     Raises ValueError on shapes, dtypes or devices that disagree.
     """
 
@@ -100,7 +103,9 @@ class TokenBatch:
                 raise ValueError(f"{name} is a {type(value).__name__}: pass a tensor on {targets.device}.")
             if value.device != targets.device:
                 raise ValueError(f"{name} is on {value.device}, but targets is on {targets.device}: move it there.")
-            if name not in ("mask", "cu_seqlens", "groups") and not value.is_floating_point():
+            if name == "advantages" and not (value.dtype == torch.bool or value.is_floating_point() or value.is_complex()):
+                object.__setattr__(self, name, value.to(torch.float32))
+            elif name not in ("mask", "cu_seqlens", "groups") and not value.is_floating_point():
                 raise ValueError(f"{name} has dtype {value.dtype}: pass a floating-point tensor.")
         for name in ("old_logps", "ref_logps", "sampler_logps"):
             value = getattr(self, name)
@@ -143,7 +148,7 @@ class TokenBatch:
     def from_rewards(
         cls,
         targets: Tensor,
-        rewards: Tensor,
+        rewards: Tensor | Sequence[Any],
         *,
         group_size: int | None = None,
         groups: Tensor | None = None,
@@ -157,22 +162,48 @@ class TokenBatch:
         greedy_rewards, ...) and the fields of TokenBatch (mask, old_logps, ...). Raises ValueError as all of these do."""
         estimate = lookup(ADVANTAGES, estimator, "estimator")
         ours, told = ({f.name for f in fields(spec)} for spec in (cls, Evidence))
-        known = ours | told | estimate.option_names
-        for name in options.keys() - known:
-            near = difflib.get_close_matches(name, sorted(known - {"targets", "advantages", "rewards"}), 1)
-            hint = f"did you mean {near[0]}?" if near else "it takes the options of the estimator and the fields of TokenBatch."
-            raise TypeError(f"TokenBatch.from_rewards() got an unexpected keyword argument {name!r}: {hint}")
+        known = (ours | told | estimate.option_names) - {"targets", "advantages", "rewards"}
+        refuse_unknown("TokenBatch.from_rewards", options, sorted(known))
         own = ours & options.keys()
         evidence = Evidence(
-            rewards, group_size=group_size, groups=groups, **{name: options[name] for name in told & options.keys()}
+            as_rewards("rewards", rewards),
+            group_size=group_size,
+            groups=groups,
+            **{name: options[name] for name in told & options.keys()},
         )
         chosen = {name: value for name, value in options.items() if name not in ours | told}
         advantages = estimate(evidence, **chosen).to(targets.device)
         if groups is None:
-            groups = torch.arange(rewards.shape[0], device=targets.device) // (group_size or 1)
+            groups = torch.arange(len(evidence.rewards), device=targets.device) // (group_size or 1)
         if "cu_seqlens" in own and not estimate.per_token:  # as many sequences as tokens would read [B] as one per token
             advantages = advantages[:, None]
         return cls(targets, advantages, groups=groups.to(targets.device), **{name: options[name] for name in own})
+
+    def to(self, device: torch.device | str | None, *, non_blocking: bool = False) -> TokenBatch:
+        """Return the batch on another device, with its kept sets; dtypes stay. One that is there already, and None as in Tensor.to,
+        give the batch as it is.
+
+        `non_blocking` as in Tensor.to: from pinned memory the host goes on at once. With missing="raise" it waits all the same,
+        and with a context_group all ranks make this call, as they make the batch. Raises ValueError for what is no device."""
+        if device is None:
+            return self
+        try:
+            place = torch.device(device)
+        except (TypeError, RuntimeError):
+            remedy = "pass a device, for example 'cuda'; dtypes stay as they are."
+            raise ValueError(f"device={device!r}: {remedy}") from None
+        return self if place == self.targets.device else self._apply(lambda x: x.to(place, non_blocking=non_blocking))
+
+    def _apply(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
+        """The batch with each tensor changed in a way that keeps its numbers. What follows from them is made anew."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        given["mask"] = self.__dict__.get("_given_mask", self.mask)
+        for name, value in given.items():
+            if isinstance(value, TokenSets):
+                given[name] = value._apply(change)
+            elif isinstance(value, Tensor):
+                given[name] = change(value)
+        return TokenBatch(**given)
 
     def with_ref_logps(self, ref_logps: Tensor) -> TokenBatch:
         """This batch with the reference's log-probs, the shape of targets."""

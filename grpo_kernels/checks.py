@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import numbers
 import sys
+import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+C = TypeVar("C")
+
 #: Bounds for "above 0" and "finite".
 SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
+
+_warned: set[str] = set()
 
 
 def require(ok: bool, name: str, value: object, remedy: str) -> None:
@@ -34,10 +40,50 @@ def require_one_of(name: str, value: object, known: Collection[str]) -> None:
     require(False, name, value, f"it must be one of {', '.join(known)}.{nearest(value, known)}")
 
 
+def near_name(value: object, known: Iterable[str]) -> str:
+    """The known name that a misspelt one is likely to mean; "" where none is near or one of its words."""
+    text, names = str(value).lower(), list(known)
+    near = difflib.get_close_matches(text, names, 1) or [name for name in names if name in text.split("_")]
+    return near[0] if near else ""
+
+
 def nearest(value: object, known: Iterable[str]) -> str:
     """ " Did you mean ...?", or "" where no name is near."""
-    near = difflib.get_close_matches(str(value).lower(), list(known), 1)
-    return f" Did you mean {near[0]}?" if near else ""
+    name = near_name(value, known)
+    return f" Did you mean {name}?" if name else ""
+
+
+def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str], remedy: str = "") -> None:
+    """Raise TypeError for the first of the keywords `given` that `owner` does not know; the message has the nearest it knows."""
+    for name in given:
+        if name not in known:
+            remedy = remedy or f"It has {', '.join(known) or 'none'}."
+            raise TypeError(f"{name!r} is no argument of {owner}.{nearest(name, known)} {remedy}")
+
+
+def with_hints(kind: type[C]) -> type[C]:
+    """Decorate a dataclass so that its constructor says which field a misspelt keyword means."""
+    changed: Any = kind
+    make = changed.__init__
+    names = [f.name for f in fields(changed) if f.init]
+
+    @functools.wraps(make)
+    def __init__(self: C, *values: Any, **named: Any) -> None:
+        refuse_unknown(kind.__name__, named, names)
+        make(self, *values, **named)
+
+    changed.__init__ = __init__
+    return kind
+
+
+def warn_once(message: str) -> None:
+    """Issue a RuntimeWarning once per process and message, at the line that called this package."""
+    if message not in _warned:
+        _warned.add(message)
+        inside, frame, level = (__name__.partition(".")[0], "torch"), sys._getframe(1), 2
+        while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in inside:
+            frame, level = frame.f_back, level + 1
+        warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
 def as_number(value: Any) -> Any:

@@ -21,7 +21,7 @@ from .options import (
     logits_source,
     merged,
     outside,
-    refuse_fewer,
+    refuse_sparse,
 )
 from .projection import Head
 from .reference import Policy, Teachers, divergence_of, knows_ids_only, linear_teacher, logits_teacher, second, squared
@@ -33,7 +33,6 @@ from .vocabulary.rows import RowTransform
 from .vocabulary.shard import VocabShard
 from .vocabulary.sources import Source
 from .vocabulary.teachers import Several
-from .vocabulary.weight_gradient import check_weight_grad
 
 Tensor = torch.Tensor
 
@@ -71,12 +70,13 @@ def token_divergence(
     digits; infinite where the other side has no probability. Both rows are read twice in the forward and in the backward each
     (the jsd: three times in the forward). Raises ValueError naming the argument that is wrong."""
     exact, options = as_exact(divergence), merged(options)
-    refuse_fewer(options, NO_PRODUCT)
+    refuse_sparse(options, NO_PRODUCT)
     if is_traced() and leaves_the_graph(exact, None, shard=shard):
         given: dict[str, Any] = {"mask": mask, "transform": transform, "inplace": inplace, "kept": kept, "shard": shard}
         return outside(token_divergence, logits, ref_logits, exact, options=options, **given)
     shape, device = _leading("logits", logits)
-    rows = checked_logits(logits, shape, device, inplace, shard)
+    read = {"mask": mask, "transform": transform, "kept": kept}
+    rows = checked_logits(logits, shape, device, inplace, shard, read, ref_logits)
     vocab, mask = rows.shape[-1] if shard is None else shard.vocab, mask_of_rows(mask, shape, device)
     policy = Policy(shape, device, vocab, rows.shape[-1], as_transform(transform), mask, None, shard)
     teacher = logits_teacher(ref_logits, exact, policy)
@@ -123,20 +123,21 @@ def linear_divergence(
         beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
         weight, bias, transform, shard, weight_grad = weight.parts(**beside)
     options = merged(options)
-    refuse_fewer(options, NOT_BOUNDED)
+    refuse_sparse(options, NOT_BOUNDED)
     if is_traced() and leaves_the_graph(exact, weight_grad, shard=shard):
         given: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "kept": kept, "shard": shard}
         given["weight_grad"] = weight_grad
         return outside(linear_divergence, hidden, weight, reference, exact, options=options, **given)
     shape, device = _leading("hidden", hidden)
-    head, mask = check_head(hidden, weight, bias, shape, device, shard), mask_of_rows(mask, shape, device)
+    read = {"reference": reference, "mask": mask, "transform": transform, "kept": kept}
+    head = check_head(hidden, weight, bias, shape, device, shard, weight_grad, read)
+    mask = mask_of_rows(mask, shape, device)
     policy = Policy(shape, device, head.vocab, head.weight.shape[0], as_transform(transform), mask, None, shard)
     teacher = linear_teacher(reference, exact, policy)
     sets, targets = _kept(kept, policy, teacher)
-    memory = None if weight_grad is None else check_weight_grad(weight_grad, head.weight)
 
     def source_of(teacher: Any, read: Tensor | None) -> Source:
-        return hidden_source(head, read, options, None, sets, memory, *second(teacher))
+        return hidden_source(head, read, options, None, sets, *second(teacher))
 
     return _values(source_of, head.tensors, targets, policy, teacher, exact)
 

@@ -12,7 +12,7 @@ from torch import nn
 from .batch import TokenBatch
 from .checks import describe
 from .logprobs import linear_logprobs
-from .losses import linear_grpo_loss
+from .losses import check_specs, linear_grpo_loss
 from .objective import Objective
 from .transform import LogitTransform, as_transform
 
@@ -134,6 +134,8 @@ class FusedLMHead(nn.Linear):
                     "targets is None, so the head gives logits: objective and options want targets or a TokenBatch."
                 )
             return super().forward(hidden)
+        if isinstance(objective, TokenBatch):
+            check_specs(targets, objective)
         if isinstance(targets, TokenBatch) != (objective is not None):
             raise ValueError(
                 f"targets is a {type(targets).__name__} and objective a {type(objective).__name__}: pass a TokenBatch with an "
@@ -152,7 +154,7 @@ class FusedLMHead(nn.Linear):
         assert objective is not None
         self._check_not_cast(targets, options.get("normalizer"))
         out = linear_grpo_loss(hidden, self.weight, targets, objective, bias=self.bias, **options)
-        return HeadLoss(out.loss, out.logps, out.entropy, out.metrics if metrics else None)
+        return HeadLoss(out.loss, out.logps, out.entropy, dict(out.metrics) if metrics else None)
 
     def _check_not_cast(self, batch: TokenBatch, normalizer: Any) -> None:
         """Raise ValueError if FSDP has cast the tensors of the batch to 16 bits before they reached the head."""
@@ -203,6 +205,27 @@ def _refuse(head: Any, reason: str, remedy: str) -> NoReturn:
     raise ValueError(f"head is a {type(head).__module__}.{type(head).__name__}, {reason}: {remedy}")
 
 
+#: Where the wrappers are made that change nothing but dtypes and places: accelerate's, and the autocast that it puts in them.
+_PASSES_ON = ("accelerate.hooks", "accelerate.utils.operations", "torch.amp.autocast_mode")
+
+
+def forward_of(module: nn.Module) -> Any:
+    """The function that makes what a call of the module returns: its class's forward, or what was put in its place on the instance.
+
+    Accelerate's wrappers are passed through: autocast, the cast of outputs to fp32, and its own hooks that move weights."""
+    hook = getattr(module, "_hf_hook", None)
+    foreign = any(type(one).__module__ != "accelerate.hooks" for one in getattr(hook, "hooks", (hook,)) if one is not None)
+    forward = vars(module).get("forward", type(module).forward)
+    while True:
+        forward = getattr(forward, "__func__", forward)
+        inner = getattr(forward, "func", forward)  # of a functools.partial
+        made_in = getattr(inner, "__globals__", {}).get("__name__", type(inner).__module__)
+        plain = forward is type(module).forward or made_in not in _PASSES_ON or not hasattr(forward, "__wrapped__")
+        if plain or (foreign and made_in == "accelerate.hooks"):
+            return forward
+        forward = forward.__wrapped__
+
+
 def check_linear(head: Any, known: Any = None) -> None:
     """Raise ValueError unless a call of the module is x W^T + b with its own weight and bias, and nothing else.
 
@@ -214,10 +237,7 @@ def check_linear(head: Any, known: Any = None) -> None:
         remedy = "take it out of the adapter's target_modules, or merge the adapter (merge_and_unload)."
         _refuse(head, "which carries an adapter", remedy)
     plain = (nn.Linear.forward, FusedLMHead.forward)
-    # accelerate keeps the forward that it has replaced on an instance
-    own = vars(head).get("_old_forward", vars(head).get("forward", type(head).forward))
-    same = type(head).forward in plain and (getattr(own, "__func__", own) in plain or own is known)
-    if not isinstance(head, nn.Linear) or not same:
+    if not isinstance(head, nn.Linear) or type(head).forward not in plain or forward_of(head) not in (*plain, known):
         _refuse(head, "whose forward is not that of torch.nn.Linear", "its logits may be more than hidden @ weight.T.")
     if any(True for _ in head.children()) or set(head._parameters) - {"weight", "bias"} or head._buffers:
         _refuse(head, "with parameters or modules besides weight and bias", "a parametrised layer has to be made plain first.")

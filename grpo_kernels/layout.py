@@ -1,13 +1,19 @@
-"""Turns the tensors of a batch into flat rows, and rejects shapes that are not supported."""
+"""Turns the tensors of a batch into flat rows, and rejects shapes that are not supported, and memory that a call would write while
+it reads it."""
 
 from __future__ import annotations
 
 import os
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from typing import Any
 
 import torch
 
 Tensor = torch.Tensor
+
+#: Places of rows that `overlap` looks at before it takes two tensors for overlapping.
+MOST_PLACES = 1000
 
 
 def values_are_checked(tensor: Tensor) -> bool:
@@ -126,14 +132,11 @@ def of_a_leaf(logits: Tensor) -> bool:
     return torch.is_grad_enabled() and owner.is_leaf and owner.requires_grad
 
 
-def _overlaps(x: Tensor) -> bool:
-    """Whether elements of x may share memory: some dimension steps by less than the smaller ones extend."""
-    extent = 1
-    for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
-        if step < extent:
-            return True
-        extent += step * (size - 1)
-    return False
+def whole_rows(x: Tensor) -> Tensor:
+    """x with unit stride in its last dimension, as kernels take it: itself where it has that, else a copy."""
+    if x.stride(-1) == 1 or x.shape[-1] == 1:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() does not change the strides of an empty tensor
 
 
 def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, whole: bool = True) -> Tensor:
@@ -156,18 +159,118 @@ def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace:
             f"inplace=True, but logits of shape {list(logits.shape)} is a leaf that requires grad, or a view of one: its values would "
             "be overwritten. Pass the output of a computation (a model's logits), or inplace=False."
         )
-    if inplace and (logits.stride(-1) != 1 or _overlaps(logits)):
+    if inplace and (logits.stride(-1) != 1 or overlaps_itself(logits)):
         raise ValueError(
             f"inplace=True, but logits of shape {list(logits.shape)} has strides {list(logits.stride())}: it must have unit stride "
             "in the vocabulary and no rows that share memory, as those of an expanded dimension do. Pass logits.contiguous() or "
             "inplace=False."
         )
-    if logits.stride(-1) != 1 and logits.shape[-1] != 1:
-        # Not contiguous(): it does not change the strides of an empty tensor.
-        logits = logits.clone(memory_format=torch.contiguous_format)
+    logits = whole_rows(logits)
     if logits.dim() <= 3:
         return logits if logits.dim() == 3 else logits.reshape(1, shape.numel(), logits.shape[-1])
     rows = logits.flatten(0, -3)
     if inplace and rows.data_ptr() != logits.data_ptr():
         raise ValueError(f"inplace=True, but logits of shape {list(logits.shape)} has strides that no [.., T, V] view has.")
     return rows
+
+
+# ---- memory that a call writes: logits in place, and `weight_grad`
+
+
+def plain(x: Tensor) -> Tensor:
+    """x without the wrappers of torch.func: for numbers that have no gradient."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def refuse_overlap(name: str, written: Tensor, remedy: str, read: dict[str, Any], row_by_row: dict[str, Any]) -> None:
+    """Raise ValueError where `written` shares memory with a tensor that the same call reads, before or after it writes.
+
+    read        the other arguments by name: tensors, and specs, tuples and lists of tensors.
+    row_by_row  likewise, of which an element is read only for the element of `written` at the same index, and before that is
+                written: these may be all of the same memory, of the same dtype, shape and strides. A shifted view may not.
+
+    What counts are the bytes of the elements, not the storage: other columns, rows or halves of one block are other memory. That is
+    exact, but for views of different row strides that lie between each other in more than MOST_PLACES ways, which are refused."""
+    ((_, written),) = _tensors(name, written)
+    for arguments, same_place in ((read, False), (row_by_row, True)):
+        for argument, given in arguments.items():
+            for other, x in _tensors(argument, given):
+                if overlap(written, x) and not (same_place and _same_place(written, x)):
+                    raise ValueError(f"{name} shares memory with {other}: {remedy}")
+
+
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether an element of x and one of y have a byte in common."""
+    first, of_other = x.data_ptr(), y.data_ptr()
+    if of_other >= first + _extent(x) or first >= of_other + _extent(y):
+        return False
+    if x.numel() == 0 or y.numel() == 0 or x.device != y.device or x.is_meta:
+        return False
+    # The addresses of the bytes of both are first + sum(step * i), 0 <= i <= last. Two are equal where the sum over the steps of
+    # both is `apart`, with the indices of y counted from the end.
+    steps: dict[int, int] = {}
+    apart = of_other - first
+    for tensor in (x, y):
+        size = tensor.element_size()
+        of_tensor = [(1, size - 1), *((size * step, n - 1) for step, n in zip(tensor.stride(), tensor.shape, strict=True))]
+        for step, last in of_tensor:
+            steps[step] = steps.get(step, 0) + last
+        apart += sum(step * last for step, last in of_tensor) if tensor is y else 0
+    width, rows = 0, []  # steps of 0 to `width` are reached one by one; larger ones lead from row to row
+    for step, last in sorted(steps.items()):
+        if step <= width + 1:
+            width += step * last
+        else:
+            rows.append((step, last))
+    places, reach = [apart], width + sum(step * last for step, last in rows)
+    for step, last in reversed(rows):
+        reach -= step * last
+        ways = (at - step * i for at in places for i in range(max(0, -((reach - at) // step)), min(last, at // step) + 1))
+        places = list(islice(ways, MOST_PLACES + 1))
+        if len(places) > MOST_PLACES:
+            return True
+    return any(0 <= at <= width for at in places)
+
+
+def _extent(x: Tensor) -> int:
+    """Bytes from the first of x to behind the last."""
+    if x.is_contiguous():
+        return x.nbytes
+    return x.element_size() * (1 + sum(step * (n - 1) for step, n in zip(x.stride(), x.shape, strict=True)))
+
+
+def overlaps_itself(x: Tensor) -> bool:
+    """Whether elements of x may share memory: some dimension steps by less than the smaller ones extend."""
+    extent = 1
+    for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if step < extent:
+            return True
+        extent += step * (size - 1)
+    return False
+
+
+def _same_place(x: Tensor, y: Tensor) -> bool:
+    if (x.data_ptr(), x.dtype, x.shape) != (y.data_ptr(), y.dtype, y.shape):
+        return False
+    return all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), y.stride(), strict=True))
+
+
+def _tensors(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in what a caller gave, as they lie in memory, each with its name."""
+    if isinstance(x, Tensor):
+        x = plain(x)
+        if type(x) is Tensor or not hasattr(x, "__tensor_flatten__"):
+            yield name, x
+            return
+        for inner in x.__tensor_flatten__()[0]:  # of a DTensor the local tensor
+            yield from _tensors(name, getattr(x, inner))
+    elif isinstance(x, (tuple, list)):
+        for i, part in enumerate(x):
+            yield from _tensors(f"{name}[{i}]", part)
+    else:
+        for field in getattr(x, "__dataclass_fields__", ()):
+            part = getattr(x, field)
+            if part is not None:
+                yield from _tensors(f"{name}.{field}", part)

@@ -11,7 +11,6 @@ from .checks import require
 from .layout import check_targets, flat, mask_of_rows
 from .missing import check_kept, narrowed, rows_with_sets
 from .options import (
-    NO_LOSS,
     NO_PRODUCT,
     Options,
     checked_logits,
@@ -21,7 +20,7 @@ from .options import (
     logits_source,
     merged,
     outside,
-    refuse_fewer,
+    refuse_sparse,
 )
 from .projection import Head
 from .supports import statistics_of
@@ -32,7 +31,6 @@ from .vocabulary.kept import KeptRows
 from .vocabulary.shard import VocabShard
 from .vocabulary.sources import Source
 from .vocabulary.sparse import Slots
-from .vocabulary.weight_gradient import check_weight_grad
 
 Tensor = torch.Tensor
 
@@ -120,7 +118,7 @@ def token_logprobs(
     vocabulary gives NaN, see GRPO_KERNELS_CHECK in `python -m grpo_kernels doctor`.
     """
     options = merged(options, backend=backend, strict=strict)
-    refuse_fewer(options, NO_PRODUCT)
+    refuse_sparse(options, NO_PRODUCT)
     if is_traced() and leaves_the_graph(at if kept is None else kept, None, shard=shard):
         given: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "inplace": inplace, "shard": shard}
         return outside(token_logprobs, logits, targets, also=also, kept=kept, at=at, options=options, **given)
@@ -128,7 +126,8 @@ def token_logprobs(
     both = kept is not None and (options.over_vocabulary is not None or "log_kept_mass" in also)
     if inplace and both:
         raise ValueError("inplace=True, but what is asked for needs the logits for two gradients: pass inplace=False.")
-    rows = checked_logits(logits, targets.shape, targets.device, inplace, shard)
+    read = {"targets": targets, "mask": mask, "transform": transform, "kept": kept, "at": at}
+    rows = checked_logits(logits, targets.shape, targets.device, inplace, shard, read)
     vocab = rows.shape[-1] if shard is None else shard.vocab
     mask, sets = _kept(kept, targets, mask, vocab, options)
     slots = _slots(at, targets, vocab)
@@ -222,22 +221,21 @@ def linear_logprobs(
         beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
         weight, bias, transform, shard, weight_grad = weight.parts(**beside)
     options = merged(options, backend=backend, strict=strict)
-    refuse_fewer(options, NO_LOSS, "certified")
     if at is not None:
-        refuse_fewer(options, "the gradients of ids of at= would be among the columns drawn once more", "sparse")
+        refuse_sparse(options, "the gradients of ids of at= would be among the columns drawn once more")
     if is_traced() and leaves_the_graph(at if kept is None else kept, weight_grad, shard=shard):
         given: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "entropy": entropy, "shard": shard}
         given["weight_grad"] = weight_grad
         return outside(linear_logprobs, hidden, weight, targets, also=also, kept=kept, at=at, options=options, **given)
     mask = _check_targets(targets, mask, entropy, also)
-    head = check_head(hidden, weight, bias, targets.shape, targets.device, shard)
+    read = {"targets": targets, "mask": mask, "transform": transform, "kept": kept, "at": at}
+    head = check_head(hidden, weight, bias, targets.shape, targets.device, shard, weight_grad, read)
     mask, sets = _kept(kept, targets, mask, head.vocab, options)
     slots = _slots(at, targets, head.vocab)
     check_targets(targets, mask, head.vocab)
-    memory = None if weight_grad is None else check_weight_grad(weight_grad, head.weight)
 
     def source_of(sets: KeptRows | None) -> Source:
-        return hidden_source(head, None if mask is None else flat(mask), options, None, sets, memory, slots)
+        return hidden_source(head, None if mask is None else flat(mask), options, None, sets, slots)
 
     return _stage(source_of, head.tensors, targets, mask, sets, _Asked(transform, entropy, also, options))
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn
 
 import torch
 
 from .batch import TokenBatch
-from .certificate import LeftOut
-from .checks import describe
+from .checks import describe, nearest
 from .formulas.ops import bounded_exp
 from .formulas.token_stage import TokenRows, kl_of_rows
 from .objective import Objective
 
 Tensor = torch.Tensor
+
+
+class Metrics(dict[str, Tensor]):
+    """A dictionary whose KeyError names what it has."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise KeyError(f"there is no metric {name!r}.{nearest(name, self)} This loss has {', '.join(self)}.")
 
 
 @dataclass(eq=False, repr=False)
@@ -42,9 +48,16 @@ class LossOutput:
     whole_logps: Tensor | None = field(default=None, repr=False)
     kl_apart: bool = field(default=False, repr=False)
     divergence: Tensor | None = field(default=None, repr=False)
-    _left_out: LeftOut | None = field(default=None, repr=False)
     _metrics: dict[str, Tensor] | None = field(default=None, repr=False)
     __repr__ = describe
+
+    def __getattr__(self, name: str) -> Any:
+        known = [*(f.name for f in fields(self) if f.init and not f.name.startswith("_")), "metrics"]
+        remedy = f" out.loss.{name} is that of the loss." if hasattr(Tensor, name) else nearest(name, known)
+        raise AttributeError(f"a LossOutput has no {name!r}.{remedy}")
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("a LossOutput is no tuple: take out.loss, out.metrics, out.logps and out.entropy.")
 
     @property
     def metrics(self) -> dict[str, Tensor]:
@@ -62,7 +75,6 @@ class LossOutput:
         kl               mean of the KL estimator, weighted as it is in the loss, or of the exact divergence (only with beta != 0)
         outside_set      share of tokens that their kept set lacks (only with kept sets)
         kept_mass        mean probability that rows with a set give to it (only where whole_logps is there)
-        dropped, dropped_bound   what was left out of the gradient, see `Certified` (only with it)
         kept             share of tokens that all filters of this process keep (only with filters)
         """
         if self._metrics is None:
@@ -90,24 +102,24 @@ class LossOutput:
         low, high = self._objective.surrogate.clipped(ratio, rows.advantages)
         weight = ratio if rows.weights is None or self._objective.surrogate.absorbs_weights else ratio * rows.weights
         weight = torch.where(read, weight, 0.0).to(torch.float64)  # the square of a runaway ratio is beyond fp32
-        metrics = {
-            "tokens": trained.sum().to(torch.float32),
-            "ratio_mean": mean(ratio),
-            "ratio_min": extreme(ratio, torch.amin, math.inf),
-            "ratio_max": extreme(ratio, torch.amax, -math.inf),
-            "clip_low": mean(low.to(torch.float32)),
-            "clip_high": mean(high.to(torch.float32)),
-            "ess": (weight.sum().square() / (tokens * weight.square().sum()).clamp(min=1e-30)).to(torch.float32),
-            "zero_advantage": (trained & (rows.advantages == 0)).sum() / trained.sum().clamp(min=1).to(torch.float32),
-            "entropy": mean(self.entropy.reshape(-1)),
-        }
+        metrics = Metrics(
+            {
+                "tokens": trained.sum().to(torch.float32),
+                "ratio_mean": mean(ratio),
+                "ratio_min": extreme(ratio, torch.amin, math.inf),
+                "ratio_max": extreme(ratio, torch.amax, -math.inf),
+                "clip_low": mean(low.to(torch.float32)),
+                "clip_high": mean(high.to(torch.float32)),
+                "ess": (weight.sum().square() / (tokens * weight.square().sum()).clamp(min=1e-30)).to(torch.float32),
+                "zero_advantage": (trained & (rows.advantages == 0)).sum() / trained.sum().clamp(min=1).to(torch.float32),
+                "entropy": mean(self.entropy.reshape(-1)),
+            }
+        )
         if rows.ref_logps is not None:
             of_kl = self.whole_logps.reshape(-1) if self.kl_apart and self.whole_logps is not None else logps
             metrics["kl"] = mean(kl_of_rows(self._objective, of_kl, rows, x)[0])
         elif self.divergence is not None:
             metrics["kl"] = mean(self.divergence.reshape(-1))
-        if self._left_out is not None:
-            metrics["dropped"], metrics["dropped_bound"] = self._left_out
         sets = self._batch.kept
         if sets is not None:
             metrics["outside_set"] = self._batch.outside_set

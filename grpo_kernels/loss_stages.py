@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .batch import TokenBatch
-from .certificate import Certificate
 from .checks import require
 from .formulas.surrogates import NoPolicyTerm
 from .formulas.token_stage import TokenRows
@@ -23,7 +22,7 @@ from .vocabulary.kept import KeptRows
 from .vocabulary.memory import converted
 from .vocabulary.rows import RowTransform
 from .vocabulary.sources import Hidden, Logits, Source
-from .vocabulary.stage import NO_SECOND, applied, gradient_once
+from .vocabulary.stage import NO_SECOND, applied, gradient_once, with_sums
 from .vocabulary.teachers import Several
 
 Tensor = torch.Tensor
@@ -51,7 +50,6 @@ class Call(NamedTuple):
     transform: RowTransform
     one_visit: bool
     teacher: Teachers | None = None  # of an exact divergence
-    certificate: Certificate | None = None  # of rows that may be left out
 
     def at_once(self) -> bool:
         """Whether the gradient is made in the forward, in one visit of each row. No property: torch 2.9 does not trace those of
@@ -71,11 +69,8 @@ class SourceOf(Protocol):
 
 def loss_of_source(call: Call, source_of: SourceOf, tensors: tuple[Tensor | None, ...]) -> LossOutput:
     """The loss of a source's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull."""
-    batch, objective, rows, kept, options, transform, _, teacher, certificate = call
+    batch, objective, rows, kept, options, transform, _, teacher = call
     over = options.over_vocabulary if kept is not None else None
-    if certificate is not None:
-        two = 'entropy_over and reference_over of "vocabulary" make two gradients of a row, of which the bound covers one'
-        require(over is None, "certified", options.certified, f"{two}: leave one of them out.")
     kl = objective.kl_spec
     if over is not None and objective.beta != 0 and options.reference_over == "vocabulary":
         refused = kl.weighting != "none" or kl.reads_old_logps
@@ -96,20 +91,21 @@ def loss_of_source(call: Call, source_of: SourceOf, tensors: tuple[Tensor | None
         return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, divergence=divergence)
     if isinstance(teacher, Several):
         return _beside_several(call, teacher, source_of, tensors)
-    top_k = teacher if isinstance(teacher, TopK) else None
-    whole = ("divergence",) if teacher is not None and top_k is None else ()
+    top_k, exact = teacher if isinstance(teacher, TopK) else None, objective.exact
+    whole: tuple[str, ...] = () if teacher is None else ("divergence",)
+    if top_k is not None and exact is not None:
+        whole = top_k.statistics(exact)
     with_gradient = (*(("entropy",) if objective.needs_entropy else ()), *whole)
     if over is not None and options.reference_over == "vocabulary":
         over = (*over, *whole, "at")
     names, of_kept = ("entropy", *whole), functools.partial(source_of, rows, teacher)
     statistics = statistics_of(of_kept, kept, names, with_gradient, over, rows.targets, rows.read, transform, tensors)
     entropy, divergence = statistics.named["entropy"], statistics.named.get("divergence")
-    if top_k is not None:
-        assert objective.exact is not None
-        divergence = top_k.divergence(objective.exact, statistics.named["at"], rows.read)
+    if top_k is not None and exact is not None:
+        divergence = top_k.divergence(exact, statistics.named, rows.read)
     kl_apart = over is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
     own = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
-    out = with_divergence(loss_of_logps(statistics.logps, entropy, batch, objective, own, certificate), divergence)
+    out = with_divergence(loss_of_logps(statistics.logps, entropy, batch, objective, own), divergence)
     if statistics.whole_logps is None:
         return out
     out = replace(out, rows=rows, whole_logps=statistics.whole_logps.detach().view(shape), kl_apart=kl_apart)
@@ -129,6 +125,7 @@ def _beside_several(
     def of_some(teacher: Any, read: Tensor | None) -> Source:
         return source_of(replace(rows, read=read), teacher, kept, some=True)
 
+    tensors = with_sums(tensors)
     out = loss_of_source(call._replace(teacher=None), source_of, tensors)
     return with_divergence(out, divergence_of(of_some, several, exact, rows.targets, rows.read, call.transform, tensors))
 
@@ -154,22 +151,16 @@ def with_divergence(out: LossOutput, divergence: Tensor | None) -> LossOutput:
 
 
 def loss_of_logps(
-    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows,
-    certificate: Certificate | None = None,
-) -> LossOutput:  # fmt: skip
-    """The loss of flat log-probs and entropy [n]: the token stage alone. The slopes of rows that a certificate leaves out are 0."""
+    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows
+) -> LossOutput:
+    """The loss of flat log-probs and entropy [n]: the token stage alone."""
     L, H = logps.detach(), None if entropy is None else entropy.detach()
     x = None if objective.one_pass else objective.log_ratio(L, rows, batch)
     losses, d_logps, d_entropy = objective.token_stage(L, H, rows, batch, x)
-    left_out = None
-    if certificate is not None:
-        gone, left_out = certificate.left_out(L, H, d_logps, d_entropy)
-        d_logps = torch.where(gone, 0.0, d_logps)
-        d_entropy = None if d_entropy is None else torch.where(gone, 0.0, d_entropy)
     loss = applied(_TokenStage, logps, entropy, losses, d_logps, d_entropy)
     H = torch.full_like(L, math.nan) if H is None else H
     shape = batch.targets.shape
-    return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x, _left_out=left_out)
+    return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x)
 
 
 class _TokenStage(torch.autograd.Function):

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from .batch import TokenBatch
-from .certificate import Certificate
 from .checks import require
 from .formulas.token_stage import TokenRows
-from .layout import check_targets, per_token
+from .layout import check_targets, per_token, values_are_checked
 from .loss_output import LossOutput
 from .loss_stages import Call, loss_of_logps, loss_of_source, with_divergence
 from .missing import check_kept, rows_with_sets
 from .objective import Denominators, Objective
 from .options import (
+    DEFAULTS,
     NO_PRODUCT,
     NOT_BOUNDED,
     Options,
@@ -28,7 +28,7 @@ from .options import (
     logits_source,
     merged,
     outside,
-    refuse_fewer,
+    refuse_sparse,
 )
 from .projection import Head
 from .reference import (
@@ -43,13 +43,13 @@ from .reference import (
 from .row_counts import split_rows
 from .token_sets import TokenSets
 from .transform import IDENTITY, LogitTransform, as_transform
+from .vocabulary.backends import is_strict
 from .vocabulary.hidden import FlatHead, check_head
 from .vocabulary.kept import KeptRows
 from .vocabulary.shard import VocabShard
 from .vocabulary.sources import Source
 from .vocabulary.stage import vocabulary_stage
 from .vocabulary.teachers import Several
-from .vocabulary.weight_gradient import check_weight_grad
 
 Tensor = torch.Tensor
 
@@ -105,22 +105,23 @@ def grpo_loss(
     and no host sync. The gradient is handed over once: a second backward raises RuntimeError (fp16: with
     retain_graph=True it works). Raises ValueError naming the argument that is wrong, before any work.
     """
-    _check_specs(batch, objective, "ref_logits", ref_logits)
+    check_specs(batch, objective, "ref_logits", ref_logits)
     options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
-    refuse_fewer(options, NO_PRODUCT)
+    refuse_sparse(options, NO_PRODUCT)
     sets = batch.kept if ref_logits is None else ref_logits
     if is_traced() and leaves_the_graph(sets, None, shard=shard, context_group=batch.context_group):
         given: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "shard": shard}
         return outside(grpo_loss, logits, batch, objective, ref_logits=ref_logits, options=options, **given)
     batch = batch if batch.kept is None else _with_options(batch, options)
     shape, device = batch.targets.shape, batch.targets.device
-    flat_logits = checked_logits(logits, shape, device, inplace, shard)
+    read = {"batch": batch, "transform": transform, "normalizer": normalizer}
+    flat_logits = checked_logits(logits, shape, device, inplace, shard, read, ref_logits)
     vocab = flat_logits.shape[-1] if shard is None else shard.vocab
     check_targets(batch.targets, batch.mask, vocab, logits=True)
     row_transform = IDENTITY
     if transform is not None:
         row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
-    rows = objective.token_rows(batch, normalizer, options.skip_inactive)
+    rows = _token_rows(batch, objective, normalizer, options)
     kept = _kept_rows(batch, rows, vocab, options)
     if inplace and kept is not None and options.over_vocabulary is not None:
         raise ValueError(f"inplace=True, but {options} needs the logits for two gradients: pass inplace=False.")
@@ -212,31 +213,31 @@ def linear_grpo_loss(
     counts that it was captured with: see `TokenBatch`.
     As in `grpo_loss` the gradients are handed over once. Raises ValueError naming the argument that is wrong.
     """
-    _check_specs(batch, objective, "reference", reference)
+    check_specs(batch, objective, "reference", reference)
     if isinstance(weight, Head):
         beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
         weight, bias, transform, shard, weight_grad = weight.parts(**beside)
     options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
     exact = objective.exact
     if exact is not None:
-        refuse_fewer(options, NOT_BOUNDED)
+        refuse_sparse(options, NOT_BOUNDED)
     if is_traced() and leaves_the_graph(exact or batch.kept, weight_grad, shard=shard, context_group=batch.context_group):
         given: dict[str, Any] = {"bias": bias, "reference": reference, "transform": transform, "normalizer": normalizer}
         given |= {"shard": shard, "weight_grad": weight_grad}
         return outside(linear_grpo_loss, hidden, weight, batch, objective, options=options, **given)
     batch = batch if batch.kept is None else _with_options(batch, options)
     shape, device = batch.targets.shape, batch.targets.device
-    head = check_head(hidden, weight, bias, shape, device, shard)
+    read = {"batch": batch, "reference": reference, "transform": transform, "normalizer": normalizer}
+    head = check_head(hidden, weight, bias, shape, device, shard, weight_grad, read)
     check_targets(batch.targets, batch.mask, head.vocab)
     row_transform = IDENTITY
     if transform is not None:
         row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
-    memory = None if weight_grad is None else check_weight_grad(weight_grad, head.weight)
 
     def source_of(rows: TokenRows, teacher: Any, kept: KeptRows | None, some: bool = False, of: FlatHead = head) -> Source:
         index = None if some or is_traced() else split_rows(batch, rows, objective, kept)
         streams = () if teacher is None else second(teacher)
-        return hidden_source(of, rows.read, options, index, kept, memory if of is head else None, *streams)
+        return hidden_source(of, rows.read, options, index, kept, *streams)
 
     teacher = ref_head = None
     if exact is not None:
@@ -245,23 +246,18 @@ def linear_grpo_loss(
         policy = Policy.of(batch, transform, head.vocab, head.weight.shape[0], shard)
         ref_head, ref_transform = reference_head(reference, policy)
         batch = batch.with_ref_logps(torch.zeros(shape, device=device))  # which rows are read does not depend on them
-    rows = objective.token_rows(batch, normalizer, options.skip_inactive)
+    rows = _token_rows(batch, objective, normalizer, options)
     kept = _kept_rows(batch, rows, head.vocab, options)
     if ref_head is not None:
         with torch.no_grad():
             source = source_of(rows, None, kept if options.reference_over == "kept" else None, of=ref_head)
             ref_logps, _ = vocabulary_stage(source, (), (), rows.targets, rows.read, ref_transform, *ref_head.tensors)
         batch = batch.with_ref_logps(ref_logps.view(shape))
-        rows = objective.token_rows(batch, normalizer, options.skip_inactive)
+        rows = _token_rows(batch, objective, normalizer, options)
     if exact is not None:
         rows = scaled_by_temperature(rows, exact, row_transform)
-    certificate = None
-    if options.certified is not None:
-        whole_rows = rows.read if kept is None else kept.others(rows.read)
-        certificate = Certificate.of(options.certified, head.hidden, whole_rows, row_transform)
-    # Columns are drawn before the slopes are known, but which rows are left out depends on the slopes.
-    one_visit = objective.one_pass and draws(options, head) is None and certificate is None
-    call = Call(batch, objective, rows, kept, options, row_transform, one_visit, teacher, certificate)
+    one_visit = objective.one_pass and draws(options, head) is None
+    call = Call(batch, objective, rows, kept, options, row_transform, one_visit, teacher)
     return loss_of_source(call, source_of, head.tensors)
 
 
@@ -287,7 +283,7 @@ def objective_loss(
                    no `aggregate` has; unlike a mask it takes nothing out of them.
 
     Value and gradient are those of `grpo_loss`. Raises ValueError naming the argument that is wrong."""
-    _check_specs(batch, objective)
+    check_specs(batch, objective)
     for name, x in (("logps", logps), ("entropy", entropy), ("divergence", divergence)):
         if x is not None and (x.shape != batch.targets.shape or not x.is_floating_point()):
             raise ValueError(
@@ -301,7 +297,7 @@ def objective_loss(
         raise ValueError(
             f"divergence is {'None' if exact else 'given'}, but kl={objective.kl!r}, beta={objective.beta}: {remedy}"
         )
-    rows = objective.token_rows(batch, normalizer)
+    rows = _token_rows(batch, objective, normalizer)
     if token_weights is not None:
         rows = rows.weighted(per_token("token_weights", token_weights, batch.targets.shape, batch.cu_seqlens))
 
@@ -329,7 +325,40 @@ def _kept_rows(batch: TokenBatch, rows: TokenRows, vocab: int, options: Options)
     return rows_with_sets(batch.kept, rows.targets, rows.read, batch.missing)
 
 
-def _check_specs(batch: TokenBatch, objective: Objective, second_stream: str = "", given: Any = None) -> None:
+def _token_rows(
+    batch: TokenBatch, objective: Objective, normalizer: float | Tensor | Denominators | None, options: Options = DEFAULTS
+) -> TokenRows:
+    """`Objective.token_rows`. Raises ValueError in strict mode for a NaN in a row that is read, where values are checked; elsewhere
+    the device stops the program. A graph knows of the call's own `strict` alone."""
+    rows = objective.token_rows(batch, normalizer, options.skip_inactive)
+    strict = options.strict if torch.compiler.is_compiling() else is_strict(options.strict)
+    if not strict:
+        return rows
+    for name in ("advantages", "old_logps", "ref_logps", "weights", "nll_weight"):
+        value = getattr(rows, name)
+        if value is None:
+            continue
+        field = "nll_weights" if name == "nll_weight" else name
+        bad = value.isnan() if rows.read is None else value.isnan() & rows.read
+        if not values_are_checked(value):
+            torch._assert_async(~bad.any(), f"{field} is NaN at a trained token, which strict mode refuses")
+        elif bad.any():
+            at = bad.view(batch.targets.shape).nonzero().tolist()
+            first = ", ".join(map(str, at[:5])) + ", ..." * (len(at) > 5)
+            trained = bad.numel() if rows.trained is None else int(rows.trained.sum())
+            raise ValueError(
+                f"{field} is NaN at {len(at)} of {trained} trained tokens, {first}: the loss would be NaN, which strict mode refuses. Mask "
+                "these tokens, or find out where the NaN comes from."
+            )
+    return rows
+
+
+def check_specs(batch: Any, objective: Any, second_stream: str = "", given: Any = None) -> None:
+    """Raise ValueError unless batch and objective are what they are called, and the second stream goes with them."""
+    if isinstance(batch, Objective) and isinstance(objective, TokenBatch):
+        raise ValueError(
+            "batch is an Objective and objective a TokenBatch: they changed places, pass them as batch, objective."
+        )
     if not isinstance(batch, TokenBatch):
         raise ValueError(f"batch is a {type(batch).__name__}: pass a TokenBatch.")
     if not isinstance(objective, Objective):

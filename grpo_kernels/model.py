@@ -10,9 +10,10 @@ from torch import nn
 
 from .architectures import language_model
 from .batch import TokenBatch
-from .head import CALL_HOOKS, plain_head
+from .checks import refuse_unknown
+from .head import CALL_HOOKS, forward_of, plain_head
 from .layout import values_are_checked
-from .losses import LossOutput, linear_grpo_loss
+from .losses import LossOutput, check_specs, linear_grpo_loss
 from .objective import Denominators, Objective
 from .options import Options
 from .projection import Head
@@ -38,6 +39,7 @@ def loss_from_model(
     reference: Any = None,
     weight_grad: Tensor | None = None,
     options: Options | None = None,
+    model_kwargs: dict[str, Any] | None = None,
     **inputs: Any,
 ) -> LossOutput:
     """The loss of a causal language model of transformers: `linear_grpo_loss` on its hidden states and its head.
@@ -60,13 +62,16 @@ def loss_from_model(
     reference    the reference or teacher, a causal language model of the same vocabulary: it runs on the same inputs, without
                  gradient, under its own softcap and scale and the same temperature. Or what `linear_grpo_loss` takes; in a list of
                  pairs (teacher, weight), too. Needed with kl=Exact(...); else in place of batch.ref_logps.
-    inputs       what else the base model takes: attention_mask, position_ids (packed sequences need their own), pixel_values.
+    inputs       what else the base model's forward names: attention_mask, position_ids (packed sequences need their own),
+                 pixel_values. Raises TypeError for a keyword that neither it nor this function names.
+    model_kwargs  what the base model gets beside them, as it is: for what its forward takes without naming it.
     backend      as in `grpo_loss`, like all that is not here: normalizer, skip_inactive, strict. weight_grad, options:
                  `linear_grpo_loss`.
 
     A router's auxiliary loss is not included. Raises ValueError naming the argument that is wrong, and where calling the base
-    model would skip something: an adapter, a hook, a patch or quantised numbers on the head, prompt tuning, an encoder, a
-    wrapper whose forward must be called (DDP, FSDP, torch.compile)."""
+    model would skip something: an adapter, a hook, a patch or quantised numbers on the head, a hook or another forward on
+    the model, prompt tuning, an encoder, a wrapper whose forward must be called (DDP, FSDP, torch.compile)."""
+    check_specs(batch, objective)
     _check_wrappers(model)
     inner = language_model(model)
     if transform is None:
@@ -74,12 +79,15 @@ def loss_from_model(
     elif isinstance(temperature, Tensor) or temperature != 1.0:
         raise ValueError("temperature and transform are both given: put the temperature into the transform.")
     _check_alignment(input_ids, batch)
+    model_kwargs = {} if model_kwargs is None else model_kwargs
+    if not isinstance(model_kwargs, dict):
+        raise ValueError(f"model_kwargs is a {type(model_kwargs).__name__}: pass a dictionary of arguments of the base model.")
     for name in ("labels", "logits_to_keep", "inputs_embeds", "return_dict"):
-        if name in inputs:
+        if name in inputs or name in model_kwargs:
             raise ValueError(
                 f"{name} is given, but it is not used here: leave it out. Targets and mask are those of the batch."
             )
-    hidden, weight, bias = _projected(inner, input_ids, batch, inputs)
+    hidden, weight, bias = _projected(inner, input_ids, batch, inputs, model_kwargs)
 
     def second(reference: Any) -> Any:
         if not isinstance(reference, nn.Module):
@@ -87,7 +95,7 @@ def loss_from_model(
         _check_wrappers(reference)
         inner = language_model(reference)
         with torch.no_grad():
-            ref_hidden, ref_weight, ref_bias = _projected(inner, input_ids, batch, inputs)
+            ref_hidden, ref_weight, ref_bias = _projected(inner, input_ids, batch, inputs, model_kwargs)
         return ref_hidden, Head(ref_weight.detach(), ref_bias, LogitTransform.of(inner, temperature=transform.temperature))
 
     if isinstance(reference, list):  # pairs (teacher, weight)
@@ -99,17 +107,26 @@ def loss_from_model(
     )  # fmt: skip
 
 
+#: Its own keywords, which a misspelt one may mean.
+_OWN = [p.name for p in inspect.signature(loss_from_model).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+
 # ---- the model
 
 
 def _projected(
-    model: Any, input_ids: Tensor, batch: TokenBatch, inputs: dict[str, Any]
+    model: Any, input_ids: Tensor, batch: TokenBatch, inputs: dict[str, Any], model_kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(the hidden states that predict the targets, weight and bias of the head that they go through)."""
     head, base = _head(model), _base_model(model)
-    if "use_cache" in inspect.signature(base.forward).parameters:
+    named = [
+        p.name for p in inspect.signature(base.forward).parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    remedy = f"What a {type(base).__name__} takes without naming it goes into model_kwargs={{...}}."
+    refuse_unknown("loss_from_model", inputs, [*_OWN, *named], remedy)
+    if "use_cache" in named and "use_cache" not in model_kwargs:
         inputs = {"use_cache": False, **inputs}
-    hidden = base(input_ids=input_ids if input_ids.dim() > 1 else input_ids[None], **inputs)[0]
+    hidden = base(input_ids=input_ids if input_ids.dim() > 1 else input_ids[None], **inputs, **model_kwargs)[0]
     if not torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.promote_types(hidden.dtype, head.weight.dtype))  # a head kept in fp32 is used in fp32
     return _rows(hidden, input_ids, batch), head.weight, getattr(head, "bias", None)
@@ -123,6 +140,8 @@ def _check_wrappers(model: Any) -> None:
             "grpo_loss."
         )
     if hasattr(model, "get_base_model"):
+        for wrapper in (model, model.base_model):
+            _check_untouched("model", wrapper)
         return
     for name in ("module", "_orig_mod"):
         if isinstance(getattr(model, name, None), nn.Module):
@@ -132,7 +151,13 @@ def _check_wrappers(model: Any) -> None:
             )
 
 
-def _check_unhooked(what: str, module: nn.Module) -> None:
+def _check_untouched(what: str, module: nn.Module) -> None:
+    """Raise ValueError where somebody has put something into a call of the module, which is not called here."""
+    if forward_of(module) is not type(module).forward:
+        raise ValueError(
+            f"{what} is a {type(module).__name__} whose forward was replaced on the instance, and would not run here: take it off (del "
+            f"{what}.forward), or call the base model yourself and linear_grpo_loss, or compute its logits and call grpo_loss."
+        )
     if any(getattr(module, hooks) for hooks in CALL_HOOKS):
         raise ValueError(
             f"the {what}, a {type(module).__name__}, has hooks, which would not fire here: remove them, or install a FusedLMHead "
@@ -147,12 +172,12 @@ def _head(model: Any) -> Any:
         raise ValueError(
             f"model is a {type(model).__name__}, an encoder and a decoder: compute its logits, and call grpo_loss."
         )
-    _check_unhooked("model", model)
+    _check_untouched("model", model)
     if model.get_output_embeddings() is None:
         raise ValueError(f"model is a {type(model).__name__}, which has no head: pass the causal language model.")
     head = plain_head(model)
     for module in head.modules():  # PEFT's modules_to_save holds two
-        _check_unhooked("head", module)
+        _check_untouched("head", module)
     if any(not p.is_replicate() for p in getattr(head.weight, "placements", ())):
         raise ValueError(
             "the weight of the head is a DTensor in shards: install a FusedLMHead (grpo_kernels.head) before fully_shard, or take the "
@@ -192,8 +217,6 @@ def _rows(hidden: Tensor, input_ids: Tensor, batch: TokenBatch) -> Tensor:
 
 def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
     """Raise ValueError unless batch.targets are the tokens that follow in input_ids, where the mask is set."""
-    if not isinstance(batch, TokenBatch):
-        raise ValueError(f"batch is a {type(batch).__name__}: pass a TokenBatch.")
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
         got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise ValueError(f"input_ids is {got}: pass an int64 tensor of token ids, [B, T].")

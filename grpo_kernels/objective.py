@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .batch import TokenBatch
-from .checks import LARGEST, SMALLEST, as_number, require, require_number, require_one_of, require_whole
+from .checks import LARGEST, SMALLEST, as_number, require, require_number, require_one_of, require_whole, with_hints
 from .formulas import token_stage
 from .formulas.divergence import Exact
 from .formulas.filters import Filter, OffPolicySequences, TrustRegion, check_filters
+from .formulas.keys import is_own
 from .formulas.kl import Kl, as_kl
 from .formulas.surrogates import LEVELS, Clip, Surrogate, check_log_ratio_bounds
 from .formulas.token_stage import TokenRows
@@ -29,10 +30,10 @@ F = TypeVar("F", bound=Filter)
 AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-mean", "token-sum", "constant")
 
 
-def _is_frozen(part: object) -> bool:
-    """Whether it cannot change after it was made."""
+def _is_fixed(part: object) -> bool:
+    """Whether what it gives cannot change after it was made; the properties of a class of the user may read anything."""
     own = vars(type(part)).get("__dataclass_params__")
-    return own is not None and own.frozen
+    return own is not None and own.frozen and is_own(type(part))
 
 
 class Denominators(NamedTuple):
@@ -50,6 +51,7 @@ class Denominators(NamedTuple):
         return Denominators(*(None if x is None else x / ranks for x in self))
 
 
+@with_hints
 @dataclass(frozen=True)
 class Objective:
     """A GRPO-family objective.
@@ -121,7 +123,7 @@ class Objective:
         alone = not (self.surrogate.selects or self.surrogate.in_torch)
         one_pass = self.level == "token" and alone and all(f.one_pass for f in self.filters)
         object.__setattr__(self, "_one_pass", one_pass)
-        object.__setattr__(self, "_fixed", all(_is_frozen(part) for part in (self.surrogate, *self.filters)))
+        object.__setattr__(self, "_fixed", all(map(_is_fixed, (self.surrogate, self.kl_spec, *self.filters))))
 
     @classmethod
     def preset(cls, name: str, *, numerics: str | None = None, **changes: Any) -> Objective:

@@ -38,8 +38,8 @@ TRANSFORM = "float scale, float softcap, float inv_temperature, Tensor? inv_temp
 
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: registers the function as an operator with this schema; `fake` makes empty results of the same
-    shapes."""
+    """Decorator: registers the function as an operator with this schema; `fake` makes empty results of the same shapes, dtypes and
+    strides. All results are contiguous, whatever the layout of the inputs is."""
 
     def register(function: Callable[..., Any]) -> Any:
         name = function.__name__.removeprefix("_")
@@ -73,7 +73,7 @@ def _stats(logits: Tensor, targets: Tensor, read: Tensor | None, names: list[str
     return Logits(backend).stats((logits,), targets, read, transform, tuple(names)).values
 
 
-@_operator(f"(Tensor logits, {ROWS}, {SLOPES}, {TRANSFORM}) -> Tensor", lambda logits, *rest: torch.empty_like(logits))
+@_operator(f"(Tensor logits, {ROWS}, {SLOPES}, {TRANSFORM}) -> Tensor", lambda logits, *rest: logits.new_empty(logits.shape))
 def _pull(logits: Tensor, targets: Tensor, read: Tensor | None, partials: Tensor, names: list[str], *rest: Any) -> Tensor:
     slopes, (transform, backend) = Slopes(*rest[:4]), _at_run_time(rest[4:], targets.device)
     stats = RowStats(partials, tuple(names))
@@ -97,7 +97,7 @@ def _linear_stats(
 
 def _fake_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *rest: Any) -> tuple[Tensor, ...]:
     pairs = zip((hidden, weight, bias), rest, strict=False)
-    return tuple(torch.empty_like(x) if wanted and x is not None else hidden.new_empty(0) for x, wanted in pairs)
+    return tuple(x.new_empty(x.shape) if wanted and x is not None else hidden.new_empty(0) for x, wanted in pairs)
 
 
 @_operator(
@@ -123,17 +123,17 @@ def _fake_draw(
 
 
 @_operator(
-    f"({HEAD}, {ROWS}, str[] names, float step, SymInt seed, SymInt first_row, {TRANSFORM}) "
+    f"({HEAD}, {ROWS}, str[] names, float step, SymInt seed, Tensor? seeds, SymInt first_row, {TRANSFORM}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_draw,
 )
 def _linear_draw(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, targets: Tensor, read: Tensor | None,
-    names: list[str], step: float, seed: int, first_row: int, *rest: Any,
+    names: list[str], step: float, seed: int, seeds: Tensor | None, first_row: int, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     check_targets(targets, read, weight.shape[0])
     transform, backend = _at_run_time(rest, targets.device)
-    source = SampledHidden(backend, dtype, sparse=Sparse(step, seed, first_row), padded=True)
+    source = SampledHidden(backend, dtype, sparse=Sparse(step, seed if seeds is None else seeds, first_row), padded=True)
     stats = source.stats((hidden, weight, bias), targets, read, transform, tuple(names))
     return stats.values, *stats.draws
 
@@ -198,7 +198,9 @@ class TracedHidden(_Traced):
         rows, how = (self.dtype, targets, read, list(names)), (*_numbers(transform), self.backend, self.strict)
         if self.sparse is None:
             return RowStats(_linear_stats(*tensors, *rows, *how), names)
-        values, *draws = _linear_draw(*tensors, *rows, self.sparse.step, self.sparse.seed, self.sparse.first_row, *how)
+        step, seed, first_row = self.sparse.step, self.sparse.seed, self.sparse.first_row
+        seeds = (0, seed) if isinstance(seed, Tensor) else (seed, None)
+        values, *draws = _linear_draw(*tensors, *rows, step, *seeds, first_row, *how)
         return RowStats(values, names, draws=tuple(draws))
 
     def pull(

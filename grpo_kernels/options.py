@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from .checks import require
-from .layout import logit_rows
+from .checks import require, with_hints
+from .layout import logit_rows, refuse_overlap
 from .missing import check_missing
 from .operators import TracedHidden, TracedLogits
-from .sparsity import Certified, Sparse
+from .sparsity import Sparse
 from .vocabulary import backends
 from .vocabulary.hidden import FlatHead
 from .vocabulary.kept import KeptRows
@@ -22,7 +22,6 @@ from .vocabulary.shard import VocabShard, check_shard, on_shard
 from .vocabulary.sources import Hidden, Logits, Source
 from .vocabulary.sparse import Slots
 from .vocabulary.teachers import TeacherHead
-from .vocabulary.weight_gradient import WeightMemory
 
 Tensor = torch.Tensor
 
@@ -30,13 +29,13 @@ OVER = ("kept", "vocabulary")
 
 #: Why nothing is left out.
 NO_PRODUCT = "logits that exist have no product to save: start from hidden states (linear_grpo_loss, linear_logprobs)"
-NO_LOSS = "log-probs have no loss with which to return what was left out: use linear_grpo_loss"
 NOT_BOUNDED = (
     "the gradient of an exact divergence has parts that the policy's probabilities do not bound (log q where q is small, or q "
     "itself), so that what is left out would have no bounded error"
 )
 
 
+@with_hints
 @dataclass(frozen=True)
 class Options:
     """How a call computes: `options=` of the loss and log-prob functions.
@@ -55,8 +54,6 @@ class Options:
                     "vocabulary" the KL compares log-probs of the whole row, which costs what entropy_over="vocabulary" costs.
     sparse          `Sparse`: gradients from hidden states by few columns of each row, unbiased, for a third of the products. None:
                     all columns.
-    certified       `Certified`: rows with the least gradient are left out of the backward of a loss from hidden states, by a
-                    bound that is returned. None: no row is.
     skip_inactive, backend, strict    as the keywords of these names, in place of them.
 
     Without kept sets the first three change nothing. Raises ValueError naming the field that is wrong."""
@@ -68,7 +65,6 @@ class Options:
     backend: str = "auto"
     strict: bool = False
     sparse: Sparse | None = None
-    certified: Certified | None = None
 
     def __post_init__(self) -> None:
         if self.missing is not None:
@@ -78,9 +74,7 @@ class Options:
         for name in ("skip_inactive", "strict"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "pass True or False.")
         backends.check_name(self.backend)
-        for name, kind in (("sparse", Sparse), ("certified", Certified)):
-            value = getattr(self, name)
-            require(value is None or isinstance(value, kind), name, value, f"pass a {kind.__name__}, or None.")
+        require(self.sparse is None or isinstance(self.sparse, Sparse), "sparse", self.sparse, "pass a Sparse, or None.")
 
     @property
     def over_vocabulary(self) -> tuple[str, ...] | None:
@@ -93,11 +87,10 @@ class Options:
 DEFAULTS = Options()
 
 
-def refuse_fewer(options: Options, reason: str, *names: str) -> None:
-    """Raise ValueError where columns or rows (the fields `names`) are to be left out and cannot be."""
-    for name in names or ("sparse", "certified"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"{name}={getattr(options, name)!r}: {reason}; leave it out of the options.")
+def refuse_sparse(options: Options, reason: str) -> None:
+    """Raise ValueError where the gradient is to have few columns and cannot."""
+    if options.sparse is not None:
+        raise ValueError(f"sparse={options.sparse!r}: {reason}; leave it out of the options.")
 
 
 def merged(options: Options | None, *, backend: str = "auto", strict: bool = False, skip_inactive: bool = False) -> Options:
@@ -146,12 +139,19 @@ def outside(function: Callable[..., Any], *arguments: Any, **options: Any) -> An
 outside._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
-def checked_logits(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, shard: VocabShard | None) -> Tensor:
-    """`logit_rows` of a caller's logits, or of this rank's part of them."""
+def checked_logits(
+    logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, shard: VocabShard | None, read: dict[str, Any],
+    ref_logits: Any = None,
+) -> Tensor:  # fmt: skip
+    """`logit_rows` of a caller's logits, or of this rank's part of them. `read`: what the call reads beside them, by name."""
     if shard is not None:
         check_shard(shard)
         logits = shard.local("logits", logits, -1)
-    return logit_rows(logits, shape, device, inplace, shard is None)
+    rows = logit_rows(logits, shape, device, inplace, shard is None)
+    if inplace and not torch.compiler.is_compiling():  # in a graph nothing is written in place
+        remedy = "the gradient would be written over it. Pass a copy, or inplace=False."
+        refuse_overlap("inplace=True, but logits", logits, remedy, read, {"ref_logits": ref_logits})
+    return rows
 
 
 def logits_source(
@@ -170,12 +170,15 @@ def draws(options: Options, head: FlatHead) -> Sparse | None:
     """How columns are drawn for the gradient of a head; None where there is no gradient, or it is dense."""
     needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in head.tensors)
     in_func = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-    return options.sparse if needed or in_func else None
+    if options.sparse is None or not (needed or in_func):
+        return None
+    options.sparse.check(head.hidden.device)
+    return options.sparse
 
 
 def hidden_source(
     head: FlatHead, read: Tensor | None, options: Options, rows: tuple[Tensor, int] | None = None, kept: KeptRows | None = None,
-    into: WeightMemory | None = None, at: Slots | None = None, teacher: TeacherHead | None = None,
+    at: Slots | None = None, teacher: TeacherHead | None = None,
 ) -> Source:  # fmt: skip
     """The source for a checked head. `rows`: (index, active) of `Hidden`; None where the caller does not know them."""
     if torch.compiler.is_compiling():
@@ -183,10 +186,8 @@ def hidden_source(
     backend = backends.pick(options.backend, head.hidden.device, options.strict)
     backend = backend if head.shard is None else on_shard(backend, head.shard)
     index, active = (None, None) if rows is None else rows
-    given = (backend, head.dtype, head.shard, index, active, kept, into, at, teacher)
+    given = (backend, head.dtype, head.shard, index, active, kept, head.into, at, teacher)
     source = Hidden(*given) if draws(options, head) is None else SampledHidden(*given, sparse=options.sparse)
-    if options.certified is not None:
-        source = replace(source, compacts=True)
     if index is not None or torch._C._are_functorch_transforms_active():
         return source
     return replace(source, index=source.rows_of(head.hidden.shape[0], read, head.hidden.device))

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from .checks import describe
+from .checks import describe, with_hints
 from .transform import LogitTransform
 from .vocabulary.shard import VocabShard
 
 Tensor = torch.Tensor
 
 
+@with_hints
 @dataclass(frozen=True, eq=False, repr=False)
 class Head:
     """What every `linear_*` function takes in place of `weight`, so that the head is described once.

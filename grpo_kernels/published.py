@@ -10,7 +10,7 @@ import math
 from dataclasses import fields, replace
 from typing import Any
 
-from .checks import nearest, require_one_of
+from .checks import refuse_unknown, require_one_of
 from .formulas.divergence import Exact
 from .formulas.filters import TrustRegion
 from .formulas.kl import Kl
@@ -202,10 +202,8 @@ def preset_fields(name: str, numerics: str | None, changes: Changes, known: tupl
         remedy = f"pass surrogate={replace(surrogate, **numbers)!r}"
         raise ValueError(f"{', '.join(numbers)} is a number of the surrogate, not of the Objective: {remedy}.")
     if unknown:
-        raise TypeError(
-            f"{unknown[0]!r} is not a field of Objective: it has {', '.join(known)}. Clip bounds go into surrogate={surrogate!r}."
-            + nearest(unknown[0], known)
-        )
+        remedy = f"It has {', '.join(known)}. Clip bounds go into surrogate={surrogate!r}."
+        refuse_unknown("Objective.preset", unknown, known, remedy)
     theirs: Changes = {}
     if numerics is not None:
         require_one_of("numerics", numerics, NUMERICS)

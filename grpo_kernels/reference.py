@@ -23,7 +23,7 @@ from .vocabulary.rows import RowTransform, Teacher
 from .vocabulary.shard import VocabShard
 from .vocabulary.sources import Source
 from .vocabulary.sparse import Slots
-from .vocabulary.stage import vocabulary_stage
+from .vocabulary.stage import vocabulary_stage, with_sums
 from .vocabulary.teachers import Several, TeacherHead, Weighted
 
 Tensor = torch.Tensor
@@ -60,10 +60,15 @@ class TopK:
     def slots(self) -> Slots:
         return Slots(self.sets.ids.to(torch.int64), self.sets.offsets, self.sets.row_of).plain()
 
-    def divergence(self, exact: Exact, logps: Tensor, read: Tensor | None) -> Tensor:
-        """fp32 [n], from the policy's log-probs at the ids; 0 of a row that is not read."""
+    @staticmethod
+    def statistics(exact: Exact) -> tuple[str, ...]:
+        """What the divergence needs of the policy's rows beside log-probs at the ids."""
+        return ("outside",) if exact.tail == "bin" else ()
+
+    def divergence(self, exact: Exact, found: dict[str, Tensor], read: Tensor | None) -> Tensor:
+        """fp32 [n], from the policy's log-probs at the ids and those statistics; 0 of a row that is not read."""
         assert self.sets.values is not None
-        value = divergence_at(exact, logps, self.sets.values, self.sets.offsets)
+        value = divergence_at(exact, found["at"], self.sets.values, self.sets.offsets, found.get("outside"))
         return value if read is None else torch.where(read, value, 0.0)
 
 
@@ -90,13 +95,14 @@ def divergence_of(
     """fp32 [n], differentiable: the divergence from a teacher, or the weighted sum of those from several, of which each is read
     in the rows where it has a weight. `source_of` makes the source of (teacher, the rows that are read)."""
     if isinstance(teacher, Several):
+        tensors = with_sums(tensors)
         each = (
             (x, divergence_of(source_of, x.teacher, exact, targets, x.read(read), transform, tensors)) for x in teacher.parts
         )
         return torch.stack([part.times(value) for part, value in each]).sum(0)
-    names = () if isinstance(teacher, TopK) else ("divergence",)
+    names = teacher.statistics(exact) if isinstance(teacher, TopK) else ("divergence",)
     _, statistics = vocabulary_stage(source_of(teacher, read), names, names, targets, read, transform, *tensors)
-    return teacher.divergence(exact, statistics["at"], read) if isinstance(teacher, TopK) else statistics["divergence"]
+    return teacher.divergence(exact, statistics, read) if isinstance(teacher, TopK) else statistics["divergence"]
 
 
 HOW = "(hidden, weight), (hidden, weight, bias), (hidden, Head(...))"

@@ -1,4 +1,4 @@
-"""Sparse and Certified: gradients of a head from the columns, or the rows, that matter."""
+"""Sparse: gradients of a head from the columns that matter."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import as_number, require_number, require_whole
+from .checks import as_number, require, require_number, require_whole, with_hints
+from .row_counts import is_capturing
 
 #: The finest grid. A finer one draws so many columns a row that dense products are faster.
 FINEST = 1 / 4096
 
 
+@with_hints
 @dataclass(frozen=True)
 class Sparse:
     """`Options(sparse=Sparse(...))`: the gradient of a head from few columns of each row, unbiased.
@@ -30,7 +32,8 @@ class Sparse:
     step      the grid, a number in [1/4096, 1]. Smaller: more columns, less noise.
     seed      a whole number in [0, 2^63). The same seed, rows and step draw the same columns, whatever the threads, chunks and
               ranks that share the vocabulary: a forward that is computed again for checkpointing does. Give each step of a
-              training another seed, and each rank that has rows of its own.
+              training another seed, and each rank that has rows of its own. In a CUDA graph it is a tensor, int64 [] on the rows'
+              device, which every replay reads: write the next seed into it before each.
     first_row  the number that rows are counted from: for a batch in pieces, the rows of the pieces before.
 
     Log-probs, entropy and the value of a loss are exact. The gradient of the hidden states and of the weight has the columns drawn.
@@ -47,47 +50,34 @@ class Sparse:
     Raises ValueError naming the field that is wrong."""
 
     step: float = 1 / 256
-    seed: int = 0
+    seed: int | torch.Tensor = 0
     first_row: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, torch.fx.Proxy):  # torch 2.9 makes one of placeholders while it traces
             return
         require_number("step", self.step, "the grid of probabilities is a number in [1/4096, 1].", FINEST, 1)
-        require_whole("seed", self.seed, "it is a whole number in [0, 2^63).", 0)
-        require_number("seed", self.seed, "it is a whole number in [0, 2^63).", 0, 2**63 - 1)
+        if isinstance(self.seed, torch.Tensor):
+            require(
+                self.seed.dtype == torch.int64 and self.seed.dim() == 0,
+                "seed",
+                self.seed,
+                "as a tensor it is int64 of shape [].",
+            )
+        else:
+            require_whole("seed", self.seed, "it is a whole number in [0, 2^63).", 0)
+            require_number("seed", self.seed, "it is a whole number in [0, 2^63).", 0, 2**63 - 1)
         require_whole("first_row", self.first_row, "it counts the rows before these, 0 or more.", 0)
         for name in ("step", "seed", "first_row"):
             object.__setattr__(self, name, as_number(getattr(self, name)))
 
-
-@dataclass(frozen=True)
-class Certified:
-    """`Options(certified=Certified(...))`: rows with the least gradient are left out of the backward, and what that can be is
-    returned.
-
-        out = linear_grpo_loss(hidden, weight, batch, objective, options=Options(certified=Certified(budget=1e-3)))
-        out.metrics["dropped"], out.metrics["dropped_bound"]
-
-    What a row adds to the gradient of the weight has a norm of at most its slope times sqrt(2) (1 - p_y) times the norm of its
-    hidden state (and of an entropy bonus at most min(2 H, 2 / e + H) in place of sqrt(2) (1 - p_y)), times dz/dx. Rows leave in
-    the order of that bound as long as the sum of theirs is at most `budget` of the sum of all rows'. So the gradient of the
-    weight lacks at most `dropped_bound` in the Frobenius norm, and `dropped` is that sum as a share. The hidden states of rows
-    that left get a gradient of exactly 0. Which rows leave depends on the batch alone: the result is the same in every run,
-    biased, and bounded.
-
-    budget   a number in [0, 1).
-
-    The slopes have to be known before the gradient is made, so that rows that stay cost four products in place of three: with a
-    share a of rows that stay, 1 + 3 a products against 1 + 2: which rows stay is known after the last row's log-prob, and logits
-    of all rows would not fit into memory until then. With `Sparse` in the same options the rows that left draw no
-    column. On a GPU the host waits for the number of rows. For losses from hidden states; rows with a kept set never leave and
-    are not counted; exact divergences, whose gradient this does not bound, are refused.
-
-    Raises ValueError naming the field that is wrong."""
-
-    budget: float = 1e-3
-
-    def __post_init__(self) -> None:
-        require_number("budget", self.budget, "the share of the summed bounds is a number in [0, 1).", 0, 1 - 1e-9)
-        object.__setattr__(self, "budget", as_number(self.budget))
+    def check(self, device: torch.device) -> None:
+        """Refuse a seed that rows on this device cannot be drawn with."""
+        if isinstance(self.seed, torch.Tensor):
+            same = self.seed.device == device
+            require(same, "seed", self.seed, f"it is on {self.seed.device}, the rows are on {device}: move it there.")
+        elif not torch.compiler.is_compiling() and is_capturing(device):
+            raise RuntimeError(
+                f"seed={self.seed} of Sparse is a number, and a graph is being captured: every replay would draw the same columns. Pass an "
+                "int64 tensor of shape [] on the rows' device, and write the next seed into it before each replay."
+            )

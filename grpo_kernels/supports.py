@@ -11,7 +11,7 @@ import torch
 from .vocabulary.kept import KeptRows
 from .vocabulary.rows import RowTransform
 from .vocabulary.sources import Source
-from .vocabulary.stage import vocabulary_stage
+from .vocabulary.stage import vocabulary_stage, with_sums
 
 Tensor = torch.Tensor
 
@@ -35,7 +35,7 @@ def statistics_of(
     if kept is None or over_vocabulary is None:
         source = source_of(kept)
         return Statistics(*vocabulary_stage(source, names, with_gradient, targets, read, transform, *tensors))
-    own = tuple(name for name in names if name not in over_vocabulary)
+    tensors, own = with_sums(tensors), tuple(name for name in names if name not in over_vocabulary)
     slopes = tuple(name for name in with_gradient if name in own)
     alone = source_of(kept.alone())
     alone = alone if "divergence" in own or alone.teacher is None else replace(alone, teacher=None)  # type: ignore[type-var]

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from .architectures import language_model, logits_of
-from .checks import LARGEST, SMALLEST, as_number, describe, require, require_number
+from .checks import LARGEST, SMALLEST, as_number, describe, require, require_number, with_hints
 from .layout import per_token, values_are_checked
 from .vocabulary.rows import RowTransform
 
 Tensor = torch.Tensor
 
 
+@with_hints
 @dataclass(frozen=True, eq=False, repr=False)
 class LogitTransform:
     """What the model does to its logits before the softmax: z = softcap * tanh(x * scale / softcap) / temperature.

@@ -11,8 +11,9 @@ class Finding(NamedTuple):
 
     problem: str
     remedy: str
-    grave: bool  # True: kernels are missing or wrong. False: they run and are right, but may be slow or less accurate.
+    grave: bool  # True: kernels are missing, wrong or slower than plain PyTorch. False: they may be slow or less accurate.
     blocks: bool = False  # tests and timings mean nothing before this is repaired
+    slows: bool = False  # it may be why a step is slow
 
 
 def first_line(error: BaseException) -> str:

@@ -2,12 +2,13 @@
 fast it is, and what to repair.
 
 Exit code: 0 all is well; 1 there are problems; 2 wrong arguments. `advice` (slow settings, untested versions) does not
-change it. --quick skips the timing of a step. If losses run on the CPU and the compiled module is missing or out of date,
-doctor reports that and stops; with --without-native it still tests the other backends. --json prints one object instead of
-the report:
+change it. A step that is slower than plain PyTorch by more than 5 % in three quarters of the rounds is a problem; where rounds
+disagree, advice says that they do. --quick skips the timing of a step, so that speed is neither, and says so. If losses run on
+the CPU and the compiled module is missing or out of date, doctor reports that and stops; with --without-native it still tests
+the other backends. --json prints one object instead of the report:
 
     healthy        bool, exit code 0
-    problems       [{problem, remedy}]: kernels are missing or wrong
+    problems       [{problem, remedy}]: kernels are missing, wrong or slower than plain PyTorch
     advice         [{problem, remedy}]: kernels run and are right, but may be slow or not tested
     versions       {grpo_kernels, torch, cuda, hip, triton, python, os, libc, numpy, transformers, trl, ...: text or null}
     package        {path, kind: "checkout" | "editable install" | "install", shadows, source}
@@ -22,7 +23,8 @@ the report:
     backends       {eager, cpu, triton: {available, reason, passed, value_error, gradient_error: {dtype}, seconds, warnings,
                    checks: [{case, level, dtype, vocab, errors, failure}]}}; only the first two if it is not available;
                    {} if doctor stopped before
-    step           [{level, rows, hidden, vocab, dtype, reason, timings: [{name, ms, extra_mb, runs}]}], or null
+    step           [{level, rows, hidden, vocab, dtype, reason, timings: [{name, ms, extra_mb, runs, gain}]}], or null;
+                   gain: [lower quartile, median, upper quartile] of the times as fast as eager PyTorch, null for that one
     environment    the environment variables that are set and affect the kernels
     settings       {variable: meaning}
 
@@ -47,7 +49,7 @@ from .._version import __version__
 from ..vocabulary import backends
 from . import Finding, environment, first_line, machine, native
 from .self_test import Report, self_test
-from .step import Step, measure
+from .step import Step, Timing, measure
 
 #: Part of an exception's message -> what to do about it.
 REMEDIES = (
@@ -96,7 +98,7 @@ def examine(step: bool = True, say: Any = print, without_native: bool = False) -
     report |= {"auto": name if reason is None else "eager"}
     report |= {"backends": {}, "step": None}
     if without_native or not any(f.blocks for f in findings):
-        findings += tests(report, device, step, say)
+        findings += tests(report, device, step, say, findings)
     else:
         say("nothing was tested; --without-native tests the backends that are there\n")
     by_kind = {
@@ -108,9 +110,9 @@ def examine(step: bool = True, say: Any = print, without_native: bool = False) -
     return report
 
 
-def tests(report: dict[str, Any], device: torch.device, step: bool, say: Any) -> list[Finding]:
+def tests(report: dict[str, Any], device: torch.device, step: bool, say: Any, known: list[Finding]) -> list[Finding]:
     """Tests each backend against float64 and times a step of the one that "auto" takes. Writes into `report` and returns
-    the findings."""
+    the findings; `known` are those before."""
     findings: list[Finding] = []
     tested = report["backends"]
     say("backends, value and gradient against float64:")
@@ -138,7 +140,7 @@ def tests(report: dict[str, Any], device: torch.device, step: bool, say: Any) ->
                 findings.append(Finding(f"a step from {level} failed: {first_line(error)}", remedy_for(str(error)), True))
                 continue
             report["step"].append(asdict(timed))
-            findings += step_findings(timed)
+            findings += step_findings(timed, auto, known)
             say(_text_of_step(timed))
     return findings
 
@@ -202,12 +204,26 @@ def remedy_for(message: str) -> str:
     return known or other + "report it with the output of `python -m grpo_kernels doctor --json`"
 
 
-def step_findings(step: Step) -> list[Finding]:
-    if len(step.timings) < 2 or step.timings[1].ms <= step.timings[0].ms:
-        return []
-    eager, ours = step.timings[:2]
-    problem = f"{ours.name} took {ours.ms:.0f} ms where {eager.name} took {eager.ms:.0f} ms"
-    return [Finding(problem, "run again on an idle machine; if it stays so, look at the threads above", False)]
+def step_findings(step: Step, auto: str, known: list[Finding]) -> list[Finding]:
+    """What is slower than plain PyTorch, with the findings among `known` that may be why, and what could not be compared."""
+    findings, again = [], "run again on an idle machine"
+    for t in step.timings:
+        if not t.steady:
+            findings.append(
+                Finding(f"from {step.level}, the times of {t.name} spread too much to judge: {_spread(t)}", again, False)
+            )
+        elif t.slower:
+            causes = [f for f in known if f.slows]
+            if auto == "eager":
+                causes = [
+                    Finding('backend="auto" takes eager here, which fuses nothing', "get the native kernels, see above", False)
+                ]
+            why = "; ".join(f.problem for f in causes) or "nothing that doctor knows explains it"
+            way_out = "until then take log-probs of plain PyTorch and grpo_kernels.losses.objective_loss"
+            remedy = "; ".join([*(f.remedy for f in causes), again, way_out])
+            slow = f"{t.name} is slower than plain PyTorch: {t.ms:.0f} ms where that takes {step.timings[0].ms:.0f} ms"
+            findings.append(Finding(f"from {step.level}, {slow} ({_times(t)}): {why}", remedy, True))
+    return findings
 
 
 # ---- the report as text
@@ -279,10 +295,18 @@ def _text_of_step(step: Step) -> str:
         return f"a step from {step.level} was not timed: {step.reason}"
     lines = [f"a step from {step.level}, {shape}, {step.dtype} (loss and gradient, median of {step.timings[0].runs}):"]
     for t in step.timings:
-        gain = "" if t is step.timings[0] else f"  {step.timings[0].ms / t.ms:.1f} times as fast"
+        gain = "" if t.gain is None else f"  {_times(t)}" if t.steady else f"  too unsteady to compare: {_spread(t)}"
         memory = "memory unknown" if t.extra_mb is None else f"{t.extra_mb:7,.0f} MB extra"
         lines.append(f"  {t.name:20} {t.ms:9,.1f} ms  {memory}{gain}")
     return "\n".join([*lines, ""])
+
+
+def _times(t: Timing) -> str:
+    return "" if t.gain is None else f"{t.gain[1]:.1f} times as fast"
+
+
+def _spread(t: Timing) -> str:
+    return "" if t.gain is None else f"{t.gain[0]:.1f} to {t.gain[2]:.1f} times as fast in {t.runs} rounds"
 
 
 def _text_of_findings(report: dict[str, Any]) -> str:
@@ -293,7 +317,8 @@ def _text_of_findings(report: dict[str, Any]) -> str:
     for kind in ("advice", "problems"):
         if report[kind]:
             lines += ["", f"{kind}:", *(f"  {f['problem']}\n    -> {f['remedy']}" for f in report[kind])]
-    return "\n".join([*lines, "", "all is well" if report["healthy"] else "there are problems, see above"])
+    well = "all is well" if report["step"] else "all is well, as far as was tested: no step was timed"
+    return "\n".join([*lines, "", well if report["healthy"] else "there are problems, see above"])
 
 
 def _finite(x: Any) -> Any:

@@ -54,20 +54,21 @@ def thread_findings(found: Mapping[str, Any], environ: Mapping[str, str]) -> lis
     threads, usable, load = found["torch_threads"], found["usable_processors"], found["load"]
     if threads > usable:
         problem = f"torch uses {threads} threads on {usable:g} processors (affinity or container limit)"
-        findings.append(Finding(problem, f"set OMP_NUM_THREADS={max(1, int(usable))}", False))
+        findings.append(Finding(problem, f"set OMP_NUM_THREADS={max(1, int(usable))}", False, slows=True))
     elif threads == 1 and usable >= 2:
         cause = "; torchrun sets OMP_NUM_THREADS=1" if environ.get("OMP_NUM_THREADS") == "1" else ""
         remedy = f"set OMP_NUM_THREADS to the processors of each process (alone: {int(usable)}) if losses run on the CPU"
-        findings.append(Finding(f"torch uses 1 of {usable:g} processors{cause}", remedy, False))
+        findings.append(Finding(f"torch uses 1 of {usable:g} processors{cause}", remedy, False, slows=True))
     policy = environ.get("OMP_WAIT_POLICY", "").lower()
     spins = policy == "active" or environ.get("KMP_BLOCKTIME") == "infinite"
     if spins or (policy != "passive" and load is not None and load > found["processors"]):
         why = "OpenMP threads that wait never sleep" if spins else f"the machine is busy (load {load:g})"
         problem = f"{why}: where processes share processors, threads that spin take them from those that work"
-        findings.append(Finding(problem, "set OMP_WAIT_POLICY=PASSIVE before Python starts", False))
+        findings.append(Finding(problem, "set OMP_WAIT_POLICY=PASSIVE before Python starts", False, slows=True))
     if len(found["openmp"]) > 1:
         problem = f"several OpenMP runtimes are loaded, each with its threads: {', '.join(found['openmp'])}"
-        findings.append(Finding(problem, "import torch first, or install packages from one source (pip or conda)", False))
+        remedy = "import torch first, or install packages from one source (pip or conda)"
+        findings.append(Finding(problem, remedy, False, slows=True))
     return findings
 
 

@@ -60,7 +60,7 @@ def module_findings(
     best = best_isa(flags)
     if best is not None and found["isa"] != best:
         problem = f"the compiled module runs {found['isa']} code, but this processor has {best}"
-        findings.append(Finding(problem, f"{command} (with GCC 10 or Clang 9, or newer)", False))
+        findings.append(Finding(problem, f"{command} (with GCC 10 or Clang 9, or newer)", False, slows=True))
     return findings
 
 

@@ -30,18 +30,34 @@ EAGER_SECONDS = 0.6  # the number of rows is chosen so that eager PyTorch takes 
 #: Bytes per logit and per element of the head at the peak of eager PyTorch or of ours: copies in bf16 and fp32, gradients.
 LOGIT_BYTES, HEAD_BYTES = 20, 12
 SECONDS = 2.5  # for the rounds of one level
-LEAST, MOST = 3, 9  # rounds
+LEAST, MOST = 5, 9  # rounds
+LONGEST = 60.0  # seconds, after which no round begins even if there were fewer than LEAST
+#: The upper quartile over the lower one of what rounds say, above which they say nothing.
+MOST_SPREAD = 1.5
+#: Slower than another is what takes this many times as long.
+MOST_TIMES = 1.05
 UNKNOWN_MEMORY = 2 << 30  # if the system does not tell how much is free
 
 
 @dataclass
 class Timing:
-    """Medians of one contender."""
+    """Medians of one contender; gain: lower quartile, median and upper quartile over the rounds of how many times as fast it was as
+    the first contender, None for that one."""
 
     name: str
     ms: float
     extra_mb: float | None  # None: this system does not tell
     runs: int
+    gain: tuple[float, float, float] | None = None
+
+    @property
+    def steady(self) -> bool:
+        """Whether the rounds agree well enough to compare."""
+        return self.gain is None or (self.runs >= LEAST and self.gain[2] <= MOST_SPREAD * self.gain[0])
+
+    @property
+    def slower(self) -> bool:
+        return self.gain is not None and self.steady and self.gain[2] * MOST_TIMES < 1
 
 
 @dataclass
@@ -84,14 +100,16 @@ def measure(level: str, backend: str, device: torch.device) -> Step:
     head = _head(found, device) if level == "hidden" else None
     probe = contenders(replace(found, rows=PROBE_ROWS), backend, device, head)[0]
     timed(probe, device)
-    affordable = int(EAGER_SECONDS / timed(probe, device) * 1e3 * PROBE_ROWS)
+    affordable = int(EAGER_SECONDS / min(timed(probe, device) for _ in range(3)) * 1e3 * PROBE_ROWS)
     found.rows = max(PROBE_ROWS, min(found.rows, affordable)) // 32 * 32
     del probe
     chosen = contenders(found, backend, device, head)
     times = interleaved(chosen, device)
-    found.timings = [
-        Timing(c.name, statistics.median(times[c.name]), extra_memory(c, device), len(times[c.name])) for c in chosen
-    ]
+    eager = times[chosen[0].name]
+    for c in chosen:
+        own = times[c.name]
+        against = None if own is eager else gain(eager, own)
+        found.timings.append(Timing(c.name, statistics.median(own), extra_memory(c, device), len(own), against))
     return found
 
 
@@ -171,17 +189,25 @@ def contenders(step: Step, backend: str, device: torch.device, head: Tensor | No
 
 
 def interleaved(chosen: list[Contender], device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each. The runs are interleaved, so that a change of the machine's speed affects all of them."""
+    """Milliseconds of each, round by round. In a round all take their turn, the last one first in every other, so that a change of
+    the machine's speed affects all of them. A stall does not cost rounds."""
     times: dict[str, list[float]] = {c.name: [] for c in chosen}
     for contender in chosen:
         timed(contender, device)  # compiles kernels and fills the allocator
     begin = time.perf_counter()
     for done in range(MOST):
-        if time.perf_counter() - begin > (SECONDS if done >= LEAST else 4 * SECONDS):  # more on a busy machine
+        if time.perf_counter() - begin > (SECONDS if done >= LEAST else LONGEST):
             break
-        for contender in chosen:
+        for contender in chosen if done % 2 == 0 else reversed(chosen):
             times[contender.name].append(timed(contender, device))
     return times
+
+
+def gain(first: list[float], other: list[float]) -> tuple[float, float, float]:
+    """The quartiles over the rounds of how many times as fast the other was. A stall is in one round, and so in none of them."""
+    ratios = [a / b for a, b in zip(first, other, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return low, middle, high
 
 
 def timed(contender: Contender, device: torch.device) -> float:

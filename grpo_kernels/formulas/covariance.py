@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import LARGEST, require, require_clip_widths, require_number
+from ..checks import LARGEST, require, require_clip_widths, require_number, with_hints
 from .custom import Surrogate
 from .ops import bounded_exp, ops
 
@@ -61,6 +61,7 @@ def _first(order: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
     return (eligible & (rank < count)).to(torch.float32)
 
 
+@with_hints
 @dataclass(frozen=True)
 class ClipCov(Surrogate):
     """Clip-Cov: `Clip` with eps_low and eps_high, without a random `share` of the tokens (at least one). These are drawn from
@@ -96,6 +97,7 @@ class ClipCov(Surrogate):
         return _first(torch.rand(logps.shape, device=logps.device), eligible, count)
 
 
+@with_hints
 @dataclass(frozen=True)
 class KlCov(Surrogate):
     """KL-Cov: loss = -r A, plus coef |x| for the `share` of the tokens (at least one) with the largest covariance of

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..checks import require
+from ..checks import require, with_hints
 from .derivatives import by_autograd, check_returned, compare, log_probs
 
 Tensor = torch.Tensor
@@ -76,6 +76,7 @@ class Surrogate:
         return self.formula(logp, old_logp, advantage, (*self.params, *selected))
 
 
+@with_hints
 @dataclass(frozen=True)
 class Custom(Surrogate):
     """Your own surrogate, which then runs in every backend and inside the kernels that visit a row once.
@@ -90,12 +91,12 @@ class Custom(Surrogate):
 
     `function` is written as if for one token: arithmetic, comparisons and the names of `ops`, without Python branches on
     values. It receives `parameters` as its last argument. `check_surrogate` compares the slope with autograd. On a CPU the
-    function is called with symbols in place of tensors, a module-level one once. The fused Triton kernel needs a function that is
-    defined in a file (Triton compiles its source) and uses no local variable of another function. Numbers that it refers to by a
-    global name are fixed at the first use. If this is not possible, the logits are read a second time, with a warning, and strict
-    raises ValueError, as does backend="triton"; strict also compares the C++ program with torch before it is first used. At
-    sequence levels, unless detached_ratio, logp is the log-ratio of the sequence and old_logp is 0, so the formula may use
-    their difference only.
+    function is called with symbols in place of tensors, again when a function, a number, a list or a dictionary that it uses
+    has changed, and at each call where it uses other objects. The fused Triton kernel needs a function that is defined in a file
+    (Triton compiles its source) and uses no local variable of another function. If this is not possible, the logits are read a
+    second time, with a warning, and strict raises ValueError, as does backend="triton"; strict also compares the C++ program with
+    torch before it is first used. At sequence levels, unless detached_ratio, logp is the log-ratio of the sequence and old_logp
+    is 0, so the formula may use their difference only.
 
     slope="autograd" is meant for prototypes: `function` returns the loss alone, in operations that torch can differentiate, and
     autograd finds the slope. It runs in torch with every backend, and costs a second read of the logits (from hidden states a

@@ -13,17 +13,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import require, require_number, require_one_of
+from ..checks import require, require_number, require_one_of, with_hints
 
 Tensor = torch.Tensor
 
 DIRECTIONS = ("reverse", "forward", "jsd")
 TAILS = ("bin", "renormalise", "ignore", "generalised")
 
-#: The least mass outside of a teacher's ids, on both sides, as in TRL: smaller values are not resolved in fp32.
+#: The least mass outside of a teacher's ids, on both sides, as in TRL: fp32 log-probs of a teacher do not tell a smaller one.
 LEAST_TAIL = 1e-7
 
 
+@with_hints
 @dataclass(frozen=True)
 class Exact:
     """The exact divergence of a token's whole distribution p to that of the reference or teacher q, in place of an estimate
@@ -83,10 +84,10 @@ def as_exact(divergence: str | Exact) -> Exact:
     return Exact(divergence)
 
 
-def divergence_at(exact: Exact, logps: Tensor, teacher: Tensor, offsets: Tensor) -> Tensor:
+def divergence_at(exact: Exact, logps: Tensor, teacher: Tensor, offsets: Tensor, outside: Tensor | None = None) -> Tensor:
     """fp32 [rows]: the divergence of each row from log-probs `logps` [nnz] of the policy and `teacher` [nnz] at the same ids,
-    those of row r at offsets[r] : offsets[r + 1]; 0 of a row without ids. Differentiable in logps. In fp64, since a few numbers
-    cost nothing."""
+    those of row r at offsets[r] : offsets[r + 1]; 0 of a row without ids. `outside` [rows], for the tail "bin": the log of the
+    policy's probability of all other ids. Differentiable in logps and outside. In fp64, since a few numbers cost nothing."""
     log_p, log_q = logps.to(torch.float64), teacher.detach().to(torch.float64)
     used = offsets.diff() > 0
     row_of = torch.repeat_interleave(offsets.diff(), output_size=logps.numel())
@@ -105,10 +106,13 @@ def divergence_at(exact: Exact, logps: Tensor, teacher: Tensor, offsets: Tensor)
     generalised = _terms(exact, log_p, log_q)
     value = total(generalised)
     if exact.tail == "bin":
-        rest = [(1.0 - total(x)).clamp(min=LEAST_TAIL).log() for x in (p, q)]
+        assert outside is not None
+        rest = outside.to(torch.float64).clamp(min=math.log(LEAST_TAIL)), (1.0 - total(q)).clamp(min=LEAST_TAIL).log()
         value = value + _terms(exact, *rest)
     elif exact.tail == "ignore":
         value = value + total({"reverse": p - q, "forward": q - p, "jsd": torch.zeros_like(p)}[exact.direction])
+    if exact.tail != "ignore":  # of terms that are never negative but by rounding, which the value loses and the gradient keeps
+        value = torch.where(value < 0, value - value.detach(), value)
     return torch.where(used, value, 0.0).to(torch.float32)
 
 

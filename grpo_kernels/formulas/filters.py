@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checks import LARGEST, require, require_number, require_one_of
+from ..checks import LARGEST, require, require_number, require_one_of, with_hints
 from ..rewards.corrections import off_policy_sequence_mask
 from ..rewards.entropy import entropy_threshold
 from .ops import bounded_exp, ops
@@ -81,6 +81,7 @@ class Filter:
         raise NotImplementedError
 
 
+@with_hints
 @dataclass(frozen=True)
 class TrustRegion(Filter):
     """Keep a token while the policy's probability p of it is near that of the anchor, q.
@@ -113,6 +114,7 @@ class TrustRegion(Filter):
         return TRUST_REGIONS[self.kind](logps, logps if anchor is None else anchor, rows.advantages, self.params)
 
 
+@with_hints
 @dataclass(frozen=True)
 class EntropyFloor(Filter):
     """Keep tokens whose entropy is at least `threshold` nats, in the policy term and the entropy bonus.
@@ -132,6 +134,7 @@ class EntropyFloor(Filter):
         return above_floor(entropy, self.threshold)
 
 
+@with_hints
 @dataclass(frozen=True, eq=False)
 class EntropyQuantile(Filter):
     """Keep the `share` of trained tokens with the highest entropy, in the policy term and the entropy bonus (0.2 in
@@ -149,6 +152,7 @@ class EntropyQuantile(Filter):
         return above_floor(entropy, entropy_threshold(entropy, rows.mask, self.share, self.process_group))
 
 
+@with_hints
 @dataclass(frozen=True)
 class OffPolicySequences(Filter):
     """Drop sequences of negative advantage whose mean of (log-prob under the sampler - log-prob now) exceeds `delta`

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..checks import SMALLEST, require, require_number, require_one_of
+from ..checks import SMALLEST, require, require_number, require_one_of, with_hints
 from .derivatives import check_returned, compare, log_probs
 from .ops import bounded_exp, finite, ops
 
@@ -125,6 +125,7 @@ def kl_terms(logp, old_logp, ref_logp, log_ratio, clamps, ESTIMATOR, SCORE, WEIG
             return value, slope + zero, zero, slope + zero
 
 
+@with_hints
 @dataclass(frozen=True)
 class Kl:
     """How the KL to the reference is estimated.

@@ -8,9 +8,7 @@ gives in torch: each operation rounds alike, and exp and log, which no two libra
 
 from __future__ import annotations
 
-import functools
 import operator
-import types
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -256,7 +254,7 @@ class Tracer:
         return Program(name, tuple(self._inputs), tuple(steps), result_registers, tuple(sources), tuple(used))
 
 
-def refusal(name: str, error: Exception) -> FormulaRefused:
+def refusal(name: str, error: Exception) -> str:
     """Why a formula could not be traced, with the line that caused it."""
     where, at = "", error.__traceback__
     while at is not None:
@@ -265,40 +263,7 @@ def refusal(name: str, error: Exception) -> FormulaRefused:
             where = f" (line {at.tb_lineno} of {code.co_name})"
         at = at.tb_next
     said = str(error).rstrip(".") if isinstance(error, FormulaRefused) else f"{type(error).__name__}: {error}"
-    return FormulaRefused(f"{name} cannot run in the C++ kernel: {said}{where}. {REMEDY[0].upper()}{REMEDY[1:]}.")
-
-
-def is_fixed(function: object) -> bool:
-    """Whether a function gives the same program at every call: it is plain, and keeps nothing that could change."""
-    return isinstance(function, types.FunctionType) and not function.__closure__
-
-
-def key_of(x: object) -> Hashable | None:
-    """Equal for formulas, and for what they keep, that give the same program: a closure or functools.partial made anew with the
-    same numbers has the same. None where x keeps something that may change without a new key, such as a list."""
-    if isinstance(x, float):
-        return float, x.hex()  # tells 0.0 from -0.0, and is equal for NaN
-    if x is None or isinstance(x, bool | int | str):
-        return type(x), x
-    if isinstance(x, types.FunctionType):
-        cells = x.__closure__ or ()
-        if any(cell == types.CellType() for cell in cells):  # a name that has no value yet
-            return None
-        alone: tuple[Any, ...] = (x.__code__, id(x.__globals__))
-        kept: tuple[Any, ...] = (
-            tuple(cell.cell_contents for cell in cells), x.__defaults__, tuple((x.__kwdefaults__ or {}).items())
-        )  # fmt: skip
-    elif isinstance(x, functools.partial):
-        alone, kept = (), (x.func, x.args, tuple(x.keywords.items()))
-    elif isinstance(x, tuple):
-        alone, kept = (), x
-    else:
-        return None
-    try:
-        keys = tuple(map(key_of, kept))
-    except RecursionError:  # a function that keeps itself
-        return None
-    return None if None in keys else (type(x), *alone, *keys)
+    return f"{name} cannot run in the C++ kernel: {said}{where}. {REMEDY[0].upper()}{REMEDY[1:]}."
 
 
 def same_numbers(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> torch.Tensor:

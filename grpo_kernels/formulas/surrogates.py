@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..checks import LARGEST, SMALLEST, require, require_clip_widths, require_number
+from ..checks import LARGEST, SMALLEST, require, require_clip_widths, require_number, with_hints
 from .covariance import ClipCov, KlCov, covariance
 from .custom import LEVELS, Custom, Surrogate, check_surrogate
 from .ops import bounded_exp, ops
@@ -120,6 +120,7 @@ def regression(logp, old_logp, advantage, params):
 # ---- surrogates with their parameters, as users name them
 
 
+@with_hints
 @dataclass(frozen=True)
 class Clip(Surrogate):
     """PPO / GRPO clipping with separate bounds: loss = -min(min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A).
@@ -145,6 +146,7 @@ class Clip(Surrogate):
         return (1.0 - self.eps_low, 1.0 + self.eps_high)
 
 
+@with_hints
 @dataclass(frozen=True)
 class Cispo(Surrogate):
     """CISPO: loss = -sg(clip(r, low, cap)) A logp. The clipped ratio is a constant weight, so every token keeps a gradient.
@@ -190,6 +192,7 @@ class ImportanceSampling(Surrogate):
     function = staticmethod(importance_sampling)
 
 
+@with_hints
 @dataclass(frozen=True)
 class Sapo(Surrogate):
     """SAPO: a soft gate instead of a clip, loss = -(4 / tau) sigmoid(tau (r - 1)) A, of slope -A at r = 1.
@@ -207,6 +210,7 @@ class Sapo(Surrogate):
             )
 
 
+@with_hints
 @dataclass(frozen=True)
 class Vespo(Surrogate):
     """VESPO: loss = -phi A logp, phi = sg(exp(lambda + k log w - lambda w)) with w the ratio of the whole sequence.
@@ -234,6 +238,7 @@ class Vespo(Surrogate):
         return x.clamp(-20.0, 20.0), 1.0
 
 
+@with_hints
 @dataclass(frozen=True)
 class Gmpo(Surrogate):
     """GMPO: loss = -A exp(mean of clipped log-ratios), with the geometric mean of a sequence's ratios in place of the
@@ -261,6 +266,7 @@ class Gmpo(Surrogate):
         return ()
 
 
+@with_hints
 @dataclass(frozen=True)
 class Dro(Surrogate):
     """DRO: loss = -A logp + beta x^2 / 2, a quadratic pull to the old policy instead of a clip (verl's "dro")."""
@@ -274,6 +280,7 @@ class Dro(Surrogate):
         require_number("beta", self.beta, "the pull is a finite number >= 0.", 0, LARGEST)
 
 
+@with_hints
 @dataclass(frozen=True)
 class A2po(Surrogate):
     """A*-PO: loss = (beta sum_t log(pi / pi_ref) - A)^2 per sequence, a regression onto A = reward - V* (arXiv 2505.20686).

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .program import FormulaRefused, Program, Tracer, is_fixed, key_of, refusal, same_numbers
+from .keys import is_own, key_of
+from .program import FormulaRefused, Program, Tracer, refusal, same_numbers
 from .token_stage import TokenRows, formulas, remembered, scalars, token_terms
 
 if TYPE_CHECKING:
@@ -17,38 +18,58 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-PACKAGE = __name__.partition(".")[0]
-
 #: Inputs beside log-prob and entropy, which come first: fields of `TokenRows`.
 INPUTS = (
     "old_logps", "ref_logps", "sampler_logps", "advantages", "policy_weight", "kl_weight", "entropy_weight", "nll_weight",
 )  # fmt: skip
 
 Run = Callable[[Program, list[float], list[Tensor]], list[Tensor]]
-_compared: set[Any] = set()
+
+
+@dataclass(eq=False)
+class _Made:
+    """What was made of formulas: a program, or the reason why there is none."""
+
+    program: Program | str | None = None
+    compared: bool = False  # with torch
+
+
+@functools.lru_cache(maxsize=256)
+def _made_before(keys: tuple[Hashable, ...], present: tuple[str, ...], shape: tuple[tuple[str, Any], ...]) -> _Made:
+    """Empty at the first call with these arguments. They hold no function of the user, whose globals may be large."""
+    return _Made()
 
 
 def token_program(objective: Objective, rows: TokenRows) -> tuple[Program, list[float]]:
     """(the program, its numbers) for an objective of one pass: (loss, d loss / d log-prob, d loss / d entropy) from the log-prob,
     the entropy and those of INPUTS that `rows` has. Raises FormulaRefused where a formula cannot be traced."""
+    made, numbers = _made(objective, rows)
+    assert isinstance(made.program, Program)
+    return made.program, numbers
+
+
+def _made(objective: Objective, rows: TokenRows) -> tuple[_Made, list[float]]:
     present = tuple([name for name in INPUTS if getattr(rows, name) is not None])
     cached = objective.__dict__.get("_programs", {}).get(present)
     if cached is not None:
-        return cached
+        theirs, keys, result = cached
+        if keys == tuple(map(key_of, theirs)):
+            return result
     chosen, given = formulas(objective), scalars(objective)
     shape = tuple((name, len(x) if isinstance(x, tuple) else x if x is None else -1) for name, x in given.items())
-    keys = tuple(map(key_of, chosen.values()))
-    if None in keys:  # what a formula keeps beside its parameters may have changed since the last call
-        program = _traced(chosen, present, shape)
-    else:
-        found = _traced_once(_Formulas(keys, chosen), present, shape)
-        if isinstance(found, str):
-            raise FormulaRefused(found)
-        program = found
-    cached = program, program.numbers(_flat(given))
-    if all(is_fixed(x) for x in chosen.values() if callable(x)):
-        remembered(objective, "_programs", lambda _: {})[present] = cached
-    return cached
+    of_chosen = {name: key_of(x) for name, x in chosen.items()}
+    known = None not in of_chosen.values()  # else it is traced at each call
+    made = _made_before(tuple(of_chosen.values()), present, shape) if known else _Made()
+    if made.program is None:
+        made.program = _traced(chosen, present, shape)
+    if isinstance(made.program, str):
+        raise FormulaRefused(made.program)
+    result = made, made.program.numbers(_flat(given))
+    if known:
+        theirs = {name: x for name, x in chosen.items() if callable(x) and not is_own(x)}
+        keys = tuple(of_chosen[name] for name in theirs)
+        remembered(objective, "_programs", lambda _: {})[present] = tuple(theirs.values()), keys, result
+    return result
 
 
 def _flat(given: dict[str, Any]) -> list[float]:
@@ -58,7 +79,8 @@ def _flat(given: dict[str, Any]) -> list[float]:
     return parameters
 
 
-def _traced(chosen: dict[str, Any], present: tuple[str, ...], shape: tuple[tuple[str, Any], ...]) -> Program:
+def _traced(chosen: dict[str, Any], present: tuple[str, ...], shape: tuple[tuple[str, Any], ...]) -> Program | str:
+    """The program, or why there is none."""
     tracer, name = Tracer(), name_of(chosen)
     logp, entropy = tracer.input("logps"), tracer.input("entropy")
     vectors = {name: tracer.input(name) for name in present}
@@ -70,24 +92,7 @@ def _traced(chosen: dict[str, Any], present: tuple[str, ...], shape: tuple[tuple
         loss, d_logp, _, d_entropy = _terms(logp, entropy, vectors, parameters, chosen)
         return tracer.program(name, (loss, d_logp, d_entropy))
     except Exception as error:  # a formula may do anything with a symbol
-        raise refusal(name, error) from error
-
-
-@dataclass(frozen=True)
-class _Formulas:
-    """The arguments of `token_terms` that are fixed at compile time, and what tells them from others."""
-
-    keys: tuple[Hashable, ...]
-    chosen: dict[str, Any] = field(compare=False)
-
-
-@functools.lru_cache(maxsize=256)
-def _traced_once(formulas: _Formulas, present: tuple[str, ...], shape: tuple[tuple[str, Any], ...]) -> Program | str:
-    """The program, or why there is none."""
-    try:
-        return _traced(formulas.chosen, present, shape)
-    except FormulaRefused as refused:
-        return str(refused)
+        return refusal(name, error)
 
 
 def _terms(
@@ -104,18 +109,20 @@ def _terms(
 
 def name_of(chosen: dict[str, Any]) -> str:
     """The formulas in a program in words: those of the user if there are any, else the surrogate."""
-    names = {getattr(f, "__qualname__", repr(f)): str(getattr(f, "__module__", "")) for f in chosen.values() if callable(f)}
-    theirs = [name for name, module in names.items() if module.partition(".")[0] != PACKAGE]
+    names = {getattr(f, "__qualname__", repr(f)): is_own(f) for f in chosen.values() if callable(f)}
+    theirs = [name for name, own in names.items() if not own]
     return ", ".join(theirs or list(names)[:1])
 
 
 def compare_once(objective: Objective, rows: TokenRows, run: Run) -> None:
-    """Compare the program of an objective with torch on random inputs, unless it was compared before. `run` evaluates a program.
+    """Compare the program of an objective with torch on random inputs, unless it was compared before; where `key_of` cannot tell
+    whether a formula has changed, at each call. `run` evaluates a program.
     Raises FormulaRefused where they differ: the formula does something with tensors that it does not do with symbols."""
-    program, numbers = token_program(objective, rows)
-    key = (program.steps, program.outputs, program.inputs, program.sources)  # its parameters are numbers of a call
-    if key in _compared:
+    made, numbers = _made(objective, rows)
+    if made.compared:
         return
+    program = made.program
+    assert isinstance(program, Program)
     inputs = random_inputs(program.inputs)
     results = run(program, numbers, inputs)
     named = dict(zip(program.inputs, inputs, strict=True))
@@ -131,7 +138,7 @@ def compare_once(objective: Objective, rows: TokenRows, run: Run) -> None:
                 f"{program.name} gives {what} {float(x[i]):.6g} in the C++ kernel and {float(expected[i]):.6g} in torch, at {at}: it "
                 "must do the same with every kind of number that it is given."
             )
-    _compared.add(key)
+    made.compared = True
 
 
 def random_inputs(names: tuple[str, ...], points: int = 512, seed: int = 0) -> list[Tensor]:

@@ -12,6 +12,7 @@ from ..distributed import VocabShard
 from ..formulas.divergence import Exact
 from ..layout import of_a_leaf
 from ..logprobs import token_logprobs
+from ..token_sets import TokenSets
 from ..transform import LogitTransform
 from ._slots import DTYPES, NotCovered
 
@@ -74,6 +75,17 @@ def no_ids(like: Tensor) -> Tensor:
     """Targets of the shape of `like`, all 0, for calls whose result does not depend on them: a loss over log-probs, or an
     entropy."""
     return torch.zeros(like.shape, dtype=torch.int64, device=like.device)
+
+
+def distinct(ids: Tensor) -> tuple[TokenSets, Tensor]:
+    """(sets of the ids [rows, K] of each row, each id once; int64 [rows, K]: where in the sets' ids each listed one is), for
+    trainers that take an id several times."""
+    in_order, order = ids.sort(-1)
+    first = torch.ones_like(ids, dtype=torch.bool)
+    first[:, 1:] = in_order[:, 1:] != in_order[:, :-1]
+    sets = TokenSets.from_counts(in_order[first], first.sum(-1))
+    place = first.reshape(-1).cumsum(0).view(ids.shape) - 1
+    return sets, place.gather(-1, order.argsort(-1))
 
 
 def scored_batch(mask: Tensor, advantages: Tensor, **fields: Any) -> TokenBatch:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 import sys
 import warnings
@@ -40,6 +41,23 @@ def untested(package: str, tested: tuple[str, ...], any_version: bool = False) -
         return None
     named = f"{package} {installed}" if installed else f"{package}, whose version is not known here,"
     return f"{named} was not tested with this adapter ({', '.join(tested)} {'was' if len(tested) == 1 else 'were'})"
+
+
+def unlike(theirs: Callable[..., Any], ours: Callable[..., Any]) -> str:
+    """In what the arguments of theirs are not those of ours, by position and by name, in words; "" where ours takes its calls."""
+    kinds = inspect.Parameter
+    given, taken = ([*inspect.signature(function).parameters.values()] for function in (theirs, ours))
+    anything = any(p.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD) for p in given)
+    places, ours_places = ([p for p in each if p.kind == kinds.POSITIONAL_OR_KEYWORD] for each in (given, taken))
+    left = ours_places[len(places) :]
+    same = [p.name for p in places] == [p.name for p in ours_places[: len(places)]] and all(
+        p.default is not p.empty for p in left
+    )
+    free = any(p.kind == kinds.VAR_KEYWORD for p in taken)
+    named = {p.name for p in given if p.kind == kinds.KEYWORD_ONLY} <= {p.name for p in taken}
+    if anything or (same and (free or named)):
+        return ""
+    return f"takes ({', '.join(p.name for p in given)}), but ours takes ({', '.join(p.name for p in taken)})"
 
 
 class Trial:
@@ -132,7 +150,8 @@ class Slots:
         that are imported later get ours from `home`.
 
         attribute   the attribute that the trainer calls, such as `apply` of an autograd function; None: the function itself.
-        comparable  False: ours returns something else than theirs does, so that it is refused under an untested version.
+        comparable  False: ours returns something else than theirs does, so that it is refused under an untested version, and
+                    where its arguments have other names.
         Raises RuntimeError where it is replaced already. After this or any other error everything is restored."""
         try:
             if not comparable and self.trial.version is not None:
@@ -143,6 +162,9 @@ class Slots:
             theirs = getattr(importlib.import_module(home), name)
             if getattr(theirs, "grpo_kernels", False):
                 raise RuntimeError(f"{home}.{name} is ours already: call undo() on what bound it.")
+            other = "" if comparable or attribute else unlike(theirs, ours)
+            if other:
+                raise RuntimeError(f"{home}.{name} {other}: it is not the function that this adapter was written for.")
             call = self.counted(ours, getattr(theirs, attribute) if attribute else theirs)
             value = (
                 type(name, (), {attribute: staticmethod(call), "grpo_kernels": True, "theirs": theirs}) if attribute else call

@@ -40,7 +40,7 @@ def patch(trainer: Any, *, strict: bool = False, any_version: bool = False) -> S
     if name is None:
         raise RuntimeError(
             f"{type(trainer).__name__} has no loss of Liger's ({' or '.join(ATTRIBUTES)}): make it with use_liger_kernel=True (TRL 0.17 to "
-            "0.24: use_liger_loss=True). Other versions of TRL have no such place: before 0.17 install a newer one, in 1.14 take "
+            "0.24, and in axolotl: use_liger_loss=True). Other versions of TRL have no such place: before 0.17 install a newer one, in 1.14 take "
             "integrations.trl_head.fused_lm_head(), from 1.15 on integrations.trl.patch(trainer)."
         )
     theirs = getattr(trainer, name)

@@ -14,6 +14,8 @@ The value of that option's reverse KL has about 100 times the mass outside in it
 NeMo-RL's, for parity. `Exact("reverse")`, whose tail is one outcome, has no such number. The sum of NeMo-RL's option `forward`
 has no minimum at the teacher's row either way: its value may be negative.
 
+An id counts as often as the teacher lists it, as in NeMo-RL.
+
 Logits may be cut over tensor-parallel ranks, as in `nemo_rl.PolicyLoss`. Not covered: context parallelism, the loss across
 tokenizers. Written from the code of August 2026 (7ea279a); the tests here compare with a transcription.
 """
@@ -27,8 +29,7 @@ import torch
 from ..checks import require_number, require_one_of
 from ..formulas.divergence import Exact, divergence_at
 from ..logprobs import token_logprobs
-from ..token_sets import TokenSets
-from ._shared import no_ids, shard_of
+from ._shared import distinct, no_ids, shard_of
 
 Tensor = torch.Tensor
 
@@ -102,12 +103,12 @@ class DistillationLoss:
 
     def _scored(self, logits: Tensor, ids: Tensor, mask: Tensor, shard: Any) -> tuple[Tensor, Tensor | None]:
         """(log-probs at ids [B, S, k], entropies [B, S] or None), in one visit of each row that counts."""
-        sets = TokenSets.from_padded(ids.flatten(0, 1))
+        sets, place = distinct(ids.flatten(0, 1))
         scored: Any = token_logprobs(
             logits, no_ids(ids[..., 0]), mask=mask, entropy=self.zero_outside_topk, at=sets, shard=shard
         )
         _, entropy, statistics = scored
-        at = torch.where(mask[..., None], statistics["at"].view(ids.shape), OUTSIDE)  # a row that is not read has 0
+        at = torch.where(mask[..., None], statistics["at"][place].view(ids.shape), OUTSIDE)  # a row that is not read has 0
         return (at if self.zero_outside_topk else torch.log_softmax(at, -1)), entropy
 
     def _kl(self, direction: str, at: Tensor, teacher: Tensor) -> Tensor:

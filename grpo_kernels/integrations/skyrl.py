@@ -16,8 +16,9 @@ share of the gradient of the hidden states; the gather of sequence parallelism b
 With replay=True `bind` also replaces the function that scores tokens over the sets that vLLM has returned (`sample_support_scores`,
 or `sample_support_logprobs`, depending on the version). It takes logits, or hidden states and the head's weight, and ids [.., K]
 padded with -1. From hidden states only the pairs of a row and an id are projected, as in SkyRL, in fp32 and without atomics. Rows
-without ids get 0; SkyRL scores the end token that it appends separately, over the vocabulary. For a loss of your own, `kept_sets`
-turns either of SkyRL's records into the sets of a batch.
+without ids get 0; SkyRL scores the end token that it appends separately, over the vocabulary. A call in which a sampled id is
+outside of its set, or an id stands in one twice, is left to SkyRL: it leaves the first out of the sum and counts the second twice.
+For a loss of your own, `kept_sets` turns either of SkyRL's records into the sets of a batch.
 
 Tested with SkyRL 0.3.0 and 0.2.0 on a CPU: its losses, its functions of logits and its dispatcher (on one rank and on two), from
 their files alone. Its workers and Megatron were not run. 0.3.0 has no replay; ours follows SkyRL's branches of August 2026.
@@ -44,7 +45,7 @@ from ..token_sets import TokenSets
 from ..transform import LogitTransform
 from ._records import on_rows
 from ._shared import default_group, entropy_from_logits, even_shard, logprobs_from_logits, plain, scored_batch
-from ._slots import Slots, Trial, untested
+from ._slots import NotCovered, Slots, Trial, untested
 
 Tensor = torch.Tensor
 
@@ -261,34 +262,57 @@ def sample_support_logprobs(
     """(log-probs fp32 over the sets, bool: rows with a set), of the shape of sampled_ids; 0 and False where a row has none.
 
     logits_or_hidden   [.., V / ranks], or [.., H] with lm_head_weight [V / ranks, H], of which only the sets' rows are read.
-    support_ids        int32 [.., K], ids of the whole vocabulary, padded with -1; a sampled id that is missing is added.
+    support_ids        int32 [.., K], ids of the whole vocabulary, padded with -1. Where a set lacks its sampled id, or lists an id
+                       twice, the call is left to SkyRL, whose sum over what is listed is no softmax then.
     vocab_start_index, vocab_end_index, tp_group   as in `fused_lm_head_logprobs`, but no group is one rank.
     temperature        divides the logits. chunk_size is not needed."""
-    plain(logits_or_hidden, lm_head_weight)
-    if support_ids.shape[:-1] != sampled_ids.shape:
-        raise ValueError(
-            f"support_ids has shape {list(support_ids.shape)}, but sampled_ids has {list(sampled_ids.shape)}: pass one set for each."
-        )
-    kept, scored = TokenSets.from_padded(support_ids), (support_ids >= 0).any(-1)
-    width = logits_or_hidden.shape[-1] if lm_head_weight is None else lm_head_weight.shape[0]
-    shard = _part(width, (vocab_start_index, vocab_end_index), tp_group)
-    # SkyRL's rows may have any leading shape, ours one or two dimensions.
-    rows, targets, mask = logits_or_hidden.flatten(0, -2), sampled_ids.reshape(-1), scored.reshape(-1)
-    options: dict[str, Any] = {"mask": mask, "transform": LogitTransform(temperature), "kept": kept, "shard": shard}
-    if lm_head_weight is None:
-        logps = token_logprobs(rows, targets, **options)[0]
-    else:
-        logps = linear_logprobs(rows, lm_head_weight, targets, **options)[0]
-    return logps.view(sampled_ids.shape), scored
+    logps, _, scored = _over_support(
+        logits_or_hidden, sampled_ids, support_ids, vocab_start_index=vocab_start_index, vocab_end_index=vocab_end_index,
+        tp_group=tp_group, lm_head_weight=lm_head_weight, temperature=temperature,
+    )  # fmt: skip
+    return logps, scored
 
 
-def sample_support_scores(*args: Any, **kwargs: Any) -> Any:
-    """`sample_support_logprobs` with the same args and kwargs. The result has the type of newer versions, which compute the entropy
-    over the sets elsewhere."""
+def sample_support_scores(
+    *args: Any, compute_entropy: bool = False, entropy_requires_grad: bool = False, **kwargs: Any
+) -> Any:  # fmt: skip
+    """`sample_support_logprobs` of newer versions, with the same args and kwargs, and their type of result.
+
+    compute_entropy   True: the entropy over the sets too, fp32, 0 where there is none; with a gradient if entropy_requires_grad."""
     from skyrl.backends.skyrl_train.utils.sample_support_replay import SampleSupportScores
 
-    logps, scored = sample_support_logprobs(*args, **kwargs)
-    return SampleSupportScores(logprobs=logps, entropy=None, valid_mask=scored)
+    entropy = (True if entropy_requires_grad else "detached") if compute_entropy else False
+    logps, H, scored = _over_support(*args, **kwargs, entropy=entropy)
+    return SampleSupportScores(logprobs=logps, entropy=H, valid_mask=scored)
+
+
+def _over_support(
+    source: Tensor, sampled: Tensor, support: Tensor, *, vocab_start_index: int, vocab_end_index: int, tp_group: Any,
+    lm_head_weight: Tensor | None = None, temperature: float = 1.0, chunk_size: int | None = None, entropy: bool | str = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """(log-probs, entropy or None, rows with a set)."""
+    plain(source, lm_head_weight)
+    if support.shape[:-1] != sampled.shape:
+        raise ValueError(
+            f"support_ids has shape {list(support.shape)}, but sampled_ids has {list(sampled.shape)}: pass one set for each."
+        )
+    in_order, scored = support.sort(-1).values, (support >= 0).any(-1)
+    lacking = scored & ~(support == sampled[..., None]).any(-1)
+    twice = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)
+    if lacking.any() or twice.any():  # on every rank of the group alike
+        raise NotCovered("a sampled id outside of its set" if lacking.any() else "a set that lists an id twice")
+    width = source.shape[-1] if lm_head_weight is None else lm_head_weight.shape[0]
+    options: dict[str, Any] = {
+        "mask": scored.reshape(-1), "transform": LogitTransform(temperature), "kept": TokenSets.from_padded(in_order),
+        "shard": _part(width, (vocab_start_index, vocab_end_index), tp_group), "entropy": entropy,
+    }  # fmt: skip
+    # SkyRL's rows may have any leading shape, ours one or two dimensions.
+    rows, targets = source.flatten(0, -2), sampled.reshape(-1)
+    if lm_head_weight is None:
+        logps, H = token_logprobs(rows, targets, **options)
+    else:
+        logps, H = linear_logprobs(rows, lm_head_weight, targets, **options)
+    return logps.view(sampled.shape), None if H is None else H.view(sampled.shape), scored
 
 
 def kept_sets(

@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -129,8 +130,16 @@ def _scored(
     if fp32 is None:
         fp32 = os.environ.get("UNSLOTH_VLLM_FP32_LM_HEAD", "0").strip().lower() in ("1", "true", "on", "yes")
     transform = LogitTransform(temperature=temperature, softcap=softcap or None, scale=(multiply or 1.0) / (divide or 1.0))
-    # A model spread over several devices has its head on the last one. Unsloth multiplies in the head's dtype.
-    h, ids = hidden.to(head.device, torch.float32 if fp32 else head.dtype), index.to(head.device)
-    with torch.autocast(head.device.type, enabled=False) if fp32 else nullcontext():
+    # A model spread over several devices has its head on the last one.
+    h, ids, kind = hidden.to(head.device), index.to(head.device), head.device.type
+    products: Any = nullcontext()
+    if fp32 or head.dtype == torch.float32:
+        h = h.to(torch.float32)
+        products = torch.autocast(kind, enabled=False) if fp32 else products
+    elif not torch.is_autocast_enabled(kind):
+        # Unsloth multiplies in the head's dtype. Through a conversion here the gradient would come back in it, and fp16 ends at
+        # 65,504; the kernels convert inside.
+        products = torch.autocast(kind, head.dtype)
+    with products:
         logps, H = linear_logprobs(h, head, ids, bias=bias, transform=transform, entropy=entropy)
     return logps.to(hidden.device), None if H is None else H.to(hidden.device)

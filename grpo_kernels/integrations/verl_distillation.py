@@ -31,10 +31,11 @@ from typing import Any
 
 import torch
 
+from ..divergences import token_divergence
 from ..formulas.divergence import Exact, divergence_at
 from ..logprobs import token_logprobs
 from ..token_sets import TokenSets
-from ._shared import no_ids, plain
+from ._shared import distinct, no_ids, plain
 from ._slots import NotCovered, Slots, untested
 
 Tensor = torch.Tensor
@@ -91,31 +92,37 @@ def topk_divergence(
     student_logits: Tensor, teacher_topk_log_probs: Tensor, teacher_topk_ids: Tensor, config: Any, data_format: str
 ) -> dict[str, Tensor]:
     """`distillation_losses`, `student_mass` and `teacher_mass`, fp32 [1, n], of logits [1, n, V] and nested log-probs and ids
-    [n, K] of the teacher, as verl's own function takes them. A row whose ids repeat is padding and gets 0.
+    [n, K] of the teacher, as verl's own function takes them. In a sum over the ids alone an id counts as often as it is listed, as
+    in verl; a divergence with a tail has each id once, and a row in which one repeats is padding and gets 0.
 
     config   verl's DistillationConfig, whose loss_mode is one of ours."""
     from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
 
-    exact = _registered.get(config.distillation_loss.loss_mode)
+    mode = getattr(config.distillation_loss, "loss_mode", None)  # which verl's own function does not read
+    exact = _registered.get(mode)
     if exact is None:
-        raise NotCovered(f"loss_mode={config.distillation_loss.loss_mode!r}")
+        raise NotCovered(f"loss_mode={mode!r}")
     plain(student_logits)
     ids, values = (x.values().unsqueeze(0) for x in (teacher_topk_ids, teacher_topk_log_probs))
     if get_ulysses_sequence_parallel_world_size() > 1:
         ids, values = slice_input_tensor(ids, dim=1), slice_input_tensor(values, dim=1)
-    in_order = ids.sort(-1).values
-    padding = (in_order[..., 1:] == in_order[..., :-1]).any(-1, keepdim=True)
-    sets = TokenSets.from_padded(torch.where(padding, -1, ids), values=values.to(torch.float32))
-    shape = student_logits.shape[:-1]
-    scored: Any = token_logprobs(student_logits, no_ids(student_logits[..., 0]), at=sets)
-    logps = scored[2]["at"]
-    assert sets.values is not None
-    losses = divergence_at(exact, logps, sets.values, sets.offsets)
-    return {
-        "distillation_losses": losses.view(shape),
-        "student_mass": _mass(logps.detach(), sets).view(shape),
-        "teacher_mass": _mass(sets.values, sets).view(shape),
-    }
+    flat, listed = ids.flatten(0, 1), values.flatten(0, 1).to(torch.float32)
+    sets, place = distinct(flat)
+    targets, alone = no_ids(student_logits[..., 0]), exact.tail == "ignore"
+    with torch.set_grad_enabled(alone and torch.is_grad_enabled()):
+        scored: Any = token_logprobs(student_logits, targets, at=sets)
+    logps = scored[2]["at"][place]  # [rows, K]
+    masses = [x.detach().exp().sum(-1) for x in (logps, listed)]
+    if alone:
+        offsets = torch.arange(len(logps) + 1, device=logps.device) * ids.shape[-1]
+        losses = divergence_at(exact, logps.reshape(-1), listed.reshape(-1), offsets)
+    else:
+        padding = sets.counts < ids.shape[-1]
+        known = TokenSets.from_padded(torch.where(padding[:, None], -1, flat), values=listed)
+        losses = token_divergence(student_logits, known, exact)
+        masses = [x.masked_fill(padding, 0.0) for x in masses]
+    found = dict(zip(("distillation_losses", "student_mass", "teacher_mass"), (losses, *masses), strict=True))
+    return {name: x.view(targets.shape) for name, x in found.items()}
 
 
 def _check_version(any_version: bool) -> None:
@@ -123,11 +130,6 @@ def _check_version(any_version: bool) -> None:
     version = untested("verl", TESTED, any_version)
     if version is not None:
         raise RuntimeError(f"{version}: install verl {TESTED[-1]}, or pass any_version=True.")
-
-
-def _mass(logps: Tensor, sets: TokenSets) -> Tensor:
-    """[rows]: the probability of each row's ids."""
-    return torch.segment_reduce(logps.to(torch.float32).exp(), "sum", offsets=sets.offsets, initial=0.0, unsafe=True)
 
 
 def _loss(config: Any, distillation_config: Any, model_output: Any, data: Any) -> tuple[Tensor, dict[str, Any]]:

@@ -18,10 +18,10 @@ def announce(text: str) -> None:
         LOG.warning("grpo_kernels: %s", text)
 
 
-def once(plugin: str, act: Callable[[], Any], says: Callable[[Any], str]) -> Any:
+def once(plugin: str, act: Callable[[], Any], says: Callable[[Any], str] | None = None) -> Any:
     """The result of `act`, which runs if this plugin has not acted in this process yet.
 
-    says   makes the line of the log from the result.
+    says   makes the line of the log from the result; None: no line.
     An error is logged in every process and then raised, because some trainers hide it."""
     if plugin not in DONE:
         try:
@@ -29,5 +29,6 @@ def once(plugin: str, act: Callable[[], Any], says: Callable[[Any], str]) -> Any
         except Exception as error:
             LOG.error("grpo_kernels is not used: its plugin %s failed: %s", plugin, error)
             raise
-        announce(says(DONE[plugin]))
+        if says is not None:
+            announce(says(DONE[plugin]))
     return DONE[plugin]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..checks import LARGEST, SMALLEST, require, require_number
-from .groups import Groups, group_ids
+from .groups import Groups, group_ids, warn_of_single_completions
 from .tensors import check_choice, check_eps, read_lengths, read_rewards, read_weights
 
 Tensor = torch.Tensor
@@ -39,7 +39,7 @@ NUMERICS: dict[str, dict[str, Any]] = {
 
 
 def group_advantages(
-    rewards: Tensor,
+    rewards: Tensor | Sequence[Any],
     *,
     group_size: int | None = None,
     groups: Tensor | None = None,
@@ -56,7 +56,7 @@ def group_advantages(
 ) -> Tensor:
     """A = (reward - baseline) / (scale + eps), computed in fp64, returned as `dtype` [B].
 
-    rewards      float or integer [B], or [B, K] for K reward functions with their `reward_weights`.
+    rewards      numbers, a tensor of any dtype or a list: [B], or [B, K] for K reward functions with their `reward_weights`.
     group_size   G: consecutive runs of G rewards share a prompt; must divide B. Or
     groups       integer [B]: rewards with equal ids share a prompt (any sizes, any order).
     baseline     "mean" of the group. "leave-one-out": mean of the others (RLOO, arXiv 2402.14740, with scale="none").
@@ -73,7 +73,8 @@ def group_advantages(
                  then (A - its mean) / (its std + eps) over the batch (arXiv 2601.05242).
     missing      "raise" on a NaN. "skip": a completion without any reward counts in no mean or std and gets 0 (TRL);
                  of several rewards, those that are NaN are left out.
-    singleton    what a group with one reward gets: "zero", or "raw": baseline 0 and a group scale of 1 (verl, SkyRL).
+    singleton    what a group with one reward gets: "zero", or "raw": baseline 0 and a group scale of 1 (verl, SkyRL). Where all
+                 groups have one member and get zeros, a warning says so once.
 
     Equal rewards in a group (max == min) give exactly 0, except with baseline="none" or singleton="raw". In fp32 the mean of equal
     rewards may differ from them by rounding; divided by eps this would be a meaningless advantage of up to 1e-3 (0.1 at eps=1e-6).
@@ -98,6 +99,8 @@ def group_advantages(
     ids = group_ids(n, r.device, group_size, groups)
     if n == 0:
         return torch.zeros(0, dtype=dtype, device=r.device)
+    if baseline != "none" and singleton == "zero":
+        warn_of_single_completions(ids, group_size)
     within = Groups(ids)
 
     normalised = _Normalisation(within, tokens, baseline, scale, eps, unbiased, singleton)
@@ -188,6 +191,7 @@ def pass_at_k_advantages(
     ids = group_ids(len(r), r.device, group_size, groups)
     if len(r) == 0:
         return torch.zeros(0, device=r.device, dtype=torch.float32)
+    warn_of_single_completions(ids, group_size)
     within = Groups(ids)
     size = within.sum(torch.ones_like(r))
     second = within.max_of_others(r)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checks import require, require_one_of
+from ..checks import refuse_unknown, require, require_one_of
 from .advantages import gpg_scale, greedy_baseline_advantages, group_advantages, pass_at_k_advantages
 from .corrections import (
     importance_weights,
@@ -36,7 +36,7 @@ Tensor = torch.Tensor
 class Evidence:
     """The data from which advantages of B completions are estimated. Per token means [B, T], or [N] with cu_seqlens.
 
-    rewards      float [B]: the reward of each completion; with several reward functions, their sum.
+    rewards      numbers [B]: the reward of each completion; with several reward functions, their sum.
     group_size, groups   which completions answer one prompt, as in `group_advantages`.
     columns, reward_weights   [B, K] rewards of K functions, and their weights.
     lengths      [B]: trained tokens; None: counted in the mask.
@@ -94,9 +94,7 @@ class Estimator:
         """fp32 [B], or per token. Raises ValueError where evidence is missing, TypeError for an option that it does not have."""
         for name in self.needs:
             require(getattr(evidence, name) is not None, name, None, f"the advantages {self.name!r} are estimated from it.")
-        for name, value in options.items():
-            if name not in self.option_names:
-                raise TypeError(f"{name}={value!r}: the advantages {self.name!r} have no such option.")
+        refuse_unknown(f"the advantages {self.name!r}", options, sorted(self.option_names))
         given = {name: getattr(evidence, name) for name in self._takes}
         return self.function(**given, **{**self.options, **options})
 
@@ -120,9 +118,7 @@ class Correction:
         """The corrected batch. finished, bool [B]: which completions ended by themselves. process_group: the ranks over which a
         correction normalises. Raises TypeError for an option that it does not have, ValueError as the function does."""
         parameters = inspect.signature(self.function).parameters
-        for name, value in options.items():
-            if name not in parameters:
-                raise TypeError(f"{name}={value!r}: the correction {self.name!r} has no such option.")
+        refuse_unknown(f"the correction {self.name!r}", options, parameters)
         chosen = {**self.options, **options}
         if self.function is without_truncated:
             require(

@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from ..checks import require_whole
+from ..checks import require_whole, warn_once
+from ..layout import values_are_checked
 
 Tensor = torch.Tensor
 
@@ -66,3 +67,15 @@ def group_ids(n: int, device: torch.device, group_size: int | None, groups: Tens
     if n % group_size:
         raise ValueError(f"group_size={group_size} does not divide the {n} rewards: every prompt needs group_size completions.")
     return torch.arange(n, device=device) // group_size
+
+
+def warn_of_single_completions(ids: Tensor, group_size: int | None) -> None:
+    """Warn once where every group of `ids` [n] has one member, so that a baseline of the group leaves nothing. Ids are only read
+    where `values_are_checked`."""
+    alone = group_size == 1 if group_size is not None else values_are_checked(ids) and ids.unique().numel() == ids.numel()
+    if alone:
+        warn_once(
+            f"all advantages are 0, and nothing is learned from them: each of the {ids.numel()} groups has one completion. Sample "
+            "several completions for each prompt (group_size=8); or take a baseline from elsewhere (the estimators remax and gae), "
+            "or none (singleton='raw', or baseline='none' with scale='none')."
+        )

@@ -18,6 +18,7 @@ from ..formulas.kl import Kl, as_kl, kl_terms
 from ..layout import as_mask, check_offsets, per_token, sequence_ids, values_are_checked
 from .advantages import group_advantages
 from .groups import Groups, group_ids
+from .tensors import read_rewards
 
 Tensor = torch.Tensor
 
@@ -115,9 +116,10 @@ def at_last_token(rewards: Tensor, *, mask: Tensor, cu_seqlens: Tensor | None = 
 
     mask, cu_seqlens   as in a TokenBatch. Raises ValueError naming the argument."""
     tokens = _Tokens("mask", mask.to(torch.float32), mask, cu_seqlens)
-    if _float_tensor("rewards", rewards).shape != (tokens.sequences,):
-        raise ValueError(f"rewards has shape {list(rewards.shape)}: pass one for each of the {tokens.sequences} sequences.")
-    return tokens.shaped(tokens.at_last(_finite("rewards", rewards.detach().to(torch.float64))))
+    r, _ = read_rewards(rewards)
+    if r.shape != (tokens.sequences,):
+        raise ValueError(f"rewards has shape {list(r.shape)}: pass one for each of the {tokens.sequences} sequences.")
+    return tokens.shaped(tokens.at_last(r.to(mask.device)))
 
 
 def kl_in_reward(

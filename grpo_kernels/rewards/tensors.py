@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,13 +13,23 @@ from ..layout import values_are_checked
 Tensor = torch.Tensor
 
 
+def as_rewards(name: str, rewards: Tensor | Sequence[Any]) -> Tensor:
+    """Rewards as a tensor, of a list or an array those of its numbers. Raises ValueError where they are no real numbers."""
+    try:
+        tensor = rewards if isinstance(rewards, Tensor) else torch.as_tensor(rewards, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        tensor = None
+    if tensor is None or tensor.is_complex():
+        got = type(rewards).__name__ if tensor is None else tensor.dtype
+        raise ValueError(f"{name} is {got}: pass numbers, a tensor or a list, one per completion, [B].")
+    return tensor
+
+
 def read_rewards(
-    rewards: Tensor, missing: str = "raise", *, several: bool = False, name: str = "rewards"
+    rewards: Tensor | Sequence[Any], missing: str = "raise", *, several: bool = False, name: str = "rewards"
 ) -> tuple[Tensor, Tensor]:
     """(rewards in fp64 with missing ones set to 0, a mask of those not missing); [B], or [B, K] of `several` functions."""
-    if not isinstance(rewards, Tensor) or rewards.is_complex():
-        got = rewards.dtype if isinstance(rewards, Tensor) else type(rewards).__name__
-        raise ValueError(f"{name} is {got}: pass a float tensor, one number per completion, [B].")
+    rewards = as_rewards(name, rewards)
     if rewards.dim() != 1 + several:
         shape_needed = (
             "with reward_weights, one per completion and function, [B, K]" if several else "one number per completion, [B]"

@@ -1,11 +1,13 @@
 """Checkpoints: written atomically, verified before use.
 
 A checkpoint is a folder `step-00000120` with `state.pt` and `manifest.json`, which holds the size and SHA-256 of the
-former. It is written under another name and renamed, so a folder with the right name was complete when it appeared.
+former. It is written under another name and renamed, so a folder with the right name was complete when it appeared. It is on
+the disk, with its name, before an older one is removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -38,7 +40,9 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
         os.fsync(file.fileno())
     _drop(final)
     _make_way(final)
+    _sync(draft)
     draft.rename(final)
+    _sync(folder)  # before the older ones go: a crash of the machine must not leave neither
     # Newer ones than this were passed over by the run that writes it: they are damaged.
     until = [path for path in listed(folder) if step_of(path) <= step]
     for path in set(listed(folder)) - set(until[-keep:]):
@@ -53,6 +57,16 @@ def listed(folder: Path) -> list[Path]:
 
 def step_of(path: Path) -> int:
     return int(path.name.partition("-")[2])
+
+
+def _sync(folder: Path) -> None:
+    """Put the names in a folder on the disk, where the file system does that for a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _named(kind: str, folder: Path) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import types
 import typing
@@ -11,6 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from ..checks import near_name
 from . import require
 
 #: What other trainers call our options.
@@ -34,13 +34,10 @@ def base_type(hint: Any) -> Any:
 def closest(name: str, known: Collection[str]) -> str:
     """What a mistyped or foreign option is likely to mean, as the end of a message, and written as it was: with dashes or not."""
     plain = name.lstrip("-").replace("-", "_")
-    matches = [ELSEWHERE[plain]] if plain in ELSEWHERE else difflib.get_close_matches(plain, known, n=1)
-    dashes = name.startswith("--")
-    return (
-        f"did you mean {'--' + matches[0].replace('_', '-') if dashes else matches[0]}?"
-        if matches
-        else "`python -m grpo_kernels train --help` lists all."
-    )
+    meant = ELSEWHERE.get(plain) or near_name(plain, known)
+    if not meant:
+        return "`python -m grpo_kernels train --help` lists all."
+    return f"did you mean {'--' + meant.replace('_', '-') if name.startswith('--') else meant}?"
 
 
 def read(path: str, config: type) -> dict[str, Any]:

@@ -69,7 +69,10 @@ def completion_logits(model: Any, completions: Completions) -> Tensor:
     out = model(
         input_ids=ids, attention_mask=attention.long(), position_ids=positions(attention), logits_to_keep=width, use_cache=False
     )
-    assert out.logits.shape[1] == width, "the model ignores logits_to_keep"
+    if out.logits.shape[1] != width:
+        raise ValueError(
+            f"{type(model).__name__} gives {out.logits.shape[1]} logits for logits_to_keep={width}: it ignores that."
+        )
     return out.logits
 
 

@@ -75,14 +75,14 @@ def merged_sums(
     """(cross, excess) of whole rows [n] from those of their parts, [parts, n] like all: in the whole row p and q of a part are
     f and g times what they are in the part, and d is by `apart` larger. Where a part has an infinite cross, excess may be NaN."""
     if kind == "forward":
-        f, g, apart, total = g, f, -apart, teacher_total
+        f, g, apart, total, teacher_total = g, f, -apart, teacher_total, total
     near = apart.abs() <= SMALL
     whole_cross = torch.where(f == 0, 0.0, f * (cross + apart * total))
     # f (e^-a - 1) and f psi(-a), where g = f e^-a; f may underflow where g does not.
     of_cross = torch.where(near, f * torch.expm1(-apart), g - f)
     of_total = torch.where(near, f * psi(-apart), (g - f) + f * apart)
     whole_excess = g * excess - of_cross * cross + of_total * total
-    return whole_cross.sum(0), whole_excess.sum(0)
+    return whole_cross.sum(0), torch.where(f == 0, g * teacher_total, whole_excess).sum(0)
 
 
 def mixed_terms(p: Tensor, q: Tensor, log_ratio: Tensor, mixture: float) -> tuple[Tensor, Tensor]:

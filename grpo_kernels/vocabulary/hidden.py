@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..layout import whole_rows
 from .backends import Backend, FusedRows, visit
 from .blocks import Work
 from .products import Products, keeps_rows, products_for
-from .rows import RowStats, RowTransform, Slopes, Teacher
+from .rows import OUTSIDE, RowStats, RowTransform, Slopes, Teacher
 from .selection import Draws
+from .several import sums_outside
 from .shard import VocabShard, check_shard, refuse_managed
 from .sparse import Slots, write_at
 from .teachers import Several, TeacherHead, in_one_visit
+from .weight_gradient import WeightMemory, check_weight_grad
 
 if TYPE_CHECKING:
     from ..formulas.token_stage import TokenRows
@@ -40,6 +43,7 @@ class FlatHead:
     bias: Tensor | None  # [V]
     dtype: torch.dtype  # to compute in
     shard: VocabShard | None = None
+    into: WeightMemory | None = None  # what the gradient of the weight is added into
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -59,8 +63,11 @@ def check_head(
     shape: torch.Size,
     device: torch.device,
     shard: VocabShard | None = None,
+    weight_grad: Tensor | None = None,
+    read: dict[str, Any] | None = None,
 ) -> FlatHead:
-    """Check hidden states and head, and return them as flat rows and local tensors. Raises ValueError with the remedy."""
+    """Check hidden states and head, and return them as flat rows and local tensors, each row in one piece. `read`: what a call
+    with `weight_grad` reads beside them, by name. Raises ValueError with the remedy."""
     if shard is not None:
         check_shard(shard)
     for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
@@ -101,12 +108,15 @@ def check_head(
         )
     if bias is not None and bias.shape != (vocab,):
         raise ValueError(f"bias has shape {list(bias.shape)}, but weight has {list(weight.shape)}: it must be [{vocab}].")
-    bias = None if bias is None else bias.contiguous()  # as kernels take it
-    return FlatHead(hidden.reshape(-1, width), weight, bias, compute_dtype(hidden), shard)
+    into = None
+    if weight_grad is not None:
+        into = check_weight_grad(weight_grad, weight, {"hidden": hidden, "weight": weight, "bias": bias, **(read or {})})
+    bias = None if bias is None else bias.contiguous()
+    return FlatHead(whole_rows(hidden.reshape(-1, width)), whole_rows(weight), bias, compute_dtype(hidden), shard, into)
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:
-    """What products run in: the autocast dtype if autocast is on, else that of the hidden states."""
+    """What products may run in: the autocast dtype if autocast is on, else that of the hidden states."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
@@ -133,14 +143,15 @@ def _local(name: str, x: Tensor, partial: bool = False) -> Tensor:
 
 class Engine:
     """One pass over the rows of a head. `wanted` says which gradients it accumulates: (hidden, weight, bias). `rounded`: d_weight
-    may end in the dtype of the weight; without it it is fp32, for more to be added. The logits of a `teacher` are made beside the
-    student's, one more product, and are gone with them."""
+    may end in the dtype of the weight; without it it is fp32, for more to be added, and with `summed_later` so is d_hidden. The
+    logits of a `teacher` are made beside the student's, one more product, and are gone with them."""
 
     def __init__(
         self, head: FlatHead, backend: Backend, wanted: tuple[bool, bool, bool] = (False, False, False), rounded: bool = True,
-        teacher: TeacherHead | Several | None = None,
+        teacher: TeacherHead | Several | None = None, summed_later: bool = False,
     ) -> None:  # fmt: skip
-        self.head, self.backend, self.wanted, self.rounded, self.teacher = head, backend, wanted, rounded, teacher
+        self.head, self.backend, self.wanted, self.teacher = head, backend, wanted, teacher
+        self.rounded, self.summed_later = rounded and not summed_later, summed_later
         self._of_teachers: dict[int, Products | None] = {}
         self.hidden = head.hidden.detach()
         # The gradient of the logits stays fp32 if the bias needs its sum, or if the row kernel cannot narrow it in place.
@@ -151,14 +162,14 @@ class Engine:
         self.summed = 0  # rows that the products have taken
         if wanted[0]:
             # fp32 for fp16: the loss scale is applied later, and fp16 would underflow before.
-            dtype = torch.float32 if self.hidden.dtype == torch.float16 else self.hidden.dtype
+            dtype = torch.float32 if summed_later or self.hidden.dtype == torch.float16 else self.hidden.dtype
             self.d_hidden = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
         if wanted[2]:
             self.d_bias = torch.zeros(head.weight.shape[0], device=self.hidden.device, dtype=torch.float32)
         self.work = Work(
             head.vocab, head.weight.shape[1], keeps_rows(head.dtype, self.hidden.device),
             0 if self.d_hidden is None else self.d_hidden.element_size(), head.weight.element_size() if wanted[1] else 0,
-            rounded, 1 if head.shard is None else head.shard.ranks, 0 if teacher is None else teacher.columns,
+            self.rounded, 1 if head.shard is None else head.shard.ranks, 0 if teacher is None else teacher.columns,
             head.dtype == torch.float16,
         )  # fmt: skip
         self.chunk_rows = self.work.plan(self.hidden.device.type, 0).chunk
@@ -196,10 +207,11 @@ class Engine:
         return teacher.of(own.logits(teacher.head.hidden.detach()[at].to(own.dtype)), at)
 
     def forward(
-        self, index: Tensor, targets: Tensor, transform: RowTransform, names: tuple[str, ...], draws: Draws | None = None
+        self, index: Tensor, targets: Tensor, transform: RowTransform, names: tuple[str, ...], draws: Draws | None = None,
+        slots: Slots | None = None,
     ) -> RowStats:  # fmt: skip
         """Partials [q, N]: computed for the rows of `index`; the other rows get the values of a row that is not read. `draws` takes
-        columns of each chunk while its logits are there."""
+        columns of each chunk while its logits are there. `slots`: what the partials OUTSIDE leave out."""
         stats = RowStats.not_read(names, targets.numel(), self.hidden.device, self.teacher)
         for at, hidden in self._chunks(index):
             logits, teacher = self._logits(at, hidden)
@@ -207,6 +219,10 @@ class Engine:
             stats.values[:, at] = part.values
             if draws is not None:
                 draws.take(logits, at, targets[at], part, transform.at(at))
+            if slots is not None and OUTSIDE[0] in names:  # the last thing that the logits are needed for
+                z = transform.at(at).of_rows(logits, logits)
+                here = slots.in_chunk(at, targets.numel())
+                stats.values[-len(OUTSIDE) :, at] = sums_outside(self.backend, z, here, targets[at], None)
             del logits, teacher  # before the next chunk's are made
         return stats
 
@@ -248,8 +264,8 @@ class Engine:
             of_rows = (targets[at], stats.at(at), slopes.at(at), transform.at(at))
             self.backend.pull(logits[None], *of_rows, d_logits[None], teacher=teacher)
             if slots is not None and at_slots is not None:
-                row = torch.full_like(targets, -1).index_copy_(0, at, torch.arange(at.numel(), device=at.device))[slots.rows]
-                write_at(d_logits, (row, slots.ids), at_slots, (row >= 0) & (slots.ids >= 0))
+                here = slots.in_chunk(at, targets.numel())
+                write_at(d_logits, (here.rows, here.ids.clamp(min=0)), at_slots, here.ids >= 0)
             del logits, teacher
             d_logits = self._kept(d_logits)
             self._accumulate(at, hidden, d_logits, index)

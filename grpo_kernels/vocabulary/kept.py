@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from ..layout import plain
 from .backends import FusedRows, SparseBackend
-from .rows import MIXED, RowStats, RowTransform, Slopes, Teacher
+from .rows import MIXED, TRANSFORMED, RowStats, RowTransform, Slopes, Teacher
 from .shard import VocabShard, exchange, on_shard
-from .sparse import Slots, plain
+from .sparse import Slots
 
 if TYPE_CHECKING:
     from ..formulas.token_stage import TokenRows
@@ -33,9 +34,6 @@ BLOCK_BYTES = 64 << 20
 
 #: If no row has more slots than this, all rows are padded to one width.
 WIDTH = 64
-
-#: The row kernels get logits that are already transformed.
-TRANSFORMED = RowTransform(1.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, eq=False)

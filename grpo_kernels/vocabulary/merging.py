@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .divergence import merged_sums
+from .divergence import differences, merged_sums
 from .rows import MIXED, NOT_READ, RowStats
 
 Tensor = torch.Tensor
@@ -31,7 +31,8 @@ def merge(
         "target": torch.where(here.sum(0) == 1, torch.where(here, parts["target"], 0.0).sum(0), torch.nan),
     }
     if "weighted" in parts:
-        found["weighted"] = (share * (parts["weighted"] + parts["sum"] * shift)).sum(0)
+        weighted = share * (parts["weighted"] + parts["sum"] * shift)
+        found["weighted"] = torch.where(share == 0, 0.0, weighted).sum(0)  # a part that is far below: no 0 times infinity
     if "squares" in parts:
         found["squares"] = (share * share * parts["squares"]).sum(0)
     if "top" in parts:
@@ -41,9 +42,10 @@ def merge(
         first = torch.where((tops == top) & (ids >= 0), ids + starts, last).amin(0)
         found["top"] = torch.where(first == last, -1, first)
     if "cross" in parts:
-        teacher_top, _, teacher_share = _shares(parts["teacher_max"])
-        apart = (tops - parts["teacher_max"]) - (top - teacher_top)  # d of the whole row less d of the part
-        apart = torch.where((tops == -torch.inf) | (parts["teacher_max"] == -torch.inf), 0.0, apart)
+        teacher_tops = parts["teacher_max"]
+        teacher_top, _, teacher_share = _shares(teacher_tops)
+        apart = differences(tops, teacher_tops, top, teacher_top)  # d of the whole row less d of the part
+        apart = torch.where((tops == -torch.inf) | (teacher_tops == -torch.inf), 0.0, apart)
         found["teacher_max"], found["teacher_sum"] = teacher_top, (teacher_share * parts["teacher_sum"]).sum(0)
         sums = (parts["sum"], parts["teacher_sum"], parts["cross"], parts["excess"])
         found["cross"], found["excess"] = merged_sums(teacher.kind, share, teacher_share, apart, *sums)

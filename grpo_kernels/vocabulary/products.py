@@ -131,8 +131,7 @@ class NativeProducts(Products):
     already read."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-        operand = weight.to(dtype)
-        super().__init__(operand if operand.stride(1) == 1 else operand.contiguous(), None if bias is None else bias.float())
+        super().__init__(weight.to(dtype), None if bias is None else bias.float())
         self.dtype, self._gradient_dtype = dtype, weight.dtype if weight.dtype in cpu_products.OPERANDS else torch.float32
         self._logits = torch.empty(0, weight.shape[0], dtype=torch.float32)  # used again by the next chunk
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..layout import plain
 from .divergence import SMALL, phi
-from .sparse import plain
 
 Tensor = torch.Tensor
 
@@ -41,11 +41,27 @@ class RowTransform(NamedTuple):
             return torch.tanh(x * (self.scale / self.softcap)) * (self.softcap * t)
         return x * (self.scale * t)
 
+    def of_rows(self, x: Tensor, out: Tensor) -> Tensor:
+        """z fp32 of rows x [r, V], one for each temperature: x itself where nothing changes it, else in `out`, which may be x."""
+        t = self.inv_temperature
+        factor = t if isinstance(t, float) else t[:, None]
+        plain = isinstance(factor, float) and factor * self.scale == 1.0 and not self.softcap
+        if x.dtype == torch.float32 and plain:
+            return x
+        z = out.copy_(x)
+        if self.softcap:
+            return z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap * factor)
+        return z if plain else z.mul_(self.scale * factor)
+
     def slope(self, x: Tensor, rows: Tensor) -> float | Tensor:
         """dz/dx of single logits."""
         t = self.inv_temperature
         slope = self.scale * (t if isinstance(t, float) else t[rows])
         return slope * (1.0 - torch.tanh(x * (self.scale / self.softcap)).square()) if self.softcap else slope
+
+
+#: What is left to do for transformed logits.
+TRANSFORMED = RowTransform(1.0, 0.0, 1.0)
 
 
 class Teacher(NamedTuple):
@@ -78,15 +94,18 @@ class Teacher(NamedTuple):
 #:   cross     sum_j p_j d_j, of "forward" with the streams swapped, -sum_j q_j d_j
 #:   excess    sum_j p_j psi(-d_j), of "forward" sum_j q_j psi(d_j), psi(x) = e^x - 1 - x: see `divergence.first_terms`
 #:   mixed_student, mixed_teacher   KL(p||m) and KL(q||m) of softmaxes p and q and their mixture m, which a second visit makes
+#: and with ids of each row, also by a second visit:
+#:   outside_max, outside_sum   as max and sum, of the columns that are none of these ids
 PARTIALS = (
     "max", "sum", "target", "weighted", "squares", "top",
-    "teacher_max", "teacher_sum", "cross", "excess", "mixed_student", "mixed_teacher",
+    "teacher_max", "teacher_sum", "cross", "excess", "mixed_student", "mixed_teacher", "outside_max", "outside_sum",
 )  # fmt: skip
 ALWAYS = 3
 OF_STUDENT = PARTIALS[:6]
 OF_BOTH = PARTIALS[6:10]
-MIXED = PARTIALS[10:]
-NOT_READ = {**dict.fromkeys(PARTIALS, 0.0), "sum": 1.0, "top": -1, "teacher_sum": 1.0}
+MIXED, OUTSIDE = PARTIALS[10:12], PARTIALS[12:]
+OF_SECOND_VISIT = (*MIXED, *OUTSIDE)
+NOT_READ = {**dict.fromkeys(PARTIALS, 0.0), "sum": 1.0, "top": -1, "teacher_sum": 1.0, "outside_sum": 1.0}
 
 #: Statistics that may be asked for beside log-probs, and the partials that they need. The C++ and Triton kernels make squares
 #: and weighted together.
@@ -97,6 +116,7 @@ STATISTICS: dict[str, tuple[str, ...]] = {
     "top_id": ("top",),
     "lse": (),
     "divergence": OF_BOTH,
+    "outside": OUTSIDE,
 }
 
 
@@ -170,8 +190,11 @@ class RowStats(NamedTuple):
         top, total, target, *more = self._wide().unbind()
         log = torch.log(total)
         logps = ((target - top) - log).to(torch.float32)
-        # Rounding may make the entropy of a one-hot row slightly negative. clamp keeps NaN. `weighted` is the first of the others.
-        return (logps, (log - more[0] / total).clamp(min=0.0).to(torch.float32)) if entropy else (logps,)
+        if not entropy:
+            return (logps,)
+        weighted = more[self.names.index("weighted") - ALWAYS]
+        # Rounding may make the entropy of a one-hot row slightly negative. clamp keeps NaN.
+        return logps, (log - weighted / total).clamp(min=0.0).to(torch.float32)
 
     @property
     def logps(self) -> Tensor:
@@ -179,7 +202,6 @@ class RowStats(NamedTuple):
 
     @property
     def entropy(self) -> Tensor:
-        assert "weighted" in self.names, self.names
         return self.softmax(True)[1]
 
     def _wide(self) -> Tensor:
@@ -198,6 +220,13 @@ class RowStats(NamedTuple):
     def top_prob(self) -> Tensor:
         """The largest probability of the row; NaN where all logits are -inf, as of the log-prob."""
         return torch.where(self.sum == 0, torch.nan, self.sum.reciprocal())
+
+    @property
+    def outside(self) -> Tensor:
+        """The logarithm of the probability outside of the ids that were asked for: of a small one no digit is lost."""
+        row = dict(zip(self.names, self._wide(), strict=True))
+        log = (row["outside_max"] - row["max"]) + torch.log(row["outside_sum"]) - torch.log(row["sum"])
+        return log.to(torch.float32)
 
     @property
     def top_id(self) -> Tensor:

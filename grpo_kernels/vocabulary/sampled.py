@@ -42,7 +42,7 @@ class SampledHidden(Hidden):
         self, engine: Engine, targets: Tensor, read: Tensor | None, stats: RowStats, slopes: Slopes, transform: RowTransform,
         several: Tensor | None,
     ) -> tuple[Slots | None, Tensor | None]:  # fmt: skip
-        assert self.sparse is not None and several is None
+        assert self.sparse is not None
         if not stats.draws:  # no row ran over the whole vocabulary
             return None, None
         *of_slots, logits = stats.draws

@@ -49,11 +49,14 @@ class Drawn(NamedTuple):
         return cls(torch.full(shape, -1, dtype=torch.int32, device=device), torch.zeros(shape, device=device))
 
 
-def starts(seed: int, rows: Tensor) -> Tensor:
+def starts(seed: int | Tensor, rows: Tensor) -> Tensor:
     """int64 [n] in [0, 2^BITS): where the running sum of each row starts, a function of the seed and the row's number, int64 [n],
     alone. The generator is SplitMix64 (Steele, Lea and Flood 2014), started from a hash of the seed."""
     step = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
-    first = _mixed(torch.tensor(seed, dtype=torch.int64, device="cpu") + step).item()  # a copy to the device would wait for it
+    if isinstance(seed, Tensor):
+        first = _mixed(seed + step)
+    else:  # a copy of it to the device would wait for the device
+        first = _mixed(torch.tensor(seed, dtype=torch.int64, device="cpu") + step).item()
     return _shifted(_mixed((rows + 1) * step + first), 64 - BITS)
 
 

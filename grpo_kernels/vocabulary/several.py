@@ -1,4 +1,4 @@
-"""Log-probs of several ids of a row, and their gradient: one log-sum-exp for all of them."""
+"""Log-probs of several ids of a row, the probability outside of them, and their gradient: one log-sum-exp for all of them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,44 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .backends.eager_rows import block_bytes
 from .divergence import differences, gradient
-from .rows import RowStats, RowTransform, Slopes, Teacher
-from .sparse import Slots
+from .rows import OUTSIDE, TRANSFORMED, RowStats, RowTransform, Slopes, Teacher, partials_of
+from .sparse import Slots, write_at
 
 if TYPE_CHECKING:
+    from .backends import Backend
     from .kept import KeptRows
     from .shard import VocabShard
 
 Tensor = torch.Tensor
+
+
+def sums_outside(backend: Backend, z: Tensor, slots: Slots, targets: Tensor, read: Tensor | None) -> Tensor:
+    """fp32 [2, r]: max and sum of transformed rows z [r, V] without the columns of `slots`, which -inf replaces. 1 minus the
+    probability of these columns would be the rounding of that, where they have nearly all of it."""
+    below = torch.full((), -torch.inf, device=z.device).expand(slots.ids.shape)
+    write_at(z, (slots.rows, slots.ids.clamp(min=0)), below, slots.ids >= 0)
+    return backend.stats(z[None], targets, read, TRANSFORMED, partials_of(())).values[:2]
+
+
+def put_outside(
+    stats: RowStats, backend: Backend, logits: Tensor, slots: Slots, targets: Tensor, read: Tensor | None, transform: RowTransform,
+    shard: VocabShard | None,
+) -> None:  # fmt: skip
+    """Set the partials OUTSIDE of all rows of logits [A, T, V], a block of which is copied at a time. The ranks of a shard take the
+    same blocks, whatever the widths of their parts: each block has an exchange."""
+    A, T, V = logits.shape
+    size = max(1, block_bytes(logits.device) // (4 * (V if shard is None else shard.vocab)))
+    memory = torch.empty(min(size, T), V, device=logits.device)
+    for a in range(A):  # a block stays within one outer index, where rows have one stride
+        for t in range(0, T, size):
+            rows = slice(a * T + t, a * T + min(t + size, T))
+            x = logits[a, t : t + size]
+            z = transform.at(rows).of_rows(x, memory[: len(x)])
+            z = memory[: len(x)].copy_(x) if z is x else z
+            of_rows = (slots.of_rows(rows.start, rows.stop), targets[rows], None if read is None else read[rows])
+            stats.values[-len(OUTSIDE) :, rows] = sums_outside(backend, z, *of_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,20 +89,28 @@ class LogitsAt:
         return logps if read is None else torch.where(read[rows], logps, 0.0)
 
     def gradients(
-        self, upstream: Tensor, targets: Tensor, read: Tensor | None, stats: RowStats, slopes: Slopes, transform: RowTransform
-    ) -> tuple[Tensor, Slopes]:
+        self, upstream: Tensor, outside: Tensor | None, targets: Tensor, read: Tensor | None, stats: RowStats, slopes: Slopes,
+        transform: RowTransform,
+    ) -> tuple[Tensor, Slopes]:  # fmt: skip
         """(d loss / d logits [k], of all that the loss depends on; the slopes of the other columns of the rows), from d loss / d
-        log-probs [k].
+        log-probs [k], and from d loss / d log of the probability outside of the ids [n], or None.
 
-        Where p is close to 1, the 1 - p of one's own logit is that of expm1, as in the row kernels."""
+        Where p is close to 1, the 1 - p of one's own logit is that of expm1, as in the row kernels, or the sum of all else where
+        that is known. Sums over the ids are fp64, since what arrives at one of them may be far more than at all others."""
         rows = self.slots.rows
         counted = self.used if read is None else self.used & read[rows]
-        upstream = torch.where(counted, upstream, 0.0)
-        offsets = self.slots.offsets
-        total = torch.segment_reduce(upstream, "sum", offsets=offsets, initial=0, unsafe=True)  # in a fixed order, no atomics
+        upstream = torch.where(counted, upstream, 0.0).to(torch.float64)
+        total = self._sums(upstream)
+        others = -total  # the gradient of the other columns, in units of their probability
         logps = torch.where(counted, self.log_probs(stats, read, transform), -torch.inf)
         p, rest = logps.exp(), -torch.expm1(logps)
-        g = rest * upstream - p * (total[rows] - upstream)
+        if outside is not None:  # d log P / d z_j, P the probability outside, is p_j (1 / P - 1), of the ids -p_j
+            outside, mass = outside if read is None else torch.where(read, outside, 0.0), torch.exp(stats.outside)
+            inside = torch.where(mass > 0.5, self._sums(p), 1.0 - mass)
+            others = others + torch.where(outside == 0, 0.0, outside * (inside / mass))
+            total = total + outside
+            rest = torch.where(p > 0.5, (mass + self._sums(torch.where(p > 0.5, 0.0, p)))[rows], rest)
+        g = (rest * upstream - p * (total[rows] - upstream)).to(torch.float32)
         g = g + slopes.target[rows] * torch.where(self.slots.ids == targets[rows], rest, -p)
         finite = logps.clamp(min=-1e4)  # no infinity times 0
         for slope, factor in ((slopes.constant, 1.0), (slopes.log, finite), (slopes.prob, p)):
@@ -82,7 +119,12 @@ class LogitsAt:
         if slopes.teacher is not None:
             g = g + slopes.teacher[rows] * self._of_divergence(p, stats, transform)
         g = torch.where(counted, g * transform.slope(self.logits, rows), 0.0)
-        return g, slopes._replace(constant=-total if slopes.constant is None else slopes.constant - total)
+        others = others.to(torch.float32)
+        return g, slopes._replace(constant=others if slopes.constant is None else slopes.constant + others)
+
+    def _sums(self, x: Tensor) -> Tensor:
+        """[n], of x [k], in a fixed order: no atomics."""
+        return torch.segment_reduce(x, "sum", offsets=self.slots.offsets, initial=0, unsafe=True)
 
     def _of_divergence(self, p: Tensor, stats: RowStats, transform: RowTransform) -> Tensor:
         """d divergence / d z [k]."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..checks import as_number, require, require_whole
 from .backends import FusedRows, SparseBackend, two_visits
 from .merging import merge
-from .rows import MIXED, RowStats, RowTransform, Slopes, Teacher
+from .rows import MIXED, OF_SECOND_VISIT, RowStats, RowTransform, Slopes, Teacher
 from .selection import Drawn
 
 if TYPE_CHECKING:
@@ -237,8 +237,8 @@ NO_COLUMN = {"max": -torch.inf, "sum": 0.0, "target": torch.nan, "teacher_max": 
 
 def exchange(shard: VocabShard, part: RowStats, read: Tensor | None, start: int) -> RowStats:
     """Statistics of whole rows from each rank's `part` of them, the same on all ranks: one all-gather. `start`: the id that
-    this rank's ids of `top` count from. MIXED are left alone: they are made from statistics of whole rows."""
-    names = tuple(name for name in part.names if name not in MIXED)
+    this rank's ids of `top` count from. OF_SECOND_VISIT are left alone: that visit has an exchange of its own."""
+    names = tuple(name for name in part.names if name not in OF_SECOND_VISIT)
     partials = part.values[: len(names)]
     # The id of a rank's largest logit counts from the rank's first column, so that column is sent too.
     first = torch.full((1, partials.shape[1]), start, dtype=torch.int32, device=partials.device).view(torch.float32)

@@ -11,8 +11,8 @@ from .backends import FusedRows, SparseBackend, visit
 from .hidden import Engine, FlatHead
 from .kept import KeptRows, KeptStage
 from .memory import converted, empty, zeros
-from .rows import RowStats, RowTransform, Slopes, Teacher
-from .several import LogitsAt
+from .rows import OUTSIDE, RowStats, RowTransform, Slopes, Teacher
+from .several import LogitsAt, put_outside
 from .shard import VocabShard, of_own_part
 from .sparse import Slots, logits_at, merged, write_at
 from .teachers import Several, TeacherHead, fused_rows
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 
 class Source(Protocol):
-    """A source of rows of logits. `tensors` are those that may get a gradient; vectors have one entry per row, [n]."""
+    """A source of rows of logits. `tensors` are those that may get a gradient, see `stage.with_sums`; vectors are [n], by rows."""
 
     @property
     def at(self) -> Slots | None:
@@ -80,7 +80,10 @@ class Logits:
     ) -> RowStats:
         (logits,) = tensors
         if self.kept is None:
-            return visit(self.backend, logits, targets, read, transform, names, self.teacher)
+            stats = visit(self.backend, logits, targets, read, transform, names, self.teacher)
+            if OUTSIDE[0] in names:
+                put_outside(stats, self.backend, logits, self._own(logits), targets, read, transform, self.shard)
+            return stats
         stage = self._stage(logits)
         of_sets = stage.stats(logits_at(logits, stage.slots), transform, names)
         if self.kept.has_all:
@@ -169,7 +172,7 @@ class Hidden:
     dtype    what the products run in.
     index    the rows that are read over the whole vocabulary, [m] int64; None: found from `read`, a host sync on a GPU.
     active   how many of `index`, from its first on, can have a slope; None: all. On a CPU, where it costs no wait, rows whose
-             slopes are zero are left out of the products as well; with `compacts` on a GPU, whose host waits for them, too.
+             slopes are zero are left out of the products as well.
     kept     the rows that have a set of ids, which take part in no product with the whole weight.
     at       further ids of rows, whose log-probs are wanted.
     teacher  a second stream of the rows, for their divergence from it.
@@ -184,7 +187,6 @@ class Hidden:
     into: WeightMemory | None = None
     at: Slots | None = None
     teacher: TeacherHead | None = None
-    compacts: bool = False
 
     def logits_at(self, tensors: tuple[Any, ...]) -> LogitsAt:
         head = self._head(tensors)
@@ -211,7 +213,8 @@ class Hidden:
         self, head: FlatHead, index: Tensor, targets: Tensor, transform: RowTransform, names: tuple[str, ...]
     ) -> RowStats:  # fmt: skip
         """Of the rows that run over the whole vocabulary."""
-        return self._engine(head).forward(index, targets, transform, names)
+        slots = self._own(head) if OUTSIDE[0] in names else None
+        return self._engine(head).forward(index, targets, transform, names, slots=slots)
 
     def pull(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...], targets: Tensor, read: Tensor | None, stats: RowStats,
@@ -236,8 +239,8 @@ class Hidden:
                 slots, at_slots = merged(slots, at_slots, stage.slots, of_sets)
         d_hidden, d_weight, d_bias = self._gradients(engine, slots, at_slots)
         d_weight = d_weight.made() if isinstance(d_weight, WeightGradient) else d_weight
-        gradients = zip((d_hidden, d_weight, d_bias), tensors, strict=True)
-        return tuple(None if g is None else converted(g, x.dtype) for g, x in gradients)
+        gradients = zip((d_hidden, d_weight, d_bias), tensors[-3:], strict=True)
+        return *(None,) * (len(tensors) - 3), *(None if g is None else converted(g, x.dtype) for g, x in gradients)
 
     def _backward(
         self, engine: Engine, targets: Tensor, read: Tensor | None, stats: RowStats, slopes: Slopes, transform: RowTransform,
@@ -246,7 +249,7 @@ class Hidden:
         """The gradients of the rows that run over the whole vocabulary: in the engine, or as those of the logits at slots."""
         index = self._rows(targets, read)[: self.active]
         own = None if several is None else self._own(engine.head)
-        if targets.device.type == "cpu" or self.compacts:
+        if targets.device.type == "cpu":
             nonzero = slopes.nonzero
             if own is not None:  # slopes of several ids may cancel in the sum of their row
                 nonzero = nonzero.index_fill(0, own.rows[several != 0], True)
@@ -276,14 +279,15 @@ class Hidden:
                 slots, logits = stage.slots, self._at(head, stage.slots)
                 of_rows, of_sets = stage.fused(logits, rows, objective, transform, any(wanted))
                 result = self.kept.joined(of_rows, result)
-        return result, self._gradients(engine, slots, of_sets) if any(wanted) else (None,) * 3
+        gradients = self._gradients(engine, slots, of_sets) if any(wanted) else ()
+        return result, (*(None,) * (len(tensors) - len(gradients)), *gradients)
 
     def _head(self, tensors: tuple[Any, ...]) -> FlatHead:
         return FlatHead(tensors[0], tensors[1], tensors[2], self.dtype, self.shard)
 
     def _engine(self, head: FlatHead, wanted: tuple[bool, ...] = (False,) * 3, several: Several | None = None) -> Engine:
         rounded = self.into is None and self.kept is None
-        return Engine(head, self.backend, wanted, rounded, several or self.teacher)  # type: ignore[arg-type]
+        return Engine(head, self.backend, wanted[-3:], rounded, several or self.teacher, len(wanted) > 3)  # type: ignore[arg-type]
 
     def rows_of(self, n: int, read: Tensor | None, device: torch.device) -> Tensor:
         """Indices of the rows that run over the whole vocabulary, of n. With `read` the host waits for a GPU, and where it does not
@@ -341,6 +345,6 @@ class Hidden:
         d_weight: Tensor | WeightGradient | None = engine.d_weight
         if engine.wanted[1] and (d_weight is None or of_sets is not None or self.into is not None):
             hidden = None if of_sets is None else engine.hidden  # otherwise nothing has to be kept for the backward
-            like = (self.backend, head.weight.shape, head.weight.dtype)
+            like = (self.backend, head.weight.shape, torch.float32 if engine.summed_later else head.weight.dtype)
             d_weight = WeightGradient(*like, engine.d_weight, self.into, engine.hidden.device, hidden, slots, of_sets)
         return engine.whole_d_hidden(), d_weight, engine.d_bias

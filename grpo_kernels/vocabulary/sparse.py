@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..layout import plain
+
 Tensor = torch.Tensor
 
 
@@ -27,6 +29,20 @@ class Slots(NamedTuple):
         """These slots counted in `count` columns, of which the first is the id `first`; -1 where the id is not among them."""
         return self._replace(ids=torch.where((self.ids >= first) & (self.ids < first + count), self.ids - first, -1))
 
+    def of_rows(self, lo: int, hi: int) -> Slots:
+        """Those of rows lo to hi, the first of which counts as 0. The host does not wait for a GPU: the others stay there,
+        not in use."""
+        if self.ids.device.type == "cpu":
+            first, last = int(self.offsets[lo]), int(self.offsets[hi])
+            return Slots(self.ids[first:last], self.offsets[lo : hi + 1] - first, self.rows[first:last] - lo)
+        here = (self.rows >= lo) & (self.rows < hi)
+        return self._replace(ids=torch.where(here, self.ids, -1), rows=torch.where(here, self.rows - lo, 0))
+
+    def in_chunk(self, at: Tensor, n: int) -> Slots:
+        """Those of the rows `at`, of n, counted as their places in `at`; the others are not in use."""
+        place = torch.full((n,), -1, device=at.device).index_copy_(0, at, torch.arange(at.numel(), device=at.device))[self.rows]
+        return self._replace(ids=torch.where(place >= 0, self.ids, -1), rows=place.clamp(min=0))
+
     def positions(self, inner: int) -> tuple[Tensor, Tensor, Tensor]:
         """Indices of the slots into logits [A, inner, V]; those of another one where a slot is not in use."""
         return self.rows // inner, self.rows % inner, self.ids.clamp(min=0)
@@ -35,13 +51,6 @@ class Slots(NamedTuple):
     def pairs(self) -> Tensor:
         """int64 [m]: a number for each pair (row, id)."""
         return (self.rows << 32) + self.ids
-
-
-def plain(x: Tensor) -> Tensor:
-    """x without the wrappers of torch.func: for numbers that have no gradient."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x
 
 
 def logits_at(logits: Tensor, slots: Slots) -> Tensor:

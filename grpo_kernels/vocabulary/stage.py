@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .memory import converted
 from .rows import RowStats, RowTransform, Slopes, Teacher, partials_of
 from .several import LogitsAt
 from .sources import Source
@@ -59,6 +60,33 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
+def with_sums(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """What the passes of a loss take that has several over the same hidden states, weight and bias: behind these, where one of them
+    has 16 bits, fp32 tensors without memory, to which the sources give the gradients. So autograd adds those of all passes in fp32,
+    and they are rounded once."""
+    wanted = [x is not None and x.requires_grad for x in tensors]
+    narrow = any(x.dtype != torch.float32 for x, w in zip(tensors, wanted, strict=True) if w and x is not None)
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if len(tensors) != 3 or not narrow or traced or not torch.is_grad_enabled():
+        return tensors
+    sums = applied(_Sums, *tensors)
+    return *tensors, *(x if w else None for x, w in zip(sums, wanted, strict=True))
+
+
+class _Sums(torch.autograd.Function):
+    """The tensors of `with_sums`: their gradients, in the dtype of the tensors that they stand for."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.dtypes = [None if x is None else x.dtype for x in tensors]
+        ctx.set_materialize_grads(False)
+        return tuple(None if x is None else torch.zeros((), device=x.device).expand(x.shape) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if g is None else converted(g, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))
 
 
 class VocabularyStage(torch.autograd.Function):
@@ -193,13 +221,14 @@ def _pull(
         several = LogitsAt(slots, logits, used, second)  # type: ignore[arg-type]
     draws, rest = rest[: plan.draws], rest[plan.draws :]
     values, tensors = rest[: len(plan.kept)], rest[len(plan.kept) :]
-    d_several = upstream.pop("at", None)
+    d_several, d_outside = upstream.pop("at", None), upstream.pop("outside", None)
     upstream = upstream or {"logps": torch.zeros_like(partials[0])}
     slopes = Slopes.of(dict(zip(plan.kept, values, strict=True)), upstream, read)  # type: ignore[arg-type]
     scale, softcap, number = plan.numbers
     transform = RowTransform(scale, softcap, inv_temperatures if number is None else number)  # type: ignore[arg-type]
     of = ("", 0.0) if teacher is None else (teacher.kind, teacher.mixture)
     stats, gradient = RowStats(partials, plan.names, *of, draws), None  # type: ignore[arg-type]
-    if several is not None and d_several is not None:
-        gradient, slopes = several.gradients(d_several.to(torch.float32), targets, read, stats, slopes, transform)
+    if several is not None and (d_several is not None or d_outside is not None):
+        d_several = torch.zeros_like(several.logits) if d_several is None else d_several.to(torch.float32)
+        gradient, slopes = several.gradients(d_several, d_outside, targets, read, stats, slopes, transform)
     return plan.source.pull(tensors, plan.wanted, targets, read, stats, slopes, transform, gradient)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..layout import plain
 from .backends import Backend, FusedRows
 from .rows import RowTransform, Teacher
-from .sparse import plain
 
 if TYPE_CHECKING:
     from ..formulas.token_stage import TokenRows

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from ..layout import overlaps_itself, refuse_overlap
 from .backends import SparseBackend
 from .memory import zeros
 from .shard import is_managed
@@ -109,8 +110,9 @@ class WeightGradient:
                 "call backward first, or write to a copy."
             )
         total = None if self.into is None else self.into.total
-        assert factor is None or total is None or dense is not total
         if factor is not None and dense is not None:
+            if dense is total:
+                raise RuntimeError("a factor of the gradient is known only after it was added to other gradients.")
             self.backend.scale_(dense, factor)
         if factor is not None and values is not None:
             values = values * factor
@@ -130,8 +132,8 @@ def _version(x: Tensor | None) -> int | None:
     return None if x is None or x.is_inference() else x._version
 
 
-def check_weight_grad(weight_grad: Tensor, weight: Tensor) -> WeightMemory:
-    """Raise ValueError unless the gradient of `weight` can be added into `weight_grad`."""
+def check_weight_grad(weight_grad: Tensor, weight: Tensor, read: dict[str, Any]) -> WeightMemory:
+    """Raise ValueError unless the gradient of `weight` can be added into `weight_grad`, in a call that reads `read`, by name."""
     if not isinstance(weight_grad, Tensor) or weight_grad.shape != weight.shape or weight_grad.device != weight.device:
         got = (
             f"{list(weight_grad.shape)} on {weight_grad.device}"
@@ -141,14 +143,11 @@ def check_weight_grad(weight_grad: Tensor, weight: Tensor) -> WeightMemory:
         raise ValueError(f"weight_grad is {got}: pass a tensor like weight, {list(weight.shape)} on {weight.device}.")
     if weight_grad.dtype not in (torch.float32, weight.dtype):
         raise ValueError(f"weight_grad has dtype {weight_grad.dtype}: pass float32, or {weight.dtype}, that of weight.")
-    if weight_grad.requires_grad or weight_grad.stride(-1) != 1 or (weight_grad.stride(0) == 0 and len(weight_grad) > 1):
+    if weight_grad.requires_grad or weight_grad.stride(-1) != 1 or overlaps_itself(weight_grad):
         raise ValueError(
             "weight_grad must not require grad, have unit stride in its last dimension, and no two rows in one memory."
         )
-    if weight_grad.numel() and weight_grad.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() != 0:
-        raise ValueError(
-            "weight_grad lies in the memory of weight: the gradient would be added to the weight. Pass another tensor."
-        )
+    refuse_overlap("weight_grad", weight_grad, "the gradient would be added to it. Pass memory of its own.", read, {})
     if not weight.requires_grad:
         raise ValueError("weight_grad is given, but weight does not require grad: leave it out for a frozen head.")
     if hasattr(weight, "ds_id") or is_managed(weight):

@@ -2,8 +2,8 @@
 
     GRPO_KERNELS_TEST_DEVICE=cuda GRPO_KERNELS_TEST_BACKENDS=triton python -m pytest -p support.on_device tests/core/gpu_cases.py
 
-On a CPU the same cases run small, in Triton's interpreter and with a stand-in for the products: a rehearsal, so that time
-on a GPU is not spent on typos. Run by benchmarks/gpu_kit.py."""
+On a CPU the same cases run small, with a stand-in for the products: as compiled for a GPU by test_triton_compiled.py, and in
+Triton's interpreter as a rehearsal, so that time on a GPU is not spent on typos. Run by benchmarks/gpu_kit.py."""
 
 from __future__ import annotations
 
@@ -322,7 +322,8 @@ def test_compiled(name: str, backend: str) -> None:
             value = run_it(leaf, batch)
             (gradient,) = torch.autograd.grad(value, leaf)
         results.append((value.detach(), gradient))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-9)
+    # A graph visits a row twice where the other kernel does so once: its log-probs are rounded in other places.
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-9)
 
 
 def test_one_rank_of_a_group(backend: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +13,28 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LogitTransform, Objective, TokenBatch, group_advantages, grpo_loss, linear_logprobs, token_logprobs
+import grpo_kernels
+from grpo_kernels import (
+    Exact,
+    Head,
+    LogitTransform,
+    Objective,
+    Options,
+    Sparse,
+    TokenBatch,
+    group_advantages,
+    grpo_loss,
+    linear_grpo_loss,
+    linear_logprobs,
+    token_logprobs,
+)  # fmt: skip
+from grpo_kernels.formulas.covariance import ClipCov
 from grpo_kernels.formulas.filters import TrustRegion
-from grpo_kernels.formulas.surrogates import Cispo, Clip
+from grpo_kernels.formulas.kl import Kl
+from grpo_kernels.formulas.surrogates import Cispo, Clip, Gmpo
+from grpo_kernels.head import FusedLMHead
+from grpo_kernels.losses import objective_loss
+from grpo_kernels.rewards.estimators import ADVANTAGES, CORRECTIONS, Evidence
 from support.cases import snapshot
 
 B, T, V = 3, 4, 11
@@ -91,7 +113,7 @@ CASES: list[tuple[str, Callable[[], Any], list[str]]] = [
     ("float targets", lambda: batch(targets=IDS.float()), ["targets", "torch.float32", "int64"]),
     ("float targets, layer 1", lambda: logps(targets=IDS.float()), ["targets", "torch.float32", "int64"]),
     ("targets as a list", lambda: batch(targets=IDS.tolist()), ["targets", "list", "int64 tensor"]),
-    ("integer advantages", lambda: batch(advantages=ONES.long()), ["advantages", "torch.int64", "floating-point"]),
+    ("advantages of truth values", lambda: batch(advantages=ONES > 0), ["advantages", "torch.bool", "floating-point"]),
     ("advantages as a list", lambda: batch(advantages=[1.0] * B), ["advantages", "list", "tensor"]),
     ("no advantages", lambda: batch(advantages=None), ["advantages", "None", "group_advantages"]),
     ("integer old_logps", lambda: batch(old_logps=IDS), ["old_logps", "torch.int64", "floating-point"]),
@@ -246,23 +268,48 @@ def test_value_error(what: str, call: Callable[[], Any], parts: list[str]) -> No
     check()
 
 
-@pytest.mark.parametrize(
-    "call, keyword",
-    [
-        (lambda: loss(reduction="mean"), "reduction"),
-        (lambda: logps(temperature=0.7), "temperature"),
-        (lambda: batch(completion_mask=PER_TOKEN), "completion_mask"),
-        (lambda: Objective(epsilon=0.2), "epsilon"),  # type: ignore[call-arg]
-        (lambda: Objective.preset("grpo", epsilon=0.2), "epsilon"),
-        (lambda: Clip(epsilon=0.2), "epsilon"),  # type: ignore[call-arg]
-        (lambda: LogitTransform(bias=1.0), "bias"),  # type: ignore[call-arg]
-        (lambda: group_advantages(ONES, group_size=3, normalize=True), "normalize"),  # type: ignore[call-arg]
-        (lambda: TokenBatch.from_rewards(IDS, ONES, group_size=3, unknown=1), "unknown"),
-    ],
-)
-def test_unknown_keywords(call: Callable[[], Any], keyword: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(keyword)):
-        call()
+def head_call(**options: Any) -> Any:
+    return FusedLMHead(torch.nn.Linear(V, V))(LOGITS, batch(), Objective(), **options)
+
+
+#: A call with a keyword that it does not know, and the keyword that is meant. "": none is near.
+UNKNOWN: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (TokenBatch, {"old_logprobs": PER_TOKEN}, "old_logps"),
+    (TokenBatch, {"completion_mask": PER_TOKEN}, ""),
+    (TokenBatch.from_rewards, {"masks": PER_TOKEN}, "mask"),
+    (TokenBatch.from_rewards, {"unknown": 1}, ""),
+    (TokenBatch.from_rewards, {"unbiassed": True}, "unbiased"),
+    (Objective, {"agregate": "token-mean"}, "aggregate"),
+    (Objective, {"epsilon": 0.2}, ""),
+    (functools.partial(Objective.preset, "grpo"), {"betta": 1.0}, "beta"),
+    (functools.partial(Objective.preset, "grpo"), {"epsilon": 0.2}, ""),
+    *((kind, {"epsilon": 0.2}, "eps_low") for kind in (Clip, Gmpo, ClipCov)),
+    (LogitTransform, {"temprature": 0.7}, "temperature"),
+    (Exact, {"directon": "reverse"}, "direction"),
+    (LogitTransform, {"bias": 1.0}, ""),
+    (Options, {"stict": True}, "strict"),
+    (Options, {"sparce": None}, "sparse"),
+    (Sparse, {"seeds": 3}, "seed"),
+    (Kl, {"estimater": "k1"}, "estimator"),
+    (TrustRegion, {"hihg": 0.2}, "high"),
+    (functools.partial(Head, LOGITS[0]), {"biass": None}, "bias"),
+    (functools.partial(ADVANTAGES["group"], Evidence(ONES, group_size=3)), {"scales": "none"}, "scale"),
+    (lambda **options: CORRECTIONS["tis"](batch(), **options), {"hihg": 2.0}, "high"),
+    # those without **options of their own: Python's error has the name
+    (loss, {"reduction": "mean"}, ""),
+    (logps, {"temperature": 0.7}, ""),
+    (head_call, {"normaliser": 3.0}, ""),
+    (functools.partial(group_advantages, ONES, group_size=3), {"normalize": True}, ""),
+]
+
+
+@pytest.mark.parametrize("call, keywords, meant", UNKNOWN, ids=[f"{i} {next(iter(x[1]))}" for i, x in enumerate(UNKNOWN)])
+def test_unknown_keywords(call: Callable[..., Any], keywords: dict[str, Any], meant: str) -> None:
+    """They are refused, and the message has the name that was meant."""
+    fields = {"targets": IDS, "advantages": ONES} if call is TokenBatch else {}
+    fields = {"targets": IDS, "rewards": ONES, "group_size": 3} if call == TokenBatch.from_rewards else fields
+    with pytest.raises(TypeError, match=f"'{next(iter(keywords))}'.*" + (f"Did you mean {meant}\\?" if meant else "")):
+        call(**fields, **keywords)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +368,7 @@ def test_fallback_warns_once_and_strict_raises(monkeypatch: pytest.MonkeyPatch) 
     from grpo_kernels.vocabulary import backends
 
     monkeypatch.setattr(backends, "unavailable", lambda name: None if name == "eager" else "a made-up reason")
-    monkeypatch.setattr(backends, "_warned", set())
+    monkeypatch.setattr("grpo_kernels.checks._warned", set())
     monkeypatch.delenv("GRPO_KERNELS_STRICT", raising=False)
     with pytest.warns(RuntimeWarning, match="a made-up reason") as caught:
         first = loss(backend="auto")
@@ -338,7 +385,7 @@ def test_fallback_warns_once_and_strict_raises(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: group_advantages([1.0, 2.0], group_size=2), "rewards is list: pass a float tensor"),
+        (lambda: group_advantages("ab", group_size=2), "rewards is str: pass numbers, a tensor or a list"),
         (lambda: group_advantages(torch.ones(2), groups=[0, 0]), "groups is a list: pass an integer tensor"),
         (lambda: group_advantages(torch.ones(2), group_size=2.0), "group_size=2.0: it must be a whole number"),
         (lambda: group_advantages(torch.ones(2), group_size=True), "group_size=True: it must be a whole number"),
@@ -389,7 +436,7 @@ def test_values_of_the_wrong_kind_are_named(call: Any, message: str) -> None:
 
 
 def test_an_unknown_field_of_a_preset_is_named() -> None:
-    with pytest.raises(TypeError, match=r"'betta' is not a field of Objective: it has surrogate, .*beta"):
+    with pytest.raises(TypeError, match=r"'betta' is no argument of .*Did you mean beta\? It has surrogate, .*beta"):
         Objective.preset("grpo", betta=1.0)
 
 
@@ -398,13 +445,6 @@ def test_any_leading_shape() -> None:
     expected = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     torch.testing.assert_close(token_logprobs(logits, targets)[0], expected)
     torch.testing.assert_close(token_logprobs(logits[0, 0, 0], targets[0, 0, 0])[0], expected[0, 0, 0])
-
-
-def test_a_misspelt_option_of_from_rewards_is_told_which_one_was_meant() -> None:
-    with pytest.raises(TypeError, match=r"from_rewards.*'masks'.*did you mean mask\?"):
-        TokenBatch.from_rewards(IDS, torch.ones(B), group_size=3, masks=IDS > 0)
-    with pytest.raises(TypeError, match=r"from_rewards.*'whitening'"):
-        TokenBatch.from_rewards(IDS, torch.ones(B), group_size=3, whitening=True)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -443,3 +483,74 @@ def test_metrics_do_not_follow_the_default_dtype() -> None:
         torch.set_default_dtype(torch.float32)
     assert {name for name, x in metrics.items() if x.dtype != torch.float32} == set() and len(metrics) == 11
     assert metrics["zero_advantage"] == torch.tensor(1 / 3)
+
+
+# ---- what strict mode refuses, and messages where Python's own say nothing of the remedy
+
+HIDDEN, WEIGHT = torch.randn(B, T, 6, generator=torch.Generator().manual_seed(1)), torch.eye(V, 6)
+BEFORE_HEAD = torch.randn(B, T, V, generator=torch.Generator().manual_seed(2))
+
+#: Every function that makes a loss of a batch and an objective.
+LOSSES: dict[str, Callable[..., Any]] = {
+    "grpo_loss": lambda *given, **options: grpo_loss(LOGITS, *given, **options),
+    "linear_grpo_loss": lambda *given, **options: linear_grpo_loss(HIDDEN, WEIGHT, *given, **options),
+    "head": lambda *given, **options: FusedLMHead(torch.nn.Linear(V, V))(BEFORE_HEAD, *given, **options),
+    "objective_loss": lambda *given, strict=False, backend="": objective_loss(-PER_TOKEN, *given),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("field", ["advantages", "old_logps", "ref_logps", "weights", "nll_weights"])
+def test_strict_mode_refuses_nan_at_trained_tokens(field: str, name: str, backend: str) -> None:
+    if backend == "cpu":
+        pytest.importorskip("grpo_kernels._cpu")
+    value, mask = -PER_TOKEN.clone(), PER_TOKEN > 0
+    value[1, 2] = value[2, 0] = value[2, 3] = math.nan
+    mask[2, 0] = False
+    given = batch(**{"ref_logps": -PER_TOKEN, "mask": mask, field: value}), Objective(beta=0.1)
+    assert LOSSES[name](*given, backend=backend).loss.isnan()
+    message = rf"{field} is NaN at 2 of 11 trained tokens, \[1, 2\], \[2, 3\].*strict.*Mask"
+    with grpo_kernels.use(strict=True), pytest.raises(ValueError, match=message):
+        LOSSES[name](*given, backend=backend)
+    if name != "objective_loss":
+        with pytest.raises(ValueError, match=message):
+            LOSSES[name](*given, backend=backend, strict=True)
+    with grpo_kernels.use(strict=True):  # what no loss reads may be anything
+        value[1, 2] = value[2, 3] = 0.5
+        assert LOSSES[name](*given, backend=backend).loss.isfinite()
+
+
+def test_without_a_look_at_values_the_device_notices_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU nobody waits for the comparison; the device stops the program."""
+    monkeypatch.setattr("grpo_kernels.losses.values_are_checked", lambda tensor: False)
+    assert loss(batch(old_logps=-PER_TOKEN), strict=True).loss != 0
+    with pytest.raises(RuntimeError, match="old_logps is NaN at a trained token"):
+        loss(batch(old_logps=-PER_TOKEN / math.nan), strict=True)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_batch_and_an_objective_that_changed_places(name: str) -> None:
+    with pytest.raises(ValueError, match=r"(batch|targets) is an? Objective and objective a TokenBatch: .*batch, objective"):
+        LOSSES[name](Objective(), batch())
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda out: out.metrics["approx_kl"], KeyError, r"no metric 'approx_kl'. Did you mean kl\? .*tokens, .*entropy"),
+        (lambda out: out.metrics["entropi"], KeyError, r"Did you mean entropy\?"),
+        (lambda out: out.backward(), AttributeError, r"'backward'.*out\.loss\.backward"),
+        (lambda out: out.item(), AttributeError, r"'item'.*out\.loss\.item"),
+        (lambda out: out.log_probs, AttributeError, r"'log_probs'. Did you mean logps\?"),
+        (lambda out: out.metric, AttributeError, r"'metric'. Did you mean metrics\?"),
+        (lambda out: [*out], TypeError, r"no tuple.*out\.loss, out\.metrics"),
+    ],
+    ids=str,
+)
+def test_what_a_loss_is_not_is_said_with_the_remedy(call: Any, kind: type[Exception], message: str) -> None:
+    out = loss(batch(ref_logps=-PER_TOKEN), Objective(beta=0.1))
+    with pytest.raises(kind, match=message):
+        call(out)
+    assert not hasattr(out, "backward") and copy.copy(out).loss is out.loss and copy.deepcopy(out.metrics) == out.metrics
+    assert type(out.metrics) is not dict and pickle.loads(pickle.dumps(out.metrics)).keys() == out.metrics.keys()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
 
-from grpo_kernels import LogitTransform, TokenBatch
+from grpo_kernels import LogitTransform, Objective, TokenBatch, TokenSets, grpo_loss
 
 SHAPE = (3, 4)
 OFFSETS = [0, 2, 2, 7, 10]  # four sequences, the second empty
@@ -179,3 +179,61 @@ def test_transform_fields() -> None:
     rows = LogitTransform(temperature=2.0, softcap=30.0, scale=0.5).for_rows(torch.Size([1]), None, None, torch.device("cpu"))
     assert (rows.scale, rows.softcap, rows.inv_temperature) == (0.5, 30.0, 0.5)
     assert LogitTransform().for_rows(torch.Size([1]), None, None, torch.device("cpu")).softcap == 0.0
+
+
+# ---- other places
+
+
+def full_batch(missing: str | None) -> TokenBatch:
+    """A batch with all fields that need no process group, of all dtypes that a field may have."""
+    g = torch.Generator().manual_seed(0)
+    logps, halves = torch.randn(10, generator=g), torch.rand(4, generator=g).to(torch.bfloat16)
+    return TokenBatch(
+        torch.arange(10, dtype=torch.int32), halves[:, None], mask=torch.arange(10) % 4 != 1, old_logps=logps.double(),
+        ref_logps=logps, weights=halves[:, None], cu_seqlens=torch.tensor(OFFSETS), sampler_logps=logps.half(),
+        nll_weights=logps, groups=torch.tensor([0, 0, 1, 1]), missing=missing,
+        kept=TokenSets.from_lists([[i, 11] if i % 3 else [11] for i in range(10)]).with_values(torch.arange(17.0)[:16]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("missing", [None, "mask", "full"])
+def test_a_batch_goes_to_another_device(missing: str | None) -> None:
+    """Fields, sets and what is kept beside them; dtypes stay. Loss and metrics of a copy are those of the batch."""
+    batch, there = full_batch(missing), torch.device("meta")
+    counts = [batch.count(kind) for kind in ("trained", "contributing")]
+    moved = batch.to(there, non_blocking=True)
+    for f in fields(TokenBatch):
+        value, was = getattr(moved, f.name), getattr(batch, f.name)
+        if isinstance(was, torch.Tensor):
+            assert (value.device, value.dtype, value.shape) == (there, was.dtype, was.shape), f.name
+    assert isinstance(moved.kept, TokenSets) and moved.kept.ids.device == moved.kept.values.device == there  # type: ignore[union-attr]
+    tensors = [x for x in vars(moved).values() if isinstance(x, torch.Tensor)]
+    assert len(tensors) >= 9 and all(x.device == there for x in tensors)
+
+    copied = batch._apply(torch.clone)
+    assert [copied.count(kind) for kind in ("trained", "contributing")] == counts
+    logits = torch.randn(10, 12, generator=torch.Generator().manual_seed(1))
+    ours, theirs = (grpo_loss(logits, x, Objective.preset("dapo", beta=0.1), backend="eager") for x in (copied, batch))
+    assert torch.equal(ours.loss, theirs.loss) and ours.loss != 0
+    assert all(torch.equal(x, theirs.metrics[name]) for name, x in ours.metrics.items()) and theirs.metrics["outside_set"] > 0
+    batch.mask.zero_()  # type: ignore[union-attr]
+    assert torch.equal(copied.mask, full_batch(missing).mask)  # type: ignore[arg-type]
+
+
+def test_a_batch_that_is_there_already_stays() -> None:
+    batch = full_batch("mask")
+    assert batch.to("cpu") is batch and batch.to(torch.device("cpu")) is batch.to(None) is batch
+    for wrong in (torch.bfloat16, "nowhere"):
+        with pytest.raises(ValueError, match=r"device=.*pass a device"):
+            batch.to(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
+def test_integer_advantages_are_numbers(dtype: torch.dtype) -> None:
+    whole = torch.tensor([0, 1, 2], dtype=dtype)
+    batch, same = TokenBatch(ids(*SHAPE), whole), TokenBatch(ids(*SHAPE), whole.float())
+    assert batch.advantages.dtype == torch.float32
+    logits = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1))
+    ours, theirs = (grpo_loss(logits, x, Objective()).loss for x in (batch, same))
+    assert torch.equal(ours, theirs) and ours != 0
+    assert replace(batch, mask=None).advantages is batch.advantages

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch import config as functorch
+from torch._inductor import config as inductor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels import (
     LogitTransform,
@@ -24,6 +28,7 @@ from grpo_kernels import (
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.formulas.surrogates import Surrogate
 from grpo_kernels.head import FusedLMHead
+from grpo_kernels.layout import logit_rows
 from grpo_kernels.objective import Denominators
 from grpo_kernels.operators import TracedHidden, TracedLogits
 from grpo_kernels.vocabulary.rows import partials_of
@@ -38,8 +43,10 @@ OPS = torch.ops.grpo_kernels
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
-    with torch.compiler.set_stance("default"):
-        yield
+    # Graphs that were kept on disk know neither how operators have changed since, nor for which vectors they were made.
+    with torch.compiler.set_stance("default"), inductor.patch(fx_graph_cache=False):
+        with functorch.patch(enable_autograd_cache=False):
+            yield
     torch.compiler.reset()
 
 
@@ -85,6 +92,21 @@ def test_grpo_loss_is_one_graph(name: str, packed: bool) -> None:
     for a, b in zip(*results, strict=True):
         close(a, b)
     assert results[0][-1] is not None and results[0][-1].abs().max() > 1e-3
+
+
+def test_a_strict_graph_stops_at_nan() -> None:
+    """When it runs: there are no values while it is traced."""
+    case, objective = build(), Objective.preset("dapo")
+    f = case.fields
+
+    def loss(logits: Tensor, old: Tensor) -> Tensor:
+        batch = TokenBatch(f["targets"], f["advantages"], mask=f["mask"], old_logps=old)
+        return grpo_loss(logits, batch, objective, strict=True).loss
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(case.logits, f["old_logps"]), loss(case.logits, f["old_logps"]))
+    with pytest.raises(RuntimeError, match="old_logps is NaN at a trained token"):
+        compiled(case.logits, f["old_logps"] / torch.zeros(()) * 0)
 
 
 def test_a_batch_made_in_the_graph_and_metrics_outside() -> None:
@@ -157,6 +179,14 @@ def test_sparse_gradients_are_one_graph_for_all_seeds_and_lengths() -> None:
         for a, b in zip(*results, strict=True):
             close(a, b)
     assert counter.frame_count == 2
+    number = torch.zeros((), dtype=torch.int64)
+    for seed in (0, 30):  # a tensor, which the graph reads
+        number.fill_(seed)
+        drawn = compiled(*leaves, targets, Options(sparse=Sparse(1 / 16, number)))
+        want = torch.autograd.grad(loss(*leaves, targets, Options(sparse=Sparse(1 / 16, seed))), leaves)
+        for a, b in zip(torch.autograd.grad(drawn, leaves), want, strict=True):
+            close(a, b)
+    assert counter.frame_count <= 4
 
 
 def test_a_frozen_head_and_a_reference() -> None:
@@ -222,6 +252,35 @@ def test_inductor() -> None:
         results.append((value.detach(), leaves["hidden"].grad, leaves["weight"].grad))
     for a, b in zip(*results, strict=True):
         close(a, b, rtol=2e-2)
+
+
+GSPO, DAPO = (Objective.preset(name, entropy_coef=0.1) for name in ("gspo", "dapo"))
+
+
+def of_views(logits: Tensor, hidden: Tensor, matrix: Tensor, batch: TokenBatch) -> Tensor:
+    """All operators on views: logits [T, B, V], hidden states [T, B, H] and a head [H, V]."""
+    logits, hidden, weight = logits.transpose(0, 1), hidden.transpose(0, 1), matrix.t()
+    loss = grpo_loss(logits, batch, GSPO).loss + linear_grpo_loss(hidden, weight, batch, DAPO).loss
+    drawn = linear_logprobs(hidden.contiguous(), weight.contiguous(), batch.targets, options=Options(sparse=Sparse(1 / 16)))
+    for logps, _ in (token_logprobs(2.0 * logits, batch.targets), linear_logprobs(hidden.sin(), weight, batch.targets), drawn):
+        loss = loss + logps.sum()
+    return loss
+
+
+def test_inductor_with_views() -> None:
+    """Their gradients are stored in the layout that inductor expects."""
+    g, (B, T, V, H) = torch.Generator().manual_seed(0), (3, 5, 17, 8)
+    targets = torch.randint(V, (B, T), generator=g)
+    batch = TokenBatch(targets, torch.randn(B, 1, generator=g), old_logps=-torch.rand(B, T, generator=g))
+    memory, results = [torch.randn(*shape, generator=g) for shape in ((T, B, V), (T, B, H), (H, V))], []
+    for run in (of_views, torch.compile(of_views, fullgraph=True)):
+        leaves = [x.clone().requires_grad_() for x in memory]
+        value = run(*leaves, batch)
+        value.backward()
+        results.append([value.detach(), *(leaf.grad for leaf in leaves)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        assert a.abs().max() > 1e-3
 
 
 def test_lengths_and_new_tensors_compile_nothing() -> None:
@@ -308,35 +367,97 @@ def test_a_model_with_a_fused_head_compiles() -> None:
 # ---- torch.library's own checks
 
 
-def sample(name: str) -> tuple[Any, ...]:
-    """Arguments of an operator, as the stage passes them."""
-    taken: list[tuple[Any, ...]] = []
+class Calls(TorchDispatchMode):
+    """Calls of our operators: (name, arguments, results)."""
 
-    class Take(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if str(function).startswith(f"grpo_kernels.{name}."):
-                taken.append(args)
-            return function(*args, **(kwargs or {}))
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[Any, ...], Any]] = []
 
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.namespace == "grpo_kernels":
+            self.seen.append((function._opname, args, result))
+        return result
+
+
+def called(source: Any, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None = None) -> Calls:
+    """The operators of a stage, forward and backward."""
+    statistics, rows = ("entropy",), (targets, read, 1.0, 0.0, 0.7)
+    with Calls() as calls:
+        results = VocabularyStage.apply(source, statistics, statistics, partials_of(statistics), *rows, *tensors)
+        (results[0].sum() + results[1].sum()).backward()
+    return calls
+
+
+def sources(device: str = "auto", dtype: torch.dtype = torch.float32) -> Iterator[tuple[Any, bool]]:
+    """The sources that put operators into a graph, and whether they take hidden states."""
+    yield TracedLogits(device, False), False
+    yield TracedHidden(device, False, dtype), True
+    yield TracedHidden(device, False, dtype, Sparse(1 / 16)), True
+
+
+OPERATORS = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("grpo_kernels::")}
+
+
+@pytest.mark.parametrize("name", sorted(OPERATORS))
+def test_opcheck(name: str) -> None:
     case = build_linear()
     leaves, targets, read = case.leaves, case.tokens.targets.flatten(), case.tokens.mask.flatten()
-    if name.startswith("linear"):
-        source: Any = TracedHidden("auto", False, torch.float32)
-        tensors = (leaves["hidden"].flatten(0, 1), leaves["weight"], leaves["bias"])
-    else:
-        source, tensors = TracedLogits("auto", False), (case.logits(torch.float32)[0].detach().requires_grad_(),)
-    with Take():
-        names = partials_of(("entropy",))
-        rows = (targets, read, 1.0, 0.0, 0.7)
-        logps, entropy, _ = VocabularyStage.apply(source, ("entropy",), ("entropy",), names, *rows, *tensors)
-        (logps.sum() + entropy.sum()).backward()
-    return tuple(x.detach() if isinstance(x, Tensor) else x for x in taken[0])
-
-
-@pytest.mark.parametrize("name", ["stats", "pull", "linear_stats", "linear_pull"])
-def test_opcheck(name: str) -> None:
-    found = torch.library.opcheck(getattr(OPS, name).default, sample(name))
+    hidden = (leaves["hidden"].flatten(0, 1), leaves["weight"], leaves["bias"])
+    logits = (case.logits(torch.float32)[0].detach().requires_grad_(),)
+    calls = [call for source, linear in sources() for call in called(source, hidden if linear else logits, targets, read).seen]
+    arguments = next(args for found, args, _ in calls if found == name)
+    given = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
+    found = torch.library.opcheck(getattr(OPS, name).default, given)
     assert set(found.values()) == {"SUCCESS"}, found
+
+
+#: Views of memory of another layout: (the shape of the memory of [a, b, c], the view).
+VIEWS: dict[str, tuple[Callable[[int, int, int], tuple[int, ...]], Callable[[Tensor], Tensor]]] = {
+    "whole": (lambda a, b, c: (a, b, c), lambda x: x),
+    "rows in turn": (lambda a, b, c: (b, a, c), lambda x: x.transpose(0, 1)),
+    "columns first": (lambda a, b, c: (a, c, b), lambda x: x.transpose(1, 2)),
+    "columns of more": (lambda a, b, c: (a, b, c + 3), lambda x: x[..., 1:-2]),
+    "every other column": (lambda a, b, c: (a, b, 2 * c), lambda x: x[..., ::2]),
+    "one row for all": (lambda a, b, c: (1, 1, c), lambda x: x),
+}
+
+
+def seen_as(view: str, shape: tuple[int, int, int], dtype: torch.dtype, g: torch.Generator) -> Tensor:
+    of, through = VIEWS[view]
+    x = through(torch.randn(*of(*shape), generator=g).to(dtype))
+    return x.expand(shape) if view == "one row for all" else x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("view", VIEWS)
+def test_fake_results_are_laid_out_like_real_ones(view: str, dtype: torch.dtype, backend: str) -> None:
+    """Of every operator: a compiler plans memory and kernels by what the fake one says."""
+    g, names, fake_mode = torch.Generator().manual_seed(0), set(), FakeTensorMode()
+    for A, T, V, H in ((2, 3, 7, 4), (1, 1, 7, 4), (3, 1, 1, 1), (0, 3, 7, 4)):
+        targets = torch.randint(V, (A * T,), generator=g)
+        logits = logit_rows(seen_as(view, (A, T, V), dtype, g), torch.Size((A, T)), targets.device, False)
+        hidden, weight = seen_as(view, (A, T, H), dtype, g).reshape(-1, H), seen_as(view, (1, V, H), dtype, g)[0]
+        bias = torch.randn(V, generator=g)
+        for source, linear in sources(backend, dtype):
+            of_head = [hidden, weight, bias]
+            if linear and source.sparse:  # sparse products read rows of unit stride
+                of_head = [x.clone(memory_format=torch.contiguous_format) for x in of_head]
+            tensors = [x.detach() for x in (of_head if linear else [logits])]
+            for wanted in (range(len(tensors)), *([(0,), (1,)] if linear else [])):
+                for i, x in enumerate(tensors):
+                    x.requires_grad_(i in wanted)
+                for name, given, results in called(source, tuple(tensors), targets).seen:
+                    with fake_mode as mode:
+                        fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in given]
+                        fake = getattr(OPS, name)(*fakes)
+                    pairs = zip(*(x if isinstance(x, tuple) else (x,) for x in (results, fake)), strict=True)
+                    for real, planned in pairs:
+                        layouts = [(x.shape, x.stride(), x.storage_offset(), x.dtype, x.device) for x in (real, planned)]
+                        assert layouts[0] == layouts[1], (name, [x.shape for x in given if isinstance(x, Tensor)])
+                    names.add(name)
+    assert names == OPERATORS
 
 
 # ---- torch.func, and uses that are refused

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from grpo_kernels import (
-    Certified,
     Exact,
     LogitTransform,
     Objective,
@@ -144,7 +143,7 @@ DAPO, GSPO = Objective.preset("dapo", beta=0.04), OBJECTIVES["gspo"][0]()
 JSD, OF_IDS = Exact("jsd"), Exact("forward", tail="ignore")
 EXACT, TOP = (Objective.preset("dapo", beta=0.04, kl=kl) for kl in (JSD, OF_IDS))
 APART = replace(GSPO, beta=0.04, kl=JSD)  # two passes
-SPARSE, FEWER = Options(sparse=Sparse()), Options(certified=Certified())
+SPARSE = Options(sparse=Sparse())
 
 #: {name: a call, whose result is differentiable}
 CALLS: dict[str, Callable[[On], Tensor]] = {
@@ -183,7 +182,6 @@ CALLS: dict[str, Callable[[On], Tensor]] = {
     "linear_grpo_loss, kept sets": lambda on: linear_grpo_loss(*on.head, on.kept, DAPO).loss,
     "linear_grpo_loss, Sparse": lambda on: linear_grpo_loss(*on.head, on.batch, DAPO, options=SPARSE).loss,
     "linear_grpo_loss, Sparse and kept sets": lambda on: linear_grpo_loss(*on.head, on.kept, DAPO, options=SPARSE).loss,
-    "linear_grpo_loss, Certified": lambda on: linear_grpo_loss(*on.head, on.batch, DAPO, options=FEWER).loss,
     "linear_grpo_loss, divergence": lambda on: linear_grpo_loss(*on.head, on.alone, EXACT, reference=on.second).loss,
     "linear_grpo_loss, a teacher's ids": lambda on: linear_grpo_loss(*on.head, on.alone, TOP, reference=on.top).loss,
     "linear_grpo_loss, several teachers": lambda on: linear_grpo_loss(*on.head, on.alone, EXACT, reference=on.teachers).loss,
@@ -203,7 +201,6 @@ DOCUMENTED = {
     "linear_divergence, several teachers": "forward",
     "linear_grpo_loss, several teachers apart": "forward",
     "linear_grpo_loss, ids among several teachers": "forward",
-    "linear_grpo_loss, Certified": "backward",
 }
 
 

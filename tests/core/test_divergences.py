@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -313,6 +314,65 @@ def test_a_teacher_known_at_some_ids(exact: Exact, backend: str) -> None:
     assert_near(values, per_token, "values of each token", 5e-6)
     (values.sum() / data.mask.sum()).backward()
     assert_near(hidden.grad, expected @ data.weight.double(), "gradient of hidden states", 1e-5)
+
+
+def confident(vocab: int = 1000, n: int = 8, up: float = 20.0) -> tuple[Tensor, Tensor]:
+    """Logits of a policy that is sure of an id, and of a teacher that is sure of about 20."""
+    logits, of_teacher = torch.randn(2, n, vocab)
+    ids = torch.randint(vocab, (n,))
+    logits[torch.arange(n), ids] += up
+    of_teacher += 12.0 * (torch.rand(n, vocab) < 20 / vocab)
+    of_teacher[torch.arange(n), ids] += 12.0
+    of_teacher[-1, ids[-1]] = -4.0  # and of one id that the policy has and the teacher does not list
+    return logits, of_teacher
+
+
+@pytest.mark.parametrize(
+    "direction, up", [*product(["reverse", "forward", "jsd"], [8.0, 16.0, 20.0]), ("forward", 24.0), ("forward", 40.0)]
+)
+def test_the_mass_outside_of_the_ids_keeps_its_digits(direction: str, up: float, backend: str) -> None:
+    """A confident policy has a small probability outside of the ids, which 1 minus that inside would be the rounding of."""
+    logits, of_teacher = confident(up=up)
+    values, ids = of_teacher.log_softmax(-1).topk(20)
+    sets = TokenSets.from_padded(ids, values=values)
+    exact, transform = Exact(direction), LogitTransform(temperature=0.9, softcap=50.0)
+    wide = logits.double().requires_grad_()
+    expected = of_listed_ids(exact, log_probs(wide, transform), sets)
+    (gradient,) = torch.autograd.grad(expected.sum(), wide)
+    leaf = logits.clone().requires_grad_()
+    found = token_divergence(leaf, sets, exact, transform=transform, options=Options(backend=backend))
+    found.sum().backward()
+    torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=1e-9)
+    error = (leaf.grad.double() - gradient).norm(dim=-1) / gradient.norm(dim=-1)  # type: ignore[union-attr]
+    assert error.max() <= 1e-5, error
+    hidden, head = torch.eye(len(logits)).requires_grad_(), logits.T.contiguous()
+    found = linear_divergence(hidden, head, sets, exact, transform=transform, options=Options(backend=backend))
+    torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=1e-9)
+    found.sum().backward()
+    near = (gradient @ head.double()).diagonal()
+    assert ((hidden.grad.diagonal() - near).abs() <= 1e-5 * (gradient.abs() @ head.double().abs()).diagonal()).all()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("tail", ["bin", "renormalise", "generalised"])
+def test_a_teacher_that_agrees_is_at_no_negative_distance(tail: str, backend: str) -> None:
+    logits = 3.0 * torch.randn(600, 40)
+    for direction in ("reverse", "forward", "jsd"):
+        values, ids = logits.log_softmax(-1).topk(7)
+        sets = TokenSets.from_padded(ids, values=values)
+        leaf = logits.clone().requires_grad_()
+        found = token_divergence(leaf, sets, Exact(direction, tail=tail), options=Options(backend=backend))
+        assert (found >= 0).all() and found.max() < 1e-8
+        found.sum().backward()
+        assert leaf.grad.abs().max() < 1e-6  # type: ignore[union-attr]
+
+
+def test_a_vocabulary_of_one_id_has_no_gradient(backend: str) -> None:
+    values = torch.tensor([[-0.01], [-1e-6]])
+    sets = TokenSets.from_padded(torch.zeros(2, 1, dtype=torch.int64), values=values)
+    for direction in ("reverse", "forward", "jsd"):
+        leaf = torch.randn(2, 1, requires_grad=True)
+        token_divergence(leaf, sets, direction, options=Options(backend=backend)).sum().backward()
+        assert (leaf.grad == 0).all()
 
 
 def test_soft_targets_are_a_forward_divergence_that_ignores_the_tail() -> None:

@@ -5,6 +5,7 @@ A few in the default run; thousands with `-m nightly`, as many as GRPO_KERNELS_F
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from grpo_kernels import (
     LogitTransform,
     Objective,
+    Sparse,
     TokenBatch,
     TokenSets,
     grpo_loss,
@@ -25,6 +27,7 @@ from grpo_kernels import (
 )
 from grpo_kernels.batch import shift_targets
 from grpo_kernels.vocabulary.backends import cpu
+from support.cases import same_bits
 from support.fuzz import MANY, few
 from support.fuzz_cases import Built, Exact, Recipe, build, exact_logprobs, exact_loss, recipes, seen_through
 from support.fuzz_checks import check_leaves, check_masked, leaf_is_refused, projected, spoiled, stored, within
@@ -170,6 +173,24 @@ def check_linear(recipe: Recipe, backend: str, layer: int) -> None:
         check_leaves(recipe, plain, leaves, parts, room, into)
 
 
+def check_sparse(recipe: Recipe, backend: str) -> None:
+    """Drawn columns: the same ones and the same bits whatever the strides of the head."""
+    plain, logits, _ = projected(recipe)
+    built, found = build(recipe, logits), []
+    for strides in ("in one piece", recipe.strides):
+        leaves = {
+            k: v.requires_grad_() for k, v in spoiled(replace(built, recipe=replace(recipe, strides=strides)), plain).items()
+        }
+        out = linear_grpo_loss(
+            leaves["hidden"], leaves["weight"], built.batch(), built.objective, bias=leaves.get("bias"),
+            transform=built.case.logit_transform(), normalizer=recipe.denominators, backend=backend,
+            options=recipe.kept.options(sparse=Sparse(0.03, recipe.seed)),
+        )  # fmt: skip
+        out.loss.backward()
+        found.append([out.loss.detach(), *(x.grad for x in leaves.values() if x.grad is not None)])
+    assert len(found[0]) == 1 + len(plain) and all(map(same_bits, *found))
+
+
 # ---- the tests
 
 
@@ -215,16 +236,25 @@ def test_from_hidden_states_over_sets(backend: str, recipe: Recipe, layer: int) 
     check_linear(recipe, backend, layer)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@few(15)
+@given(recipes(linear=True, sets=True))
+def test_sparse_gradients_of_any_strides(backend: str, recipe: Recipe) -> None:
+    check_sparse(recipe, backend)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sets", [False, True], ids=["whole", "sets"])
-@pytest.mark.parametrize("what", ["losses", "log-probs", "from hidden states"])
+@pytest.mark.parametrize("what", ["losses", "log-probs", "from hidden states", "sparse"])
 def test_many(what: str, sets: bool, backend: str) -> None:
     @few(MANY)
-    @given(recipes(linear=what == "from hidden states", sets=sets), st.sampled_from([1, 2]))
+    @given(recipes(linear=what in ("from hidden states", "sparse"), sets=sets), st.sampled_from([1, 2]))
     def run(recipe: Recipe, layer: int) -> None:
         if what == "from hidden states":
             check_linear(recipe, backend, layer)
+        elif what == "sparse":
+            check_sparse(recipe, backend)
         else:
             (check_loss if what == "losses" else check_logprobs)(recipe, backend)
 

@@ -5,7 +5,9 @@ A few in the default run; many with `-m nightly`, as many as GRPO_KERNELS_FUZZ s
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -13,13 +15,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_kernels import Options, grpo_loss, linear_divergence, linear_grpo_loss, token_divergence
-from grpo_kernels.vocabulary.backends import cpu
+from grpo_kernels import LogitTransform, Options, grpo_loss, linear_divergence, linear_grpo_loss, token_divergence
+from grpo_kernels.vocabulary.backends import cpu, load
+from grpo_kernels.vocabulary.merging import merge
+from grpo_kernels.vocabulary.rows import TRANSFORMED, RowStats, Teacher, partials_of
 from support import oracle
+from support.cases import same_bits
+from support.divergences import KINDS
 from support.fuzz import MANY, few
 from support.fuzz_cases import Built, Recipe, build, exact_loss, seen_through
 from support.fuzz_checks import check_leaves, check_masked, leaf_is_refused, projected, spoiled, stored, within
-from support.fuzz_divergences import Case, Found, Pair, pairs, total
+from support.fuzz_divergences import Case, Found, Pair, Second, pairs, total
 from support.fuzz_sets import EPS
 
 Tensor = torch.Tensor
@@ -233,7 +239,144 @@ def check_linear_loss(pair: Pair, backend: str) -> None:
         check_leaves(recipe, plain, leaves, *loss.parts(), into)
 
 
+# ---- parts of a vocabulary
+
+FLOORS = (0.0, -60.0, -2e4, -1e30, torch.finfo(torch.float32).min, -torch.inf)
+HUGE = (0.0, 1e4, 1e30, -1e30)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[Any, ...]:
+    """(seed, kind of a divergence, widths of parts, what masks each part in each stream, what each stream is shifted by)."""
+    widths = draw(st.lists(st.sampled_from([1, 2, 17, 40, 1100]), min_size=1, max_size=4))
+    floors = tuple(tuple(draw(st.sampled_from(FLOORS)) for _ in widths) for _ in range(2))
+    shifts = tuple(draw(st.sampled_from(HUGE)) for _ in range(2))
+    return draw(st.integers(0, 10**6)), draw(st.sampled_from(KINDS)), widths, floors, shifts
+
+
+def check_parts(drawn: tuple[Any, ...], backend: str) -> None:
+    """Statistics that ranks make of parts of a row, merged, are those of the row."""
+    seed, (kind, mixture), widths, floors, shifts = drawn
+    g, module, ends = torch.Generator().manual_seed(seed), load(backend), list(accumulate(widths, initial=0))
+    streams = [3.0 * torch.randn(3, ends[-1], generator=g) for _ in range(2)]
+    for x, masks, shift in zip(streams, floors, shifts, strict=True):
+        for floor, lo, hi in zip(masks, ends, ends[1:], strict=False):
+            x[:, lo:hi] = x[:, lo:hi] * (floor > -100.0) + floor if floor > -torch.inf else floor
+        x += shift * (1.0 + 1e-3 * (torch.arange(ends[-1]) % 7 == 3)) if seed % 2 else shift
+    z, w = streams
+    names = tuple(name for name in partials_of(("entropy", "sum_squares", "divergence"), kind) if not name.startswith("mixed"))
+    targets, teacher = torch.randint(ends[-1], (3,), generator=g), Teacher(w[None], TRANSFORMED, kind, mixture)
+
+    def stats_of(lo: int, hi: int) -> RowStats:
+        part = teacher._replace(logits=w[None, :, lo:hi])
+        return module.stats(z[None, :, lo:hi], targets - lo, None, TRANSFORMED, names, teacher=part)
+
+    found = merge(torch.stack([stats_of(*ends_).values for ends_ in pairwise(ends)]), names, None, None, teacher)
+    log_p, log_q = (x.double().log_softmax(-1) for x in streams)
+    p, empty = log_p.exp(), (z == -torch.inf).all(1) | (w == -torch.inf).all(1)
+    exact = {
+        "logps": log_p.gather(1, targets[:, None])[:, 0],
+        "entropy": -torch.where(p > 0, p * log_p, 0.0).sum(1),
+        "sum_squares": p.square().sum(1),
+    }
+    if kind != "jsd":
+        exact["divergence"] = oracle.divergence(log_p, log_q, kind, 0.0)
+    for name, want in exact.items():
+        got, clear = getattr(found, name).double(), want.isfinite() & (want.abs() < 1e4) & ~empty
+        within(got[clear], want[clear], 1e-5 * want[clear].abs() + 2e-5, name)
+
+
+# ---- memory that is written and read
+
+
+def addresses(x: Tensor) -> set[int]:
+    """Of all elements."""
+    at = torch.tensor([x.data_ptr()])
+    for size, step in zip(x.shape, x.stride(), strict=True):
+        at = (at[:, None] + x.element_size() * step * torch.arange(size)).reshape(-1)
+    return set(at.tolist())
+
+
+def check_shared(pair: Pair, shift: int, backend: str) -> None:
+    """In place beside a teacher that lies `shift` elements behind the policy's logits in memory: as beside a copy where both are
+    the same or apart, else refused."""
+    loss = Loss(replace(pair, seconds=(Second(),)), None)
+    memory, r = loss.built.leaf, pair.recipe
+    own = LogitTransform(scale=1.3, temperature=0.9)
+    block = torch.cat(
+        [memory.reshape(-1), torch.randn(shift, generator=torch.Generator().manual_seed(r.seed)).to(memory.dtype)]
+    )
+
+    def run(copied: bool) -> tuple[Tensor, Tensor]:
+        leaf = block.clone().requires_grad_()
+        written = leaf * 1.0
+        logits = seen_through(r, written[: memory.numel()].view(memory.shape))
+        teacher = written.detach().as_strided(logits.shape, logits.stride(), logits.storage_offset() + shift)
+        teacher, before = teacher.clone() if copied else teacher, written.detach().clone()
+        if not copied and shift and addresses(logits) & addresses(teacher):
+            with pytest.raises(ValueError, match="inplace=True, but logits shares memory with ref_logits"):
+                call(logits, teacher)
+            assert same_bits(written.detach(), before)
+            return run(True)
+        out = call(logits, teacher)
+        (out.loss * r.upstream).backward()
+        assert leaf.grad is not None
+        return out.loss.detach(), leaf.grad
+
+    def call(logits: Tensor, teacher: Tensor) -> Any:
+        return grpo_loss(
+            logits, loss.built.batch(), loss.objective, ref_logits=(teacher, own), inplace=True, **loss.given(backend)
+        )
+
+    assert all(map(same_bits, run(False), run(True)))
+
+
+def check_memory_of_the_gradient(pair: Pair, shift: int, backend: str) -> None:
+    """A gradient of the weight that is added `shift` elements behind the weight of a reference, with which it shares a block."""
+    recipe = replace(pair.recipe, strides="in one piece")
+    plain, logits, off = projected(recipe)
+    loss = Loss(replace(pair, recipe=recipe, seconds=(Second(),)), logits, off, head=plain)
+    weight, (hidden, of_reference, *_) = plain["weight"], loss.case.argument[:2]
+    size, block = weight.numel(), torch.zeros(2 * weight.numel() + shift + of_reference.numel(), dtype=weight.dtype)
+
+    def run(apart: bool) -> list[Tensor]:
+        leaves, memory = leaves_of(recipe, loss.built, plain), block.clone()
+        other = memory[: of_reference.numel()].view(of_reference.shape).copy_(of_reference)
+        first = len(memory) - size if apart else min(shift, len(memory) - size)
+        # Views of one tensor count writes together: in several passes a write to one of them is refused as one to the other.
+        into, before = memory.data[first : first + size].view(weight.shape), memory.clone()
+
+        def call() -> Any:
+            return linear_grpo_loss(
+                leaves["hidden"], leaves["weight"], loss.built.batch(), loss.objective, bias=leaves.get("bias"),
+                reference=(hidden, other), weight_grad=into, **loss.given(backend),
+            )  # fmt: skip
+
+        if addresses(into) & addresses(other):
+            with pytest.raises(ValueError, match="weight_grad shares memory with reference"):
+                call()
+            assert same_bits(memory, before)
+            return run(True)
+        out = call()
+        out.loss.backward()
+        assert same_bits(other, before[: other.numel()].view(other.shape))
+        return [out.loss.detach(), into - before[first : first + size].view(weight.shape)]
+
+    assert all(map(same_bits, run(False), run(True)))
+
+
+IN_PLACE = pairs(loss=True).filter(lambda pair: pair.recipe.view != "every other logit" and not pair.recipe.kept.over)
+SHIFTS = st.sampled_from([0, 0, 1, 2, 3, 5, 17, 64, 67, 131, 1000])
+
+
 # ---- the tests
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@few(40)
+@given(cuts())
+def test_parts_of_a_vocabulary(backend: str, drawn: tuple[Any, ...]) -> None:
+    check_parts(drawn, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -264,14 +407,39 @@ def test_losses_from_hidden_states(backend: str, pair: Pair) -> None:
     check_linear_loss(pair, backend)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@few(30)
+@given(IN_PLACE, SHIFTS)
+def test_a_teacher_in_the_memory_of_the_logits(backend: str, pair: Pair, shift: int) -> None:
+    check_shared(pair, shift, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@few(15)
+@given(pairs(linear=True, loss=True), SHIFTS)
+def test_a_gradient_in_the_memory_of_a_reference(backend: str, pair: Pair, shift: int) -> None:
+    check_memory_of_the_gradient(pair, shift, backend)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("check", [check_shared, check_memory_of_the_gradient])
+def test_many_that_share_memory(check: Callable[[Pair, int, str], None], backend: str) -> None:
+    few(MANY)(
+        given(IN_PLACE if check is check_shared else pairs(linear=True, loss=True), SHIFTS)(lambda x, y: check(x, y, backend))
+    )()
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden states"])
 def test_many(linear: bool, backend: str) -> None:
     checks = (check_linear_per_token, check_linear_loss) if linear else (check_per_token, check_loss)
+    drawn_by = {check: pairs(linear, check in (check_loss, check_linear_loss)) for check in checks}
+    drawn_by |= {} if linear else {check_parts: cuts()}
 
     @few(MANY)
-    @given(st.one_of(*(st.tuples(st.just(check), pairs(linear, check in (check_loss, check_linear_loss))) for check in checks)))
+    @given(st.one_of(*(st.tuples(st.just(check), drawn) for check, drawn in drawn_by.items())))
     def run(drawn: Any) -> None:
         check, pair = drawn
         check(pair, backend)

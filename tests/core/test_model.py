@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from grpo_kernels import Exact, LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss, loss_from_model
+from grpo_kernels.architectures import language_model
 from grpo_kernels.batch import shift_targets
 from grpo_kernels.head import FusedLMHead
 from support.gradients import take_gradients
@@ -145,7 +147,27 @@ def fused(model: Any) -> Any:
     return model
 
 
+def prepared(model: Any) -> Any:
+    """As accelerate's Accelerator prepares it, with its autocast and its cast of outputs in the model's forward."""
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    accelerate.state.AcceleratorState._reset_state(True)
+    assert "forward" in vars(model)
+    return model
+
+
+def offloaded(model: Any) -> Any:
+    """With accelerate's hooks in the forwards of the model and its layers."""
+    accelerate = pytest.importorskip("accelerate")
+    hook = accelerate.hooks.AlignDevicesHook(torch.device("cpu"), io_same_device=True)
+    accelerate.hooks.add_hook_to_module(model, hook, append=True)
+    assert "forward" in vars(model)
+    return model
+
+
 AROUND: dict[str, Callable[[Any], Any]] = {
+    "accelerate": lambda model: offloaded(prepared(model)),
+    "accelerate around LoRA": lambda model: prepared(lora(model)),
     "LoRA in the body": lora,
     "LoRA, and a head that is trained": lambda model: lora(model, modules_to_save=["lm_head"]),
     "gradient checkpointing": checkpointed,
@@ -161,6 +183,8 @@ def test_what_people_put_around_a_model(around: str) -> None:
     targets, mask = shift_targets(inputs["input_ids"], mask=completion)
     batch = make_batch(targets, mask)
     mine = loss_from_model(model, batch=batch, objective=OBJECTIVE, **inputs)
+    replaced = [vars(module).pop("forward", None) for module in (model, language_model(model))]  # autocast rounds to bf16
+    assert any(replaced) == around.startswith("accelerate")
     assert_same(mine, grpo_loss(model(**inputs).logits, batch, OBJECTIVE), model)
 
 
@@ -227,6 +251,48 @@ def test_a_batch_that_does_not_fit_is_refused(what: str) -> None:
         loss_from_model(build("LlamaForCausalLM"), **aligned(**changes))
 
 
+MISSPELT = {
+    "normaliser": "normalizer", "temprature": "temperature", "stict": "strict", "attention": "attention_mask", "rows": "",
+    "inplace": "", "ref_logits": "", "pixel_values": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISSPELT)
+def test_a_keyword_that_the_model_does_not_name_is_refused(name: str) -> None:
+    """Those of transformers take anything, and do nothing with it."""
+    hint = f"Did you mean {MISSPELT[name]}\\?.*" if MISSPELT[name] else ""
+    with pytest.raises(TypeError, match=f"'{name}' is no argument of loss_from_model.*{hint}LlamaModel.*model_kwargs"):
+        loss_from_model(build("LlamaForCausalLM"), **aligned(**{name: torch.ones(B, T)}))
+
+
+def test_a_keyword_that_the_reference_does_not_name_is_refused() -> None:
+    given = aligned(token_type_ids=torch.zeros(B, T, dtype=torch.int64))
+    given["objective"] = Objective(beta=0.1)
+    model, reference = build("GPT2LMHeadModel"), build("LlamaForCausalLM")
+    assert loss_from_model(model, reference=build("GPT2LMHeadModel"), **given).loss != 0
+    with pytest.raises(TypeError, match=r"token_type_ids.*LlamaModel"):
+        loss_from_model(model, reference=reference, **given)
+
+
+def test_model_kwargs_go_to_the_model_as_they_are() -> None:
+    model, seen = build("LlamaForCausalLM"), []
+    model.model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    loss_from_model(model, **aligned(model_kwargs={"cu_seq_lens_q": 3, "use_cache": True}))
+    assert seen[0]["cu_seq_lens_q"] == 3 and seen[0]["use_cache"] is True and "attention_mask" in seen[0]
+    for wrong, message in (({"labels": IDS}, "labels is given"), ("cu_seq_lens_q", "model_kwargs is a str")):
+        with pytest.raises(ValueError, match=message):
+            loss_from_model(model, **aligned(model_kwargs=wrong))
+    with pytest.raises(TypeError, match="attention_mask"):
+        loss_from_model(model, **aligned(model_kwargs={"attention_mask": torch.ones(B, T)}))
+
+
+def test_a_batch_and_an_objective_that_changed_places() -> None:
+    given = aligned()
+    given["batch"], given["objective"] = given["objective"], given["batch"]
+    with pytest.raises(ValueError, match="batch is an Objective and objective a TokenBatch"):
+        loss_from_model(build("LlamaForCausalLM"), **given)
+
+
 def test_a_sequence_does_not_predict_the_next_one() -> None:
     ids, offsets = torch.arange(3, 14), torch.tensor([0, 5, 11])
     targets, mask = shift_targets(ids)
@@ -268,6 +334,43 @@ def hooked_above(model: Any) -> Any:
     return model
 
 
+def doubled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward as people put it on a model, which says that it wraps the other one."""
+
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        out.logits = 2 * out.logits
+        return out
+
+    return call
+
+
+def replaced(model: Any, *wrappers: Callable[[Any], Any]) -> Any:
+    model.forward = doubled(model.forward)
+    for wrap in wrappers:
+        model = wrap(model)
+    return model
+
+
+def hooked_by_accelerate(model: Any) -> Any:
+    accelerate = pytest.importorskip("accelerate")
+
+    class Doubles(accelerate.hooks.ModelHook):  # type: ignore[misc, name-defined]
+        def post_forward(self, module: Any, output: Any) -> Any:
+            output.logits = 2 * output.logits
+            return output
+
+    accelerate.hooks.add_hook_to_module(model, Doubles())
+    return model
+
+
+def hooked_above_lora(model: Any) -> Any:
+    model = lora(model)
+    model.register_forward_hook(lambda module, args, out: out)
+    return model
+
+
 class Int8Linear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -293,6 +396,15 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a patched head": (patched, "whose forward is not that of torch.nn.Linear"),
     "a hooked head": (hooked, "the head, a Linear, has hooks"),
     "a hooked model": (hooked_above, "the model, a LlamaForCausalLM, has hooks"),
+    "a replaced forward": (replaced, "model is a LlamaForCausalLM whose forward was replaced .*del model.forward"),
+    "a replaced forward, under accelerate": (
+        lambda model: replaced(model, prepared),
+        "LlamaForCausalLM whose forward was replaced",
+    ),
+    "a replaced forward, under LoRA": (lambda model: replaced(model, lora), "LlamaForCausalLM whose forward was replaced"),
+    "a replaced forward of LoRA": (lambda model: replaced(lora(model)), "PeftModelForCausalLM whose forward was replaced"),
+    "a hook of one's own in accelerate": (hooked_by_accelerate, "LlamaForCausalLM whose forward was replaced"),
+    "a hook above LoRA": (hooked_above_lora, "the model, a PeftModelForCausalLM, has hooks"),
     "a quantised head": (quantised, "Int8Linear, whose forward is not that of torch.nn.Linear"),
     "DataParallel": (nn.DataParallel, r"DataParallel, whose forward must be called.*FusedLMHead"),
     "torch.compile": (torch.compile, r"OptimizedModule, whose forward must be called.*FusedLMHead"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import Objective, TokenBatch, linear_grpo_loss, row_counts
+from grpo_kernels import Objective, Options, Sparse, TokenBatch, linear_grpo_loss, row_counts
 
 
 class Device(SimpleNamespace):
@@ -82,6 +82,16 @@ def test_a_loss_is_captured_after_a_first_call(device: Device, batch: TokenBatch
     device.capturing = True
     loss(batch).loss.backward()
     assert device.waits == 1
+
+
+def test_a_seed_of_a_captured_graph_is_a_tensor(device: Device, batch: TokenBatch) -> None:
+    """The columns of a number would be those of every replay."""
+    number, tensor = (Options(sparse=Sparse(seed=seed)) for seed in (3, torch.tensor(3)))
+    loss(batch, options=number)
+    device.capturing = True
+    loss(batch, options=tensor).loss.backward()
+    with pytest.raises(RuntimeError, match=r"seed=3.*tensor"):
+        loss(batch, options=number)
 
 
 def test_a_first_read_in_a_capture_is_refused(device: Device, batch: TokenBatch) -> None:

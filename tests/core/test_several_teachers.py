@@ -21,9 +21,9 @@ from grpo_kernels import (
     linear_grpo_loss,
     token_divergence,
 )
-from grpo_kernels.formulas.divergence import divergence_at
 from support import oracle
 from support.allocations import Allocations
+from support.divergences import of_listed_ids
 from support.linear_cases import count_products, in_chunks
 from support.sets import build
 
@@ -207,7 +207,7 @@ def test_a_teacher_known_at_some_ids_among_others(backend: str) -> None:
     out.loss.backward()
     wide = ours.detach().double().requires_grad_()
     log_p = torch.log_softmax(wide, -1)
-    of_sets = divergence_at(Exact(), log_p.reshape(N, V).gather(1, ids).reshape(-1), values.reshape(-1), sets.offsets)
+    of_sets = of_listed_ids(Exact(), log_p.reshape(N, V), sets)
     whole = oracle.divergence(log_p, torch.log_softmax(data.ref_logits[2].double(), -1), "reverse", 0.0)
     per_token = torch.where(MASK, 0.5 * of_sets.view(B, T) + 2.0 * whole, 0.0)
     near(out.divergence, per_token.detach())

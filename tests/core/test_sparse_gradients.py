@@ -104,6 +104,17 @@ def test_mean_over_seeds_is_the_dense_gradient(backend: str) -> None:
         assert 0.7 < float(error.square().sum() / standard.square().sum()) < 1.4, name
 
 
+def test_a_seed_may_be_a_tensor(backend: str) -> None:
+    """It draws what its number draws at the time: a captured graph reads it at each replay."""
+    case, seed = build_linear(), torch.zeros((), dtype=torch.int64)
+    options = Options(sparse=Sparse(STEP, seed))
+    for number in (3, 4, 2**62):
+        seed.fill_(number)
+        of_number = Options(sparse=Sparse(STEP, number))
+        drawn, wanted = (run_logprobs(case, upstream(case), None, backend, options=o)[2] for o in (options, of_number))
+        assert all(same_bits(drawn[name], wanted[name]) for name in wanted)
+
+
 @pytest.mark.parametrize("name", ["grpo, k3 and entropy", "gspo, k3 by the ratio"])
 def test_loss_is_log_probs_and_token_stage(name: str, backend: str) -> None:
     """Bit for bit, with the values of the dense loss."""
@@ -292,6 +303,8 @@ def refused(case: LinearCase) -> dict[str, Callable[[], Any]]:
         "step=2": lambda: Sparse(2),
         "step=nan": lambda: Sparse(float("nan")),
         "seed=-1": lambda: Sparse(seed=-1),
+        "as a tensor it is int64": lambda: Sparse(seed=torch.zeros(())),
+        "is on cpu, the rows are on meta": lambda: Sparse(seed=torch.zeros((), dtype=torch.int64)).check(torch.device("meta")),
         "seed=1.5": lambda: Sparse(seed=1.5),  # type: ignore[arg-type]
         f"seed={2**63}": lambda: Sparse(seed=2**63),
         "first_row=-1": lambda: Sparse(first_row=-1),

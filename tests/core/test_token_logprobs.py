@@ -109,9 +109,10 @@ def test_peaked_rows(dtype: torch.dtype, vocab: int, backend: str) -> None:
     logps, _, gradient = ours(logits, targets, ones, None, backend)
     assert_no_worse(logps, naive[0], exact[0], "logps", tiny=1e-6)
     error, size = (gradient.double() - exact[2])[:, 5].abs(), exact[2][:, 5].abs()
-    # 1 - p comes from an fp32 sum of about 1, so it is known to some units of 2^-24 (torch's own: 50 and 1400 of them).
+    # 1 - p comes from an fp32 sum of about 1, so it is known to some units of 2^-24: 5 to 24 of them, by the number of partial sums
+    # that an instruction set has (torch's own: 50 and 1400 with AVX-512, 100 and 2750 with AVX2).
     rounding = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype] * size
-    assert (error <= rounding + (64 if vocab > 10_000 else 20) * 2**-24).all(), error / size
+    assert (error <= rounding + 64 * 2**-24).all(), error / size
     assert_no_worse(gradient[:, 5], naive[2][:, 5], exact[2][:, 5], "gradient of the target")
 
 

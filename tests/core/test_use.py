@@ -84,7 +84,7 @@ def test_the_environment_says_it_too_and_a_block_goes_first(ran: list[str], monk
 
 def test_strict_of_a_block_makes_a_fallback_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "unavailable", lambda name: None if name == "eager" else "a made-up reason")
-    monkeypatch.setattr(backends, "_warned", set())
+    monkeypatch.setattr("grpo_kernels.checks._warned", set())
     monkeypatch.setenv("GRPO_KERNELS_STRICT", "1")
     with grpo_kernels.use(strict=False):
         with pytest.warns(RuntimeWarning, match="a made-up reason"):

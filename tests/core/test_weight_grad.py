@@ -5,13 +5,26 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels import Objective, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs, loss_from_model
+from grpo_kernels import (
+    Exact,
+    Objective,
+    Options,
+    TokenBatch,
+    TokenSets,
+    linear_divergence,
+    linear_grpo_loss,
+    linear_logprobs,
+    loss_from_model,
+)
 from grpo_kernels.batch import shift_targets
+from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary.weight_gradient import WeightGradient, WeightMemory
 from support.allocations import Allocations
 from support.cases import OBJECTIVES, same_bits
 from support.linear_cases import LinearCase, build_linear, in_chunks, run_linear, run_logprobs
@@ -113,6 +126,15 @@ def test_hidden_states_may_not_change_before_the_backward(weight_grad: bool, bac
             torch.testing.assert_close(found, expected["weight"], rtol=1e-5, atol=1e-7)
 
 
+def test_a_factor_never_multiplies_what_was_there_before() -> None:
+    total = torch.ones(3, 2)
+    into = WeightMemory(total, None)
+    gradient = WeightGradient(backends.load("eager"), total.shape, total.dtype, total, into, total.device, None, None, None)
+    with pytest.raises(RuntimeError, match="only after it was added"):
+        gradient.made(torch.tensor(2.0))
+    assert torch.equal(total, torch.ones(3, 2)) and gradient.made() is None
+
+
 def test_a_second_backward_adds_nothing(backend: str) -> None:
     case, total = build_linear(kept=True), torch.zeros(61, 24)
     leaves = case.leaves
@@ -124,6 +146,46 @@ def test_a_second_backward_adds_nothing(backend: str) -> None:
     with pytest.raises(RuntimeError, match="already handed over"):
         loss.backward()
     assert once.any() and same_bits(total, once)
+
+
+def several_passes(case: LinearCase, name: str, leaves: dict[str, Tensor], **options: Any) -> Tensor:
+    """A loss whose gradient comes in parts, which nearly cancel where they can."""
+    head, batch, sets = (
+        (leaves["hidden"], leaves["weight"]),
+        case.tokens.batch(ref_logps=None),
+        case.tokens.fields.get("kept"),
+    )
+    seconds = [torch.randn(*leaves["hidden"].shape, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+    if name == "log_kept_mass":
+        found: Any = linear_logprobs(*head, case.tokens.targets, bias=leaves["bias"], kept=sets, also=(name,), **options)
+        return (found[2][name] * upstream(case)).sum()
+    if name == "over the vocabulary":
+        options["options"] = replace(options["options"], entropy_over="vocabulary", reference_over="vocabulary")
+        objective = Objective.preset("dapo", beta=0.1, entropy_coef=0.1)
+        return linear_grpo_loss(*head, case.tokens.batch(), objective, bias=leaves["bias"], **options).loss
+    teachers: Any = [((x.to(head[0].dtype), head[1].detach()), 0.5) for x in seconds]
+    if name == "divergences":
+        return linear_divergence(*head, teachers, bias=leaves["bias"], **options).sum()
+    objective = Objective.preset("gspo" if name == "teachers of sequences" else "dapo", beta=0.3, kl=Exact())
+    return linear_grpo_loss(*head, batch, objective, bias=leaves["bias"], reference=teachers, **options).loss
+
+
+@pytest.mark.parametrize(
+    "name", ["log_kept_mass", "over the vocabulary", "divergences", "teachers of sequences", "teachers of sets"]
+)
+def test_parts_of_a_gradient_are_added_in_fp32(name: str, backend: str) -> None:
+    """And rounded once: the gradient of a bf16 weight is what fp32 memory has, to the last bit or so."""
+    case = build_linear(torch.bfloat16, kept=name != "divergences" and name != "teachers of sequences")
+    total, found = torch.zeros(61, 24), []
+    for memory in (None, total):
+        leaves = case.leaves
+        several_passes(case, name, leaves, options=Options(backend=backend), weight_grad=memory).backward()
+        found.append(leaves)
+    weight = found[0]["weight"].grad
+    assert weight.dtype == torch.bfloat16  # type: ignore[union-attr]
+    torch.testing.assert_close(weight.float(), total, rtol=2**-8, atol=1e-5 * float(total.abs().max()))  # type: ignore[union-attr]
+    for leaf in ("hidden", "bias"):
+        assert same_bits(found[0][leaf].grad, found[1][leaf].grad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["dapo", "gspo"])

@@ -350,7 +350,7 @@ def test_time_and_memory_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "MOST", step.LEAST)
     found = step.measure("logits", "cpu", CPU)
     eager, fresh, in_place = found.timings
-    assert all(t.ms > 0 and 1 <= t.runs <= step.LEAST for t in found.timings) and found.rows >= step.PROBE_ROWS
+    assert all(t.ms > 0 and t.runs == step.LEAST for t in found.timings) and found.rows >= step.PROBE_ROWS
     assert eager.extra_mb is not None and fresh.extra_mb is not None and in_place.extra_mb is not None
     logits = found.rows * found.vocab * 4 / 1e6
     assert eager.extra_mb > 2.5 * logits > 1.5 * logits > fresh.extra_mb > 0.9 * logits and in_place.extra_mb < 0.2 * logits
@@ -360,7 +360,7 @@ def test_a_step_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(step, "memory_free", lambda device: 50 << 20)
     found = step.measure("logits", "eager", CPU)
     assert found.timings == [] and found.reason == "only 0.1 GB of memory are free" and found.vocab == step.SMALL_VOCAB
-    assert "not timed: only" in doctor._text_of_step(found) and doctor.step_findings(found) == []
+    assert "not timed: only" in doctor._text_of_step(found) and doctor.step_findings(found, "eager", []) == []
 
 
 def test_less_memory_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,22 +375,125 @@ def test_less_memory_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0] == (256, 151_936) and rows[1][1] == step.SMALL_VOCAB
 
 
-def test_a_step_that_fails_or_is_slow_is_reported(sound: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def timed_by(clock: list[float], name: str, ms: list[float], order: list[str]) -> step.Contender:
+    """A contender whose runs take these milliseconds on the clock, one after the other."""
+    left = iter(ms)
+
+    def run() -> None:
+        order.append(name)
+        clock[0] += next(left) / 1e3
+
+    return step.Contender(name, run)
+
+
+STEADY_EAGER, STEADY_OURS = [10.0] * 20, [5.0] * 20
+STALLS: dict[str, tuple[list[float], list[float]]] = {
+    "none": (STEADY_EAGER, STEADY_OURS),
+    "one of eager PyTorch's runs": ([10.0, 349.0, *STEADY_EAGER], STEADY_OURS),
+    "its first run, for half a minute": ([10.0, 30_000.0, *STEADY_EAGER], STEADY_OURS),
+    "one of ours": (STEADY_EAGER, [5.0, 5.0, 20_000.0, *STEADY_OURS]),
+    "a machine that becomes slower": ([10.0 * 1.5**i for i in range(20)], [5.0 * 1.5**i for i in range(20)]),
+}
+
+
+@pytest.mark.parametrize("stall", STALLS)
+def test_a_stall_is_no_speed_up(stall: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process waits for in one run changes neither the number of rounds nor what they say together."""
+    clock, order = [0.0], []
+    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    chosen = [timed_by(clock, name, ms, order) for name, ms in zip(("eager", "ours"), STALLS[stall], strict=True)]
+    times = step.interleaved(chosen, CPU)
+    assert len(times["eager"]) == len(times["ours"]) >= step.LEAST
+    found = step.Timing("ours", 5.0, None, len(times["ours"]), step.gain(times["eager"], times["ours"]))
+    assert found.gain is not None and found.gain[1] == pytest.approx(2.0) and found.steady and not found.slower
+    rounds = [order[i : i + 2] for i in range(2, len(order), 2)]  # after a first run of each
+    assert {tuple(x) for x in rounds} == {("eager", "ours"), ("ours", "eager")}
+
+
+@pytest.mark.parametrize(
+    ("gain", "runs", "steady", "slower"),
+    [
+        ((0.68, 0.7, 0.72), 9, True, True),
+        ((0.68, 0.7, 0.72), step.LEAST - 1, False, False),
+        ((0.9, 0.94, 0.96), 9, True, False),
+        ((0.3, 0.5, 0.7), 9, False, False),
+        ((1.0, 3.0, 69.7), 9, False, False),
+        ((1.9, 2.0, 2.1), 9, True, False),
+        (None, 9, True, False),
+    ],
+)
+def test_when_a_step_is_slower_and_when_nobody_can_tell(gain: Any, runs: int, steady: bool, slower: bool) -> None:
+    timing = step.Timing("ours", 5.0, None, runs, gain)
+    assert (timing.steady, timing.slower) == (steady, slower)
+
+
+def timed_as(gain: tuple[float, float, float], ms: float) -> Callable[..., step.Step]:
+    timings = [step.Timing("eager PyTorch", 10.0, 1.0, 9), step.Timing("grpo_loss", ms, None, 9, gain)]
+    return lambda level, backend, device: step.Step(level, 64, None, 1000, "float32", timings)
+
+
+def test_a_step_that_fails_is_reported(sound: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "self_test", lambda name, device: self_test.Report([], 0.0, []))
 
     def measure(level: str, backend: str, device: torch.device) -> step.Step:
-        if level == "hidden":
-            raise RuntimeError("CUDA out of memory. Tried")
-        timings = [step.Timing("eager PyTorch", 10.0, 1.0, 3), step.Timing("grpo_loss", 12.0, None, 3)]
-        return step.Step("logits", 64, None, 1000, "float32", timings)
+        raise RuntimeError("CUDA out of memory. Tried")
 
     monkeypatch.setattr(doctor, "measure", measure)
-    said: list[str] = []
-    report = doctor.examine(say=said.append)
-    assert [p["problem"] for p in report["problems"]] == ["a step from hidden failed: RuntimeError: CUDA out of memory. Tried"]
+    report = doctor.examine(say=lambda text: None)
+    assert [p["problem"] for p in report["problems"]] == [
+        f"a step from {level} failed: RuntimeError: CUDA out of memory. Tried" for level in ("logits", "hidden")
+    ]
     assert "nvidia-smi" in report["problems"][0]["remedy"]
-    assert [p["problem"] for p in report["advice"]] == ["grpo_loss took 12 ms where eager PyTorch took 10 ms"]
-    assert "memory unknown  0.8 times as fast" in "\n".join(said)
+
+
+SLOW = "grpo_loss is slower than plain PyTorch: 14 ms where that takes 10 ms (0.7 times as fast)"
+
+
+@pytest.mark.parametrize(
+    ("known", "auto", "why", "remedy"),
+    [
+        (
+            [Finding("8 threads on 1", "set 1", False, slows=True), Finding("old trl", "x", False)],
+            "cpu",
+            "8 threads on 1",
+            "set 1",
+        ),
+        ([Finding("old trl", "x", False)], "cpu", "nothing that doctor knows explains it", "idle machine"),
+        ([], "eager", 'backend="auto" takes eager here', "native kernels"),
+    ],
+    ids=["threads", "unknown", "eager"],
+)
+def test_slower_than_plain_pytorch_is_a_fault_with_reason_and_remedy(
+    known: list[Finding], auto: str, why: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "facts", lambda device: (FACTS(device)[0], known))
+    monkeypatch.setattr(doctor, "self_test", lambda name, device: self_test.Report([], 0.0, []))
+    monkeypatch.setattr(backends, "native", lambda device: ("cpu", None if auto == "cpu" else "not built"))
+    monkeypatch.setattr(doctor.backends, "unavailable", lambda name: None)
+    monkeypatch.setattr(doctor, "measure", timed_as((0.69, 0.7, 0.71), 14.0))
+    assert doctor.main(["--json"]) == 1
+    slow = [p for p in json.loads(capsys.readouterr().out)["problems"] if "slower" in p["problem"]]
+    assert len(slow) == 2 and slow[0]["problem"].startswith(f"from logits, {SLOW}") and why in slow[0]["problem"]
+    assert remedy in slow[0]["remedy"] and "objective_loss" in slow[0]["remedy"]
+    assert doctor.main([]) == 1
+    out = capsys.readouterr().out
+    assert "all is well" not in out and "there are problems" in out and "memory unknown  0.7 times as fast" in out
+
+
+def test_times_that_spread_are_not_judged(
+    sound: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "self_test", lambda name, device: self_test.Report([], 0.0, []))
+    monkeypatch.setattr(doctor, "measure", timed_as((0.7, 2.0, 69.7), 5.0))
+    assert doctor.main([]) == 0
+    out = capsys.readouterr().out
+    assert "too unsteady to compare: 0.7 to 69.7 times as fast" in out and "2.0 times" not in out
+    assert "advice:\n  from logits, the times of grpo_loss spread too much to judge" in out and "idle machine" in out
+
+
+def test_without_a_step_it_says_that_nothing_was_timed(sound: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--quick"]) == 0
+    assert "all is well, as far as was tested: no step was timed" in capsys.readouterr().out
 
 
 # ---- the compiled module

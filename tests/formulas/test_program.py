@@ -4,12 +4,14 @@ that cannot be a program is refused, or computed in torch, with a reason."""
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from grpo_kernels.diagnosis.self_test import self_test
 from grpo_kernels.formulas import kl, surrogates, token_program
 from grpo_kernels.formulas import program as program_module
 from grpo_kernels.formulas.filters import TRUST_REGIONS, EntropyFloor, TrustRegion, above_floor
+from grpo_kernels.formulas.keys import key_of
 from grpo_kernels.formulas.kl import ESTIMATORS, SCORES, WEIGHTINGS, Kl
 from grpo_kernels.formulas.ops import bounded_exp, finite, ops
 from grpo_kernels.formulas.program import OF_NUMBERS, FormulaRefused, Program, Tracer
@@ -330,7 +333,7 @@ class Moving(Surrogate):
 def test_an_objective_keeps_only_what_cannot_change() -> None:
     """The same objective in two calls: numbers of a frozen surrogate are made once, those of others are asked for again."""
     fixed = Objective(Clip(0.2, 0.2))
-    assert of(fixed) is of(fixed) and of(fixed, old_logps=torch.zeros(1)) is not of(fixed)
+    assert of(fixed)[1] is of(fixed)[1] and of(fixed, old_logps=torch.zeros(1))[1] is not of(fixed)[1]
     kept = [0.5]
 
     def scaled(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
@@ -390,7 +393,7 @@ REFUSED: dict[str, tuple[Surrogate, tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_traced_is_computed_in_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     surrogate, words = REFUSED[name]
-    monkeypatch.setattr(backends, "_warned", set())
+    monkeypatch.setattr("grpo_kernels.checks._warned", set())
     with pytest.warns(RuntimeWarning, match="second visit") as caught:
         found = loss_of(surrogate)
     assert len(caught) == 1 and all(word in str(caught[0].message) for word in words)
@@ -490,7 +493,7 @@ def two_faced(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
 
 
 def test_strict_compares_a_formula_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_program, "_compared", set())
+    token_program._made_before.cache_clear()
     with pytest.raises(FormulaRefused, match="two_faced gives loss"):
         loss_of(Custom(two_faced), strict=True)
     compared: list[str] = []
@@ -513,7 +516,7 @@ def test_strict_compares_a_formula_with_torch(monkeypatch: pytest.MonkeyPatch) -
 
 def test_strict_compares_once_whatever_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a schedule are numbers of a call: the program is the same."""
-    monkeypatch.setattr(token_program, "_compared", set())
+    token_program._made_before.cache_clear()
     compared: list[str] = []
     own = cpu._run
     monkeypatch.setattr(cpu, "_run", lambda program, *rest: compared.append(program.name) or own(program, *rest))
@@ -528,7 +531,7 @@ def tiny(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
 
 
 def test_strict_sees_what_is_wrong_with_tiny_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_program, "_compared", set())
+    token_program._made_before.cache_clear()
     with pytest.raises(FormulaRefused, match="tiny gives loss"):
         loss_of(Custom(tiny), strict=True)
 
@@ -560,7 +563,7 @@ def by_closure(weight: Any) -> Any:
     "make", [by_closure, lambda weight: functools.partial(weighted, weight=weight)], ids=["closure", "partial"]
 )
 def test_a_formula_made_anew_at_each_step_is_traced_once(make: Callable[[float], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    token_program._traced_once.cache_clear()
+    token_program._made_before.cache_clear()
     traced: list[str] = []
     own = token_program._traced
     monkeypatch.setattr(token_program, "_traced", lambda chosen, *rest: traced.append("") or own(chosen, *rest))
@@ -583,7 +586,7 @@ def test_a_number_that_a_closure_keeps_may_change() -> None:
 
 
 def test_a_refusal_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    token_program._traced_once.cache_clear()
+    token_program._made_before.cache_clear()
     traced: list[str] = []
     own = token_program._traced
     monkeypatch.setattr(token_program, "_traced", lambda chosen, *rest: traced.append("") or own(chosen, *rest))
@@ -600,21 +603,128 @@ def test_a_refusal_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         (False, by_closure(0.0), by_closure(-0.0)), (True, by_closure(math.nan), by_closure(math.nan)),
         (True, functools.partial(weighted, weight=0.1), functools.partial(weighted, weight=0.1)),
         (False, functools.partial(weighted, weight=0.1), functools.partial(weighted)), (False, weighted, squared),
-        (True, by_closure((1, weighted)), by_closure((1, weighted))),
+        (True, by_closure((1, weighted)), by_closure((1, weighted))), (True, by_closure([0.5]), by_closure([0.5])),
+        (False, by_closure([0.5]), by_closure((0.5,))), (False, by_closure({"a": 1}), by_closure({"a": 2})),
+        (True, by_closure(ops.exp), by_closure(torch.exp)), (False, by_closure(kl.k1), by_closure(kl.k2)),
     ],
 )  # fmt: skip
 def test_what_tells_formulas_apart(same: bool, x: Any, y: Any) -> None:
-    key = program_module.key_of(x)
-    assert key is not None and (key == program_module.key_of(y)) is same
-    for kept in ([0.5], {"a": 1}, torch.ones(1), object()):
-        assert program_module.key_of(by_closure(kept)) is None
-    assert program_module.key_of(functools.partial(weighted, weight=[1])) is None
+    key = key_of(x)
+    assert key is not None and (key == key_of(y)) is same
+
+
+@pytest.mark.parametrize("kept", [torch.ones(1), object(), Clip(), torch.rand, getattr, math, functools.lru_cache(by_closure)])
+def test_what_cannot_be_told_without_running_it(kept: Any) -> None:
+    assert key_of(by_closure(kept)) is None and key_of(functools.partial(weighted, weight=[kept])) is None
+    itself: list[Any] = []
+    itself.append(itself)
+    assert key_of(by_closure(itself)) is None
+
+
+# ---- what a formula uses is defined again
+
+REDEFINED: dict[str, tuple[str, str]] = {
+    "a constant": ("C = {c}", "C * x"),
+    "a helper": ("def helper(x):\n    return {c} * x", "helper(x)"),
+    "a helper of a helper": ("def inner(x):\n    return {c} * x\ndef helper(x):\n    return inner(x)", "helper(x)"),
+    "a constant of a helper": ("C = {c}\ndef helper(x):\n    return C * x", "helper(x)"),
+    "a default": ("def helper(x, c={c}):\n    return c * x", "helper(x)"),
+    "a default by name": ("def helper(x, *, c={c}):\n    return c * x", "helper(x)"),
+    "a closure": ("def made(c):\n    return lambda x: c * x\nhelper = made({c})", "helper(x)"),
+    "a partial": ("import functools\ndef two(c, x):\n    return c * x\nhelper = functools.partial(two, {c})", "helper(x)"),
+    "a helper that calls itself": ("def helper(x, n=2):\n    return {c} * x if n == 0 else helper(x, n - 1)", "helper(x)"),
+    "a helper in an inner function": ("def helper(x):\n    return {c} * x", "(lambda: helper(x))()"),
+    "a list": ("C = [0.0, {c}]", "C[1] * x"),
+    "a dictionary": ("C = {{'c': {c}}}", "C['c'] * x"),
+    "functions in a list": ("HELPERS = [lambda x: {c} * x]", "HELPERS[0](x)"),
+    "an attribute": ("import types\nC = types.SimpleNamespace(c={c})", "C.c * x"),
+    "an attribute of a class": ("class C:\n    c = {c}", "C.c * x"),
+    "an attribute of a function": ("def helper(x):\n    return helper.c * x\nhelper.c = {c}", "helper(x)"),
+    "a method": ("class C:\n    def __init__(self, c):\n        self.c = c\n    def of(self, x):\n        return self.c * x\nC = C({c})", "C.of(x)"),
+    "a bound method": ("class A:\n    c = {c}\n    def of(self, x):\n        return self.c * x\nhelper = A().of", "helper(x)"),
+    "a name that is looked up": ("C = {c}", "globals()['C'] * x"),
+    "a number of numpy": ("import numpy\nC = numpy.float64({c})", "C * x"),
+    "a module by another name": (
+        "import types\nm = types.ModuleType('m')\nm.c = {c}\ndef helper(m, x):\n    return m.c * x", "helper(m, x)"
+    ),
+    "a module": ("import types\nm = types.ModuleType('m')\nm.inner = types.ModuleType('m.inner')\nm.inner.c = {c}", "m.inner.c * x"),
+    "a function in a module": (
+        "import types\nm = types.ModuleType('m')\nC = {c}\ndef helper(x):\n    return C * x\nm.helper = helper", "m.helper(x)"
+    ),
+    "a module that is imported inside": (
+        "import sys, types\nm = types.ModuleType('changed')\nm.c = {c}\nsys.modules['changed'] = m",
+        "__import__('changed').c * x",
+    ),
+}  # fmt: skip
+
+CELL = """
+def formula(logp, old_logp, advantage, params):
+    x = logp - old_logp
+    return -advantage * {used}, -advantage * (1.0 + 0.0 * {used})
+"""
+
+
+@pytest.mark.parametrize("changed", REDEFINED)
+def test_what_a_formula_uses_may_be_defined_again(changed: str) -> None:
+    """A cell of a notebook is run again: the formula stays, what it uses is another."""
+    cell, used = REDEFINED[changed]
+    for strict, anew in itertools.product((False, True), repeat=2):
+        names: dict[str, Any] = {"__name__": "notebook", "ops": ops}
+        exec(cell.format(c=0.5) + CELL.format(used=used), names)
+        surrogate = Custom(names["formula"])
+        objective, case = Objective(surrogate), build()
+        for c in (0.5, 2.5, -1.0, 0.5):
+            exec(cell.format(c=c), names)
+            objective = Objective(surrogate) if anew else objective
+            loss = grpo_loss(case.logits, case.batch(), objective, backend="cpu", strict=strict).loss
+            expected = grpo_loss(case.logits, case.batch(), Objective(Custom(linear, (c,))), backend="eager").loss
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
+
+
+@dataclass(frozen=True)
+class FromOutside(Surrogate):
+    """A frozen surrogate whose parameters come from somewhere else."""
+
+    function = staticmethod(surrogates.clip)
+    width: ClassVar = [0.01]
+
+    @property
+    def params(self) -> tuple[float, ...]:
+        return self.width[0], self.width[0], math.inf
+
+
+def test_parameters_that_follow_from_something_else_are_asked_for_again(backend: str) -> None:
+    objective = Objective(FromOutside())
+    for width in (0.01, 0.5):
+        FromOutside.width[0] = width
+        found, expected = (run(build(), x, backend)[0].loss for x in (objective, Objective(Clip(width, width))))
+        assert torch.equal(found, expected)
+
+
+def test_nothing_of_the_user_is_kept() -> None:
+    """Neither the function nor what lies beside it in its module."""
+    for strict in (False, True):
+        names: dict[str, Any] = {"__name__": "notebook", "ops": ops, "large": Large()}
+        exec(REDEFINED["a constant of a helper"][0].format(c=0.5) + CELL.format(used="helper(x)"), names)
+        seen = weakref.ref(names["large"])
+        loss_of(Custom(names["formula"]), strict=strict)
+        del names
+        gc.collect()
+        assert seen() is None
+
+
+class Large:
+    """A model, for example."""
+
+
+def linear(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
+    return -advantage * params[0] * (logp - old_logp), -advantage
 
 
 def test_doctor_compares_formulas_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_program, "_compared", set())
+    token_program._made_before.cache_clear()
     assert self_test("cpu", torch.device("cpu")).failures == []
-    monkeypatch.setattr(token_program, "_compared", set())
+    monkeypatch.setattr(token_program._Made, "compared", property(lambda made: False, lambda made, value: None))
     monkeypatch.setattr(cpu, "_run", lambda program, numbers, inputs: [inputs[0] + 1] * 3)
     failures = self_test("cpu", torch.device("cpu")).failures
     assert failures and all("in the C++ kernel and" in str(check.failure) for check in failures)

@@ -128,7 +128,7 @@ def test_miles_record_goes_to_the_rows_as_it_is(homes: tuple[str, str], kind: ty
 
 @pytest.mark.parametrize("change", [{"use_kl_loss": True}, {"kl_coef": 0.1}, {"use_opd": True}])
 def test_miles_refuses_replay_with_another_network(change: dict[str, Any]) -> None:
-    stand_in(f"{HOME}.sampling_mask", build_local_sampling_mask=lambda: None)
+    stand_in(f"{HOME}.sampling_mask", build_local_sampling_mask=lambda *_, **__: None)
     stand_in(f"{HOME}.loss_hub.math_utils", calculate_log_probs_and_entropy=lambda: None)
     with pytest.raises(ValueError, match=f"{next(iter(change))}=.* with replay"):
         miles.bind(arguments(**change))
@@ -136,6 +136,26 @@ def test_miles_refuses_replay_with_another_network(change: dict[str, Any]) -> No
         miles.bind(arguments(**change), reference_over="vocabulary")
     miles.bind(arguments(**change), reference_over="kept").undo()
     miles.bind(arguments(**change, rollout_top_p=1.0)).undo()
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        lambda logits, sampling_mask_ids, sampling_mask_offsets, response_indices, *, response_length, tp_rank: None,
+        lambda sampling_mask, logits, response_indices, *, tp_rank: None,
+        lambda logits, sampling_mask, response_indices, more, *, tp_rank: None,
+    ],
+)
+def test_miles_with_other_arguments_is_refused_when_it_is_bound(theirs: Callable[..., Any]) -> None:
+    """Its branches disagree on what a record is, under one version. Nothing is replaced."""
+    masks = stand_in(f"{HOME}.sampling_mask", build_local_sampling_mask=theirs)
+    maths = stand_in(f"{HOME}.loss_hub.math_utils", calculate_log_probs_and_entropy=len)
+    with pytest.raises(
+        RuntimeError, match=r"build_local_sampling_mask takes \(.*, but ours takes \(logits, sampling_mask, response_"
+    ):
+        miles.bind(arguments())
+    assert masks.build_local_sampling_mask is theirs and maths.calculate_log_probs_and_entropy is len
+    miles.bind(arguments(rollout_top_p=1.0)).undo()  # without replay it is not called
 
 
 def test_miles_records_of_a_packed_batch() -> None:

@@ -339,6 +339,67 @@ def test_skyrl_scores_over_its_support() -> None:
             home.sample_support_logprobs(hidden @ weight.T, sampled, sets[:, 1:], **bounds)
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+def test_skyrl_entropy_over_its_support(gradient: bool) -> None:
+    """The type and the arguments of newer versions: the entropy of the set, 0 where there is none, with a gradient if asked."""
+    stand_in(f"{HOME}.utils.torch_utils", logprobs_from_logits=lambda: None, chunked_entropy_from_logits=lambda: None)
+    home = stand_in(REPLAY, sample_support_scores=lambda *_, **__: None, SampleSupportScores=SimpleNamespace)
+    hidden, weight, sampled, sets = supported()
+    has, up = (sets >= 0).any(-1), torch.linspace(-1, 2, T)
+    bounds = {"vocab_start_index": 0, "vocab_end_index": V, "tp_group": None}
+
+    def exact(h: Tensor) -> Tensor:
+        keep = torch.zeros(B, T, V + 1, dtype=torch.bool).scatter(2, sets.long() % (V + 1), True)[..., :V] | ~has[..., None]
+        z = h @ weight.double().T / 0.7
+        logps = torch.log_softmax(torch.where(keep, z, -1e4), -1)
+        entropy = torch.where(has, -(logps.exp() * logps).sum(-1), 0.0)
+        return ((logps.gather(-1, sampled[..., None])[..., 0] * has + (entropy if gradient else entropy.detach())) * up).sum()
+
+    def ours(h: Tensor) -> Tensor:
+        asked = {"compute_entropy": True, "entropy_requires_grad": gradient, "lm_head_weight": weight, "temperature": 0.7}
+        found = home.sample_support_scores(h, sampled, sets, **asked, **bounds)
+        assert torch.equal(found.valid_mask, has) and (found.entropy[~has] == 0).all()
+        assert found.entropy.requires_grad is gradient
+        return ((found.logprobs + found.entropy) * up).sum()
+
+    with skyrl.bind(replay=True, strict=True):
+        want = value_and_gradient(exact, hidden, torch.float64)
+        assert_same(value_and_gradient(ours, hidden, torch.float32), want)
+        asked = {"compute_entropy": False, "entropy_requires_grad": False}
+        assert home.sample_support_scores(hidden @ weight.T, sampled, sets, **asked, **bounds).entropy is None
+
+
+@pytest.mark.parametrize("fault", ["a sampled id outside of its set", "a set that lists an id twice"])
+def test_skyrl_scores_what_is_no_set_itself(fault: str) -> None:
+    """It adds up the listed ids, each as often as it is listed, and not the sampled id where that is not among them."""
+
+    def listed(logits: Tensor, sampled: Tensor, sets: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        z = torch.where(sets >= 0, logits.gather(-1, sets.clamp(min=0).long()), -torch.inf)
+        has = (sets >= 0).any(-1)
+        own = logits.gather(-1, sampled[..., None])[..., 0]
+        return torch.where(has, own - torch.where(has[..., None], z, 0.0).logsumexp(-1), 0.0), has
+
+    stand_in(f"{HOME}.utils.torch_utils", logprobs_from_logits=lambda: None, chunked_entropy_from_logits=lambda: None)
+    home = stand_in(REPLAY, sample_support_logprobs=listed)
+    hidden, weight, sampled, sets = supported()
+    if fault.startswith("a set"):
+        sets[0, 0], sets[0, 1] = sampled[0, 0], torch.tensor([int(sampled[0, 1])] * 2 + [-1] * 3)
+    else:
+        sets[0, 0], sets[0, 1] = -1, torch.tensor([(int(sampled[0, 1]) + 1) % V] + [-1] * 4)
+    logits, bounds = hidden @ weight.T, {"vocab_start_index": 0, "vocab_end_index": V, "tp_group": None}
+    up = torch.linspace(-1, 2, T)
+
+    def score(x: Tensor) -> Tensor:
+        return (home.sample_support_logprobs(x, sampled, sets, **bounds)[0] * up).sum()
+
+    want = value_and_gradient(score, logits, torch.float64)
+    with skyrl.bind(replay=True) as slots:
+        assert_same(value_and_gradient(score, logits, torch.float32), want)
+        assert slots.counts == {f"skyrl: {fault}": 1}
+    with pytest.raises(RuntimeError, match=f"left to skyrl: {fault}"), skyrl.bind(replay=True, strict=True):
+        score(logits)
+
+
 def test_skyrl_support_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """SkyRL's own function of hidden states and of logits, in fp64, and ours in its place."""
     stubs: dict[str, dict[str, Any]] = {
@@ -358,7 +419,7 @@ def test_skyrl_support_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def score(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not hasattr(home, "sample_support_scores"):
             return home.sample_support_logprobs(*args, **kwargs)
-        scores = home.sample_support_scores(*args, **kwargs)
+        scores = home.sample_support_scores(*args, compute_entropy=False, entropy_requires_grad=False, **kwargs)
         return scores.logprobs, scores.valid_mask
 
     assert_supported(score, torch.float64)

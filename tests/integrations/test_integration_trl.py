@@ -36,7 +36,9 @@ from grpo_kernels.integrations import trl_head
 from grpo_kernels.integrations._slots import OVERRIDE
 from grpo_kernels.integrations._trl_forward import Forward
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLoss, fused_lm_head, patch
+from grpo_kernels.vocabulary.backends import cpu_products
 from support import trl_cases
+from support.cases import assert_no_worse
 from support.trl_cases import assert_same_history, history
 
 Tensor = torch.Tensor
@@ -133,7 +135,8 @@ def test_rows_that_are_projected(patched: FusedLoss, plain: Any, monkeypatch: py
         assert skipped.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-5, abs=1e-6), name
     assert abs(skipped.metrics["entropy"] - theirs.metrics["entropy"]) > 1e-4  # of the tokens that were projected
     case = Case("dapo", share=0.4)  # two visits: nothing can be skipped
-    assert both(patched, case, data)[1].metrics == both(patched, case, data)[0].metrics
+    theirs, ours = both(patched, case, data)
+    assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-5, abs=1e-6)
 
 
 def test_columns_of_the_head_are_drawn(patched: FusedLoss, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -700,19 +703,23 @@ def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor
 @pytest.mark.parametrize("softcap, scale", [(None, 1.0), (1.5, 0.3)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_slot_is_trls_function(outputs: tuple[str, ...], softcap: float | None, scale: float, with_bias: bool) -> None:
-    """Values and gradients, for each selection of outputs."""
+    """Values and gradients, for each selection of outputs: as far from TRL's function in float64 as that in fp32 is, at most."""
     results = []
     with fused_lm_head(strict=True) as slot:
-        for function in (ChunkedLogProbFunction, utils._ChunkedLogProbFunction):
-            hidden, weight, bias, targets = operands()
+        for function, dtype in (
+            (utils._ChunkedLogProbFunction, torch.float32),  # the slot
+            (ChunkedLogProbFunction, torch.float32),
+            (ChunkedLogProbFunction, torch.float64),
+        ):
+            hidden, weight, bias, targets = operands(dtype)
             of = [hidden, weight, bias] if with_bias else [hidden, weight]
             out = function.apply(hidden, weight, bias if with_bias else None, targets, 0.8, 7, softcap, scale, outputs)
             assert len(out) == 5 and out[2:] == (None, None, None) and (out[1] is not None) == ("entropy" in outputs)
             upstream = torch.linspace(-1, 1, 9)
             loss = (out[0] * upstream).sum() + (0 if out[1] is None else (out[1] * upstream.flip(0)).sum())
-            results.append([out[0], *torch.autograd.grad(loss, of)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
+            results.append([*(x for x in out[:2] if x is not None), *torch.autograd.grad(loss, of)])
+    for ours, theirs, exact in zip(*results, strict=True):
+        assert_no_worse(ours, theirs, exact, "slot")
     assert slot.counts == {"fused": 1}
 
 
@@ -729,7 +736,9 @@ def test_slot_labels_dtypes_and_no_rows() -> None:
         logps = apply(hidden, weight, None, targets.clamp(min=0), 1.0, 7, outputs=("log_probs",))[0]
         d_weight = torch.autograd.grad(logps.sum(), weight)[0]
     exact = apply(hidden, weight, None, targets.clamp(min=0), 1.0, 7, outputs=("log_probs",))[0]
-    assert logps.dtype == d_weight.dtype == torch.float32 and not torch.equal(logps, exact)
+    assert logps.dtype == d_weight.dtype == torch.float32
+    if cpu_products.available() is None:  # elsewhere fp32 is the fastest arithmetic, and nothing is rounded
+        assert not torch.equal(logps, exact)
     torch.testing.assert_close(logps, exact, rtol=0, atol=0.1)
 
     none = apply(hidden[:0], weight, None, targets[:0], 1.0, 7, outputs=("log_probs",))[0]

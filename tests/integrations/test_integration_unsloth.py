@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from grpo_kernels.integrations import unsloth
+from grpo_kernels.vocabulary.backends import cpu_products
 from support.trainers import MASK, B, H, T, V, assert_same, log_softmax_of, stand_in, their_file, value_and_gradient
 
 Tensor = torch.Tensor
@@ -119,9 +120,26 @@ def test_a_head_in_fp32_is_multiplied_in_fp32(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(
             unsloth.selective_log_softmax(hidden, weight, index, fp32_lm_head=True), want, rtol=1e-5, atol=1e-5
         )
-        assert (unsloth.selective_log_softmax(hidden, weight, index) - want).abs().max() > 1e-4
+        if cpu_products.available() is None:  # elsewhere fp32 is the fastest arithmetic, and nothing is rounded
+            assert (unsloth.selective_log_softmax(hidden, weight, index) - want).abs().max() > 1e-4
         monkeypatch.setenv("UNSLOTH_VLLM_FP32_LM_HEAD", "1")
         torch.testing.assert_close(unsloth.selective_log_softmax(hidden, weight, index), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_large_gradient_comes_back_in_the_dtype_of_the_hidden_states(dtype: torch.dtype) -> None:
+    """bf16 states beside an fp16 head, with a loss scaler's factor: products in the head's dtype, and a gradient above 65,504."""
+    g = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(B, T, H, generator=g).bfloat16(), torch.randn(V, H, generator=g).to(dtype)
+    index, up = torch.randint(V, (B, T), generator=g), 2.0**18
+    wide, leaf = hidden.double().requires_grad_(), hidden.clone().requires_grad_()
+    want = log_softmax_of(wide @ weight.double().T, index)[0]
+    got = unsloth.selective_log_softmax(leaf, weight, index)
+    torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
+    (got * up).sum().backward()
+    (want * up).sum().backward()
+    assert leaf.grad.dtype == torch.bfloat16 and wide.grad.abs().max() > 65504  # type: ignore[union-attr]
+    torch.testing.assert_close(leaf.grad.double(), wide.grad, rtol=1e-2, atol=2e-3 * up)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from verl.trainer.distillation.fsdp import losses as of_forward
 from verl.workers.config import ActorConfig, DistillationLossConfig
 
 from grpo_kernels import Exact, TokenSets
-from grpo_kernels.formulas.divergence import divergence_at
 from grpo_kernels.integrations import verl_distillation as ours
+from support.divergences import of_listed_ids
 
 Tensor = torch.Tensor
 
@@ -74,8 +74,7 @@ class Step:
     def expected(self, exact: Exact, leaf: Tensor) -> Tensor:
         """[1, N], by the definition over the teacher's ids, which other tests compare with the formulas of the tails."""
         sets = TokenSets.from_padded(self.ids, values=self.teacher)
-        logps = torch.log_softmax(leaf.double(), -1)[0].gather(-1, self.ids)
-        return divergence_at(exact, logps.reshape(-1), self.teacher.reshape(-1), sets.offsets)[None]
+        return of_listed_ids(exact, torch.log_softmax(leaf.double(), -1)[0], sets).float()[None]
 
 
 def test_the_forward_kl_is_verls_but_for_its_clamps() -> None:

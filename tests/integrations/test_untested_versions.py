@@ -382,8 +382,8 @@ def test_a_function_that_overwrites_its_logits() -> None:
 def test_what_cannot_be_compared_is_refused_when_it_is_bound() -> None:
     """Its result is another than the trainer's, or options were chosen that give another."""
     stand_in("slime.utils.ppo_utils", calculate_log_probs_and_entropy=len)
-    stand_in("slime.backends.megatron_utils.loss", _build_topp_keep_mask=sum)
-    stand_in("openrlhf.models.utils", log_probs_from_logits=len, compute_entropy=sum)
+    stand_in("slime.backends.megatron_utils.loss", _build_topp_keep_mask=lambda *_, **__: None)
+    stand_in("openrlhf.models.utils", log_probs_from_logits=len, compute_entropy=lambda logits: None)
     stand_in("prime_rl.trainer.models.layers.lm_head", _SequenceChunkedLogProbEntropyFn=SimpleNamespace(apply=len))
     for bind in (
         lambda **x: slime.bind(replay=True, **x), lambda **x: openrlhf.bind(entropy_temperature=0.5, **x),

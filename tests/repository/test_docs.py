@@ -20,7 +20,7 @@ from support.pages import EXAMPLES, README, REFERENCE, ROOT, Example
 
 MARKDOWN = pages.tracked("*.md")
 #: Helpers of a public class, which its page says all about.
-NOT_SHOWN = {"check_linear", "plain_head"}
+NOT_SHOWN = {"check_linear", "check_specs", "forward_of", "plain_head"}
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_kernels import TokenBatch, group_advantages
-from grpo_kernels.rewards.advantages import NUMERICS, zero_variance
+from grpo_kernels import TokenBatch, checks, group_advantages
+from grpo_kernels.rewards.advantages import NUMERICS, pass_at_k_advantages, zero_variance
+from grpo_kernels.rewards.estimators import ADVANTAGES, Evidence
 from support import advantage_oracle, oracle
 from support.advantage_oracle import close
 
@@ -375,3 +380,77 @@ def test_refusals(message: str) -> None:
     options = {"rewards": torch.zeros(4), "group_size": 2, **REFUSALS[message]}
     with pytest.raises(ValueError, match=message):
         group_advantages(**options)  # type: ignore[arg-type]
+
+
+# ---- groups of one, lists, integers
+
+ALONE: dict[str, Callable[..., torch.Tensor]] = {
+    "mean": group_advantages,
+    "leave-one-out": functools.partial(group_advantages, baseline="leave-one-out", scale="none"),
+    "batch": functools.partial(group_advantages, scale="batch"),
+    "pass at k": pass_at_k_advantages,
+    "from_rewards": lambda rewards, **which: (
+        TokenBatch.from_rewards(torch.zeros(len(rewards), 2, dtype=torch.int64), rewards, **which).advantages
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("which", [{"group_size": 1}, {"groups": torch.tensor([7, 3, 5])}], ids=["group_size", "groups"])
+def test_groups_of_one_completion_are_warned_of_once(name: str, which: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_warned", set())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert not any(ALONE[name](torch.tensor([3.0, -2.0, 0.5]), **which).any() for _ in range(3))
+    (warning,) = seen
+    assert warning.filename == __file__
+    for part in ("all advantages are 0", "one completion", "several completions", "remax", "singleton='raw'"):
+        assert part in str(warning.message)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group_size": 1, "singleton": "raw"},
+        {"group_size": 1, "baseline": "none", "scale": "none"},
+        {"groups": torch.tensor([0, 0, 1])},
+        {"group_size": 3},
+    ],
+    ids=str,
+)
+def test_groups_that_may_differ_are_not_warned_of(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_warned", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        group_advantages(torch.tensor([1.0, 1.0, 1.0]), **options)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("kind", ["list", "tuple", "integers", "bools", "numpy"])
+def test_rewards_are_numbers_of_any_kind(name: str, kind: str) -> None:
+    """Every estimator gives what it gives for a float tensor."""
+    whole = [1, 0, 1, 1, 0, 0]
+    rewards = {
+        "list": whole, "tuple": tuple(map(float, whole)), "integers": torch.tensor(whole), "bools": torch.tensor(whole) > 0,
+        "numpy": pytest.importorskip("numpy").array(whole),
+    }[kind]  # fmt: skip
+    per_token = torch.arange(18.0).view(6, 3)
+    evidence: dict[str, Any] = {
+        "group_size": 3, "columns": per_token[:, :2], "reward_weights": [1.0, 2.0], "greedy_rewards": torch.ones(6),
+        "mask": torch.ones(6, 3, dtype=torch.bool), "steps": per_token, "values": per_token, "old_logps": -per_token,
+        "sum_squares": 1 / (1 + per_token),
+    }  # fmt: skip
+    found = ADVANTAGES[name](Evidence(rewards, **evidence))
+    expected = ADVANTAGES[name](Evidence(torch.tensor(whole).float(), **evidence))
+    assert torch.equal(found, expected) and expected.any()
+    batch = TokenBatch.from_rewards(torch.zeros(6, 3, dtype=torch.int64), rewards, group_size=3)
+    assert torch.equal(batch.advantages, group_advantages(torch.tensor(whole).float(), group_size=3))
+
+
+def test_a_list_that_holds_no_numbers_is_refused() -> None:
+    for wrong in ([1.0, None], ["1"], [[1.0], [1.0, 2.0]], None, "12"):
+        with pytest.raises(ValueError, match=r"rewards is .*: pass numbers"):
+            group_advantages(wrong, group_size=2)  # type: ignore[arg-type]
+    several = [[1.0, 0.0], [2.0, 1.0]]
+    found = group_advantages(several, group_size=2, reward_weights=[1.0, 2.0])
+    assert torch.equal(found, group_advantages(torch.tensor(several), group_size=2, reward_weights=[1.0, 2.0]))

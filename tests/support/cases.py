@@ -362,7 +362,8 @@ def run(case: Case, objective: Objective, backend: str, **options: Any) -> tuple
 
 
 def assert_no_worse(ours: Tensor, naive: Tensor, exact: Tensor, what: str, tiny: float = 4e-6) -> None:
-    """Our largest and our rms error are at most those of the naive computation, plus `tiny` times the largest value."""
+    """Our largest and our rms error are at most those of the naive computation, plus `tiny` times the largest value. A single value
+    is a mean of terms of about 1 that may cancel, so there it is `tiny` at least."""
     assert ours.shape == exact.shape, f"{what}: shape {list(ours.shape)}, expected {list(exact.shape)}"
     assert torch.isfinite(ours).all(), f"{what}: not finite"
     if exact.numel() == 0:
@@ -375,7 +376,7 @@ def assert_no_worse(ours: Tensor, naive: Tensor, exact: Tensor, what: str, tiny:
         ("largest", mine.max(), theirs.max()),
         ("rms", mine.square().mean().sqrt(), theirs.square().mean().sqrt()),
     ):
-        assert float(a) <= float(b) + tiny * scale, (
+        assert float(a) <= float(b) + tiny * (max(scale, 1.0) if exact.numel() == 1 else scale), (
             f"{what}: {kind} error {float(a):.3e}, naive {float(b):.3e}, scale {scale:.3e}"
         )
 

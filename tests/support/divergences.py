@@ -14,6 +14,7 @@ from grpo_kernels.vocabulary.rows import RowTransform, Teacher
 from grpo_kernels.vocabulary.stage import vocabulary_stage
 from grpo_kernels.vocabulary.teachers import TeacherHead
 from support import oracle
+from support.largest import note
 
 Tensor = torch.Tensor
 
@@ -95,7 +96,8 @@ def of_listed_ids(exact: Exact, log_p: Tensor, sets: TokenSets) -> Tensor:
     lp, lq = (x.masked_fill(~listed, -torch.inf) for x in (log_p.gather(1, ids), lq))
     p, q = lp.exp().sum(1), lq.exp().sum(1)
     if exact.tail == "bin":
-        lp, lq = (torch.cat([x, (1 - mass).clamp(min=1e-7).log()[:, None]], 1) for x, mass in ((lp, p), (lq, q)))
+        outside = log_p.exp().masked_fill(sets.mask(log_p.shape[1]), 0.0).sum(1), 1 - q
+        lp, lq = (torch.cat([x, mass.clamp(min=1e-7).log()[:, None]], 1) for x, mass in zip((lp, lq), outside, strict=True))
     elif exact.tail == "renormalise":
         lp, lq = lp.log_softmax(1), lq.log_softmax(1)
     value = oracle.divergence(lp, lq, exact.direction, exact.share)
@@ -112,9 +114,12 @@ def check(found: Tensor, gradient: Tensor, logits: Tensor, teacher: Teacher, tra
     infinite = exact.value.isinf()
     assert torch.equal(found.isinf(), infinite)
     error, allowed = (found - exact.value).abs(), (naive.value - exact.value).abs() + 3e-6 * exact.value + 1e-12
+    note("divergences", error / (1 + exact.value))
     assert (error <= allowed)[~infinite].all(), (error - allowed)[~infinite].max()
     rounding = 0.0 if logits.dtype == torch.float32 else torch.finfo(logits.dtype).eps
     error, scale = (gradient - exact.gradient).abs(), exact.gradient.abs()
+    beyond = error - rounding * scale - (6e-8 if logits.dtype == torch.float16 else 0.0)
+    note("divergence gradients", (beyond / (upstream.abs()[:, None] + scale.amax(-1, keepdim=True)))[~infinite])
     allowed = (naive.gradient - exact.gradient).abs().amax(-1, keepdim=True) + (3e-6 + rounding) * scale
     allowed = allowed + 1e-6 * scale.amax(-1, keepdim=True) + (6e-8 if logits.dtype == torch.float16 else 1e-12)
     allowed = allowed + 2e-7 * (exact.value * upstream.abs())[:, None]  # the divergence is taken off each log-ratio

@@ -6,6 +6,7 @@ amount proportional to their size. This moves their exponentials by the same rel
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,6 +95,7 @@ class Recipe:
     seed: int = 0
     spread: float = 3.0  # of the logits
     absent: bool = False  # logits of -inf
+    extreme: str = "none"  # far: a target, and the first id, up to 2000 below the rest; confident: an id 20 above
     log_ratio: float = 0.3
     temperature: float | str = 1.0  # a number, "per sequence" or "per token"
     softcap: float | None = None
@@ -107,9 +109,11 @@ class Recipe:
     skip_inactive: bool = False
     width: int = 4  # of hidden states
     bias: str = "none"  # none, plain, a column of a matrix
+    narrow_head: bool = False  # weight and bias in bf16, beside hidden states of fp32
     rewritten: str = "no"  # how mask and advantages came to be what they are, after the batch was made
     kept: Kept = field(default_factory=Kept)
     weight_grad: str = "none"  # what the gradient of the weight is added into: none, float32, of the weight's dtype
+    strides: str = "in one piece"  # of the memory of hidden states and weight
 
     @property
     def denominators(self) -> Any:
@@ -118,6 +122,15 @@ class Recipe:
 
 
 VIEWS = ("whole", "without the last token", "padded vocabulary", "transposed", "every other logit")
+
+
+#: Rows in memory: what views of a larger tensor, or of a transposed one, look like.
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "in one piece": lambda x: x,
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "columns apart": lambda x: torch.stack([x, torch.full_like(x, math.nan)], -1)[..., 0],
+    "rows apart": lambda x: torch.cat([x, torch.full_like(x, math.nan)], -1)[..., : x.shape[-1]],
+}
 
 
 @st.composite
@@ -168,6 +181,7 @@ def recipes(draw: st.DrawFn, linear: bool = False, sets: bool = False) -> Recipe
         rewritten="no" if narrowed else one_of("no", "no", "no", "by NumPy", "as .data", "in inference mode"),
         kept=kept,
         weight_grad=one_of("none", "float32", "of the weight") if sets else "none",
+        strides=one_of(*STRIDES) if linear else "in one piece",
     )
 
 
@@ -259,6 +273,13 @@ def build(recipe: Recipe, logits: Tensor | None = None) -> Built:
             gone = torch.rand(logits.shape, generator=g) < 0.4
             gone.scatter_(-1, targets[..., None], False)
             logits.masked_fill_(gone, math.copysign(math.inf, -r.scale))
+        if r.extreme == "far":
+            below = torch.tensor([0.0, 60.0, 88.0, 100.0, 300.0, 715.0, 2000.0])[torch.randint(7, shape, generator=g)]
+            ids = torch.zeros_like(targets) if r.seed % 2 else targets
+            logits.scatter_add_(-1, ids[..., None], (-math.copysign(1.0, r.scale) * below)[..., None].to(logits.dtype))
+        elif r.extreme == "confident":
+            ids = torch.randint(r.vocab, (*shape, 1), generator=g)
+            logits.scatter_add_(-1, ids, torch.full(ids.shape, math.copysign(20.0, r.scale), dtype=logits.dtype))
     temperature: float | Tensor
     if isinstance(r.temperature, str):
         temperature = 0.2 + 2.0 * torch.rand(shape if r.temperature == "per token" or len(shape) == 1 else (B, 1), generator=g)

@@ -13,7 +13,7 @@ from grpo_kernels import Exact, Head, LogitTransform, TokenSets
 from grpo_kernels.formulas.divergence import DIRECTIONS, TAILS
 from support import oracle
 from support.divergences import of_listed_ids
-from support.fuzz_cases import DTYPES, Built, Goal, Recipe, memory_shape, recipes, seen_through
+from support.fuzz_cases import DTYPES, STRIDES, Built, Goal, Recipe, memory_shape, recipes, seen_through
 from support.fuzz_sets import EPS, Softmax, random_lists
 
 Tensor = torch.Tensor
@@ -83,6 +83,8 @@ def pairs(draw: st.DrawFn, linear: bool = False, loss: bool = False) -> Pair:
             r, goal=Goal() if not loss else replace(r.goal, kl="no KL"),
             inplace=r.inplace and len(seconds) == 1 and not r.kept.over,
             spread=min(r.spread, 30.0),
+            extreme="none" if linear else one_of("none", "none", "far", "confident"),
+            narrow_head=linear and draw(st.booleans()),
         ),
         Exact(direction, mixture, tail, draw(st.booleans())), seconds,
     )  # fmt: skip
@@ -159,10 +161,14 @@ def of_listed(exact: Exact, policy: Softmax, sets: TokenSets) -> Found:
     value, slopes = run(leaf)
     of_value, of_slopes, off = torch.zeros(n), torch.zeros_like(slopes), policy.off.detach()
     first = sets.offsets[:-1].long()
-    for k in range(sets.longest):
+    listed = sets.mask(policy.all.shape[1])
+    for k in range(-1, sets.longest):
         rows = (sets.counts > k).nonzero()[:, 0]
         x = policy.all.detach().clone()
-        x[rows, sets.ids[first[rows] + k].long()] += off[rows]
+        if k < 0:  # all other ids
+            x = torch.where(listed, x, x + off[:, None])
+        else:
+            x[rows, sets.ids[first[rows] + k].long()] += off[rows]
         other, other_slopes = run(x.requires_grad_())
         of_value, of_slopes = of_value + (other - value).abs(), of_slopes + (other_slopes - slopes).abs()
     of_slopes = 2 * of_slopes + 4 * EPS * slopes.abs()
@@ -170,8 +176,10 @@ def of_listed(exact: Exact, policy: Softmax, sets: TokenSets) -> Found:
     (gradient,) = torch.autograd.grad(policy.all, policy.x, torch.where(policy.keep, slopes, 0.0), retain_graph=True)
     room = of_slopes + p * (of_slopes.sum(1, keepdim=True) + 2 * off[:, None] * mass) + EPS * (slopes.abs() + p * mass)
     room = room * policy.steep + policy.cancelled * (slopes.abs() + p * mass) + 4 * EPS * gradient.abs() + 1e-12
-    rest = 1.0 - torch.zeros(n, dtype=torch.float64).index_add(0, sets.row_of.long(), p[sets.row_of.long(), sets.ids.long()])
-    at_the_end = (exact.tail == "bin") & (rest < 1e-7 + 30 * off) & (sets.counts > 0)  # of what counts as a mass
+    rest = torch.where(listed, 0.0, p).sum(1)
+    at_the_end = (
+        (exact.tail == "bin") & ((rest / 1e-7 - 1).abs() < 30 * off + 1e-5) & (sets.counts > 0)
+    )  # of what counts as a mass
     clear = value.isfinite() & slopes.isfinite().all(1) & (off < 1e-2) & ~at_the_end
     return Found(value, gradient, 2 * of_value + 4 * EPS * value.abs() + 1e-10, torch.where(policy.keep, room, 0.0), clear)
 
@@ -292,7 +300,9 @@ class Case:
         x, size = wide[0] @ wide[1].T, wide[0].abs() @ wide[1].abs().T
         if bias is not None:
             x, size = x + bias.double(), size + bias.double().abs()
-        hidden = torch.where(read[..., None], hidden, math.nan)
+        hidden, weight = (
+            STRIDES[self.pair.recipe.strides](x) for x in (torch.where(read[..., None], hidden, math.nan), weight)
+        )
         n, V = self.x.shape
         given = (hidden, weight) if bias is None else (hidden, weight, bias)
         return given, x.reshape(n, V), 4 * EPS * size.amax(-1).reshape(n)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from grpo_kernels.vocabulary.sparse import Slots
+from support.largest import note
 
 Tensor = torch.Tensor
 
@@ -89,7 +90,9 @@ def exact_sums(values: Tensor, slots: Slots, source: Tensor, out: Tensor, *, of:
 def assert_close_sums(got: Tensor, want: Tensor, size: Tensor, terms: int) -> None:
     """fp32 roundings of the sum, then one of the store (the interpreter of Triton truncates bf16)."""
     stored = torch.finfo(got.dtype).eps * want.abs() + (2**-24 if got.dtype == torch.float16 else 0.0)
-    excess = (got.double() - want).abs() - stored - 1.2e-7 * (terms + 1) * size
+    beyond = (got.double() - want).abs() - stored
+    note("sparse sums", beyond / size)
+    excess = beyond - 1.2e-7 * (terms + 1) * size
     assert excess.max() <= 0, excess.max()
 
 
@@ -108,7 +111,9 @@ def check_logits(backend: Any, n: int, width: int, hidden_dtype: torch.dtype, we
     used = slots.ids >= 0
     assert (got[~used] == -torch.inf).all() and (~used).any()
     size = exact_logits(hidden.abs(), weight.abs(), slots)[used]
-    excess = (got[used] - want[used]).abs() - 1.2e-7 * (4 + width / 8) * size
+    error = (got[used] - want[used]).abs()
+    note("sparse logits", error / size)
+    excess = error - 1.2e-7 * (4 + width / 8) * size
     assert excess.max() <= 0, excess.max()
 
 

@@ -197,3 +197,35 @@ def test_a_resumed_run_draws_the_numbers_of_numpy_that_it_would_have_drawn(tmp_p
     assert state is not None and not problems
     randomness.set_state(state["rng"], device)
     assert (numpy.random.rand(5).tolist(), numpy.random.randn(3).tolist()) == expected
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(
+    keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash of the machine at any moment leaves one: names and files are synced before what they replace is removed."""
+    for step in (1, 2):
+        checkpoints.save(tmp_path, step, {"step": step}, keep=keep)
+    events: list[str] = []
+    sync, rename, unlink = os.fsync, Path.rename, Path.unlink
+
+    def path_of(descriptor: int) -> str:
+        return os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path)
+
+    def recorded(path: Path, target: Path) -> Path:
+        events.append(f"rename {path.name} {target.name}")
+        return rename(path, target)
+
+    def removed(path: Path, missing_ok: bool = False) -> None:
+        events.append(f"remove {path.relative_to(tmp_path)}")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append(f"sync {path_of(descriptor)}"), sync(descriptor))[1])
+    monkeypatch.setattr(Path, "rename", recorded)
+    monkeypatch.setattr(Path, "unlink", removed)
+    checkpoints.save(tmp_path, 3, {"step": 3}, keep=keep)
+    draft, final, old = "draft-00000003", "step-00000003", f"step-0000000{3 - keep}"
+    assert events == [
+        f"sync {draft}/state.pt", f"sync {draft}/manifest.json", f"sync {draft}", f"rename {draft} {final}", "sync .",
+        f"remove {old}/state.pt", f"remove {old}/manifest.json",
+    ]  # fmt: skip

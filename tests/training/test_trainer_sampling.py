@@ -34,6 +34,17 @@ def test_row_t_of_the_logits_predicts_completion_token_t() -> None:
     assert torch.equal(logits.argmax(-1), completions.targets)
 
 
+class EveryId(NextId):
+    def __call__(self, input_ids: torch.Tensor, **options: Any) -> SimpleNamespace:
+        return super().__call__(input_ids, **options | {"logits_to_keep": input_ids.shape[1]})
+
+
+def test_a_model_that_ignores_logits_to_keep_is_refused() -> None:
+    ids = torch.arange(6)[None]
+    with pytest.raises(ValueError, match="EveryId gives 5 logits for logits_to_keep=3"):
+        completion_logits(EveryId(), Completions(ids, torch.ones_like(ids, dtype=torch.bool), 3))
+
+
 def test_completion_logits_equal_the_models_own(tok: Any) -> None:
     model = tiny(tok).double().eval()
     ids = torch.randint(0, len(tok), (2, 7))

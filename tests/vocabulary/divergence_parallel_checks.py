@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from vocab_parallel_checks import assert_same_everywhere, cut, shards, whole
 
-from grpo_kernels import Exact, Objective, Options, TokenBatch, grpo_loss, linear_grpo_loss
+from grpo_kernels import Exact, Objective, Options, TokenBatch, grpo_loss, linear_divergence, linear_grpo_loss, token_divergence
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.loss_stages import OneVisit, _GradientInForward
@@ -20,7 +20,7 @@ from grpo_kernels.vocabulary.shard import on_shard
 from grpo_kernels.vocabulary.sources import Hidden, Logits
 from grpo_kernels.vocabulary.sparse import Slots
 from support.collectives import counted
-from support.divergences import COLD, KINDS, READ, SETS, WARM, N, Rows, V, keep_of, near, through_stage
+from support.divergences import COLD, KINDS, READ, SETS, WARM, N, Rows, V, keep_of, near, of_listed_ids, through_stage
 from support.sets import build
 
 Tensor = torch.Tensor
@@ -144,3 +144,33 @@ def check_several_teachers(rank: int, ranks: int) -> None:
     for widths, d_hidden, d_part, exact in results:
         joined = whole({"logits": d_part.t().contiguous()}, widths)["logits"].t()
         near([d_hidden, joined], [exact.double() @ rows.weight.double(), exact.double()])
+
+
+def check_the_mass_outside_of_a_teachers_ids(rank: int, ranks: int) -> None:
+    """Of a confident policy, with parts that are masked whole, or hold no id that is not listed; from logits and hidden states."""
+    torch.manual_seed(8)
+    logits, of_teacher = torch.randn(N, V), torch.randn(N, V)
+    logits[:, 7] += 18.0
+    logits[1::2, 30:] = torch.finfo(torch.float32).min
+    ids = of_teacher.log_softmax(-1).topk(9).indices
+    sets = [[], *(row.tolist() for row in ids[1:-1]), list(range(40))]
+    flat = [of_teacher.log_softmax(-1)[i, row] for i, row in enumerate(sets)]
+    listed, results = build(sets).with_values(torch.cat(flat)), []
+    for widths, shard, backend, kind, mixture in calls(rank, ranks):
+        exact, given = Exact(kind, mixture=mixture or None), {"shard": shard, "mask": READ, "options": Options(backend=backend)}
+        part = cut(logits, widths, rank, -1, 50.0).requires_grad_()
+        found = token_divergence(part, listed, exact, **given)
+        found.sum().backward()
+        hidden, weight = torch.eye(N), cut(logits.T, widths, rank, 0).requires_grad_()
+        again = linear_divergence(hidden, weight, listed, exact, **given)
+        again.sum().backward()
+        results.append((exact, widths, found, again, part.grad, weight.grad))
+    for exact, widths, found, again, d_part, d_weight in results:
+        wide = logits.double().requires_grad_()
+        want = torch.where(READ, of_listed_ids(exact, wide.log_softmax(-1), listed), 0.0)
+        (gradient,) = torch.autograd.grad(want.sum(), wide)
+        for value in (found, again):
+            assert_same_everywhere(value)
+            torch.testing.assert_close(value.double(), want, rtol=1e-5, atol=1e-7)
+        for joined in (whole({"x": d_part.t().contiguous()}, widths)["x"].t(), whole({"x": d_weight}, widths)["x"].t()):
+            assert ((joined - gradient).norm(dim=-1) <= 1e-5 * gradient.norm(dim=-1) + 1e-9).all()

@@ -12,6 +12,7 @@ from divergence_parallel_checks import (  # noqa: F401
     check_divergence_from_logits_beside_ids,
     check_divergence_in_one_visit,
     check_several_teachers,
+    check_the_mass_outside_of_a_teachers_ids,
 )
 from vocab_parallel_checks import (
     BACKENDS,

@@ -102,6 +102,53 @@ def test_impossible_ids(backend: str, kind: str, mixture: float) -> None:
     assert (gradient[0][:, 3] == 0).all()
 
 
+FAR = (-60.0, -88.0, -100.0, -300.0, -715.0, -2000.0, -1e30)
+
+
+@pytest.mark.parametrize("kind, mixture", KINDS)
+def test_a_far_target(backend: str, kind: str, mixture: float) -> None:
+    """The gradient of the target's column, which is formed apart, is that of any other column."""
+    z, w = torch.randn(2, 2 * len(FAR), V)
+    z[: len(FAR), 0], w[len(FAR) :, 0] = torch.tensor(FAR), torch.tensor(FAR)
+    teacher = Teacher(w[None], PLAIN, kind, mixture)
+    found, gradient, upstream = of_logits(z[None], teacher, PLAIN, backend)
+    check(found, gradient[0], z, teacher, PLAIN, upstream)
+    z, w = z.flip(1), w.flip(1)
+    _, elsewhere, _ = of_logits(z[None], teacher._replace(logits=w[None]), PLAIN, backend, upstream=upstream)
+    torch.testing.assert_close(gradient[0], elsewhere[0].flip(1), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind, mixture", KINDS)
+def test_an_impossible_target_that_the_other_side_hardly_chooses(backend: str, kind: str, mixture: float) -> None:
+    """A divergence that is finite, because the probability is 0 in fp32, has a finite gradient."""
+    front, behind = torch.randn(2, len(FAR), V)
+    front[:, 0], behind[:, 0] = torch.tensor(FAR), -math.inf
+    z, w = (behind, front) if kind == "forward" else (front, behind)
+    found, gradient, _ = of_logits(z[None], Teacher(w[None], PLAIN, kind, mixture), PLAIN, backend)
+    finite = found.isfinite()
+    assert finite[FAR.index(-300.0) :].all() and gradient[0, finite].isfinite().all()
+
+
+@pytest.mark.parametrize("kind, mixture", KINDS)
+def test_logits_of_1e30(backend: str, kind: str, mixture: float) -> None:
+    """A row far from 0 keeps its differences beside one that is not: the target's, and those of maxima that rise along the row."""
+    vocab = 2600
+    rising = torch.randn(4, vocab).sort(-1).values * 3.0
+    rising[:, 0] = -2.0
+    level = torch.tensor([1e30, -1e30, 3e38, 1e30])[:, None].expand(4, vocab).contiguous()
+    level[3, 5] = 0.0  # and one id of no probability
+    for z, w in (
+        ((rising, level), (level, rising)) if kind == "jsd" else ((rising, level),) if kind == "forward" else ((level, rising),)
+    ):
+        teacher = Teacher(w[None], PLAIN, kind, mixture)
+        found, gradient, upstream = of_logits(z[None], teacher, PLAIN, backend)
+        exact = expected(z, teacher, PLAIN, upstream)
+        torch.testing.assert_close(found.double(), exact.value, rtol=1e-5, atol=0.0)
+        assert (gradient[0] - exact.gradient).abs().max() <= 1e-5 * exact.gradient.abs().max()
+        error = (gradient[0, :, 0] - exact.gradient[:, 0]).abs() / exact.gradient[:, 0].abs()
+        assert error.max() <= 1e-3, error
+
+
 @pytest.mark.parametrize("kind, mixture", KINDS)
 def test_nan_and_empty_rows(backend: str, kind: str, mixture: float) -> None:
     z, w = torch.randn(2, 6, V).unbind()
@@ -165,6 +212,31 @@ def test_parts_of_rows_merge(backend: str, kind: str, mixture: float) -> None:
     student, of_teacher = torch.stack(sums).sum(0)
     found = mixture * of_teacher + (1 - mixture) * student
     torch.testing.assert_close(found.double(), exact.value, rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize("floor", [torch.finfo(torch.float32).min, -1e30, -2e4])
+@pytest.mark.parametrize("kind, mixture", KINDS)
+def test_a_part_that_a_finite_number_masks(backend: str, kind: str, mixture: float, floor: float) -> None:
+    """The columns of a shard hold the number that trainers write for -inf, in both streams or in the one that may be 0 there."""
+    z, w = torch.randn(2, 4, V)
+    z[0, :50], w[0, :50], (w if kind == "forward" else z)[1, :50], z[2:, 50:] = (floor,) * 4
+    w[2:, 50:] = floor
+    names, targets = partials_of(("entropy", "sum_squares", "top_id", "divergence"), kind), torch.full((4,), 7)
+    names = tuple(name for name in names if not name.startswith("mixed"))
+    teacher, module = Teacher(w[None], PLAIN, kind, mixture), load(backend)
+    found = [
+        module.stats(z[None, :, c], targets - c.start, None, PLAIN, names, teacher=teacher._replace(logits=w[None, :, c]))
+        for c in (slice(0, 50), slice(50, V))
+    ]
+    starts = torch.tensor([[0], [50]], dtype=torch.int32).expand(2, 4)
+    merged = merge(torch.stack([part.values for part in found]), names, None, starts, teacher)
+    logp, exact = z.double().log_softmax(-1), expected(z, teacher, PLAIN, torch.ones(4))
+    entropy = -torch.where(logp.exp() > 0, logp.exp() * logp, 0.0).sum(-1)
+    torch.testing.assert_close(merged.entropy.double(), entropy, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(merged.sum_squares.double(), logp.exp().square().sum(-1), rtol=1e-5, atol=1e-6)
+    if kind != "jsd":
+        torch.testing.assert_close(merged.divergence.double(), exact.value, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(merged.log_sums, module.stats(z[None], targets, None, PLAIN, names, teacher=teacher).log_sums)
 
 
 @pytest.mark.parametrize("kind", ["reverse", "forward"])

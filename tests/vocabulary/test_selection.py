@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes
 from grpo_kernels.vocabulary.selection import BITS, Drawn, capacity, per_unit, starts
-from support.processes import interpreted
 
 Tensor = torch.Tensor
 
@@ -185,9 +183,3 @@ def test_starts_are_those_of_splitmix() -> None:
         assert found.tolist() == [mixed((state + (row + 1) * golden) % 2**64) >> 33 for row in rows]
     many = starts(3, torch.arange(100_000)).double() / 2**BITS
     assert abs(many.mean() - 0.5) < 0.005 and abs((many[1:] - 0.5) @ (many[:-1] - 0.5) / len(many)) < 0.002
-
-
-def test_triton_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    pytest.importorskip("numpy")  # the interpreter imports it
-    interpreted(Path(__file__).with_name("selection_triton_cases.py"))

@@ -1,10 +1,9 @@
-"""The sparse products of the eager and the C++ backend against float64. Triton's have a process of their own, see the end."""
+"""The sparse products of the eager and the C++ backend against float64. Triton's: sparse_triton_cases.py."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary.backends import eager_sparse
 from grpo_kernels.vocabulary.sparse import Slots, write_at
 from support import sparse_cases as cases
-from support.processes import finish, interpreted, start
+from support.processes import finish, start
 from support.sparse_cases import DTYPES, WIDTHS
 
 Tensor = torch.Tensor
@@ -168,12 +167,6 @@ def test_nothing_beyond_a_matrix_is_touched() -> None:
     if not isas:
         pytest.skip("no C++ backend")
     finish(start(GUARDED, *isas))
-
-
-def test_triton_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    pytest.importorskip("numpy")  # the interpreter imports it
-    interpreted(Path(__file__).with_name("sparse_triton_cases.py"))
 
 
 def test_blocks_of_eager_sums(monkeypatch: pytest.MonkeyPatch) -> None:

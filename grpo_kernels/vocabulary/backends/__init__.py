@@ -17,7 +17,7 @@ below is the `fused` of every backend that has no kernel for it.
 
 `teacher`, None or a second stream of rows, is read beside the logits where `names` has partials of both and where slopes have a
 `teacher`. `stats` leaves the partials MIXED alone: they are what `mixed` returns, fp32 [2, n], from statistics of whole rows.
-`visit` does both.
+`visit` does both. It leaves OUTSIDE alone, too, for the sources to make (`several.sums_outside`).
 
 For losses over kept sets, over hidden states `[n, H]`, a weight `[V, H]` and slots (`vocabulary/sparse.py`), with one fp32
 value a slot, `[m]`:
@@ -45,15 +45,13 @@ import contextlib
 import functools
 import importlib
 import os
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from ...checks import require, require_one_of
+from ...checks import require, require_one_of, warn_once
 from ..rows import MIXED, RowStats, RowTransform, Slopes, Teacher, partials_of
 from ..selection import Drawn
 from ..sparse import Slots
@@ -125,7 +123,7 @@ def visit(
 ) -> RowStats:  # fmt: skip
     """All partials of `names`: in one visit, or two for those of a mixture."""
     stats = backend.stats(logits, targets, read, transform, names, rows=rows, teacher=teacher)
-    if MIXED[0] in names:  # MIXED come last
+    if MIXED[0] in names:  # and the teacher knows all ids, so that MIXED come last
         stats.values[-len(MIXED) :] = backend.mixed(logits, stats, transform, teacher, read, rows=rows)
     return stats
 
@@ -173,7 +171,6 @@ def two_visits(
 # ---- which backend runs
 
 BACKENDS = ("eager", "cpu", "triton")
-_warned: set[str] = set()
 
 
 def native(device: torch.device) -> tuple[str, str | None]:
@@ -289,13 +286,3 @@ def _module(name: str, strict: bool) -> SparseBackend:
 def fall_back(instead: str, reason: str) -> None:
     """Warn once that a fallback runs in place of a kernel."""
     warn_once(f"grpo_kernels falls back to {instead}: {reason}. `python -m grpo_kernels doctor` says more.")
-
-
-def warn_once(message: str) -> None:
-    """Issue a RuntimeWarning once per process and message, at the line that called this package."""
-    if message not in _warned:
-        _warned.add(message)
-        inside, frame, level = (__name__.partition(".")[0], "torch"), sys._getframe(1), 2
-        while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in inside:
-            frame, level = frame.f_back, level + 1
-        warnings.warn(message, RuntimeWarning, stacklevel=level)

@@ -18,7 +18,7 @@ from ...formulas.token_program import compare_once, token_program
 from ..rows import RowStats, RowTransform, Slopes, Teacher
 from . import FusedRows, cpu_divergence, fall_back, two_visits
 from .cpu_divergence import mixed  # noqa: F401
-from .cpu_module import DTYPES, _cpu, address, available, check, inverse_temperature, layout  # noqa: F401
+from .cpu_module import DTYPES, _cpu, available, inverse_temperature, matrix, of_partials, of_slopes, part_of, rows_of, vector  # noqa: F401
 from .cpu_select import masses, select  # noqa: F401
 from .cpu_sparse import add_hidden_rows, add_weight_rows, slot_logits  # noqa: F401
 
@@ -60,19 +60,13 @@ def stats(
     to that range, [hi - lo]."""
     if teacher is not None:
         return cpu_divergence.stats(logits, targets, read, transform, names, teacher, rows=rows)
-    _, inner, vocab, outer_stride, inner_stride = layout(logits)
-    lo, hi = rows or (0, logits.shape[0] * inner)
-    n = hi - lo
-    check(targets, torch.int64, n)
-    if read is not None:
-        check(read, torch.bool, n)
-    fixed, per_row = inverse_temperature(transform, n)
+    of_logits, (lo, n) = rows_of("logits", logits), part_of(logits, rows)
     result = RowStats.empty(names, n, logits.device)
-    at = {name: result.values.data_ptr() + 4 * n * i for i, name in enumerate(names)}
+    at = of_partials(result, n)
     _cpu.stats(
-        logits.data_ptr(), DTYPES[logits.dtype], inner, outer_stride, inner_stride, vocab, lo, n,
-        targets.data_ptr(), address(read),
-        transform.scale, transform.softcap, fixed, per_row,
+        *of_logits, logits.shape[2], lo, n,
+        vector("targets", targets, torch.int64, n), vector("read", read, torch.bool, n),
+        transform.scale, transform.softcap, *inverse_temperature(transform, n),
         at["max"], at["sum"], at["target"], at.get("weighted", 0), at.get("squares", 0), at.get("top", 0),
         torch.get_num_threads(),
     )  # fmt: skip
@@ -95,27 +89,12 @@ def pull(
     if slopes.teacher is not None:
         assert teacher is not None
         return cpu_divergence.pull(logits, targets, stats, slopes, transform, out, teacher, rows=rows)
-    outer, inner, vocab, outer_stride, inner_stride = layout(logits)
-    lo, hi = rows or (0, outer * inner)
-    n = hi - lo
-    out_outer, out_inner, out_vocab, out_outer_stride, out_inner_stride = layout(out)
-    assert (out_outer, out_inner, out_vocab) == (outer, inner, vocab), (out.shape, logits.shape)
-    check(targets, torch.int64, n)
-    for vector in slopes:
-        if vector is not None:
-            check(vector, torch.float32, n)
-    values = stats.values
-    assert values.shape == (len(stats.names), n) and values.dtype == torch.float32, (values.shape, values.dtype)
-    assert values.stride(1) == 1 or n <= 1, values.stride()
-    first, step = values.data_ptr(), 4 * values.stride(0)
-    fixed, per_row = inverse_temperature(transform, n)
+    of_logits, (lo, n) = rows_of("logits", logits), part_of(logits, rows)
+    at, (of_logp, constant, log, prob, _) = of_partials(stats, n), of_slopes(slopes, n)
     _cpu.pull(
-        logits.data_ptr(), DTYPES[logits.dtype], inner, outer_stride, inner_stride,
-        out.data_ptr(), DTYPES[out.dtype], out_outer_stride, out_inner_stride, vocab, lo, n,
-        targets.data_ptr(), transform.scale, transform.softcap, fixed, per_row,
-        first, first + step, first + 2 * step,  # max, sum, target
-        slopes.target.data_ptr(), address(slopes.constant), address(slopes.log), address(slopes.prob),
-        torch.get_num_threads(),
+        *of_logits, *rows_of("out", out, logits.shape).out, logits.shape[2], lo, n, vector("targets", targets, torch.int64, n),
+        transform.scale, transform.softcap, *inverse_temperature(transform, n), at["max"], at["sum"], at["target"],
+        of_logp, constant, log, prob, torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -162,39 +141,34 @@ def _compiled(program: Program) -> _cpu.Program:
 
 def _run(program: Program, numbers: list[float], inputs: list[Tensor]) -> list[Tensor]:
     """The outputs of a program for inputs fp32 [n]."""
-    outputs = [torch.empty_like(inputs[0]) for _ in program.outputs]
-    _compiled(program).run(numbers, [x.data_ptr() for x in inputs], [x.data_ptr() for x in outputs], inputs[0].numel())
+    n, outputs = inputs[0].numel(), [torch.empty_like(inputs[0]) for _ in program.outputs]
+    of_inputs, of_outputs = ([vector("inputs", x, torch.float32, n) for x in xs] for xs in (inputs, outputs))
+    _compiled(program).run(numbers, of_inputs, of_outputs, n)
     return outputs
 
 
 def _by_program(
     logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None, teacher: Teacher | None
 ) -> FusedRows:
-    assert objective.one_pass, objective
+    if not objective.one_pass:
+        raise ValueError(f"{objective} in one visit of each row: its slopes depend on other tokens.")
     program, numbers = token_program(objective, rows)
-    compiled = _compiled(program)
-    outer, inner, vocab, outer_stride, inner_stride = layout(logits)
-    n = outer * inner
-    *out_shape, out_outer_stride, out_inner_stride = layout(logits if out is None else out)
-    assert out_shape == [outer, inner, vocab], (out_shape, logits.shape)
-    vectors = [getattr(rows, name).contiguous() for name in program.inputs[2:]]
-    for vector in vectors:
-        check(vector, torch.float32, n)
-    check(rows.targets, torch.int64, n)
-    if rows.read is not None:
-        check(rows.read, torch.bool, n)
-    by = (compiled, numbers, [x.data_ptr() for x in vectors], rows.entropy_weight is not None)
-    to = (address(out), DTYPES[logits.dtype if out is None else out.dtype], out_outer_stride, out_inner_stride, vocab, n)
+    of_logits, n = rows_of("logits", logits), logits.shape[0] * logits.shape[1]
+    inputs = {name: getattr(rows, name).contiguous() for name in program.inputs[2:]}
+    of_inputs = [vector(name, x, torch.float32, n) for name, x in inputs.items()]
+    by = (_compiled(program), numbers, of_inputs, rows.entropy_weight is not None)
+    of_out = (0, *of_logits.out[1:]) if out is None else rows_of("out", out, logits.shape).out
+    to = (*of_out, logits.shape[2], n)
+    read = (vector("targets", rows.targets, torch.int64, n), vector("read", rows.read, torch.bool, n))
     if teacher is not None:
-        return cpu_divergence.fused(logits, rows, transform, teacher, by, to)
-    fixed, per_row = inverse_temperature(transform, n)
-    result = FusedRows(*(torch.empty(n, dtype=torch.float32) for _ in range(3)))
+        return cpu_divergence.fused(logits, rows, transform, teacher, by, to, read)
+    results = [torch.empty(n, dtype=torch.float32) for _ in range(3)]
+    logps, entropy, losses = (vector("results", x, torch.float32, n) for x in results)
     _cpu.fused(
-        *by, logits.data_ptr(), DTYPES[logits.dtype], inner, outer_stride, inner_stride, *to,
-        rows.targets.data_ptr(), address(rows.read), transform.scale, transform.softcap, fixed, per_row,
-        result.logps.data_ptr(), result.entropy.data_ptr(), result.losses.data_ptr(), torch.get_num_threads(),
+        *by, *of_logits, *to, *read, transform.scale, transform.softcap, *inverse_temperature(transform, n),
+        logps, entropy, losses, torch.get_num_threads(),
     )  # fmt: skip
-    return result
+    return FusedRows(*results)
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:
@@ -203,6 +177,7 @@ def scale_(gradient: Tensor, factor: Tensor) -> None:
     if number == 1.0:
         return
     if gradient.is_contiguous() and gradient.dtype in DTYPES:
-        _cpu.scale(gradient.data_ptr(), DTYPES[gradient.dtype], gradient.numel(), number, torch.get_num_threads())
+        address, dtype, _ = matrix("gradient", gradient.view(1, -1), (1, gradient.numel()))
+        _cpu.scale(address, dtype, gradient.numel(), number, torch.get_num_threads())
     else:
         gradient.mul_(number)

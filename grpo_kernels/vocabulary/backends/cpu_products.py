@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 
 from . import cpu
-from .cpu import _cpu
+from .cpu_module import _cpu, matrix, vector
 
 Tensor = torch.Tensor
 
-OPERANDS = (torch.bfloat16, torch.float32)
+OPERANDS, SINGLE = (torch.bfloat16, torch.float32), (torch.float32,)
 
 
 def available() -> str | None:
@@ -26,14 +26,12 @@ def available() -> str | None:
 def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out [N, V] fp32 = hidden [N, H] @ weight [V, H]^T + bias [V] fp32. Hidden states and weight are bf16 or fp32, both."""
     (n, h), v = hidden.shape, weight.shape[0]
-    _check(hidden, (n, h), weight.dtype)
-    _check(weight, (v, h), *OPERANDS)
-    _check(out, (n, v), torch.float32)
-    if bias is not None:
-        assert bias.shape == (v,) and bias.dtype == torch.float32 and bias.is_contiguous(), (bias.shape, bias.dtype)
+    of_weight, is_bf16, weight_stride = _operand("weight", weight, (v, h), OPERANDS)
+    of_hidden, _, hidden_stride = _operand("hidden", hidden, (n, h), (weight.dtype,))
+    of_out, _, out_stride = _operand("out", out, (n, v), SINGLE)
     _cpu.logits_product(
-        _is_bf16(weight), hidden.data_ptr(), hidden.stride(0), weight.data_ptr(), weight.stride(0),
-        0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), n, h, v, torch.get_num_threads(),
+        is_bf16, of_hidden, hidden_stride, of_weight, weight_stride, vector("bias", bias, torch.float32, v), of_out, out_stride,
+        n, h, v, torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -41,36 +39,24 @@ def d_hidden(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
     """out [N, H] fp32 = gradient [N, V] @ weight [V, H], bf16 or fp32. With a bf16 weight a gradient in fp32 is rounded to bf16
     on the way; with one in fp32 the gradient is fp32."""
     (n, v), h = gradient.shape, weight.shape[1]
-    _check(weight, (v, h), *OPERANDS)
-    _check(gradient, (n, v), torch.float32, weight.dtype)
-    _check(out, (n, h), torch.float32)
-    _cpu.d_hidden(
-        gradient.data_ptr(), _is_bf16(gradient), gradient.stride(0), weight.data_ptr(), _is_bf16(weight), weight.stride(0),
-        out.data_ptr(), out.stride(0), n, h, v, torch.get_num_threads(),
-    )  # fmt: skip
+    of_weight = _operand("weight", weight, (v, h), OPERANDS)
+    of_gradient = _operand("gradient", gradient, (n, v), (torch.float32, weight.dtype))
+    of_out, _, out_stride = _operand("out", out, (n, h), SINGLE)
+    _cpu.d_hidden(*of_gradient, *of_weight, of_out, out_stride, n, h, v, torch.get_num_threads())
 
 
 def d_weight(gradient: Tensor, hidden: Tensor, start: Tensor | None, out: Tensor) -> None:
     """out [V, H] = start [V, H] fp32 + gradient [N, V]^T @ hidden [N, H], bf16 or fp32, summed in fp32. out is fp32, and may be
     `start`, or bf16, rounded once. Without `start` the sum begins at 0, whatever out holds. The gradient is as in `d_hidden`."""
     (n, v), h = gradient.shape, hidden.shape[1]
-    _check(hidden, (n, h), *OPERANDS)
-    _check(gradient, (n, v), torch.float32, hidden.dtype)
-    _check(out, (v, h), *OPERANDS)
-    if start is not None:
-        _check(start, (v, h), torch.float32)
-    _cpu.d_weight(
-        gradient.data_ptr(), _is_bf16(gradient), gradient.stride(0), hidden.data_ptr(), _is_bf16(hidden), hidden.stride(0),
-        0 if start is None else start.data_ptr(), 0 if start is None else start.stride(0),
-        out.data_ptr(), _is_bf16(out), out.stride(0), n, h, v, torch.get_num_threads(),
-    )  # fmt: skip
+    of_hidden = _operand("hidden", hidden, (n, h), OPERANDS)
+    of_gradient = _operand("gradient", gradient, (n, v), (torch.float32, hidden.dtype))
+    of_out = _operand("out", out, (v, h), OPERANDS)
+    of_start, _, start_stride = (0, False, 0) if start is None else _operand("start", start, (v, h), SINGLE)
+    _cpu.d_weight(*of_gradient, *of_hidden, of_start, start_stride, *of_out, n, h, v, torch.get_num_threads())
 
 
-def _is_bf16(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16
-
-
-def _check(matrix: Tensor, shape: tuple[int, int], *dtypes: torch.dtype) -> None:
-    assert matrix.shape == shape and matrix.dtype in dtypes, (matrix.shape, shape, matrix.dtype)
-    assert matrix.stride(1) == 1 or shape[1] == 1, matrix.stride()
-    assert matrix.device.type == "cpu", matrix.device
+def _operand(name: str, x: Tensor, shape: tuple[int, int], dtypes: tuple[torch.dtype, ...]) -> tuple[int, bool, int]:
+    """Address, whether it is bf16, and stride of rows."""
+    address, _, stride = matrix(name, x, shape, dtypes)
+    return address, x.dtype == torch.bfloat16, stride

@@ -6,7 +6,7 @@ import torch
 
 from ..rows import RowStats, RowTransform
 from ..selection import Drawn, capacity, per_unit
-from .cpu_module import DTYPES, _cpu, address, check, inverse_temperature
+from .cpu_module import _cpu, inverse_temperature, matrix, of_partials, vector
 
 Tensor = torch.Tensor
 
@@ -31,16 +31,12 @@ def _select(
     drawn: Drawn | None, masses: Tensor | None,
 ) -> None:  # fmt: skip
     n, vocab = logits.shape
-    assert logits.dtype in DTYPES and logits.device.type == "cpu" and (logits.stride(1) == 1 or vocab == 1), logits.dtype
-    check(targets, torch.int64, n)
-    for vector in (stats.max, stats.sum):
-        check(vector, torch.float32, n)
-    if starts is not None:
-        check(starts, torch.int64, n)
-    fixed, per_row = inverse_temperature(transform, n)
-    ids, taken = (None, None) if drawn is None else drawn
+    address, dtype, stride = matrix("logits", logits, (n, vocab))
+    at, places = of_partials(stats, n), n * capacity(step)
+    ids, taken = (None, None) if drawn is None else (x.view(-1) for x in drawn)
     _cpu.select(
-        logits.data_ptr(), DTYPES[logits.dtype], logits.stride(0), vocab, n, targets.data_ptr(),
-        transform.scale, transform.softcap, fixed, per_row, stats.max.data_ptr(), stats.sum.data_ptr(),
-        per_unit(step), address(starts), capacity(step), address(ids), address(taken), address(masses), torch.get_num_threads(),
+        address, dtype, stride, vocab, n, vector("targets", targets, torch.int64, n),
+        transform.scale, transform.softcap, *inverse_temperature(transform, n), at["max"], at["sum"],
+        per_unit(step), vector("starts", starts, torch.int64, n), capacity(step), vector("ids", ids, torch.int32, places),
+        vector("taken", taken, torch.float32, places), vector("masses", masses, torch.int64, n), torch.get_num_threads(),
     )  # fmt: skip

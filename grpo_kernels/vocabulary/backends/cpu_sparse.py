@@ -7,51 +7,42 @@ from collections.abc import Callable
 import torch
 
 from ..sparse import Slots
-from .cpu_module import DTYPES, _cpu
+from .cpu_module import _cpu, matrix, vector
 
 Tensor = torch.Tensor
 
 
 def slot_logits(hidden: Tensor, weight: Tensor, slots: Slots) -> Tensor:
-    m, width = slots.ids.numel(), _width(hidden, weight)
+    m, width = slots.ids.numel(), weight.shape[1]
     logits = torch.empty(m, dtype=torch.float32)
-    _check_slots(slots, logits)
     _cpu.slot_logits(
-        hidden.data_ptr(), DTYPES[hidden.dtype], hidden.stride(0), hidden.shape[0],
-        weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0), weight.shape[0], width,
-        slots.ids.data_ptr(), slots.rows.data_ptr(), logits.data_ptr(), m, torch.get_num_threads(),
+        *_rows("hidden", hidden, width), *_rows("weight", weight, width), width,
+        *_of_slots(slots, m), vector("logits", logits, torch.float32, m), m, torch.get_num_threads(),
     )  # fmt: skip
     return logits
 
 
 def add_weight_rows(values: Tensor, slots: Slots, weight: Tensor, out: Tensor) -> None:
-    _add_rows(_cpu.add_weight_rows, values, slots, weight, out)
+    _add_rows(_cpu.add_weight_rows, values, slots, "weight", weight, out)
 
 
 def add_hidden_rows(values: Tensor, slots: Slots, hidden: Tensor, out: Tensor) -> None:
-    _add_rows(_cpu.add_hidden_rows, values, slots, hidden, out)
+    _add_rows(_cpu.add_hidden_rows, values, slots, "hidden", hidden, out)
 
 
-def _add_rows(kernel: Callable[..., None], values: Tensor, slots: Slots, source: Tensor, out: Tensor) -> None:
-    width = _width(source, out)
-    _check_slots(slots, values)
+def _add_rows(kernel: Callable[..., None], values: Tensor, slots: Slots, name: str, source: Tensor, out: Tensor) -> None:
+    m, width = slots.ids.numel(), source.shape[1]
     kernel(
-        values.data_ptr(), slots.ids.data_ptr(), slots.rows.data_ptr(), slots.ids.numel(),
-        source.data_ptr(), DTYPES[source.dtype], source.stride(0), source.shape[0],
-        out.data_ptr(), DTYPES[out.dtype], out.stride(0), out.shape[0], width, torch.get_num_threads(),
+        vector("values", values, torch.float32, m), *_of_slots(slots, m), m,
+        *_rows(name, source, width), *_rows("out", out, width), width, torch.get_num_threads(),
     )  # fmt: skip
 
 
-def _width(*matrices: Tensor) -> int:
-    width = matrices[0].shape[1]
-    for x in matrices:
-        assert x.shape[1] == width and (x.stride(1) == 1 or width <= 1 or not len(x)), (x.shape, x.stride(), width)
-        assert x.dtype in DTYPES and x.device.type == "cpu", (x.dtype, x.device)
-    return width
+def _rows(name: str, x: Tensor, width: int) -> tuple[int, int, int, int]:
+    """Address, dtype, stride and number of rows."""
+    return *matrix(name, x, (x.shape[0], width)), x.shape[0]
 
 
-def _check_slots(slots: Slots, values: Tensor) -> None:
-    """Check sizes and dtypes. The values of ids and rows are trusted."""
-    m = slots.ids.numel()
-    for x, dtype in ((slots.ids, torch.int64), (slots.rows, torch.int64), (values, torch.float32)):
-        assert x.shape == (m,) and x.dtype == dtype and x.is_contiguous() and x.device.type == "cpu", (x.shape, x.dtype)
+def _of_slots(slots: Slots, m: int) -> tuple[int, int]:
+    """The addresses of ids and rows, whose values are trusted."""
+    return vector("slots.ids", slots.ids, torch.int64, m), vector("slots.rows", slots.rows, torch.int64, m)

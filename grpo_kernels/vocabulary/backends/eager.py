@@ -55,10 +55,6 @@ def _block_rows(logits: Tensor, teacher: Teacher | None) -> int:
     return max(1, block_bytes(logits.device) // (4 * logits.shape[-1] * copies))
 
 
-def _column(x: float | Tensor, rows: slice) -> float | Tensor:
-    return x if isinstance(x, float) else x[rows, None]
-
-
 class Scratch:
     """fp32 memory that blocks reuse. Memory freed after each block would go back to the system, and new pages are slow."""
 
@@ -70,18 +66,6 @@ class Scratch:
         if held is None or held.numel() < x.numel():
             held = self.held[name, block] = torch.empty(x.numel(), dtype=torch.float32, device=x.device)
         return held[: x.numel()].view(x.shape)
-
-
-def _transformed(x: Tensor, transform: RowTransform, rows: slice, copy: Tensor) -> Tensor:
-    """z [r, V] fp32: x itself if the transform changes nothing, else in the memory of `copy`."""
-    factor = _column(transform.inv_temperature, rows)
-    plain = isinstance(factor, float) and factor * transform.scale == 1.0 and not transform.softcap
-    if x.dtype == torch.float32 and plain:
-        return x
-    z = copy.copy_(x)
-    if transform.softcap:
-        return z.mul_(transform.scale / transform.softcap).tanh_().mul_(transform.softcap * factor)
-    return z if plain else z.mul_(transform.scale * factor)
 
 
 def _safe(targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
@@ -130,7 +114,7 @@ def stats(
     for (r, x), w in zip(_blocks(logits, rows, teacher), _teacher_blocks(teacher, rows), strict=False):
         own = 0 if keep is None else len(keep)
         memory = scratch.like(x, "d", own)
-        z, block = _transformed(x, transform, r, memory), result.at(r)
+        z, block = transform.at(r).of_rows(x, memory), result.at(r)
         ids, valid = _safe(targets[r], logits.shape[-1])
         block.target.copy_(torch.where(valid, z.gather(1, ids)[:, 0], torch.nan))
         top = z.amax(1)
@@ -172,7 +156,7 @@ class _Second(NamedTuple):
     ) -> _Second:
         """From (z, its largest) and (the teacher's logits, their largest once transformed, None: to be found)."""
         memory = scratch.like(w[0], "teacher")
-        plain = _transformed(w[0], teacher.transform, rows, memory)
+        plain = teacher.transform.at(rows).of_rows(w[0], memory)
         top = plain.amax(1) if w[1] is None else w[1]
         finite = _finite(top)[:, None]
         d = divergence.differences(student[0], plain, _finite(student[1])[:, None], finite)
@@ -216,7 +200,7 @@ def mixed(
     for (r, x), w in zip(_blocks(logits, rows, teacher), _teacher_blocks(teacher, rows), strict=True):
         assert w is not None
         memory = scratch.like(x, "d")
-        z = _transformed(x, transform, r, memory)
+        z = transform.at(r).of_rows(x, memory)
         q, log_ratio = whole.of(z, w, r)
         p = Exponentials.of(z, _finite(stats.max[r]), False, memory, None).e.div_(stats.sum[r, None])
         for sums, terms in zip(result, divergence.mixed_terms(p, q, log_ratio, teacher.mixture), strict=True):
@@ -268,7 +252,7 @@ def pull(
         if kept is None:
             memory = scratch.like(x, "d")
             second = scratch.like(x, "e") if per_ed is not None else None
-            z = _transformed(x, transform, r, memory)
+            z = transform.at(r).of_rows(x, memory)
             two = None if whole is None or w is None else whole.of(z, w, r)
             e, ed = Exponentials.of(z, stats.max[r], per_ed is not None, memory, second)
             if two is not None:

@@ -1,7 +1,8 @@
 """ms-swift: `--external_plugins "$(python -m grpo_kernels.plugins ms_swift)" --use_liger_kernel true`.
 
 ms-swift's GRPO then calls our loss from hidden states in place of Liger's. Other losses of ms-swift are not changed
-(`swift.loss.loss_map` is for supervised training). ms-swift loads this file by its path."""
+(`swift.loss.loss_map` is for supervised training). ms-swift loads this file by its path, and puts the file's folder first on
+sys.path: nothing else is in it."""
 
 from grpo_kernels.integrations import liger_slot
 from grpo_kernels.plugins._once import once
