@@ -63,7 +63,7 @@ def plain(trainer) -> Data:
     from the policy, in steps that differ from sequence to sequence so that mean ratios leave the clip range as well."""
     g = torch.Generator().manual_seed(3)
     ids = torch.randint(2, VOCAB, (8, LENGTH), generator=g)
-    mask = torch.arange(LENGTH) < torch.tensor([12, 4, 7, 0, 9, 2, 6, 8])[:, None]
+    mask = torch.arange(LENGTH) < torch.tensor([9, 4, 7, 0, 9, 12, 6, 8])[:, None]
     prompt = torch.randint(2, VOCAB, (8, PROMPT), generator=g)
     prompt[1, 0] = prompt[5, :2] = PAD
     with torch.no_grad():
@@ -71,7 +71,7 @@ def plain(trainer) -> Data:
         states = trainer.model.model(input_ids=torch.cat([prompt, ids], 1), attention_mask=attention).last_hidden_state
     hidden, head = states[:, PROMPT - 1 : -1].clone(), trainer.model.lm_head.weight.detach().clone()
     logps = torch.log_softmax(hidden @ head.T / TEMPERATURE, -1).gather(2, ids[..., None])[..., 0]
-    shift = torch.tensor([0.32, -0.35, -0.3, 0.1, 0.5, 0.15, 0.05, 0.15])[:, None]
+    shift = torch.tensor([0.32, -0.35, -0.3, 0.1, 0.5, 0.03, 0.05, 0.02])[:, None]
     old, ref = (
         logps - shift - 0.15 * torch.randn(8, LENGTH, generator=g),
         logps - 0.2 - 0.5 * torch.randn(8, LENGTH, generator=g),
@@ -102,7 +102,7 @@ def with_option(name: str, case: Case, data: Data) -> tuple[Case, Data]:
         data = replace(data, old=None)
     if name == "truncated completions":
         data = replace(data, mask=data.mask & ~torch.isin(torch.arange(8), torch.tensor([0, 7]))[:, None])
-    changes = {"entropy quantile": {"share": 0.4}, "off-policy mask": {"off_policy": 0.25}, "entropy bonus": {"coef": 0.2}}
+    changes = {"entropy quantile": {"share": 0.4}, "off-policy mask": {"off_policy": 0.25}, "entropy bonus": {"coef": 0.5}}
     every = {key: value for change in changes.values() for key, value in change.items()}
     return replace(case, **changes.get(name, every if name == "together" else {})), data
 
@@ -261,7 +261,7 @@ def test_the_grid_is_not_trivial(plain, loss_type):
     kl = exact(Case(loss_type, beta=0.3), plain)
     assert different(kl, base) and different(kl, exact(Case(loss_type, beta=0.3, corrected=True), plain))
     if loss_type in CLIPPED:
-        assert 0.1 < base.metrics["clip_low"] < 0.4 and 0.1 < base.metrics["clip_high"] < 0.4
+        assert 0.04 < base.metrics["clip_low"] < 0.4 and 0.06 < base.metrics["clip_high"] < 0.4
         assert different(exact(Case(loss_type, delta=1.4), plain), base)
 
 

@@ -1,0 +1,673 @@
+"""Whole runs of TRL's trainers with our loss and with our fused head: the same numbers at every step, and the counts of the paths
+that computed them; and what is refused, undone and left alone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import types
+from contextlib import nullcontext
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", minversion="1.16.0")
+
+import trl
+from trl import GRPOTrainer
+from trl.experimental.gmpo import GMPOTrainer
+from trl.kernels import ChunkedLogProbFunction
+from trl.trainer import utils
+
+from grpo_kernels.head import FusedLMHead
+from grpo_kernels.integrations import trl_head
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_lm_head, patch
+from support import trl_cases
+from support.pairs import label, pairs
+from support.trl_cases import assert_same_history, history
+
+Tensor = torch.Tensor
+SLOT, ANY_VERSION = "_ChunkedLogProbFunction", "GRPO_KERNELS_ANY_VERSION"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """accelerate collects garbage before every training, which takes longer than the training while all that is imported takes
+    part in it."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    return trl_cases.save_model(tmp_path_factory.mktemp("models") / "qwen2")
+
+
+@pytest.fixture
+def make(path, tmp_path):
+    """Makes trainers, of TRL's class unless another is asked for."""
+    return lambda cls=GRPOTrainer, model=path, **options: trl_cases.make_trainer(model, tmp_path, cls, **options)
+
+
+@pytest.fixture
+def train(make):
+    def trained(cls: Any = GRPOTrainer, evaluate: bool = False, **options: Any) -> Any:
+        made = make(cls, **options)
+        made.train()
+        if evaluate:
+            made.evaluate()
+        return made
+
+    return trained
+
+
+@pytest.fixture
+def compare(train):
+    """The trainer of TRL and ours over the same steps: losses, gradient norms and all metrics. (TRL's, ours)"""
+
+    def compared(micro_batches: int | None = None, **options: Any) -> tuple[Any, Any]:
+        options = {"steps": 4, "num_iterations": 2, "epsilon": 0.1, **options}
+        keywords = options.pop("keywords", {})
+        theirs = train(keywords=keywords, **options)
+        ours = train(FusedGRPOTrainer, keywords={"strict": True, **keywords}, **options)
+        assert_same_history(history(ours), history(theirs), 2e-4)
+        counts, args = ours.fused_loss.counts, ours.args
+        evaluations = len(ours.get_eval_dataloader()) if options.get("evaluate") else 0
+        assert counts["fused"] - evaluations == (micro_batches or args.max_steps * args.gradient_accumulation_steps)
+        assert {*counts} <= {"fused", "scored"}
+        norms = [entry["grad_norm"] for entry in history(ours) if "grad_norm" in entry]
+        assert len(norms) == ours.state.global_step and sum(norm > 1e-2 for norm in norms) >= len(norms) / 2
+        return theirs, ours
+
+    return compared
+
+
+KL, TWO = {"beta": 0.1}, {"gradient_accumulation_steps": 2}
+CHECKPOINTED = {"gradient_checkpointing": True}
+RUNS: dict[str, dict[str, Any]] = {
+    "entropy quantile": {**TWO, "top_entropy_quantile": 0.3},
+    "truncated completions": {"loss_type": "grpo", **TWO, **KL, "mask_truncated_completions": True, "evaluate": True},
+    "entropy bonus": {"loss_type": "bnpo", **TWO, "entropy_coef": 0.05},
+    "two-sided clip, plain KL": {"loss_type": "dr_grpo", **KL, "delta": 1.15, "use_bias_correction_kl": False},
+    "gspo": {"loss_type": "grpo", **KL, "importance_sampling_level": "sequence", "epsilon": 0.02},
+    "sequences": {"loss_type": "luspo", **TWO, **KL, "importance_sampling_level": "sequence", "learning_rate": 1e-3},
+    "cap, quantile, bonus, KL": {"loss_type": "cispo", **KL, "epsilon_high": 1.2, "top_entropy_quantile": 0.3, "entropy_coef": 0.05},
+    "gradient checkpointing": {"loss_type": "sapo", **KL, **CHECKPOINTED},
+    "reentrant checkpointing": {"loss_type": "vespo", **CHECKPOINTED, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "accumulation over generations": {"loss_type": "vespo", **TWO, **KL, "steps_per_generation": 6, "num_iterations": 1},
+    "adaptive entropy": {
+        **TWO, "num_iterations": 1, "use_adaptive_entropy": True, "entropy_coef": 0.02, "entropy_target": 3.05, "entropy_coef_delta": 0.01,
+    },
+    # 128 answers in 16 micro-batches, the last of which is alone in its window
+    "window cut short": {
+        "gradient_accumulation_steps": 3, "steps_per_generation": 2, "steps": -1, "num_train_epochs": 1.0, "micro_batches": 16,
+        "num_iterations": 1,
+    },
+    "off-policy mask": {"loss_type": "grpo", "off_policy_mask_threshold": 0.02, "num_iterations": 3, "steps": 6},
+    "head in fp32, evaluation": {**KL, **TWO, "cast_lm_head_to_fp32": True, "evaluate": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_run(compare, name):
+    _, ours = compare(**RUNS[name])
+    logged, scored = history(ours)[:-1], ours.fused_loss.counts["scored"]
+    assert (scored > 0) == (
+        ours.beta != 0 or ours.num_iterations > 1 or name in ("window cut short", "accumulation over generations")
+    )
+    if "evaluate" in RUNS[name]:
+        assert "eval_loss" in history(ours)[-1] and history(ours)[-1]["eval_kl"] > 0
+    if ours.beta:
+        assert max(entry.get("kl", 0) for entry in logged) > 1e-3
+
+
+#: Kind of the model, fields of its config, options of the run.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "untied, with a bias": ("Phi", {"tie_word_embeddings": False, "num_key_value_heads": 2}, {}),
+    "softcap": ("Gemma2", {"final_logit_softcapping": 2.0, "head_dim": 16}, {}),
+    "scaled logits": ("Granite", {"logits_scaling": 4.0}, {}),
+    "mixture of experts": ("Qwen3Moe", {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16, "decoder_sparse_step": 1,
+        "router_aux_loss_coef": 0.1, "norm_topk_prob": True,
+    }, TWO),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model(compare, train, tmp_path, name):
+    """Of a mixture of experts the load-balancing loss is added with its gradient, as TRL does."""
+    kind, changes, options = MODELS[name]
+    options = {"model": trl_cases.save_model(tmp_path / "model", kind, **changes), **KL, **options}
+    theirs, ours = compare(**options)
+    assert (theirs.model.get_output_embeddings().bias is not None) == name.endswith("bias")
+    if kind == "Qwen3Moe":
+        without = train(steps=1, num_iterations=2, **options, router_aux_loss_coef=0.0)
+        assert theirs.aux_loss_enabled and history(ours)[0]["aux_loss"] > 0.1
+        assert abs(history(without)[0]["grad_norm"] - history(ours)[0]["grad_norm"]) > 1e-3
+
+
+@pytest.mark.parametrize("trained_head", [False, True])
+def test_lora(compare, path, tmp_path, trained_head):
+    """Adapters in the body, where the reference is the model without them; and a copy of the head that is trained whole."""
+    peft = pytest.importorskip("peft")
+    modules = ["lm_head"] if trained_head else None
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=modules, init_lora_weights="gaussian")
+    model = trl_cases.save_model(tmp_path / "model", tie_word_embeddings=False) if trained_head else path
+    _, ours = compare(model=model, **KL, keywords={"peft_config": config}, learning_rate=5e-2)
+    weight = ours.model.get_base_model().get_output_embeddings().weight
+    assert weight.requires_grad == trained_head and history(ours)[-2]["kl"] > 1e-4
+
+
+@pytest.mark.parametrize("row", pairs(loss_type=("dapo", "cispo"), easy=(4, 1)), ids=label)
+def test_skipped_tokens_leave_trls_metrics_as_they_are(train, monkeypatch, row):
+    """Micro-batches in which no answer has an advantage, as of prompts that are too easy (all, or one of four): entropy and clip
+    ratios are logged as TRL does. And those in which some have: all but the entropy is TRL's."""
+    reward = trl_cases.reward
+
+    def some_equal(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        given = zip(prompts, reward(completions), strict=True)
+        return [1.0 if trl_cases.PROMPTS.index(prompt) < row["easy"] else score for prompt, score in given]
+
+    monkeypatch.setattr(trl_cases, "reward", some_equal)
+    kind = {
+        "num_iterations": 2,
+        "epsilon": 0.1,
+        "loss_type": row["loss_type"],
+        "steps": 4,
+        "logging_steps": 2,
+        "epsilon_high": 1.2,
+    }
+    want = history(train(**kind))
+    got = history(train(FusedGRPOTrainer, keywords={"strict": True, "skip_inactive": True}, **kind))
+    assert all(entry["entropy"] > 2 for entry in got[:-1])
+    if row["easy"] == 1:
+        entropies = [[entry.pop("entropy", 0.0) for entry in x] for x in (got, want)]
+        assert any(abs(a - b) > 1e-4 for a, b in zip(*entropies, strict=True))
+    assert_same_history(got, want, 2e-4)
+
+
+def test_bf16_autocast(train):
+    """fp32 weights under autocast: hidden states arrive as bf16, and the first step is the same but for their rounding."""
+    options = {"steps": 2, "bf16": True, **KL}
+    ours, theirs = train(FusedGRPOTrainer, keywords={"strict": True}, **options), train(**options)
+    first, want = history(ours)[0], history(theirs)[0]
+    assert ours.fused_loss.counts["fused"] == 2 and ours.model.get_output_embeddings().weight.dtype == torch.float32
+    assert first["grad_norm"] == pytest.approx(want["grad_norm"], rel=3e-2)
+    assert first["entropy"] == pytest.approx(want["entropy"], rel=1e-2)
+
+
+def test_images(make, monkeypatch):
+    """Other inputs of a model than tokens reach the backbone: loss and gradients of a model with images."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text, vision = LlamaConfig(vocab_size=40, **sizes), CLIPVisionConfig(image_size=8, patch_size=4, **sizes)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=39, vision_feature_layer=-1)
+    torch.manual_seed(0)
+    trainer, model = make(), LlavaForConditionalGeneration(config)
+    utils.add_fused_lm_head(model, temperature=0.9, outputs=("log_probs", "entropy"))
+    trainer.current_gradient_accumulation_steps = 1
+    monkeypatch.setattr(trainer, "model", model)
+    g = torch.Generator().manual_seed(1)
+    prompt, ids = torch.full((4, 5), 39), torch.randint(2, 38, (4, 6), generator=g)
+    prompt[:, 4] = 3
+    inputs = {
+        "prompt_ids": prompt, "prompt_mask": torch.ones_like(prompt), "completion_ids": ids, "num_images": [1] * 4,
+        "completion_mask": torch.ones_like(ids), "advantages": torch.tensor([1.0, -0.5, 0.3, -0.8]),
+        "old_per_token_logps": -3.7 + 0.2 * torch.randn(ids.shape, generator=g), "num_items_in_batch": torch.tensor(24),
+        "pixel_values": torch.randn(4, 3, 8, 8, generator=g),
+    }  # fmt: skip
+    results = []
+    for prepare in (lambda trainer: None, patch):
+        fused = prepare(trainer)
+        model.zero_grad()
+        loss = trainer._compute_loss(model, dict(inputs))
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    assert fused.counts == {"fused": 1} and model.model.vision_tower.embeddings.patch_embedding.weight.grad.abs().sum() > 0
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+
+
+# ---- what is refused
+
+
+def adapted(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["lm_head"]), model)
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def rebound(model: Any) -> None:
+    model.lm_head.forward = Scaled(4, 4).forward
+
+
+def quantised(model: Any) -> None:
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(torch.int8), requires_grad=False)
+
+
+def replaced(model: Any, by: Any) -> None:
+    model.lm_head = by
+
+
+def unfused(model: Any) -> None:
+    model.forward = types.MethodType(type(model).forward, model)  # as another package's patch has it
+
+
+HEADS = {
+    "LoRA": (adapted, ValueError, r"carries an adapter.*target_modules"),
+    "an adapter around a Linear": (
+        lambda model: replaced(model, type("Adapter", (torch.nn.Linear,), {"base_layer": model.lm_head})(32, 40)), ValueError, "carries an adapter",
+    ),
+    "no Linear": (lambda model: replaced(model, torch.nn.LayerNorm(4)), ValueError, "not that of torch.nn.Linear"),
+    "a forward of its own": (lambda model: replaced(model, Scaled(4, 4)), ValueError, "not that of torch.nn.Linear"),
+    "a forward that was replaced": (rebound, ValueError, "not that of torch.nn.Linear"),
+    "quantised": (quantised, ValueError, "int8"),
+    "another package's forward": (unfused, RuntimeError, "not TRL's fused LM head"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_refused_head(make, name):
+    """By looking at the module when the trainer is patched, and again at each call."""
+    change, error, message = HEADS[name]
+    trainer, later = make(), make()
+    change(trainer.model)
+    with pytest.raises(error, match=message):
+        patch(trainer)
+    assert not {"fused_loss", "_compute_loss"} & {*vars(trainer)}
+    if name == "an adapter around a Linear":
+        patch(later)
+        change(later.model)
+        with pytest.raises(error, match=message):
+            later.train()
+
+
+def test_refused_trainers(make):
+    trainer = make()
+    fused = patch(trainer)
+    for other, error, message in (
+        (trainer, RuntimeError, "patched already"), (trainer.model, TypeError, "GRPOTrainer"),
+        (make(GMPOTrainer), RuntimeError, "_compute_loss of its own"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            patch(other)
+    shared = make()
+    shared.model = trainer.model  # a model that another trainer has patched
+    with pytest.raises(RuntimeError, match="not TRL's fused LM head"):
+        patch(shared)
+    fused.undo()
+    with pytest.raises(RuntimeError, match="undone already"):
+        fused.undo()
+
+
+def test_trainable_tokens_of_a_tied_head_are_refused(make):
+    """PEFT adds them to the head's weight as well, at each call: not the weight that an optimizer or FSDP knows."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5, 6])
+    tuned = make(keywords={"peft_config": config})
+    with pytest.raises(ValueError, match="without trainable_token_indices"):
+        patch(tuned)
+    assert "fused_loss" not in vars(tuned)
+
+
+def test_a_fused_head_is_accepted(make):
+    fused = make(steps=1, prepare=lambda model: FusedLMHead.install(model) and model)
+    patch(fused, strict=True)
+    fused.train()
+    assert fused.fused_loss.counts["fused"] == 1
+
+
+# ---- patching, undoing, and what a patch does not touch
+
+
+def test_undo(make, train):
+    """Before training and after it, nothing is left; the trainer then goes on as TRL's own."""
+    options = {"num_iterations": 2, "epsilon": 0.1, "steps": 4, **KL}
+    theirs, undone = train(**options), make(**options)
+    before = [dict(vars(undone)), undone.model.forward, undone.ref_model.forward]
+    fused = patch(undone)
+    assert undone.fused_loss is fused and undone.model.forward != before[1]
+    fused.undo()
+    assert [dict(vars(undone)), undone.model.forward, undone.ref_model.forward] == before
+    undone.train()
+    assert history(undone)[:-1] == history(theirs)[:-1] and not fused.counts
+    fused = patch(undone)  # after train(), when accelerate has prepared the model
+    undone.train()
+    assert fused.counts["fused"] > 0
+    fused.undo()
+    assert undone.model.forward == before[1]
+
+
+def test_undo_below_accelerates_forward(train):
+    """Under autocast accelerate wraps the forward that it finds, ours. Undone, ours hands everything on; the next patch looks
+    through it for TRL's, any number of times, and does not take one that is still in use."""
+    early, steps = train(FusedGRPOTrainer, bf16=True, steps=1), []
+    fused = early.fused_loss
+    assert hasattr(early.model, "_original_forward") and fused.counts["fused"] == 1
+    fused.undo()
+    early.train()
+    assert fused.counts["fused"] == 1 and "fused_loss" not in vars(early)
+    for trainer in (early, early, train(bf16=True, steps=1)):
+        fused = patch(trainer, strict=True)
+        trainer.train()
+        steps.append(fused.counts["fused"])
+        fused.undo()
+    assert steps == [1, 1, 1]
+
+
+def test_scored_log_probs(make):
+    """Calls without gradients, and calls that TRL does not make: with gradients, or with shifted labels."""
+    trainer = make(**KL)
+    ids = torch.tensor([[0, 3, 4, 5, 6], [2, 3, 9, 5, 0]])
+    labels = ids.masked_fill(ids == 0, -100)
+    labels[:, 1] = -100
+    calls = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels, "fused_lm_head": True}
+    for model, entropy in ((trainer.model, True), (trainer.ref_model, False)):
+        with torch.no_grad():
+            want = model(**calls)
+            fused = patch(trainer)
+            got = model(**calls)
+        for name in ("log_probs", "label_mask", "loss", "entropy"):
+            torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-6)
+        assert (got.entropy is not None) == entropy and fused.counts == {"scored": 1}
+        model(**calls)  # with gradients
+        with torch.no_grad():
+            torch.testing.assert_close(model(**calls, num_items_in_batch=11).loss, want.loss * want.label_mask.sum() / 11)
+            model(**{**calls, "labels": None, "shift_labels": labels})
+        assert fused.counts == {"scored": 2}
+        fused.undo()
+
+
+def test_generate_and_plain_calls_are_untouched(make):
+    trainer = make()
+    model, ids, found = trainer.model, torch.tensor([[3, 4, 5, 6]]), []
+    for prepare in (lambda trainer: None, patch):
+        fused = prepare(trainer)
+        found.append([model(ids).logits, model(ids, labels=ids).loss, model.generate(ids, do_sample=False, max_new_tokens=5)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and not fused.counts
+    with pytest.raises(ValueError, match="model_kwargs"):
+        model.generate(ids, max_new_tokens=1, grpo_typo=1)
+
+
+# ---- versions of TRL that were not tested
+
+
+@pytest.fixture
+def untested(monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda package: "1.99.0")
+    monkeypatch.delenv(ANY_VERSION, raising=False)
+
+
+def test_the_first_step_of_an_untested_version_is_compared(make, train, untested, monkeypatch):
+    """The same arithmetic: one message, and the run is TRL's, dropout included. TRL's own head is called in the first step
+    alone."""
+    want, own, calls = train(steps=3, beta=0.05), getattr(utils, SLOT), []
+    counting = type(
+        "Counting", (own,), {"apply": staticmethod(lambda *a, **k: calls.append(torch.is_grad_enabled()) or own.apply(*a, **k))}
+    )
+    monkeypatch.setattr(utils, SLOT, counting)
+    one = make(steps=3, beta=0.05)
+    patch(one)
+    with pytest.warns(UserWarning, match=r"trl 1\.99\.0 was not tested.*_compute_loss.*They agree, ours goes on") as said:
+        one.train()
+    assert len([w for w in said if "They agree" in str(w.message)]) == 1 and calls == [False]
+    assert_same_history(history(one), history(want), 2e-4)
+
+
+@pytest.mark.parametrize("options, variable", [({"any_version": True}, "0"), ({}, "1")])
+def test_any_version_goes_on_without_a_comparison(make, untested, monkeypatch, recwarn, options, variable):
+    monkeypatch.setenv(ANY_VERSION, variable)
+    one = make(steps=1)
+    patch(one, **options)
+    one.train()
+    assert one.fused_loss.counts["fused"] == 1 and not [w for w in recwarn if "They agree" in str(w.message)]
+
+
+def other_head(change: Any) -> Any:
+    own = getattr(utils, SLOT)
+
+    class Head(own):
+        @staticmethod
+        @functools.wraps(own.forward)
+        def forward(ctx: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return own.forward(ctx, change * hidden, *args, **kwargs)
+
+    return Head
+
+
+@pytest.mark.parametrize("what, message", [
+    ("loss", "the fused loss is"), ("slopes", "the gradient of the fused loss"), ("log-probs", "log-probs and entropies"),
+])  # fmt: skip
+def test_other_arithmetic_of_an_untested_version_is_refused(make, untested, monkeypatch, what, message):
+    theirs = GRPOTrainer._compute_loss
+
+    def changed(own: Any, model: Any, inputs: Any) -> Tensor:
+        loss = theirs(own, model, inputs)
+        return loss + 0.01 if what == "loss" else loss + 0.02 * (loss - loss.detach()) if what == "slopes" else loss
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", changed)
+    if what == "log-probs":
+        monkeypatch.setattr(utils, SLOT, other_head(1.01))
+    one = make(steps=1, beta=0.05)
+    before = [p.clone() for p in one.model.parameters()]
+    patch(one)
+    with pytest.raises(RuntimeError, match=rf"trl 1\.99\.0 was not tested.*is not what it was: {message}.*any_version=True"):
+        one.train()
+    assert not {"fused_loss", "_compute_loss"} & {*vars(one)}  # taken off
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, one.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("change", [1.0, 1.01])
+def test_the_fused_head_of_an_untested_version_is_compared(make, untested, monkeypatch, change):
+    monkeypatch.setattr(utils, SLOT, other_head(change))
+    theirs, one = getattr(utils, SLOT), make(steps=2)
+    agree = pytest.warns(UserWarning, match="They agree")
+    refused = pytest.raises(RuntimeError, match=r"trl 1\.99\.0.*log_probs is not what it was: values, tensor 0")
+    with fused_lm_head() as slot, agree if change == 1 else refused:
+        one.train()
+    assert slot.counts == ({"fused": 2} if change == 1 else {}) and getattr(utils, SLOT) is theirs
+
+
+class Older(torch.autograd.Function):
+    """The arguments and results of TRL 1.14's function, in float64."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, last_hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0
+    ):
+        raise NotImplementedError
+
+    @staticmethod
+    def apply(
+        hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, temperature: float, _: int, softcap: float, scale: float
+    ):
+        logits = scale * (hidden.double() @ weight.double().T + bias.double())
+        logps = torch.log_softmax(softcap * torch.tanh(logits / softcap) / temperature, -1)
+        return logps.gather(1, targets[:, None])[:, 0].float(), -(logps.exp() * logps).sum(-1).float()
+
+
+class Unknown(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, last_hidden, weight, bias, targets, temperature):
+        raise NotImplementedError
+
+
+def test_older_versions_name_the_obstacle(make, monkeypatch):
+    """With any_version=True: a function of other arguments, and models without a fused head in their forward."""
+    trainer = make()
+    monkeypatch.setattr(trl, "__version__", "1.14.2")
+    monkeypatch.setattr(utils, SLOT, Unknown)
+    with pytest.raises(
+        RuntimeError, match=r"trl is 1\.14\.2.*takes \(last_hidden.*temperature\), but ours.*outputs.*TRL 1\.16"
+    ):
+        fused_lm_head(any_version=True)
+    monkeypatch.delattr(utils, "add_fused_lm_head")
+    message = r"trl is 1\.14\.2.*no fused LM head.*install TRL 1\.16.*1\.14.*trl_head\.fused_lm_head.*0\.17 to 1\.13"
+    for make_one in (lambda: patch(trainer, any_version=True), lambda: FusedGRPOTrainer(any_version=True)):
+        with pytest.raises(RuntimeError, match=message):
+            make_one()
+    assert getattr(utils, SLOT) is Unknown and "fused_loss" not in vars(trainer)
+
+
+# ---- the slot of the fused LM head
+
+
+def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    hidden, weight, bias = (torch.randn(*shape, generator=g) for shape in ((9, 16), (33, 16), (33,)))
+    return *(x.to(dtype).requires_grad_() for x in (hidden, weight, bias)), torch.randint(0, 33, (9,), generator=g)
+
+
+def called(function: Any, *more: Any, with_bias: bool = True, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """(log-probs, entropy or None, other results, gradients)"""
+    hidden, weight, bias, targets = operands(dtype)
+    leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
+    logps, entropy, *others = function.apply(hidden, weight, bias if with_bias else None, targets, 0.8, 7, *more)
+    up = torch.linspace(-1, 1, 9, dtype=dtype)
+    loss = (logps * up).sum() + (0 if entropy is None else (entropy * up.flip(0)).sum())
+    return [logps, entropy, others, *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize(
+    "row", pairs(outputs=(("log_probs",), ("log_probs", "entropy")), softcap=(None, 1.5), scale=(1.0, 0.3), with_bias=(True, False)), ids=label
+)  # fmt: skip
+def test_slot_is_trls_function(row):
+    """Values and gradients, for each selection of outputs."""
+    given = row["softcap"], row["scale"], row["outputs"]
+    with fused_lm_head(strict=True) as slot:
+        got = called(utils._ChunkedLogProbFunction, *given, with_bias=row["with_bias"])
+    torch.testing.assert_close(got, called(ChunkedLogProbFunction, *given, with_bias=row["with_bias"]), rtol=2e-5, atol=2e-6)
+    assert slot.counts == {"fused": 1} and getattr(utils, SLOT) is ChunkedLogProbFunction
+
+
+def test_the_slot_of_trl_1_14(monkeypatch, untested):
+    """Two results, log-probs and entropies, both with slopes; compared in the first call under another version."""
+    monkeypatch.setattr(utils, SLOT, Older)
+    with fused_lm_head(strict=True) as slot, pytest.warns(UserWarning, match="They agree"):
+        got = called(utils._ChunkedLogProbFunction, 1.5, 0.3)
+    torch.testing.assert_close(got, called(Older, 1.5, 0.3), rtol=1e-5, atol=1e-6)
+    assert slot.counts == {"fused": 1} and getattr(utils, SLOT) is Older
+
+
+def test_slot_labels_dtypes_and_no_rows():
+    apply = functools.partial(trl_head.log_probs, outputs=("log_probs", "entropy"))
+    hidden, weight, _, targets = operands()
+    targets[3] = -100
+    logps, entropy, *_ = apply(hidden, weight, None, targets, 1.0, 7)
+    (d_hidden,) = torch.autograd.grad(logps.sum() + entropy.sum(), hidden)
+    assert logps[3] == 0 and entropy[3] == 0 and not d_hidden[3].any() and d_hidden[2].any()
+    with torch.autocast("cpu", torch.bfloat16):  # fp32 master weights
+        rounded = apply(hidden, weight, None, targets, 1.0, 7)[0]
+        d_weight = torch.autograd.grad(rounded.sum(), weight)[0]
+    assert rounded.dtype == d_weight.dtype == torch.float32
+    torch.testing.assert_close(rounded, logps, rtol=0, atol=0.1)
+    none = apply(hidden[:0], weight, None, targets[:0], 1.0, 7)[0]
+    assert none.shape == (0,) and not torch.autograd.grad(none.sum(), weight)[0].any()
+
+
+def test_slot_makes_the_statistics_of_sft_and_wpo():
+    """`is_top1` feeds SFT's mean_token_accuracy, `log_sum_sq_probs` the weights of WPO; neither has a gradient."""
+    hidden, weight, bias, targets = operands()
+    targets[:5] = torch.nn.functional.linear(hidden, weight, bias)[:5].argmax(-1)
+    given = hidden, weight, bias, targets, 0.8, 7, None, 1.0, ("log_probs", "entropy", "log_sum_sq_probs", "is_top1")
+    with fused_lm_head(strict=True) as slot:
+        got = utils._ChunkedLogProbFunction.apply(*given)
+    want = ChunkedLogProbFunction.apply(*given)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert slot.counts == {"fused": 1} and got[3] is None and got[4][:5].all() and not got[4].all()
+    assert not got[2].requires_grad and not got[4].requires_grad
+    gradients = [torch.autograd.grad((x[0] + x[1]).sum(), hidden)[0] for x in (got, want)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+LEFT = {
+    "mean_logits asked for": lambda h, w, b: (h, w, b, 1.0, ("log_probs", "entropy", "mean_logits")),
+    "float64": lambda h, w, b: (h.double(), w.double(), b.double(), 1.0, ("entropy",)),
+    "logit_scale is 0": lambda h, w, b: (h, w, b, 0.0, ("entropy",)),
+    "ZeRO-3": lambda h, w, b: (h, setattr(w, "ds_id", 3) or w, b, 1.0, ("entropy",)),
+}
+
+
+@pytest.mark.parametrize("reason", LEFT)
+def test_slot_hands_over_what_it_does_not_make(reason):
+    hidden, weight, bias, targets = operands()
+    *tensors, scale, outputs = LEFT[reason](*(x.detach() for x in (hidden, weight, bias)))
+    given = *tensors, targets, 0.8, 7, None, scale, outputs
+    with fused_lm_head() as slot:
+        got = utils._ChunkedLogProbFunction.apply(*given)
+    want = ChunkedLogProbFunction.apply(*given)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    ((name, count),) = slot.counts.items()
+    assert name.startswith("TRL: ") and reason in name and count == 1
+    with pytest.raises(RuntimeError, match=r"strict=True, but log_probs is left to TRL"), fused_lm_head(strict=True):
+        utils._ChunkedLogProbFunction.apply(*given)
+
+
+@pytest.mark.parametrize("cls", [GRPOTrainer, GMPOTrainer])
+def test_slot_in_a_run(train, cls):
+    """Under TRL's own loss, with all forwards through it; and under another trainer's, GMPO's."""
+    options = {"steps": 4, "num_iterations": 2, "epsilon": 0.1, **KL, "loss_type": "grpo", "entropy_coef": 0.05}
+    theirs = train(cls, **options)
+    with fused_lm_head(strict=True) as slot:
+        ours = train(cls, **options)
+    assert_same_history(history(ours), history(theirs), 2e-4)
+    assert slot.counts["fused"] == 4 + 2 * 2  # losses; old and reference of two generations
+
+
+def test_slot_projects_no_padding_on_a_cpu(make, monkeypatch):
+    """There TRL hands prompts and padding over as well, where a Triton device gets the completions' rows only."""
+    rows, project = [], trl_head.linear_logprobs
+    monkeypatch.setattr(
+        trl_head, "linear_logprobs", lambda hidden, *a, **k: rows.append(len(hidden)) or project(hidden, *a, **k)
+    )
+    model, ids = make().model, torch.tensor([[0, 3, 4, 5, 6], [2, 3, 9, 5, 0]])
+    labels = torch.tensor([[-100, -100, 4, 5, 6], [-100, -100, 9, -100, -100]])
+    calls = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels, "fused_lm_head": True}
+    found = []
+    for context in (nullcontext, fused_lm_head, nullcontext):
+        model.zero_grad()
+        with context():
+            out = model(**calls)
+        out.log_probs.sum().backward()
+        found.append([out.log_probs.detach(), out.entropy.detach(), *(p.grad.clone() for p in model.parameters())])
+    assert rows == [4] and torch.equal(found[2][0], found[0][0])  # TRL's own again, row by row as before
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+def test_slot_is_taken_once():
+    slot = fused_lm_head()
+    with pytest.raises(RuntimeError, match="ours already"):
+        fused_lm_head()
+    slot.undo()
+    slot.undo()
+    slot = fused_lm_head()
+    ours = getattr(utils, SLOT)
+    for error, shown in ((None, pytest.raises(RuntimeError, match="not ours any more")), (ZeroDivisionError(), pytest.warns())):
+        utils._ChunkedLogProbFunction = copy
+        with shown:  # the body's error comes first
+            slot.__exit__(error and type(error), error, None)
+        with pytest.raises(RuntimeError, match="another package has taken the slot"):
+            fused_lm_head()
+    utils._ChunkedLogProbFunction = ours
+    slot.undo()
+    assert getattr(utils, SLOT) is ChunkedLogProbFunction
+
+
+def test_a_strict_run_without_a_fused_call_is_an_error():
+    """As with a TRL whose trainers imported the function under a name of their own before it was replaced."""
+    with pytest.raises(RuntimeError, match=r"no call was fused in this block: TRL did not call trl\.trainer\.utils\._Chunked"):
+        with fused_lm_head(strict=True):
+            pass
+    with pytest.raises(ZeroDivisionError), fused_lm_head(strict=True):  # the body's error, not this one
+        1 / 0  # noqa: B018
+    with fused_lm_head():
+        pass
+    assert getattr(utils, SLOT) is ChunkedLogProbFunction
