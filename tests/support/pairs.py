@@ -27,12 +27,9 @@ def pairs(**axes: Iterable[Any]) -> list[dict[str, Any]]:
     while missing:
         chosen = dict(next(iter(missing)))
         for axis in sorted(set(range(len(names))) - set(chosen), key=lambda axis: -len(options[axis])):
-
-            def gain(value: int, axis: int = axis) -> tuple[int, int]:
-                made = [tuple(sorted([(axis, value), other])) for other in chosen.items()]
-                return sum(pair in missing for pair in made), -sum(met[pair] for pair in made)
-
-            chosen[axis] = max(range(len(options[axis])), key=gain)
+            made = [[tuple(sorted([(axis, value), other])) for other in chosen.items()] for value in range(len(options[axis]))]
+            gains = [(sum(pair in missing for pair in each), -sum(met[pair] for pair in each)) for each in made]
+            chosen[axis] = gains.index(max(gains))
         for pair in combinations(sorted(chosen.items()), 2):
             met[pair] += 1
             missing.pop(pair, None)

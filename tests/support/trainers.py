@@ -5,10 +5,12 @@ pip download --no-deps openrlhf==0.11.2 areal==1.0.4 skyrl==0.3.0 unsloth_zoo==2
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +28,7 @@ MASK[0, 2] = False
 #: Of each trainer's package, the version that its adapter was tested with.
 VERSIONS = {
     "openrlhf": "0.11.2", "areal": "1.0.4", "slime": "0.3.1", "prime-rl": "0.8.0", "skyrl": "0.3.0", "unsloth_zoo": "2026.10.9",
-    "miles": "0.1.0",
+    "miles": "0.1.0", "verl": "0.9.1",
 }  # fmt: skip
 ROOTS = ("openrlhf", "areal", "slime", "prime_rl", "nemo_rl", "skyrl", "miles", "unsloth_made", "unsloth_zoo", "deepspeed")
 
@@ -121,7 +123,34 @@ def clipped(r: Tensor, A: Tensor, low: float, high: float, c: float | None = Non
     return loss, -bounded * A > -r * A
 
 
+def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with fp32 results, as a trainer's own are."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = function(*args, **kwargs)
+        return tuple(x if x is None else x.float() for x in out) if isinstance(out, tuple) else out.float()
+
+    return functools.wraps(function)(call)
+
+
+@contextmanager
+def without_trainers(*roots: str) -> Iterator[None]:
+    """Hides the modules of trainers that are imported here; stand-ins for them go away afterwards."""
+
+    def found() -> dict[str, ModuleType]:
+        return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in roots}
+
+    own = found()
+    for name in own:
+        del sys.modules[name]
+    yield
+    for name in found():
+        del sys.modules[name]
+    sys.modules.update(own)
+
+
 def log_softmax_of(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs of the labels, entropies, in float64."""
     p = torch.log_softmax(logits.double() / temperature, -1)
     return p.gather(-1, labels[..., None])[..., 0], -(p.exp() * p).sum(-1)
 

@@ -1,0 +1,491 @@
+"""Log-probs and entropy of every trainer by its own functions, and by ours in their place: in float64 where a stand-in has their
+names and arguments, in fp32 where the trainer's file is on the path (see support/trainers.py)."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_kernels.integrations import areal, liger, miles, nemo_rl, openrlhf, prime_rl, skyrl, slime, trl_head, unsloth, verl
+from support.trainers import MASK, B, H, T, V, in_float64, log_softmax_of, stand_in, their_file, without_trainers
+
+Tensor = torch.Tensor
+ANY_VERSION = "GRPO_KERNELS_ANY_VERSION"
+
+pytestmark = pytest.mark.usefixtures("stand_ins", "clean")
+
+G = torch.Generator().manual_seed(1)
+LOGITS, HIDDEN, WEIGHT, BIAS = (torch.randn(*shape, generator=G) for shape in ((B, T, V), (B, T, H), (V, H), (V,)))
+IDS, INVERSE = torch.randint(V, (B, T), generator=G), 1 / (0.5 + torch.rand(B * T, generator=G))
+KEEP = (torch.rand(B * T, V, generator=G) < 0.4).scatter(1, IDS.view(-1, 1), True)
+FLAT, ROWS = LOGITS.view(-1, V), IDS.view(-1)
+
+
+@pytest.fixture
+def clean(monkeypatch):
+    monkeypatch.delenv(ANY_VERSION, raising=False)
+    with without_trainers("verl"):
+        yield
+
+
+# ---- what stands in for the trainers' functions: their names and arguments, in the precision of what they are given
+
+
+def changed_by(factor: float, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with log-probs (or what it gives first) times a factor."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        call.calls += 1
+        out = function(*args, **kwargs)
+        return (factor * out[0], *out[1:]) if isinstance(out, tuple) else factor * out
+
+    call.calls = 0
+    return call
+
+
+def entropy_of(logits: Tensor) -> Tensor:
+    return log_softmax_of(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))[1]
+
+
+def log_probs(logits, labels, temperature=1.0):
+    return log_softmax_of(logits, labels, temperature)[0]
+
+
+def gather_logprobs(logits, labels, temperature=1.0, tp_group=None, chunk_size=1024):
+    return log_softmax_of(logits, labels, temperature)[0]
+
+
+def gather_logprobs_entropy(logits, labels, temperature=1.0, tp_group=None, chunk_size=1024):
+    return log_softmax_of(logits, labels, temperature)
+
+
+def of_slime(logits, tokens, tp_group, with_entropy=False, chunk_size=-1, log_prob_keep_mask=None, with_entropy_grad=True):
+    kept = logits if log_prob_keep_mask is None else logits.masked_fill(~log_prob_keep_mask, -torch.inf)
+    entropy = entropy_of(logits) if with_entropy_grad else entropy_of(logits).detach()
+    return log_softmax_of(kept, tokens)[0][:, None], entropy if with_entropy else None
+
+
+def of_miles(
+    logits, tokens, tp_group, with_entropy=False, entropy_requires_grad=True, chunk_size=-1, true_on_policy=False, vocab_size=None,
+    sampling_mask=None, temperature=1.0, debug_unified_grad_fused_logprob=False,
+):  # fmt: skip
+    return of_slime(logits / temperature, tokens, None, with_entropy, with_entropy_grad=entropy_requires_grad)
+
+
+def logprobs_from_logits(logits, labels, inplace_backward=True):
+    return log_softmax_of(logits, labels)[0]
+
+
+def chunked_entropy_from_logits(logits, requires_grad=False, attention_mask=None, chunk_size=1):
+    entropy = entropy_of(logits) if attention_mask is None else entropy_of(logits) * attention_mask
+    return entropy if requires_grad else entropy.detach()
+
+
+def of_megatron(backend, hidden, weight, target, vocab_start_index, vocab_end_index, chunk_size, tp_group, inference_only):
+    logps = log_softmax_of(hidden @ weight.to(hidden).T, target)[0]
+    return logps.detach() if inference_only else logps
+
+
+def linear_cross_entropy(hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None):
+    return log_softmax_of((hidden @ weight.to(hidden).T).flatten(0, -2), labels.reshape(-1), temperature)
+
+
+def of_prime_rl(hidden, weight, labels, inv_temperature, chunk_size):
+    logps, entropy = log_softmax_of(hidden @ weight.to(hidden).T * inv_temperature[:, None].to(hidden), labels)
+    return logps, entropy.detach()
+
+
+def of_unsloth(h, lm_head, index, chunks=4, multiply=0.0, divide=0.0, softcap=0.0, temperature=1.0, lm_head_bias=None):
+    z = (
+        torch.nn.functional.linear(h, lm_head.to(h), None if lm_head_bias is None else lm_head_bias.to(h))
+        * (multiply or 1)
+        / (divide or 1)
+    )
+    return log_softmax_of(softcap * torch.tanh(z / softcap) if softcap else z, index, temperature)
+
+
+def selective(hidden_states, lm_head, index, chunks=4, logit_scale_multiply=0.0, logit_scale_divide=0.0, logit_softcapping=0.0,
+              temperature=1.0):  # fmt: skip
+    given = logit_scale_multiply, logit_scale_divide, logit_softcapping, temperature
+    return of_unsloth(hidden_states, lm_head, index, chunks, *given)[0]
+
+
+def of_new_zoo(*args, max_rows_per_chunk=None, support_top_k=0, **kwargs):
+    return of_unsloth(*args, **kwargs)[0]
+
+
+def recomputed(*args, return_entropy=False, entropy_requires_grad=True, **kwargs):
+    logps, entropy = of_unsloth(*args, **kwargs)
+    return (logps, entropy if entropy_requires_grad else entropy.detach()) if return_entropy else logps
+
+
+# ---- the table: who calls what, and how
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How its functions are bound, what is in their module (and imported by `importer`), and its calls of a module on leaves."""
+
+    bind: Callable[..., Any]
+    home: str
+    theirs: dict[str, Callable[..., Any]]
+    importer: str = ""
+    logits: list[Callable[..., Any]] = field(default_factory=list)
+    hidden: list[Callable[..., Any]] = field(default_factory=list)
+    attribute: str = ""
+    needs: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+SKYRL = "skyrl.backends.skyrl_train"
+MADE = type("UnslothGRPOTrainer", (), {"__module__": "unsloth_made"})
+TRAINERS = {
+    "openrlhf": Trainer(
+        openrlhf.bind, "openrlhf.models.utils", {"log_probs_from_logits": log_probs, "compute_entropy": entropy_of}, "openrlhf.models.actor",
+        [lambda m, x: (m.log_probs_from_logits(x * 1.0, IDS, temperature=0.7), m.compute_entropy(x))],
+    ),
+    "areal": Trainer(
+        areal.bind, "areal.utils.functional.vocab_parallel",
+        {"gather_logprobs": gather_logprobs, "gather_logprobs_entropy": gather_logprobs_entropy}, "areal.engine.fsdp_engine",
+        [lambda m, x: m.gather_logprobs(x, IDS, temperature=1.3), lambda m, x: m.gather_logprobs_entropy(x, IDS, temperature=0.8)],
+        needs={"areal__infra__platforms": {"is_npu_available": False}},
+    ),
+    "slime": Trainer(
+        slime.bind, "slime.utils.ppo_utils", {"calculate_log_probs_and_entropy": of_slime}, "slime.backends.megatron_utils.loss",
+        [lambda m, x, o=options: m.calculate_log_probs_and_entropy(x.view(-1, V), ROWS, None, **o) for options in (
+            {}, {"with_entropy": True}, {"with_entropy": True, "with_entropy_grad": False, "chunk_size": 4},
+            {"log_prob_keep_mask": KEEP, "with_entropy": True}, {"log_prob_keep_mask": KEEP})],
+    ),
+    "miles": Trainer(
+        lambda **options: miles.bind(SimpleNamespace(), **options), "miles.backends.training_utils.loss_hub.math_utils",
+        {"calculate_log_probs_and_entropy": of_miles},
+        logits=[lambda m, x, o=options: m.calculate_log_probs_and_entropy(x.view(-1, V), ROWS, None, temperature=0.7, **o) for options in (
+            {}, {"with_entropy": True}, {"with_entropy": True, "entropy_requires_grad": False})],
+    ),
+    "skyrl": Trainer(
+        skyrl.bind, f"{SKYRL}.utils.torch_utils",
+        {"logprobs_from_logits": logprobs_from_logits, "chunked_entropy_from_logits": chunked_entropy_from_logits},
+        f"{SKYRL}.workers.model_wrapper",
+        [lambda m, x: m.logprobs_from_logits(x * 1.0, IDS), lambda m, x: (
+            m.logprobs_from_logits(x, IDS, inplace_backward=False),
+            m.chunked_entropy_from_logits(x, requires_grad=True, attention_mask=MASK.long(), chunk_size=3)),
+         lambda m, x: (m.logprobs_from_logits(x, IDS, False), m.chunked_entropy_from_logits(x))],
+        needs={"skyrl__train__config": {"AlgorithmConfig": object}},
+    ),
+    "skyrl, megatron": Trainer(
+        lambda **options: skyrl.bind(megatron=True, **options), f"{SKYRL}.distributed.megatron.model_utils",
+        {"_fused_lm_head_logprob_apply": of_megatron},
+        hidden=[lambda m, h, w: m._fused_lm_head_logprob_apply("torch", h, w, IDS, 0, V, 4, None, False)],
+    ),
+    "verl": Trainer(
+        lambda **options: verl.bind(hidden=False, **options), "verl.utils.torch_functional",
+        {"logprobs_from_logits": logprobs_from_logits, "entropy_from_logits": entropy_of}, "verl.workers.engine",
+        [lambda m, x: (m.logprobs_from_logits(x * 1.0, IDS), m.entropy_from_logits(x)),
+         lambda m, x: m.logprobs_from_logits(x.view(-1, V), ROWS, inplace_backward=False)],
+    ),
+    "verl, fused": Trainer(
+        lambda **options: verl.bind(logits=False, **options), "verl.utils.kernel.linear_cross_entropy",
+        {"linear_cross_entropy": linear_cross_entropy},
+        hidden=[lambda m, h, w: m.linear_cross_entropy(h, w, IDS, 0.7), lambda m, h, w: m.linear_cross_entropy(h, w, ROWS[None])],
+    ),
+    "prime-rl": Trainer(
+        prime_rl.bind, "prime_rl.trainer.models.layers.lm_head", {"_SequenceChunkedLogProbEntropyFn": of_prime_rl},
+        hidden=[lambda m, h, w: m._SequenceChunkedLogProbEntropyFn.apply(h.view(-1, H), w, ROWS, INVERSE, 8)], attribute="apply",
+    ),
+    "unsloth_zoo": Trainer(
+        lambda **options: unsloth.bind(MADE, **options), "unsloth_made", {"chunked_hidden_states_selective_log_softmax": selective},
+        hidden=[lambda m, h, w, o=options: m.chunked_hidden_states_selective_log_softmax(h, w, IDS, **o) for options in (
+            {}, {"temperature": 0.7}, {"logit_scale_divide": 3.0, "chunks": 2},
+            {"logit_scale_multiply": 0.5, "logit_softcapping": 2.0, "temperature": 1.3})],
+    ),
+    "unsloth_zoo, new": Trainer(
+        lambda **options: unsloth.bind(MADE, **options), unsloth.ZOO,
+        {"grpo_chunked_hidden_states_logprobs": of_new_zoo, "chunked_hidden_states_selective_log_softmax_recompute": recomputed},
+        hidden=[lambda m, h, w: m.grpo_chunked_hidden_states_logprobs(h, w, IDS, 4, 0.5, 0.0, 2.0, 0.7, lm_head_bias=BIAS, max_rows_per_chunk=3),
+                *(lambda m, h, w, o=options: m.chunked_hidden_states_selective_log_softmax_recompute(
+                    h, w, IDS, 4, 0.0, 3.0, 0.0, 0.7, lm_head_bias=BIAS, **o) for options in (
+                    {}, {"return_entropy": True}, {"return_entropy": True, "entropy_requires_grad": False}))],
+        needs={"unsloth_zoo__device_type": {"DEVICE_TYPE": "cpu", "device_synchronize": None}, "unsloth_zoo__log": {"logger": None},
+               "unsloth_zoo__temporary_patches__common": {"torch_compile_options": {}, "_maybe_compile": lambda **_: lambda f: f},
+               "unsloth_zoo__dataset_utils": {"sft_prepare_dataset": None},
+               "unsloth_zoo__fused_losses__chunked_logprob": {"_FUSED_LINEAR": False}},
+    ),
+}  # fmt: skip
+#: Names that all of a trainer's modules must have before it is bound.
+BESIDE = {"skyrl, megatron": "skyrl"}
+
+
+def put(name: str, factor: float = 1.0, cast: bool = False) -> tuple[Any, dict[str, Any]]:
+    """(the module that calls, its functions): stand-ins, where `cast` in fp32 as a trainer returns them."""
+    trainer = TRAINERS[name]
+    functions = {n: changed_by(factor, in_float64(f) if cast else f) for n, f in trainer.theirs.items()}
+    made: dict[str, Any] = functions
+    if trainer.attribute:
+        made = {n: type(n, (), {trainer.attribute: staticmethod(f)}) for n, f in functions.items()}
+    if name in BESIDE:
+        put(BESIDE[name])
+    home = stand_in(trainer.home, **made)
+    return stand_in(trainer.importer, **made) if trainer.importer else home, functions
+
+
+def results(call: Callable[..., Any], module: Any, leaves: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """What a call gives, and the gradients of a weighted sum of it, in float64."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in leaves]
+    out = call(module, *leaves)
+    found = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
+    loss = sum((x * torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view(x.shape)).sum() for x in found if x.requires_grad)
+    return [*(x.detach().double() for x in found), *(g.double() for g in torch.autograd.grad(loss, leaves))]
+
+
+def calls_of(name: str) -> list[tuple[Callable[..., Any], list[Tensor]]]:
+    trainer = TRAINERS[name]
+    return [(call, [LOGITS]) for call in trainer.logits] + [(call, [HIDDEN, WEIGHT]) for call in trainer.hidden]
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_values_and_gradients_are_those_of_the_trainer(name):
+    """Whoever has imported the function calls ours, and its own again afterwards; a second binding is refused."""
+    module, _ = put(name)
+    trainer, before = TRAINERS[name], dict(vars(module))
+    for call, leaves in calls_of(name):
+        want = results(call, module, leaves, torch.float64)
+        with trainer.bind(strict=True) as slots:
+            got = results(call, module, leaves, torch.float32)
+            assert {*slots.counts} == {"fused"}
+            with pytest.raises(RuntimeError, match="ours already"):
+                trainer.bind()
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5 * max(1e-3, float(b.abs().max())))
+        assert vars(module) == before
+
+
+@pytest.mark.parametrize("name", [name for name, trainer in TRAINERS.items() if trainer.needs or name == "openrlhf"])
+def test_the_trainers_own_file(name, monkeypatch):
+    """Its function in fp32, on the same calls."""
+    trainer = TRAINERS[name]
+    module = their_file(trainer.home, monkeypatch, **trainer.needs)
+    if any(not hasattr(module, n) for n in trainer.theirs):
+        pytest.skip("this version has other names")
+    for call, leaves in calls_of(name):
+        want = results(call, module, leaves, torch.float32)
+        with trainer.bind(strict=True):
+            got = results(call, module, leaves, torch.float32)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * max(1.0, float(b.abs().max())))
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("factor", [1.0, 1.02])
+def test_the_first_call_of_an_untested_version_is_compared(name, factor, monkeypatch):
+    """The same arithmetic goes on after one message; other arithmetic is refused with the difference, and ours taken off. Tensors
+    of the caller are left alone."""
+    monkeypatch.setattr(metadata, "version", lambda _: "99.1")
+    module, functions = put(name, factor, cast=True)
+    (call, leaves), *_ = calls_of(name)
+    kept = [x.clone() for x in leaves]
+    slots, first = TRAINERS[name].bind(), next(iter(functions.values()))
+    package = name.partition(",")[0]
+    if factor != 1:
+        with pytest.raises(
+            RuntimeError, match=rf"{package} 99\.1.*is not what it was: values, tensor 0 of.*apart of.*any_version=True"
+        ):
+            results(call, module, leaves, torch.float32)
+        assert first.calls == 1 and not slots.counts
+        results(call, module, leaves, torch.float32)  # its own again
+        assert first.calls == 2 and not slots.counts
+        put(name, factor, cast=True)
+        with TRAINERS[name].bind(any_version=True) as slots:
+            results(call, module, leaves, torch.float32)
+        assert {*slots.counts} == {"fused"}
+        return
+    with pytest.warns(UserWarning, match=rf"{package} 99\.1 was not tested.*They agree") as said:
+        got = results(call, module, leaves, torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = results(call, module, leaves, torch.float32)
+    assert all(map(torch.equal, got, again)) and all(map(torch.equal, leaves, kept))
+    assert len(said) == 1 and {*slots.counts} == {"fused"} and all(f.calls <= 1 for f in functions.values())
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_what_is_left_to_the_trainer_is_counted_or_an_error(name):
+    """float64, for example."""
+    module, functions = put(name)
+    (call, leaves), *_ = calls_of(name)
+    package = name.partition(",")[0].replace("-", "_")
+    with TRAINERS[name].bind() as slots:
+        results(call, module, leaves, torch.float64)
+    assert {*slots.counts} == {f"{'unsloth_made' if name == 'unsloth_zoo' else package}: dtype torch.float64"}
+    with pytest.raises(RuntimeError, match=r"strict=True.*dtype torch\.float64"), TRAINERS[name].bind(strict=True):
+        results(call, module, leaves, torch.float64)
+    assert max(f.calls for f in functions.values()) == 1
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("found", ["0.0.1", None])
+def test_every_adapter_asks_for_the_version_of_its_trainer(name, found, monkeypatch):
+    """One that was not tested is no obstacle."""
+    asked = []
+
+    def version(package: str) -> str:
+        asked.append(package)
+        if found is None:
+            raise metadata.PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+    put(name, cast=True)
+    package = name.partition(",")[0]
+    for any_version in (False, True):
+        with TRAINERS[name].bind(any_version=any_version) as slots:
+            said = slots.trial.version
+        if any_version:
+            assert said is None
+        else:
+            assert f"{package} 0.0.1" in said if found else f"{package}, whose version is not known" in said
+    assert {*asked} == {package}
+
+
+#: All else that a trainer calls.
+CALLED: dict[str, Callable[..., Any]] = {
+    f"{module.__name__.rpartition('.')[2]}.{name}": getattr(module, name)
+    for module, names in (
+        (areal, ("gather_logprobs", "gather_logprobs_entropy")), (nemo_rl, ("PolicyLoss",)),
+        (openrlhf, ("PolicyLoss", "log_probs_from_logits", "compute_entropy")), (prime_rl, ("chunked_logprobs", "loss")),
+        (skyrl, ("logprobs_from_logits", "chunked_entropy_from_logits", "fused_lm_head_logprobs")), (trl_head, ("log_probs",)),
+        (slime, ("calculate_log_probs_and_entropy",)), (unsloth, ("selective_log_softmax", "log_softmax_and_entropy")),
+        (liger, ("triton_grpo_loss", "fused_selective_log_softmax", "LigerFusedLinearGRPOLoss")),
+        (verl, ("linear_cross_entropy", "logprobs_from_logits", "entropy_from_logits")),
+    )
+    for name in names
+} | {
+    "liger.LigerFusedLinearGRPOLoss()": liger.LigerFusedLinearGRPOLoss().forward, "openrlhf.PolicyLoss()": openrlhf.PolicyLoss().forward,
+    "nemo_rl.PolicyLoss()": nemo_rl.PolicyLoss.__call__.__get__(object()), "skyrl.policy_loss()": skyrl.policy_loss("dapo"),
+    "slime.policy_loss()": slime.policy_loss(), "verl.policy_loss()": verl.policy_loss("vanilla"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_an_argument_of_a_newer_trainer_is_refused_not_swallowed(name):
+    """A new argument may change the result: an unsloth_zoo that passed the head's bias once got log-probs without it."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'of_a_newer_version'"):
+        CALLED[name](of_a_newer_version=1)
+    assert not [p for p in inspect.signature(CALLED[name]).parameters.values() if p.kind is p.VAR_POSITIONAL]
+
+
+# ---- what one trainer alone has
+
+
+def test_verls_packed_rows_come_back_flat():
+    """As verl's own functions return them: [N] from hidden states with labels [1, N], and from logits [N, V] with such."""
+    want = log_softmax_of(FLAT, ROWS)[0].float()
+    torch.testing.assert_close(verl.logprobs_from_logits(FLAT, ROWS[None]), want, rtol=1e-5, atol=1e-6)
+    logps, entropy = verl.linear_cross_entropy(FLAT[None], torch.eye(V), ROWS[None])
+    torch.testing.assert_close(logps, want, rtol=1e-5, atol=1e-6)
+    assert entropy.shape == want.shape
+    with pytest.raises(ValueError, match=r"\[1, 35\]"):  # as many labels as rows
+        verl.logprobs_from_logits(FLAT[1:], ROWS[None])
+    with pytest.raises(ValueError, match="reduction='sum'"):
+        verl.linear_cross_entropy(HIDDEN, WEIGHT, IDS, 1.0, "sum")
+
+
+def test_verls_gradient_overwrites_the_logits_when_it_says_so():
+    leaf = LOGITS.clone().requires_grad_()
+    logits = leaf * 1.5
+    (gradient,) = torch.autograd.grad(verl.logprobs_from_logits(logits, IDS).sum(), leaf)
+    assert not torch.equal(logits, 1.5 * leaf) and torch.isfinite(gradient).all()
+    logits = leaf * 1.5
+    loss = verl.entropy_from_logits(logits).sum() + verl.logprobs_from_logits(logits, IDS).sum()  # the promise is broken
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_openrlhfs_entropy_may_have_a_temperature_of_its_own():
+    actor, _ = put("openrlhf")
+    with openrlhf.bind(entropy_temperature=0.5):
+        torch.testing.assert_close(
+            actor.compute_entropy(LOGITS), log_softmax_of(LOGITS, IDS, 0.5)[1].float(), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_a_function_that_overwrites_its_logits_has_a_copy_in_the_comparison(monkeypatch):
+    """OpenRLHF divides them by the temperature where they are."""
+    monkeypatch.setattr(metadata, "version", lambda _: "99.1")
+    overwriting = {
+        "log_probs_from_logits": lambda logits, labels, temperature=1.0: log_probs(logits.div_(temperature), labels).float()
+    }
+    home, logits = stand_in("openrlhf.models.utils", **overwriting, compute_entropy=len), LOGITS.clone().requires_grad_()
+    with openrlhf.bind(), pytest.warns(UserWarning, match="They agree"):
+        home.log_probs_from_logits(logits, IDS, 0.7)
+    assert torch.equal(logits, LOGITS)
+
+
+def test_slimes_targets_are_kept_and_no_tokens_have_no_last_dimension():
+    """The target is kept, whether top-p recorded it or not."""
+    dropped = KEEP.scatter(1, ROWS[:, None], False)
+    got = slime.calculate_log_probs_and_entropy(FLAT, ROWS, None, log_prob_keep_mask=dropped)[0]
+    torch.testing.assert_close(got, of_slime(FLAT, ROWS, None, log_prob_keep_mask=KEEP)[0].float(), rtol=1e-5, atol=1e-6)
+    for options in ({}, {"with_entropy": True}, {"with_entropy": True, "log_prob_keep_mask": KEEP[:0]}):
+        logps, entropy = slime.calculate_log_probs_and_entropy(FLAT[:0], ROWS[:0], None, **options)
+        assert logps.shape == (0,) and (entropy is None if not options else entropy.shape == (0,))
+
+
+def test_entropies_without_a_gradient():
+    leaf, hidden = LOGITS.clone().requires_grad_(), HIDDEN.clone().requires_grad_()
+    how = {"return_entropy": True, "entropy_requires_grad": False}
+    for logps, entropy in (
+        slime.calculate_log_probs_and_entropy(leaf.view(-1, V), ROWS, None, with_entropy=True, with_entropy_grad=False),
+        miles.calculate_log_probs_and_entropy(leaf.view(-1, V), ROWS, None, with_entropy=True, entropy_requires_grad=False),
+        prime_rl.chunked_logprobs(hidden.view(-1, H), WEIGHT, ROWS, INVERSE, 8), unsloth.log_softmax_and_entropy(hidden, WEIGHT, IDS, **how),
+        (leaf, skyrl.chunked_entropy_from_logits(leaf)),
+    ):  # fmt: skip
+        assert logps.requires_grad and not entropy.requires_grad
+
+
+def test_skyrls_inference_has_no_gradient():
+    leaf = HIDDEN.clone().requires_grad_()
+    assert not skyrl.fused_lm_head_logprobs("torch", leaf, WEIGHT, IDS, 0, V, 4, None, True).requires_grad
+
+
+def test_unsloths_kept_sets_are_left_to_it():
+    zoo, functions = put("unsloth_zoo, new")
+    with unsloth.bind(MADE) as slots:
+        zoo.grpo_chunked_hidden_states_logprobs(HIDDEN, WEIGHT, IDS, support_top_k=5)
+    assert [*slots.counts] == ["unsloth_zoo: a softmax over a kept set of tokens (support_top_k, ...)"]
+    assert functions["grpo_chunked_hidden_states_logprobs"].calls == 1
+    with pytest.raises(AttributeError):
+        sys.modules.pop(unsloth.ZOO)
+        unsloth.bind(type("Other", (), {"__module__": __name__}))
+
+
+@pytest.mark.parametrize("how", ["alone", "told", "by the environment"])
+def test_unsloths_head_in_fp32_is_multiplied_in_fp32(how, monkeypatch):
+    """Of 16-bit hidden states too, and under autocast if Unsloth is told so."""
+    hidden = HIDDEN.bfloat16()
+    want = log_softmax_of(hidden.double() @ WEIGHT.double().T, IDS)[0].float()
+    if how == "by the environment":
+        monkeypatch.setenv("UNSLOTH_VLLM_FP32_LM_HEAD", "1")
+    with torch.autocast("cpu", torch.bfloat16, enabled=how != "alone"):
+        got = unsloth.selective_log_softmax(hidden, WEIGHT, IDS, **{"fp32_lm_head": True} if how == "told" else {})
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_unsloths_large_gradient_comes_back_in_the_dtype_of_the_hidden_states(dtype):
+    """bf16 states beside an fp16 head, with a loss scaler's factor: products in the head's dtype, and a gradient above 65,504."""
+    hidden, weight, up = HIDDEN.bfloat16(), WEIGHT.to(dtype), 2.0**18
+    wide, leaf = hidden.double().requires_grad_(), hidden.clone().requires_grad_()
+    want, got = log_softmax_of(wide @ weight.double().T, IDS)[0], unsloth.selective_log_softmax(leaf, weight, IDS)
+    torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
+    (got * up).sum().backward()
+    (want * up).sum().backward()
+    assert leaf.grad.dtype == torch.bfloat16 and wide.grad.abs().max() > 65504
+    torch.testing.assert_close(leaf.grad.double(), wide.grad, rtol=1e-2, atol=2e-3 * up)
