@@ -1,5 +1,5 @@
-"""NeMo-RL: its whole loss and its distillation loss from logits, compared with float64 transcriptions, and its filter with its own code
-if that is on the path."""
+"""NeMo-RL: its whole loss and its distillation loss from logits, compared with float64 transcriptions, and its filter with its
+own code if that is on the path."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Scores over the sets that a rollout recorded, for slime, miles, SkyRL and prime-rl: their records go to the rows as they are, through
-the functions that are bound, in value and gradient against float64."""
+"""Scores over the sets that a rollout recorded, for slime, miles, SkyRL and prime-rl: their records go to the rows as they are,
+through the functions that are bound, in value and gradient against float64."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def slime_record() -> tuple[list[Tensor], list[Tensor]]:
 
 
 def through_the_record(logits: Tensor, with_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
-    """As slime's `get_log_probs_and_entropy` goes about it; a tool's tokens have log-prob 0 and count nothing in the entropy here."""
+    """As slime's `get_log_probs_and_entropy` goes about it; the entropy of a tool's tokens counts nothing here."""
     home = sys.modules["slime.backends.megatron_utils.loss"]
     keep = home._build_topp_keep_mask(len(logits), V, logits.device, *slime_record(), TOTALS, RESPONSES, False)
     tokens = home._build_shifted_tokens(len(logits), logits.device, TEXTS, TOTALS, RESPONSES, False)

@@ -18,17 +18,17 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels.integrations import liger, liger_slot
+from grpo_kernels.integrations import liger
 from grpo_kernels.plugins import _once
 from grpo_kernels.plugins.__main__ import main
-from support.trainers import V, stand_in
+from support.trainers import V, stand_in, without_trainers
 
 SOURCE = Path(grpo_kernels.__file__).parents[1]
 ENTRY = metadata.EntryPoint("grpo_kernels", "grpo_kernels.plugins.verl", "verl.plugins")
 
 
 @pytest.fixture(autouse=True)
-def fresh(stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh(stand_ins: None, monkeypatch) -> Iterator[None]:
     """No plugin has acted in this process, and what these do is undone."""
     monkeypatch.setattr(_once, "DONE", {})
     monkeypatch.delenv("RANK", raising=False)
@@ -47,12 +47,12 @@ def loaded(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def said(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == _once.LOG.name]
 
 
 @pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def registry(monkeypatch) -> Iterator[dict[str, Any]]:
     """What is added to that of a stand-in for verl, which has one loss of its own."""
     losses: dict[str, Any] = {}
     every: dict[str, Any] = {"vanilla": len}
@@ -60,26 +60,23 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     def register(name: str) -> Callable[[Any], Any]:
         return lambda function: losses.setdefault(name, every.setdefault(name, function))
 
-    for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
-        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(metadata, "version", lambda _: "0.9.1")
-    stand_in("verl.trainer.ppo.core_algos", POLICY_LOSS_REGISTRY=every, register_policy_loss=register)
-    yield losses
-    for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
-        del sys.modules[name]
+    with without_trainers("verl"):
+        stand_in("verl.trainer.ppo.core_algos", POLICY_LOSS_REGISTRY=every, register_policy_loss=register)
+        yield losses
 
 
 # ---- verl
 
 
-def test_the_entry_point_is_that_of_the_project() -> None:
+def test_the_entry_point_is_that_of_the_project():
     project = SOURCE / "pyproject.toml"
     if not project.exists():
         pytest.skip("not a checkout")
     assert f'[project.entry-points."{ENTRY.group}"]\n{ENTRY.name} = "{ENTRY.value}"\n' in project.read_text()
 
 
-def test_verl_imports_the_entry_point(registry: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_verl_imports_the_entry_point(registry, caplog):
     """It loads the module and calls nothing; a second import, under another name too, adds nothing. Nothing is said."""
     module = ENTRY.load()
     first = dict(registry)
@@ -103,7 +100,7 @@ def register_policy_loss(name):
 
 
 @pytest.fixture
-def on_disk(registry: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def on_disk(registry, tmp_path, monkeypatch) -> Iterator[Path]:
     """The file of verl's registry, of a package that nothing has imported."""
     for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
         del sys.modules[name]
@@ -118,7 +115,7 @@ def on_disk(registry: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_import_verl_does_not_wait_for_its_registry(on_disk: Path, times: int) -> None:
+def test_import_verl_does_not_wait_for_its_registry(on_disk, times: int):
     """The registry of a verl on the disk is imported by verl, and has our losses then."""
     on_disk.write_text("FAILS = False" + CORE_ALGOS)
     finders = [*sys.meta_path]
@@ -132,13 +129,13 @@ def test_import_verl_does_not_wait_for_its_registry(on_disk: Path, times: int) -
     assert sys.meta_path == finders
 
 
-def test_only_the_first_rank_reports(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_first_rank_reports(monkeypatch, caplog):
     monkeypatch.setenv("RANK", "3")
     assert _once.once("a plugin", list, str) == [] and not said(caplog)
 
 
 @pytest.mark.parametrize("imported", [False, True])
-def test_an_error_that_verl_would_hide_is_logged(on_disk: Path, imported: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_verl_would_hide_is_logged(on_disk, imported: bool, caplog):
     """verl goes on without our losses."""
     on_disk.write_text("FAILS = True" + CORE_ALGOS)
     if imported:
@@ -154,7 +151,7 @@ def test_an_error_that_verl_would_hide_is_logged(on_disk: Path, imported: bool, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("modules", ["", "grpo_kernels.plugins.verl_head"])
-def test_verls_own_loader(tmp_path: Path, modules: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verls_own_loader(tmp_path, modules: str, monkeypatch):
     """`import verl` alone, with the metadata of an installed grpo_kernels on the path."""
     monkeypatch.undo()  # the versions are those that are here
     pytest.importorskip("verl", reason="verl is not installed", exc_type=ImportError)
@@ -181,7 +178,7 @@ def test_verls_own_loader(tmp_path: Path, modules: str, monkeypatch: pytest.Monk
 # ---- slime, miles, prime-rl: a path of a function
 
 
-def test_slime_and_miles_call_a_function_at_their_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_slime_and_miles_call_a_function_at_their_start(caplog):
     calls: list[str] = []
     home = stand_in("slime.utils.ppo_utils", calculate_log_probs_and_entropy=lambda *_, **__: calls.append("slime"))
     masks = stand_in("slime.backends.megatron_utils.loss", _build_topp_keep_mask=lambda *_, **__: None)
@@ -201,7 +198,7 @@ def test_slime_and_miles_call_a_function_at_their_start(caplog: pytest.LogCaptur
     assert [line.split(" run ")[0].split()[-1] for line in said(caplog)] == ["slime", "miles"]
 
 
-def test_prime_rl_imports_a_loss_and_gets_the_head_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_prime_rl_imports_a_loss_and_gets_the_head_too(caplog):
     home = stand_in("prime_rl.trainer.models.layers.lm_head", _SequenceChunkedLogProbEntropyFn=SimpleNamespace(apply=len))
     stand_in("prime_rl.trainer.rl.loss", LossOutputs=SimpleNamespace)
     loss = loaded("grpo_kernels.plugins.prime_rl.loss")
@@ -220,7 +217,7 @@ def test_prime_rl_imports_a_loss_and_gets_the_head_too(caplog: pytest.LogCapture
 # ---- ms-swift: a file; axolotl: a class
 
 
-def test_ms_swift_runs_the_file(capsys: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ms_swift_runs_the_file(capsys: Any, caplog, monkeypatch):
     """By ms-swift's own function where it is installed; else as that does it, under a name of its own."""
     chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
     assert main(["ms_swift"]) == 0
@@ -263,7 +260,7 @@ def test_ms_swift_runs_the_file(capsys: Any, caplog: pytest.LogCaptureFixture, m
     assert main(["no_such"]) == 2 and "ms_swift" in capsys.readouterr().err
 
 
-def test_axolotl_makes_the_class_and_hands_it_the_trainer(monkeypatch: Any, caplog: Any) -> None:
+def test_axolotl_makes_the_class_and_hands_it_the_trainer(monkeypatch, caplog):
     """By axolotl's own plugin manager where it is installed, else by a base class of that name; the trainer is as those of the TRL
     that axolotl pins, whose loss with `trl: {use_liger_loss: true}` is Liger's."""
     monkeypatch.undo()  # the versions are those that are here
@@ -298,31 +295,3 @@ def test_axolotl_makes_the_class_and_hands_it_the_trainer(monkeypatch: Any, capl
     plugin.post_trainer_create({}, SimpleNamespace())
     lines = said(caplog)
     assert len(lines) == 2 and "the loss of GRPOTrainer is ours" in lines[0] and "no GRPO trainer" in lines[1]
-
-
-# ---- the loss in Liger's place
-
-
-def test_the_slot_of_one_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda _: liger.LIGER_VERSION)
-    chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
-    theirs = chunked.LigerFusedLinearGRPOLoss(
-        beta=0.0, compiled=False, temperature=0.7, loss_type="bnpo", use_ref_model=False
-    )  # fmt: skip
-    given = torch.randn(2, 5, 8), torch.randn(V, 8), torch.randint(V, (2, 5)), torch.ones(2, 5), torch.tensor([1.0, -1.0])
-    for name in liger_slot.ATTRIBUTES:
-        trainer: Any = SimpleNamespace()
-        with pytest.raises(
-            RuntimeError,
-            match=r"SimpleNamespace has no loss of Liger's.*use_liger_kernel=True.*before 0\.17 install.*fused_lm_head",
-        ):
-            liger_slot.patch(trainer)
-        setattr(trainer, name, theirs)
-        with liger_slot.patch(trainer, any_version=True) as slots:
-            with pytest.raises(RuntimeError, match=f"{name} of this trainer is ours already"):
-                liger_slot.patch(trainer, any_version=True)
-            torch.testing.assert_close(getattr(trainer, name)(*given)[0], theirs(*given)[0])
-        assert getattr(trainer, name) is theirs and slots.counts == {"fused": 1}
-    trainer.liger_loss = len
-    with pytest.raises(RuntimeError, match=r"has no beta, epsilon_high.*not Liger's"):
-        liger_slot.patch(trainer, any_version=True)
