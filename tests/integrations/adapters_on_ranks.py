@@ -8,9 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from grpo_kernels import Objective, Options, TokenSets
 from grpo_kernels.integrations import areal, nemo_rl, skyrl, slime, verl
 from support.trainers import stand_in, their_file, without_trainers
 
-Tensor = torch.Tensor
 N, H, WIDTH = 11, 6, 13
 V = 2 * WIDTH  # the last ids are padding of the head: no target, but in the softmax, as they are for the trainers
 
@@ -35,15 +32,15 @@ TOKENS, KEEP = torch.tensor([0, WIDTH - 1, WIDTH, V - 4, 5, 20, 3, 14, 9, 16, 2]
 KEEP[2, :WIDTH], KEEP[3, WIDTH:] = False, False  # none on one rank
 
 
-def is_installed(package: str) -> bool:
+def is_installed(package):
     return importlib.util.find_spec(package) is not None
 
 
-def alone_with_modules(check: Callable[[int, int], None]) -> Callable[[int, int], None]:
+def alone_with_modules(check):
     """Removes the modules that a check has put into sys.modules."""
 
     @functools.wraps(check)
-    def checked(rank: int, ranks: int) -> None:
+    def checked(rank, ranks):
         with (
             without_trainers("areal", "slime", "skyrl", "nemo_rl", "verl", "megatron"),
             pytest.MonkeyPatch.context() as monkeypatch,
@@ -55,25 +52,25 @@ def alone_with_modules(check: Callable[[int, int], None]) -> Callable[[int, int]
 
 
 @functools.cache
-def alone() -> Any:
+def alone():
     """A process group with this rank only."""
     return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
 
 
-def not_reached() -> Callable[..., Any]:
+def not_reached():
     """A new function each time: names are bound by what they hold."""
 
-    def theirs(*_: Any, **__: Any) -> Any:
+    def theirs(*_, **__):
         raise AssertionError("the trainer's own function was called")
 
     return theirs
 
 
-def own(x: Tensor, rank: int, dim: int = -1) -> Tensor:
+def own(x, rank, dim=-1):
     return x.split(WIDTH, dim)[rank].clone()
 
 
-def graded(f: Callable[..., Any], *inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+def graded(f, *inputs):
     """The result of f, and the gradient of a weighted sum of it with respect to the inputs. One weight is 0."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     made = f(*leaves)
@@ -82,20 +79,20 @@ def graded(f: Callable[..., Any], *inputs: Tensor) -> tuple[list[Tensor], list[T
     return [x.detach() for x in outputs], list(torch.autograd.grad(loss, leaves))
 
 
-def assert_close(got: Any, want: Any) -> None:
+def assert_close(got, want):
     for a, b in zip(got, want, strict=True):
         assert b.any()
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(b.abs().max()))
 
 
-def assert_logits(rank: int, parts: Callable[[Tensor], Any], whole: Callable[[Tensor], Any], logits: Tensor = LOGITS) -> None:
+def assert_logits(rank, parts, whole, logits=LOGITS):
     """Values on this rank, and its columns of the gradient."""
     (values, (gradient,)), (expected, (whole_gradient,)) = graded(parts, own(logits, rank)), graded(whole, logits)
     assert all(x.dtype == torch.float32 for x in values)
     assert_close([*values, gradient], [*expected, own(whole_gradient, rank)])
 
 
-def assert_head(rank: int, parts: Callable[..., Any], whole: Callable[..., Any], hidden: Tensor) -> None:
+def assert_head(rank, parts, whole, hidden):
     """The gradient of hidden is this rank's share: the shares of all add up to it."""
     values, (d_hidden, d_weight) = graded(parts, hidden, own(WEIGHT, rank, 0))
     expected, (whole_d_hidden, whole_d_weight) = graded(whole, hidden, WEIGHT)
@@ -104,13 +101,13 @@ def assert_head(rank: int, parts: Callable[..., Any], whole: Callable[..., Any],
     assert_close([*values, d_weight, d_hidden], [*expected, own(whole_d_weight, rank, 0), whole_d_hidden])
 
 
-def exact_logps(keep: Tensor) -> Tensor:
+def exact_logps(keep):
     keep = keep | torch.nn.functional.one_hot(TOKENS, V).bool()
     return LOGITS.double().masked_fill(~keep, -math.inf).log_softmax(-1).gather(1, TOKENS[:, None])
 
 
 @alone_with_modules
-def check_areal(rank: int, ranks: int) -> None:
+def check_areal(rank, ranks):
     names = {"gather_logprobs": not_reached(), "gather_logprobs_entropy": not_reached()}
     home, group = stand_in(HOME, **names), dist.group.WORLD
     for name, t in (("gather_logprobs", 1.0), ("gather_logprobs_entropy", 0.7)):
@@ -126,7 +123,7 @@ def check_areal(rank: int, ranks: int) -> None:
     assert slots.counts == {"areal: dtype torch.float64": 1}
 
 
-def beside_itself(home: Any, bind: Callable[..., Any], call: Callable[..., Any], *inputs: Tensor) -> None:
+def beside_itself(home, bind, call, *inputs):
     theirs = graded(call, *inputs)
     with bind(strict=True) as slots:
         ours = graded(call, *inputs)
@@ -135,7 +132,7 @@ def beside_itself(home: Any, bind: Callable[..., Any], call: Callable[..., Any],
 
 
 @alone_with_modules
-def check_areal_itself(rank: int, ranks: int) -> None:
+def check_areal_itself(rank, ranks):
     if is_installed("areal"):
         with pytest.MonkeyPatch.context() as monkeypatch:
             home = their_file(HOME, monkeypatch, areal__infra__platforms={"is_npu_available": False})
@@ -145,7 +142,7 @@ def check_areal_itself(rank: int, ranks: int) -> None:
 
 
 @alone_with_modules
-def check_slime(rank: int, ranks: int) -> None:
+def check_slime(rank, ranks):
     """With the tokens that top-p sampling kept: none on this rank in some rows, the target not among them in others. No group
     is all ranks, as torch.distributed and slime have it."""
     home = stand_in("slime.utils.ppo_utils", calculate_log_probs_and_entropy=not_reached())
@@ -168,14 +165,14 @@ def check_slime(rank: int, ranks: int) -> None:
     assert_close([logps.double()], [exact_logps(KEEP)])
 
 
-def check_slime_replay(rank: int, ranks: int) -> None:
+def check_slime_replay(rank, ranks):
     """slime's record as sets of the whole vocabulary: in one rank's part alone, in both, without the target, empty."""
     lists = [[0, 2], [WIDTH + 1], [1, WIDTH], [], [int(TOKENS[4])], *[[3, WIDTH + 2, 7]] * (N - 5)]
     scored = torch.tensor([bool(row) for row in lists])
     replay = slime.Replay(TokenSets.from_lists(lists), scored)
     for options in ({}, {"with_entropy": True}, {"with_entropy": True, "options": Options(entropy_over="kept")}):
 
-        def score(x: Tensor, group: Any, options: Any = options) -> Any:
+        def score(x, group, options=options):
             return slime.calculate_log_probs_and_entropy(x, TOKENS, group, log_prob_keep_mask=replay, **options)
 
         assert_logits(rank, lambda x, score=score: score(x, dist.group.WORLD), lambda x, score=score: score(x, alone()))
@@ -184,7 +181,7 @@ def check_slime_replay(rank: int, ranks: int) -> None:
 
 
 @alone_with_modules
-def check_slime_policy_loss(rank: int, ranks: int) -> None:
+def check_slime_policy_loss(rank, ranks):
     """The custom loss over slime's own scores of two samples: the loss of each rank, the gradient of its columns."""
     from test_trainer_losses import slime_args
 
@@ -196,8 +193,8 @@ def check_slime_policy_loss(rank: int, ranks: int) -> None:
     args = slime_args(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", entropy_coef=0.05)
     home = stand_in("slime.utils.ppo_utils", calculate_log_probs_and_entropy=not_reached())
 
-    def loss(logits: Tensor, group: Any) -> Tensor:
-        def scores(logits: Tensor, **_: Any) -> tuple[None, dict[str, list[Tensor]]]:
+    def loss(logits, group):
+        def scores(logits, **_):
             logps, entropy = home.calculate_log_probs_and_entropy(logits[0], TOKENS, group, with_entropy=True)
             return None, {"log_probs": [*logps[:, 0].split(lengths)], "entropy": [*entropy.split(lengths)]}
 
@@ -213,12 +210,12 @@ def check_slime_policy_loss(rank: int, ranks: int) -> None:
         assert slots.counts == {"fused": 2}
 
 
-def functions_of_logits() -> None:
+def functions_of_logits():
     stand_in(f"{SKYRL}.utils.torch_utils", logprobs_from_logits=not_reached(), chunked_entropy_from_logits=not_reached())
 
 
 @alone_with_modules
-def check_skyrl(rank: int, ranks: int) -> None:
+def check_skyrl(rank, ranks):
     functions_of_logits()
     home, hidden, bounds = (
         stand_in(MEGATRON_HEAD, _fused_lm_head_logprob_apply=not_reached()),
@@ -226,7 +223,7 @@ def check_skyrl(rank: int, ranks: int) -> None:
         (rank * WIDTH, (rank + 1) * WIDTH),
     )
 
-    def parts(h: Tensor, w: Tensor, inference_only: bool = False, group: Any = None) -> Tensor:
+    def parts(h, w, inference_only=False, group=None):
         return home._fused_lm_head_logprob_apply("torch", h, w, TOKENS[None], *bounds, 4, group, inference_only)
 
     with skyrl.bind(megatron=True, strict=True) as slots:
@@ -241,11 +238,11 @@ def check_skyrl(rank: int, ranks: int) -> None:
 
 
 @alone_with_modules
-def check_skyrl_itself(rank: int, ranks: int) -> None:
+def check_skyrl_itself(rank, ranks):
     """Its way in plain PyTorch, with the share of the gradient of hidden that it leaves on each rank."""
     if is_installed("skyrl"):
         with pytest.MonkeyPatch.context() as monkeypatch:
-            home: Any = their_file(MEGATRON_HEAD, monkeypatch, megatron__core__parallel_state={})
+            home = their_file(MEGATRON_HEAD, monkeypatch, megatron__core__parallel_state={})
             functions_of_logits()
             call = lambda h, w: home._fused_lm_head_logprob_apply(  # noqa: E731
                 "torch", h, w, TOKENS[None], rank * WIDTH, (rank + 1) * WIDTH, 4, dist.group.WORLD, False
@@ -253,14 +250,14 @@ def check_skyrl_itself(rank: int, ranks: int) -> None:
             beside_itself(home, functools.partial(skyrl.bind, megatron=True), call, HIDDEN[None], own(WEIGHT, rank, 0))
 
 
-def check_skyrl_support(rank: int, ranks: int) -> None:
+def check_skyrl_support(rank, ranks):
     """From hidden states and this rank's part of the weight, over sets of the whole vocabulary."""
     g = torch.Generator().manual_seed(3)
     sets = torch.stack([torch.randperm(V, generator=g)[:4] for _ in range(N)]).to(torch.int32)
     sets = torch.where((sets == TOKENS[:, None].int()), -1, sets)
     sets[:, 0], sets[1], sets[2, 1:] = TOKENS, -1, -1
 
-    def score(h: Tensor, w: Tensor, group: Any, start: int) -> Tensor:
+    def score(h, w, group, start):
         bounds = {"vocab_start_index": start, "vocab_end_index": start + len(w)}
         return skyrl.sample_support_logprobs(h, TOKENS, sets, tp_group=group, lm_head_weight=w, **bounds)[0]
 
@@ -268,7 +265,7 @@ def check_skyrl_support(rank: int, ranks: int) -> None:
 
 
 @alone_with_modules
-def check_verl(rank: int, ranks: int) -> None:
+def check_verl(rank, ranks):
     """Megatron's layout, [S, 1, H]."""
     home = stand_in("verl.utils.kernel.linear_cross_entropy", linear_cross_entropy=not_reached())
     with verl.bind(logits=False, strict=True) as slots:
@@ -282,7 +279,7 @@ def check_verl(rank: int, ranks: int) -> None:
 # ---- NeMo-RL
 
 
-def nemo_case(vocab: int) -> tuple[Tensor, dict[str, Tensor]]:
+def nemo_case(vocab):
     g = torch.Generator().manual_seed(11)
     ids, logits, mask = (
         torch.randint(vocab - 3, (3, 6), generator=g),
@@ -302,7 +299,7 @@ def nemo_case(vocab: int) -> tuple[Tensor, dict[str, Tensor]]:
     return logits, fields | near
 
 
-def nemo_run(loss_fn: Any, logits: Tensor, fields: dict[str, Tensor], **more: Any) -> tuple[list[Tensor], dict[str, float]]:
+def nemo_run(loss_fn, logits, fields, **more):
     leaf = logits.detach().clone().requires_grad_()
     given = {"global_valid_seqs": torch.tensor(7.0), "global_valid_toks": torch.tensor(31.0)}
     loss, metrics = loss_fn(logits=leaf * 1.0, data=fields, **given, **more)  # a model's output
@@ -310,7 +307,7 @@ def nemo_run(loss_fn: Any, logits: Tensor, fields: dict[str, Tensor], **more: An
 
 
 @alone_with_modules
-def check_nemo_rl(rank: int, ranks: int) -> None:
+def check_nemo_rl(rank, ranks):
     """Logits as a DTensor of an odd vocabulary, and Megatron's, padded to even parts."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

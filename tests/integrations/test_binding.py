@@ -7,8 +7,6 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from grpo_kernels.integrations import areal, openrlhf, prime_rl, skyrl, slime
 from support.processes import finish, start
 from support.trainers import MASK, B, T, V, log_softmax_of, stand_in
 
-Tensor = torch.Tensor
 HOME = "areal.utils.functional.vocab_parallel"
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
@@ -36,11 +33,11 @@ def gather_logprobs_entropy(logits, labels, temperature=1.0, tp_group=None, chun
 
 
 @pytest.fixture
-def home() -> ModuleType:
+def home():
     return stand_in(HOME, gather_logprobs=gather_logprobs, gather_logprobs_entropy=gather_logprobs_entropy)
 
 
-def late_import(code: str) -> ModuleType:
+def late_import(code):
     module = stand_in(f"areal.late_{len(sys.modules)}")
     exec(code, vars(module))
     return module
@@ -95,11 +92,11 @@ def newer(monkeypatch):
     monkeypatch.delenv("GRPO_KERNELS_ANY_VERSION", raising=False)
 
 
-def needs_a_gpu(*args: Any, **kwargs: Any) -> Any:
+def needs_a_gpu(*args, **kwargs):
     raise AssertionError("needs a GPU")
 
 
-def changed(what: Any) -> Any:
+def changed(what):
     return lambda logits, labels, temperature=1.0, tp_group=None, chunk_size=1024: what(
         *gather_logprobs_entropy(logits, labels, temperature)
     )

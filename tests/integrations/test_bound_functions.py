@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from grpo_kernels.integrations import areal, liger, miles, nemo_rl, openrlhf, prime_rl, skyrl, slime, trl_head, unsloth, verl
 from support.trainers import MASK, B, H, T, V, in_float64, log_softmax_of, stand_in, their_file, without_trainers
 
-Tensor = torch.Tensor
+parametrize = pytest.mark.parametrize
+
 ANY_VERSION = "GRPO_KERNELS_ANY_VERSION"
 
 pytestmark = pytest.mark.usefixtures("stand_ins", "clean")
@@ -40,10 +42,10 @@ def clean(monkeypatch):
 # ---- what stands in for the trainers' functions: their names and arguments, in the precision of what they are given
 
 
-def changed_by(factor: float, function: Callable[..., Any]) -> Callable[..., Any]:
+def changed_by(factor, function):
     """The function with log-probs (or what it gives first) times a factor."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         call.calls += 1
         out = function(*args, **kwargs)
         return (factor * out[0], *out[1:]) if isinstance(out, tuple) else factor * out
@@ -52,7 +54,7 @@ def changed_by(factor: float, function: Callable[..., Any]) -> Callable[..., Any
     return call
 
 
-def entropy_of(logits: Tensor) -> Tensor:
+def entropy_of(logits):
     return log_softmax_of(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))[1]
 
 
@@ -223,11 +225,11 @@ TRAINERS = {
 BESIDE = {"skyrl, megatron": "skyrl"}
 
 
-def put(name: str, factor: float = 1.0, cast: bool = False) -> tuple[Any, dict[str, Any]]:
+def put(name, factor=1.0, cast=False):
     """(the module that calls, its functions): stand-ins, where `cast` in fp32 as a trainer returns them."""
     trainer = TRAINERS[name]
     functions = {n: changed_by(factor, in_float64(f) if cast else f) for n, f in trainer.theirs.items()}
-    made: dict[str, Any] = functions
+    made = functions
     if trainer.attribute:
         made = {n: type(n, (), {trainer.attribute: staticmethod(f)}) for n, f in functions.items()}
     if name in BESIDE:
@@ -236,7 +238,7 @@ def put(name: str, factor: float = 1.0, cast: bool = False) -> tuple[Any, dict[s
     return stand_in(trainer.importer, **made) if trainer.importer else home, functions
 
 
-def results(call: Callable[..., Any], module: Any, leaves: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def results(call, module, leaves, dtype):
     """What a call gives, and the gradients of a weighted sum of it, in float64."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in leaves]
     out = call(module, *leaves)
@@ -245,12 +247,12 @@ def results(call: Callable[..., Any], module: Any, leaves: list[Tensor], dtype: 
     return [*(x.detach().double() for x in found), *(g.double() for g in torch.autograd.grad(loss, leaves))]
 
 
-def calls_of(name: str) -> list[tuple[Callable[..., Any], list[Tensor]]]:
+def calls_of(name):
     trainer = TRAINERS[name]
     return [(call, [LOGITS]) for call in trainer.logits] + [(call, [HIDDEN, WEIGHT]) for call in trainer.hidden]
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@parametrize("name", TRAINERS)
 def test_values_and_gradients_are_those_of_the_trainer(name):
     """Whoever has imported the function calls ours, and its own again afterwards; a second binding is refused."""
     module, _ = put(name)
@@ -263,11 +265,11 @@ def test_values_and_gradients_are_those_of_the_trainer(name):
             with pytest.raises(RuntimeError, match="ours already"):
                 trainer.bind()
         for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5 * max(1e-3, float(b.abs().max())))
+            assert_close(a, b, rtol=2e-5, atol=2e-5 * max(1e-3, float(b.abs().max())))
         assert vars(module) == before
 
 
-@pytest.mark.parametrize("name", [name for name, trainer in TRAINERS.items() if trainer.needs])
+@parametrize("name", [name for name, trainer in TRAINERS.items() if trainer.needs])
 def test_the_trainers_own_file(name, monkeypatch):
     """Its function in fp32, on the same calls."""
     trainer = TRAINERS[name]
@@ -279,11 +281,11 @@ def test_the_trainers_own_file(name, monkeypatch):
         with trainer.bind(strict=True):
             got = results(call, module, leaves, torch.float32)
         for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * max(1.0, float(b.abs().max())))
+            assert_close(a, b, rtol=1e-4, atol=1e-5 * max(1.0, float(b.abs().max())))
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-@pytest.mark.parametrize("factor", [1.0, 1.02])
+@parametrize("name", TRAINERS)
+@parametrize("factor", [1.0, 1.02])
 def test_the_first_call_of_an_untested_version_is_compared(name, factor, monkeypatch):
     """The same arithmetic goes on after one message; other arithmetic is refused with the difference, and ours taken off. Tensors
     of the caller are left alone."""
@@ -315,7 +317,7 @@ def test_the_first_call_of_an_untested_version_is_compared(name, factor, monkeyp
     assert len(said) == 1 and {*slots.counts} == {"fused"} and all(f.calls <= 1 for f in functions.values())
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@parametrize("name", TRAINERS)
 def test_what_is_left_to_the_trainer_is_counted_or_an_error(name):
     """float64, for example."""
     module, functions = put(name)
@@ -329,13 +331,13 @@ def test_what_is_left_to_the_trainer_is_counted_or_an_error(name):
     assert max(f.calls for f in functions.values()) == 1
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-@pytest.mark.parametrize("found", ["0.0.1", None])
+@parametrize("name", TRAINERS)
+@parametrize("found", ["0.0.1", None])
 def test_every_adapter_asks_for_the_version_of_its_trainer(name, found, monkeypatch):
     """One that was not tested is no obstacle."""
     asked = []
 
-    def version(package: str) -> str:
+    def version(package):
         asked.append(package)
         if found is None:
             raise metadata.PackageNotFoundError(package)
@@ -355,7 +357,7 @@ def test_every_adapter_asks_for_the_version_of_its_trainer(name, found, monkeypa
 
 
 #: All else that a trainer calls.
-CALLED: dict[str, Callable[..., Any]] = {
+CALLED = {
     f"{module.__name__.rpartition('.')[2]}.{name}": getattr(module, name)
     for module, names in (
         (areal, ("gather_logprobs", "gather_logprobs_entropy")), (nemo_rl, ("PolicyLoss",)),
@@ -373,7 +375,7 @@ CALLED: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CALLED)
+@parametrize("name", CALLED)
 def test_an_argument_of_a_newer_trainer_is_refused_not_swallowed(name):
     """A new argument may change the result: an unsloth_zoo that passed the head's bias once got log-probs without it."""
     with pytest.raises(TypeError, match="unexpected keyword argument 'of_a_newer_version'"):
@@ -387,9 +389,9 @@ def test_an_argument_of_a_newer_trainer_is_refused_not_swallowed(name):
 def test_verls_packed_rows_come_back_flat():
     """As verl's own functions return them: [N] from hidden states with labels [1, N], and from logits [N, V] with such."""
     want = log_softmax_of(FLAT, ROWS)[0].float()
-    torch.testing.assert_close(verl.logprobs_from_logits(FLAT, ROWS[None]), want, rtol=1e-5, atol=1e-6)
+    assert_close(verl.logprobs_from_logits(FLAT, ROWS[None]), want, rtol=1e-5, atol=1e-6)
     logps, entropy = verl.linear_cross_entropy(FLAT[None], torch.eye(V), ROWS[None])
-    torch.testing.assert_close(logps, want, rtol=1e-5, atol=1e-6)
+    assert_close(logps, want, rtol=1e-5, atol=1e-6)
     assert entropy.shape == want.shape
     with pytest.raises(ValueError, match=r"\[1, 35\]"):  # as many labels as rows
         verl.logprobs_from_logits(FLAT[1:], ROWS[None])
@@ -411,9 +413,7 @@ def test_verls_gradient_overwrites_the_logits_when_it_says_so():
 def test_openrlhfs_entropy_may_have_a_temperature_of_its_own():
     actor, _ = put("openrlhf")
     with openrlhf.bind(entropy_temperature=0.5):
-        torch.testing.assert_close(
-            actor.compute_entropy(LOGITS), log_softmax_of(LOGITS, IDS, 0.5)[1].float(), rtol=1e-5, atol=1e-6
-        )
+        assert_close(actor.compute_entropy(LOGITS), log_softmax_of(LOGITS, IDS, 0.5)[1].float(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_function_that_overwrites_its_logits_has_a_copy_in_the_comparison(monkeypatch):
@@ -432,7 +432,7 @@ def test_slimes_targets_are_kept_and_no_tokens_have_no_last_dimension():
     """The target is kept, whether top-p recorded it or not."""
     dropped = KEEP.scatter(1, ROWS[:, None], False)
     got = slime.calculate_log_probs_and_entropy(FLAT, ROWS, None, log_prob_keep_mask=dropped)[0]
-    torch.testing.assert_close(got, of_slime(FLAT, ROWS, None, log_prob_keep_mask=KEEP)[0].float(), rtol=1e-5, atol=1e-6)
+    assert_close(got, of_slime(FLAT, ROWS, None, log_prob_keep_mask=KEEP)[0].float(), rtol=1e-5, atol=1e-6)
     for options in ({}, {"with_entropy": True}, {"with_entropy": True, "log_prob_keep_mask": KEEP[:0]}):
         logps, entropy = slime.calculate_log_probs_and_entropy(FLAT[:0], ROWS[:0], None, **options)
         assert logps.shape == (0,) and (entropy is None if not options else entropy.shape == (0,))
@@ -466,7 +466,7 @@ def test_unsloths_kept_sets_are_left_to_it():
         unsloth.bind(type("Other", (), {"__module__": __name__}))
 
 
-@pytest.mark.parametrize("how", ["alone", "told", "by the environment"])
+@parametrize("how", ["alone", "told", "by the environment"])
 def test_unsloths_head_in_fp32_is_multiplied_in_fp32(how, monkeypatch):
     """Of 16-bit hidden states too, and under autocast if Unsloth is told so."""
     hidden = HIDDEN.bfloat16()
@@ -475,17 +475,17 @@ def test_unsloths_head_in_fp32_is_multiplied_in_fp32(how, monkeypatch):
         monkeypatch.setenv("UNSLOTH_VLLM_FP32_LM_HEAD", "1")
     with torch.autocast("cpu", torch.bfloat16, enabled=how != "alone"):
         got = unsloth.selective_log_softmax(hidden, WEIGHT, IDS, **{"fp32_lm_head": True} if how == "told" else {})
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@parametrize("dtype", [torch.float16, torch.float32])
 def test_unsloths_large_gradient_comes_back_in_the_dtype_of_the_hidden_states(dtype):
     """bf16 states beside an fp16 head, with a loss scaler's factor: products in the head's dtype, and a gradient above 65,504."""
     hidden, weight, up = HIDDEN.bfloat16(), WEIGHT.to(dtype), 2.0**18
     wide, leaf = hidden.double().requires_grad_(), hidden.clone().requires_grad_()
     want, got = log_softmax_of(wide @ weight.double().T, IDS)[0], unsloth.selective_log_softmax(leaf, weight, IDS)
-    torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
+    assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
     (got * up).sum().backward()
     (want * up).sum().backward()
     assert leaf.grad.dtype == torch.bfloat16 and wide.grad.abs().max() > 65504
-    torch.testing.assert_close(leaf.grad.double(), wide.grad, rtol=1e-2, atol=2e-3 * up)
+    assert_close(leaf.grad.double(), wide.grad, rtol=1e-2, atol=2e-3 * up)

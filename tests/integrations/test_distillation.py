@@ -8,10 +8,10 @@ import sys
 import warnings
 from importlib import metadata
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from grpo_kernels import Exact, LogitTransform, TokenSets, token_divergence
 from grpo_kernels.integrations import trl_distillation, verl_distillation
@@ -21,7 +21,8 @@ from support.divergences import of_listed_ids
 from support.pairs import label, pairs
 from support.trainers import assert_same, stand_in, value_and_gradient, without_trainers
 
-Tensor = torch.Tensor
+parametrize = pytest.mark.parametrize
+
 
 B, T, V, H, K = 2, 5, 37, 16, 6
 BETAS = (0.0, 0.3, 1.0)
@@ -36,12 +37,12 @@ HEADS = [
 ]
 
 
-def divergence_of(beta: float, tail: str = "bin") -> Exact:
+def divergence_of(beta, tail="bin"):
     """TRL's and Liger's beta: 0 is the forward KL, 1 the reverse, in between the jsd with that mixture."""
     return Exact("jsd", mixture=beta, tail=tail) if 0 < beta < 1 else Exact({0.0: "forward", 1.0: "reverse"}[beta], tail=tail)
 
 
-def both(mine: Any, theirs: Any, leaf: Tensor = STUDENT) -> None:
+def both(mine, theirs, leaf=STUDENT):
     """In fp32."""
     assert_same(value_and_gradient(mine, leaf, torch.float32), value_and_gradient(theirs, leaf, torch.float32))
 
@@ -49,7 +50,7 @@ def both(mine: Any, theirs: Any, leaf: Tensor = STUDENT) -> None:
 # ---- from hidden states
 
 
-@pytest.mark.parametrize("row", pairs(
+@parametrize("row", pairs(
     beta=BETAS, items=(None, 23, torch.tensor(23)), leaf=("hidden", "weight", "bias"), how=(
         {}, {"temperature": 0.7, "student_logit_scale": 0.5, "teacher_final_logit_softcapping": 4.0},
         {"temperature": 1.5, "student_final_logit_softcapping": 6.0, "teacher_logit_scale": 1.2}),
@@ -59,8 +60,8 @@ def test_trls_loss(row):
     module = pytest.importorskip("trl.trainer.distillation_trainer")
     i = ("hidden", "weight", "bias").index(row["leaf"])
 
-    def of(function: Any) -> Any:
-        def loss(x: Tensor) -> Any:
+    def of(function):
+        def loss(x):
             (h, w, b), (th, tw, tb) = [*HEADS[0][:i], x, *HEADS[0][i + 1 :]], HEADS[1]
             return function(
                 h, th, w, tw, MASK, row["beta"], row["items"], student_lm_head_bias=b, teacher_lm_head_bias=tb, **row["how"]
@@ -70,8 +71,22 @@ def test_trls_loss(row):
 
     mine, want = of(trl_distillation.divergence_loss), of(module._chunked_divergence_loss)
     assert_same(mine, want)
-    torch.testing.assert_close(mine[0][1], want[0][1], rtol=1e-5, atol=1e-5)
+    assert_close(mine[0][1], want[0][1], rtol=1e-5, atol=1e-5)
     assert int(mine[0][2]) == int(want[0][2]) == int(MASK.sum())
+
+
+@parametrize("ours", [True, False], ids=("ours", "TRL's"))
+def test_fp16_autocast_on_a_cpu_rounds_nothing(ours):
+    """TRL's own function rounds states, heads and logits to fp16; ours gives the same bits with autocast and without."""
+    module = pytest.importorskip("trl.trainer.distillation_trainer")
+    function, found = trl_distillation.divergence_loss if ours else module._chunked_divergence_loss, []
+    for autocast in (False, True):
+        leaves = [x.clone().requires_grad_() for x in HEADS[0]]
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            loss = function(leaves[0], HEADS[1][0], leaves[1], HEADS[1][1], MASK, 0.3, student_lm_head_bias=leaves[2])[0]
+        found.append(torch.autograd.grad(loss, leaves))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b) if ours else (a - b).abs().max() > 1e-4 * a.abs().max()
 
 
 def test_trls_slot_is_filled_and_restored():
@@ -95,8 +110,8 @@ def test_a_logit_of_minus_infinity_gives_no_nan():
     assert loss > 0 and torch.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("leaf", [0, 1], ids=("hidden", "weight"))
-@pytest.mark.parametrize("beta", BETAS)
+@parametrize("leaf", [0, 1], ids=("hidden", "weight"))
+@parametrize("beta", BETAS)
 def test_ligers_loss_by_its_name(beta, leaf):
     """Against Liger's loss in plain torch, whose fused kernel needs a GPU, and which masks its cross-entropy only."""
     jsd = pytest.importorskip("liger_kernel.chunked_loss").LigerFusedLinearJSDLoss
@@ -120,19 +135,19 @@ def test_ligers_loss_by_its_name(beta, leaf):
 # ---- TRL's losses of logits
 
 
-def trl(name: str, trainer: str) -> Any:
+def trl(name, trainer):
     pytest.importorskip("trl")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return getattr(importlib.import_module(f"trl.experimental.{name}.{name}_trainer"), trainer)
 
 
-def mean(z: Tensor, teacher: Any, exact: Exact, count: Any = None, temperature: float = 1.0) -> Tensor:
+def mean(z, teacher, exact, count=None, temperature=1.0):
     found = token_divergence(z, teacher, exact, mask=MASK, transform=LogitTransform(temperature)).sum()
     return found / (MASK.sum() if count is None else count)
 
 
-def known_at(ids: Tensor, valid: Tensor | None = None) -> TokenSets:
+def known_at(ids, valid=None):
     """The teacher's log-probs at these ids of each token, without invalid ids."""
     kept = ids if valid is None else ids.masked_fill(~valid, -1)
     return TokenSets.from_padded(kept.flatten(0, 1), values=TEACHER_LOGPS.gather(-1, ids).flatten(0, 1))
@@ -153,16 +168,14 @@ def test_gkds_loss_is_at_temperature_1():
         token_divergence(STUDENT[:, :-1], TEACHER[:, :-1], mask=mask, transform=LogitTransform(t)).sum() / mask.sum()
         for t in (0.5, 1.0)
     )
-    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-6)
+    assert_close(found, plain, rtol=1e-4, atol=1e-6)
     assert abs(cold - found) > 0.1
 
 
 WHOLE = {"gkd": "GKDTrainer", "gold": "GOLDTrainer", "iw_opd": "IWOPDTrainer"}
 
 
-@pytest.mark.parametrize(
-    "row", pairs(name=WHOLE, beta=BETAS, items=(None, 23, torch.tensor(23)), temperature=(1.0, 0.7, 1.6)), ids=label
-)
+@parametrize("row", pairs(name=WHOLE, beta=BETAS, items=(None, 23, torch.tensor(23)), temperature=(1.0, 0.7, 1.6)), ids=label)
 def test_whole_rows(row):
     """And TRL's defects: NaN of an id that both heads rule out; rounding of the size of a value between rows that are close."""
     theirs, beta = trl(row["name"], WHOLE[row["name"]]).generalized_jsd_loss, row["beta"]
@@ -172,18 +185,18 @@ def test_whole_rows(row):
     assert theirs(*masked, LABELS, beta=beta).isnan()
     value, gradient = value_and_gradient(lambda z: token_divergence(z, masked[1], exact).sum(), masked[0], torch.float32)
     without = [torch.cat([x[..., :4], x[..., 5:]], -1) for x in (STUDENT, TEACHER)]
-    torch.testing.assert_close(value, token_divergence(*without, exact).sum())
+    assert_close(value, token_divergence(*without, exact).sum())
     assert gradient.isfinite().all() and not gradient[..., 4].any()
     close = STUDENT + 1e-5 * TEACHER
     logps = [torch.log_softmax(x.double(), -1).flatten(0, 1) for x in (STUDENT, close)]
     want = oracle.divergence(*logps, exact.direction, beta).view(B, T)
-    torch.testing.assert_close(token_divergence(STUDENT, close, exact).double(), want, rtol=2e-3, atol=0)
+    assert_close(token_divergence(STUDENT, close, exact).double(), want, rtol=2e-3, atol=0)
     noisy = [float(theirs(STUDENT[i, j], close[i, j], beta=beta, reduction="sum")) for i in range(B) for j in range(T)]
     assert min(noisy) < 0 and (torch.tensor(noisy).double() - want.flatten()).abs().max() > 10 * want.max()
 
 
-@pytest.mark.parametrize("tail", ["bin", "renormalise"])
-@pytest.mark.parametrize("beta", BETAS)
+@parametrize("tail", ["bin", "renormalise"])
+@parametrize("beta", BETAS)
 def test_a_teacher_at_some_ids(beta, tail):
     """IW-OPD picks the ids from both sides; the other two have what a server sent."""
     add_tail, exact, every = tail == "bin", divergence_of(beta, tail), MASK.sum()
@@ -208,7 +221,7 @@ def test_a_teacher_at_some_ids(beta, tail):
         both(lambda z: mean(z, known_at(served), exact), server)
 
 
-@pytest.mark.parametrize("beta", [0.3, 1.0])
+@parametrize("beta", [0.3, 1.0])
 def test_a_served_teacher_at_one_or_two_ids(beta):
     """For other directions than forward the teacher's first id and the sampled one stand for all; for reverse the sampled one
     alone, and without the tail its loss is a constant 0."""
@@ -216,7 +229,7 @@ def test_a_served_teacher_at_one_or_two_ids(beta):
     sampled = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(1))
     sampled[0, 0] = first[0, 0]
 
-    def theirs(z: Tensor, add_tail: bool = True) -> Tensor:
+    def theirs(z, add_tail=True):
         this = SimpleNamespace(beta=beta, loss_add_tail=add_tail, _reduce_divergence_loss=trainer._reduce_divergence_loss)
         of_first, of_sampled = (TEACHER_LOGPS.gather(-1, x[..., None])[..., 0] for x in (first, sampled))
         return trainer._compute_sparse_top_1_divergence_loss(
@@ -233,7 +246,7 @@ def test_a_served_teacher_at_one_or_two_ids(beta):
         assert value.abs() < 1e-6 and gradient.abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("beta", BETAS)
+@parametrize("beta", BETAS)
 def test_golds_matched_ids(beta):
     """Probabilities at ids that two tokenizers share, whose sum is not 1: the sum over these ids alone. Below 1e-8 a probability of
     theirs counts as 1e-8 and has no gradient."""
@@ -243,7 +256,7 @@ def test_golds_matched_ids(beta):
         divergence_of(beta, "ignore"),
     )
 
-    def of_probabilities(z: Tensor) -> Tensor:
+    def of_probabilities(z):
         p, q = (torch.softmax(x, -1)[..., 3 : 3 + K].flatten(0, 1) for x in (z, TEACHER))
         return theirs(p, q, beta=beta, reduction="sum", logits_are_probs=True)
 
@@ -254,11 +267,11 @@ def test_golds_matched_ids(beta):
         (value, gradient), (other, stopped) = (value_and_gradient(f, far, torch.float32) for f in (ours, of_probabilities))
         log_p, log_q = (torch.log_softmax(x.double(), -1)[..., 4] for x in (far, TEACHER))
         missing = (log_q.exp() * (torch.tensor(1e-8).double().log() - log_p)).sum()
-        torch.testing.assert_close((value - other).double(), missing, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close((gradient - stopped)[..., 4], -log_q.exp(), rtol=1e-4, atol=1e-6)
+        assert_close((value - other).double(), missing, rtol=1e-4, atol=1e-4)
+        assert_close((gradient - stopped)[..., 4], -log_q.exp(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("clamp", [-torch.inf, -4.0])
+@parametrize("clamp", [-torch.inf, -4.0])
 def test_veomni(clamp):
     """Its `chunk_topk_distill_function`, whose value and gradient are written down there, not left to autograd. Its floor replaces
     log-probs of both sides: ours is the same over the ids at which the student is above it, and the rest is a constant."""
@@ -272,14 +285,14 @@ def test_veomni(clamp):
     mine, slopes = value_and_gradient(lambda x: mean(x, kept, Exact("forward", tail="ignore"), 1, 0.8), STUDENT, torch.float32)
     constant = torch.where(active, 0.0, weights * (floored - clamp)).sum(-1) * MASK
     assert (clamp == -torch.inf) == bool((constant == 0).all())
-    torch.testing.assert_close(mine + constant.sum(), value.sum(), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(slopes.float(), gradient, rtol=1e-4, atol=1e-6)
+    assert_close(mine + constant.sum(), value.sum(), rtol=1e-4, atol=1e-6)
+    assert_close(slopes.float(), gradient, rtol=1e-4, atol=1e-6)
 
 
 # ---- verl's losses over a teacher's largest
 
 
-def forward_kl_topk(logits: Tensor, values: Tensor, ids: Tensor, config: Any, data_format: str) -> dict[str, Tensor]:
+def forward_kl_topk(logits, values, ids, config, data_format):
     """verl's formula without its clamps, in the dtype of the logits."""
     values, ids = (x.values()[None] for x in (values, ids))
     logps = torch.log_softmax(logits, -1).gather(-1, ids)
@@ -302,7 +315,7 @@ def verl(request, monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda _: "0.9.1")
     with without_trainers("verl"):
         stand_in("verl.utils.ulysses", get_ulysses_sequence_parallel_world_size=lambda: 1, slice_input_tensor=None)
-        named: dict[str, Any] = {}
+        named = {}
         register = lambda settings: lambda function: named.setdefault(settings.names[0], function)  # noqa: E731
         stand_in(
             "verl.trainer.distillation.losses", DistillationLossSettings=SimpleNamespace, register_distillation_loss=register, named=named,
@@ -313,16 +326,16 @@ def verl(request, monkeypatch):
         yield stand_in(verl_distillation.HOME, compute_forward_kl_topk=forward_kl_topk)
 
 
-def jagged(rows: Tensor) -> Tensor:
+def jagged(rows):
     return torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 4, len(rows)]))
 
 
-def config_of(mode: str) -> Any:
+def config_of(mode):
     clamps = {"log_prob_min_clamp": None, "use_chunked_topk": False, "loss_max_clamp": None, "topk": K}
     return SimpleNamespace(distillation_loss=SimpleNamespace(loss_mode=mode, **clamps))
 
 
-def listed(repeated: bool) -> tuple[Tensor, Tensor]:
+def listed(repeated):
     """Ids [B T, K] and the teacher's log-probs: its largest, or any in which most rows have one twice."""
     if not repeated:
         values, ids = TEACHER_LOGPS.flatten(0, 1).topk(K)
@@ -333,8 +346,8 @@ def listed(repeated: bool) -> tuple[Tensor, Tensor]:
     return ids, torch.log_softmax(2.0 * torch.randn(B * T, K, generator=g), -1)
 
 
-@pytest.mark.parametrize("repeated", [False, True])
-@pytest.mark.parametrize("name", verl_distillation.LOSSES)
+@parametrize("repeated", [False, True])
+@parametrize("name", verl_distillation.LOSSES)
 def test_verls_losses(verl, name, repeated):
     """Each is its divergence. In a sum over the ids alone an id counts as often as it is listed; with a tail a row in which one
     repeats is padding: 0 in value, gradient and masses."""
@@ -343,22 +356,22 @@ def test_verls_losses(verl, name, repeated):
     up, counted = torch.linspace(-1, 2, B * T), torch.ones(B * T, dtype=torch.bool) if exact.tail == "ignore" else distinct
     given = jagged(values), jagged(ids), config_of(f"fused_{name}"), "thd"
 
-    def of(function: Any, masses: list[Tensor]) -> Any:
-        def loss(z: Tensor) -> Tensor:
+    def of(function, masses):
+        def loss(z):
             out = function(z, *given)
             masses[:] = [out["student_mass"].detach()[0], out["teacher_mass"].detach()[0]]
             return (out["distillation_losses"] * up).sum()
 
         return loss
 
-    def by_definition(z: Tensor) -> Tensor:
+    def by_definition(z):
         log_p = torch.log_softmax(z[0], -1)
         if exact.tail == "ignore":
             return ((values.double().exp() * (values.double() - log_p.gather(-1, ids))).sum(-1) * up).sum()
         sets = TokenSets.from_padded(torch.where(distinct[:, None], ids, -1), values=values)
         return (of_listed_ids(exact, log_p, sets) * up).sum()
 
-    masses: list[Tensor] = []
+    masses = []
     with verl_distillation.bind(strict=True) as slots:
         assert_same(
             value_and_gradient(of(verl.compute_forward_kl_topk, masses), logits, torch.float32),
@@ -366,7 +379,7 @@ def test_verls_losses(verl, name, repeated):
         )
         assert {*slots.counts} == {"fused"}
     want = torch.log_softmax(logits[0], -1).gather(-1, ids).exp().sum(-1) * counted, values.exp().sum(-1) * counted
-    torch.testing.assert_close(masses, [*want], rtol=1e-5, atol=1e-6)
+    assert_close(masses, [*want], rtol=1e-5, atol=1e-6)
 
 
 def test_verls_own_forward_kl_but_for_its_clamps(verl):
@@ -388,7 +401,7 @@ def test_verls_own_forward_kl_but_for_its_clamps(verl):
     assert value < 0 and gradient.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "config", [SimpleNamespace(distillation_loss=SimpleNamespace()), config_of("another")], ids=("no field", "another")
 )
 def test_another_loss_is_left_to_verl(verl, config, monkeypatch):

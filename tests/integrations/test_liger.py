@@ -11,10 +11,10 @@ import warnings
 from dataclasses import replace
 from importlib import metadata
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from support.processes import finish, start, start_ranks
 
@@ -26,15 +26,16 @@ from grpo_kernels import Objective, linear_grpo_loss
 from grpo_kernels.formulas.surrogates import Cispo
 from grpo_kernels.integrations import liger, liger_slot
 from support.pairs import label, pairs
-from support.trl_family import CLIPPED, LOSS_TYPES, Case, Data, Result, assert_same, different, exact, objective_of, ours, run
+from support.trl_family import CLIPPED, LOSS_TYPES, Case, Data, assert_same, different, exact, objective_of, ours, run
 
-Tensor = torch.Tensor
+parametrize = pytest.mark.parametrize
+
 Theirs, Ours = chunked.LigerFusedLinearGRPOLoss, liger.LigerFusedLinearGRPOLoss
 B, T, H, V = 5, 6, 8, 13
 BY_ITEMS = ("dapo", "cispo", "vespo")
 
 
-def made() -> Data:
+def made():
     """Sequences of unequal length, one of advantage 0, ratios beyond the clip bounds; what is masked is finite, for Liger."""
     g = torch.Generator().manual_seed(5)
     hidden, weight, bias = (
@@ -56,7 +57,7 @@ def made() -> Data:
 
 
 @pytest.fixture
-def data() -> Data:
+def data():
     return made()
 
 
@@ -67,7 +68,7 @@ GRID = pairs(
 )  # fmt: skip
 
 
-def of_row(row: dict[str, Any], data: Data) -> tuple[Case, Data, dict[str, Any]]:
+def of_row(row, data):
     """(case, data, what Liger's call has beside them)"""
     clips, beta = row["loss_type"] in CLIPPED, 0.0 if row["kl"] == "none" else 0.3
     case = Case(
@@ -106,7 +107,7 @@ def of_row(row: dict[str, Any], data: Data) -> tuple[Case, Data, dict[str, Any]]
     )
 
 
-def options_of(case: Case, row: dict[str, Any]) -> dict[str, Any]:
+def options_of(case, row):
     return {
         "loss_type": case.loss_type, "importance_sampling_level": case.level, "beta": case.beta, "delta": row["delta"],
         "use_bias_correction_kl": case.corrected, "max_completion_length": 9, "temperature": row["temperature"],
@@ -115,14 +116,12 @@ def options_of(case: Case, row: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def high_of(case: Case) -> float:
+def high_of(case):
     return case.cap if case.loss_type == "cispo" else case.epsilons[1]
 
 
-def module_run(
-    kind: Any, options: dict[str, Any], data: Data, call: dict[str, Any], mask: Any, upstream: float = 1.0
-) -> Result:
-    def loss(leaves: list[Tensor]) -> Any:
+def module_run(kind, options, data, call, mask, upstream=1.0):
+    def loss(leaves):
         bias = {"bias": leaves[2]} if data.bias is not None else {}
         value, metrics = kind(**options)(*leaves[:2], data.ids, mask, data.advantages, **bias, **call)
         assert type(metrics) is tuple and value.shape == () and value.dtype == torch.float32
@@ -132,19 +131,17 @@ def module_run(
     return run(data, loss, upstream)
 
 
-def scaled(result: Result, factor: float) -> Result:
+def scaled(result, factor):
     return replace(result, gradients=[factor * x for x in result.gradients])
 
 
-def metrics_of(case: Case, result: Result) -> list[float]:
+def metrics_of(case, result):
     """Liger's, of float64 or of `linear_grpo_loss`."""
     kl = [result.metrics["kl"]] if case.beta else []
     return [*kl, result.metrics["clip_low"] + result.metrics["clip_high"]]
 
 
-def triton(
-    function: Any, case: Case, row: dict[str, Any], data: Data, logits: Tensor, call: dict[str, Any], **more: Any
-) -> Any:
+def triton(function, case, row, data, logits, call, **more):
     """A call of Liger's function of logits, or of ours."""
     options = options_of(case, row) | {"delta": case.delta, "eps_low": case.epsilons[0], "eps_high": high_of(case)} | more
     given = {name: call[name] for name in ("vllm_is_ratio", "num_items_in_batch")}
@@ -154,7 +151,7 @@ def triton(
 
 
 @pytest.mark.filterwarnings("ignore:as_liger=True")
-@pytest.mark.parametrize("row", GRID, ids=label)
+@parametrize("row", GRID, ids=label)
 def test_every_way_to_the_loss(data, row):
     """Liger and ours with as_liger, number by number under masks too; ours, `linear_grpo_loss` and ours of logits, reduced or
     summed up from the losses of tokens: float64."""
@@ -185,7 +182,7 @@ def test_every_way_to_the_loss(data, row):
     )
     for reduce in (True, False):
 
-        def of_logits(leaves: list[Tensor], reduce: bool = reduce) -> Any:
+        def of_logits(leaves, reduce=reduce):
             logits = torch.cat([data.logits(*leaves), data.more["last"]], 1) * 1.0
             before = logits.detach().clone()
             out = triton(liger.triton_grpo_loss, case, row, data, logits, call, reduce=reduce, inplace=row["inplace"])
@@ -200,7 +197,7 @@ def test_every_way_to_the_loss(data, row):
         assert got.metrics == wanted
 
 
-@pytest.mark.parametrize("loss_type, kl", [("luspo", 0.3), ("vespo", 0.0)])
+@parametrize("loss_type, kl", [("luspo", 0.3), ("vespo", 0.0)])
 def test_ligers_defects_of_padding(data, loss_type, kl):
     """LUSPO weighs padding and divides by the padded length; VESPO counts the weights of masked positions, and a weight of 0
     silences its sequence. as_liger=True says so, for these two alone."""
@@ -215,7 +212,7 @@ def test_ligers_defects_of_padding(data, loss_type, kl):
         module_run(Ours, options | {"as_liger": True, "loss_type": "sapo"}, data, call, data.mask)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@parametrize("loss_type", LOSS_TYPES)
 def test_presets_have_ligers_defaults(data, loss_type):
     """Nothing passed: clip widths, beta = 0.04 and temperature 1 are Liger's own. CISPO's cap, of which Liger makes an absolute
     ratio of 0.2, is the paper's. LUSPO's sequences are not padded."""
@@ -235,7 +232,7 @@ def test_signatures():
     from liger_kernel.ops.grpo_loss import fused_selective_log_softmax as selective
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss as theirs
 
-    def of(function: Any) -> list[Any]:
+    def of(function):
         return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
     own = [(name, inspect.Parameter.KEYWORD_ONLY, False) for name in ("as_liger", "any_version")]
@@ -249,7 +246,7 @@ def test_the_version_is_the_installed_one():
     assert metadata.version("liger-kernel") == liger.LIGER_VERSION, "a new Liger: run these tests, then name it"
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@parametrize("autocast", [False, True])
 def test_strides_and_types(data, autocast):
     """A slice of hidden states as TRL passes it: in bf16 with an fp32 head; fp32 under autocast."""
     wide = torch.zeros(B, T + 2, H)
@@ -263,7 +260,7 @@ def test_strides_and_types(data, autocast):
             )
         results.append((loss.detach(), metrics[0], *torch.autograd.grad(loss, (hidden, weight))))
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0.02 * float(b.abs().max()))  # dtypes too
+        assert_close(a, b, rtol=0, atol=0.02 * float(b.abs().max()))  # dtypes too
 
 
 def test_weight_gradient_in_bfloat16():
@@ -272,7 +269,7 @@ def test_weight_gradient_in_bfloat16():
     hidden, head = torch.randn(96, 2, 16, generator=g).bfloat16(), (0.5 * torch.randn(24, 16, generator=g)).bfloat16()
     ids, advantages = torch.randint(24, (96, 2), generator=g), torch.rand(96, generator=g) + 0.5
 
-    def error(kind: Any) -> float:
+    def error(kind):
         weight = head.clone().requires_grad_()
         loss = kind(beta=0.0, use_ref_model=False, compiled=False)(hidden, weight, ids, torch.ones(96, 2), advantages)[0]
         (found,) = torch.autograd.grad(loss, weight)
@@ -297,11 +294,11 @@ def test_masked_rows_and_frozen_heads(data):
         leaf, data.head, ids, data.mask, data.advantages, data.bias, ref_per_token_logps=ref, old_per_token_logps=old
     )[0]
     (gradient,) = torch.autograd.grad(loss, leaf)
-    torch.testing.assert_close(loss.detach(), want.loss)
-    torch.testing.assert_close(gradient, want.gradients[0], rtol=1e-4, atol=1e-6)
+    assert_close(loss.detach(), want.loss)
+    assert_close(gradient, want.gradients[0], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("rows, columns, mask", [(B, T, 0.0), (0, T, 1.0), (B, 0, 1.0)])
+@parametrize("rows, columns, mask", [(B, T, 0.0), (0, T, 1.0), (B, 0, 1.0)])
 def test_nothing_to_train_on_is_a_differentiable_0(rows, columns, mask):
     hidden, weight = torch.zeros(rows, columns, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
     ids = torch.zeros(rows, columns, dtype=torch.int64)
@@ -336,7 +333,7 @@ WARNED = {
 }
 
 
-@pytest.mark.parametrize("what", WARNED)
+@parametrize("what", WARNED)
 def test_liger_s_result_with_a_warning(data, what):
     options, more, message = WARNED[what]
     call = {"old_per_token_logps": data.old, "ref_per_token_logps": data.ref} | {name: data.more[name] for name in more}
@@ -349,7 +346,7 @@ def test_liger_s_result_with_a_warning(data, what):
 
 
 #: Options and arguments of the chunked loss; Liger asserts or goes on.
-REFUSED: dict[str, tuple[dict[str, Any], Any]] = {
+REFUSED = {
     "loss_type='ppo'": ({"loss_type": "ppo"}, None), "max_completion_length": ({"loss_type": "dr_grpo"}, None),
     "importance_sampling_level='batch'": ({"importance_sampling_level": "batch"}, None),
     "ref_per_token_logps and ref_input are None": ({"beta": 0.04}, lambda d: {"ref_per_token_logps": None}),
@@ -359,7 +356,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", REFUSED)
+@parametrize("message", REFUSED)
 def test_refused(data, message):
     options, changes = REFUSED[message]
     call = {"mask": data.mask, "ref_per_token_logps": data.ref} | (changes(data) if changes else {})
@@ -367,7 +364,7 @@ def test_refused(data, message):
         module_run(Ours, {"beta": 0.0, **options}, data, call, call.pop("mask"))
 
 
-@pytest.mark.parametrize("message, options", [
+@parametrize("message, options", [
     ("delta", {"loss_type": "sapo", "delta": 2.0}), ("inplace", {"inplace": "backward"}), ("delta", {"delta": 0.9}),
     ("Sequence-level importance sampling is not supported", {"loss_type": "vespo", "importance_sampling_level": "sequence"}),
     ("ref_logp is None", {"beta": 0.1}), (r"must be \[5, 6, V\]", {}),
@@ -378,7 +375,7 @@ def test_refused_from_logits(data, message, options):
         liger.triton_grpo_loss(logits, None, None, data.ids[:, 1:], data.advantages, **{"beta": 0.0, **options})
 
 
-@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo"])
+@parametrize("loss_type", ["cispo", "sapo", "vespo"])
 def test_a_level_that_a_loss_does_not_support_in_ligers_words(data, loss_type):
     options, texts = {"loss_type": loss_type, "importance_sampling_level": "sequence", "beta": 0.0, "use_ref_model": False}, []
     for kind in (Theirs, Ours):
@@ -392,11 +389,11 @@ def test_a_level_that_a_loss_does_not_support_in_ligers_words(data, loss_type):
 
 
 @pytest.fixture
-def logits(data) -> Tensor:
+def logits(data):
     return torch.cat([data.logits(*data.parameters), data.more["last"]], 1)
 
 
-def of_logits(data: Data, logits: Tensor, mask: Any = None, **options: Any) -> Any:
+def of_logits(data, logits, mask=None, **options):
     return liger.triton_grpo_loss(logits, data.old, data.ref, data.ids, data.advantages, mask, **options)
 
 
@@ -405,21 +402,21 @@ def test_other_logits(data, logits):
     leaf, whole = logits.clone().requires_grad_(), torch.ones_like(data.mask)
     losses = of_logits(data, leaf)[0]
     (want,) = torch.autograd.grad(losses.sum(), leaf)
-    torch.testing.assert_close(losses, of_logits(data, logits.clone(), whole)[0])
+    assert_close(losses, of_logits(data, logits.clone(), whole)[0])
     wide = torch.zeros(B, T + 3, V)
     wide[:, 1:-1] = logits
-    torch.testing.assert_close(of_logits(data, wide[:, 1:-1])[0], losses.detach())
+    assert_close(of_logits(data, wide[:, 1:-1])[0], losses.detach())
     for dtype in (torch.bfloat16, torch.float16):
         leaf = logits.to(dtype).requires_grad_()
         of_logits(data, leaf, inplace=False)[0].sum().backward()
         assert leaf.grad.dtype == dtype and not leaf.grad[:, -1].any()
-        torch.testing.assert_close(leaf.grad.float(), want, rtol=0, atol=0.03 * float(want.abs().max()))
+        assert_close(leaf.grad.float(), want, rtol=0, atol=0.03 * float(want.abs().max()))
     with torch.no_grad():
         given = logits.clone()
         assert not of_logits(data, given, reduce=True, inplace="forward")[0].requires_grad and torch.equal(given, logits)
     leaf = logits.clone().requires_grad_()
     of_logits(data, leaf, data.mask)[0].backward(torch.where(data.mask, 1.0, math.nan))
-    torch.testing.assert_close(leaf.grad[:, :-1], want[:, :-1] * data.mask[..., None])
+    assert_close(leaf.grad[:, :-1], want[:, :-1] * data.mask[..., None])
 
 
 def test_overwritten_logits_are_noticed(data, logits):
@@ -448,7 +445,7 @@ def test_selective_log_softmax(data, logits):
     found = liger.fused_selective_log_softmax(logits.requires_grad_(), longer, 0.7, mask)
     want = torch.log_softmax(logits.detach().double()[:, :-1] / 0.7, -1).gather(2, data.ids[..., None])[..., 0]
     assert found.dtype == torch.float32 and not found.requires_grad
-    torch.testing.assert_close(found.double(), want * data.mask, rtol=1e-5, atol=1e-6)
+    assert_close(found.double(), want * data.mask, rtol=1e-5, atol=1e-6)
     plain = liger.fused_selective_log_softmax(logits, data.ids)
     assert torch.equal(plain, liger.fused_selective_log_softmax(logits, longer, 0.9)) and (plain != 0).all()
 
@@ -463,7 +460,7 @@ INTERPRETED = pairs(
 FIXED = {"mask": "bool", "reference": "logps", "bias": True, "temperature": 0.9}
 
 
-def interpreted_results(function: Any) -> Any:
+def interpreted_results(function):
     """(results, gradient) of every case. LUSPO's reduced gradient reads beyond the end of a tensor in Liger: it is not taken."""
     made_ones = []
     for row in INTERPRETED:
@@ -477,7 +474,7 @@ def interpreted_results(function: Any) -> Any:
     return made_ones
 
 
-def interpreted(target: str) -> None:
+def interpreted(target):
     """In a process of its own: Liger's results for the cases of this file, and what it leaves of the logits that it overwrites."""
     from liger_kernel.ops.grpo_loss import fused_selective_log_softmax as selective
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss as theirs
@@ -501,10 +498,10 @@ def test_the_same_results_as_interpreted_triton(data, logits, tmp_path):
     target = tmp_path / "made.pt"
     finish(start("import sys; from test_liger import interpreted; interpreted(sys.argv[1])", str(target), TRITON_INTERPRET="1"))
     results, logps, (loss, gradient), unnoticed = torch.load(target)
-    torch.testing.assert_close(liger.fused_selective_log_softmax(logits, data.ids, 0.7, data.mask), logps, rtol=1e-5, atol=1e-6)
+    assert_close(liger.fused_selective_log_softmax(logits, data.ids, 0.7, data.mask), logps, rtol=1e-5, atol=1e-6)
     leaf = logits.clone().requires_grad_()
     mine = of_logits(data, leaf, data.mask, reduce=True)[0]
-    torch.testing.assert_close((mine, torch.autograd.grad(mine, leaf)[0]), (loss, gradient), rtol=1e-4, atol=1e-6)
+    assert_close((mine, torch.autograd.grad(mine, leaf)[0]), (loss, gradient), rtol=1e-4, atol=1e-6)
     assert unnoticed
     dropped = 0
     for row, (want, theirs), (got, own) in zip(INTERPRETED, results, interpreted_results(liger.triton_grpo_loss), strict=True):
@@ -514,7 +511,7 @@ def test_the_same_results_as_interpreted_triton(data, logits, tmp_path):
             continue
         vespo_zero = row["loss_type"] == "vespo" and row["weights"] == "token"  # a weight of 0, as in the chunked loss
         if not vespo_zero:
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6, msg=lambda m, what=what: f"{what}: {m}")
+            assert_close(got, want, rtol=1e-4, atol=1e-6, msg=lambda m, what=what: f"{what}: {m}")
         off = float((own - theirs).abs().max() / own.abs().max())
         if row["loss_type"] in CLIPPED and row["delta"] == 1.1:
             dropped += off > 0.05
@@ -533,7 +530,7 @@ def test_the_example(monkeypatch, capsys):
     assert "gradient differs from autograd's by" in capsys.readouterr().out
 
 
-def two_ranks(rank: int, store: str) -> None:
+def two_ranks(rank, store):
     """Without num_items_in_batch both average their token counts over the ranks, of which one has none."""
     import torch.distributed as dist
 
@@ -543,9 +540,7 @@ def two_ranks(rank: int, store: str) -> None:
         for mask in (data.mask if rank else ~data.mask, data.mask * rank):
             call = {"old_per_token_logps": data.old, "ref_per_token_logps": data.ref, "num_items_in_batch": count}
             mine, theirs = (module_run(kind, {"compiled": False, "chunk_size": B}, data, call, mask) for kind in (Ours, Theirs))
-            torch.testing.assert_close(
-                mine.loss, theirs.loss, rtol=1e-5, atol=1e-6
-            )  # chunks of all: its ranks call once a chunk
+            assert_close(mine.loss, theirs.loss, rtol=1e-5, atol=1e-6)  # chunks of all: its ranks call once a chunk
     dist.barrier()
 
 
@@ -556,7 +551,7 @@ def test_two_ranks(tmp_path):
 # ---- the loss in Liger's place, and versions of Liger that were not tested
 
 
-def short_call() -> tuple[Any, ...]:
+def short_call():
     g = torch.Generator().manual_seed(2)
     hidden, weight = (torch.randn(*shape, generator=g).requires_grad_() for shape in ((2, 5, H), (V, H)))
     mask = torch.arange(5) < torch.tensor([[2], [4]])
@@ -577,7 +572,7 @@ class Counting(Theirs):
 
     changed, calls = 1.0, 0
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         Counting.calls += 1
         loss, metrics = super().forward(*args, **kwargs)
         return self.changed * loss, metrics
@@ -587,14 +582,14 @@ Counting.__module__ = chunked.__name__
 
 
 @pytest.fixture(params=[1.0, 1.02])
-def changed(request, monkeypatch) -> float:
+def changed(request, monkeypatch):
     monkeypatch.setattr(chunked, "LigerFusedLinearGRPOLoss", Counting)
     monkeypatch.setattr(Counting, "changed", request.param)
     monkeypatch.setattr(Counting, "calls", 0)
     return request.param
 
 
-@pytest.mark.parametrize("attribute", liger_slot.ATTRIBUTES)
+@parametrize("attribute", liger_slot.ATTRIBUTES)
 def test_the_slot_of_one_trainer(newer, changed, attribute):
     theirs, given = Counting(compiled=False, **SHORT), short_call()
     trainer = SimpleNamespace(**{attribute: theirs})
@@ -611,7 +606,7 @@ def test_the_slot_of_one_trainer(newer, changed, attribute):
     getattr(trainer, attribute)(*given)
     assert slots.counts == {"fused": 2} and Counting.calls == 1
     slots.undo()
-    torch.testing.assert_close(got, getattr(trainer, attribute)(*given)[0])
+    assert_close(got, getattr(trainer, attribute)(*given)[0])
     assert getattr(trainer, attribute) is theirs
 
 
@@ -625,7 +620,7 @@ def test_trainers_without_a_slot():
         liger_slot.patch(SimpleNamespace(liger_loss=len), any_version=True)
 
 
-@pytest.mark.parametrize("loss_type", ["bnpo", "luspo"])
+@parametrize("loss_type", ["bnpo", "luspo"])
 def test_the_class_of_an_untested_liger_is_compared_once(newer, changed, loss_type, monkeypatch, recwarn):
     """On the arguments of the first call. LUSPO counts padding in the comparison, and not after it."""
     options, given = SHORT | {"loss_type": loss_type}, short_call()
@@ -649,7 +644,7 @@ def test_the_class_of_an_untested_liger_is_compared_once(newer, changed, loss_ty
 def test_an_older_liger_without_an_option(newer, monkeypatch, recwarn):
     """What it lacks is left out where ours has the default, and named where not; a Liger that cannot be imported is none."""
 
-    def older(beta: float = 0.04, compiled: bool = True, use_ref_model: bool = True, loss_type: str = "bnpo") -> Any:
+    def older(beta=0.04, compiled=True, use_ref_model=True, loss_type="bnpo"):
         return Theirs(beta, compiled, use_ref_model, loss_type=loss_type)
 
     monkeypatch.setattr(chunked, "LigerFusedLinearGRPOLoss", older)

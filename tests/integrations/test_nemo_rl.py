@@ -6,7 +6,6 @@ from __future__ import annotations
 import enum
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from grpo_kernels.integrations import nemo_rl
 from support.pairs import label, pairs
 from support.trainers import DATA, MASK, B, T, V, assert_same, clipped, log_softmax_of, stand_in, their_file, value_and_gradient
 
-Tensor = torch.Tensor
+parametrize = pytest.mark.parametrize
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +29,14 @@ def nemo(stand_ins):
     )  # fmt: skip
 
 
-def preset(name: str, **changes: Any) -> Objective:
+def preset(name, **changes):
     return Objective.preset(name, numerics="nemo-rl", **changes)
 
 
 #: As NeMo-RL's TrainingSamplingParams; the temperature divides the logits before the loss sees them.
 KEPT = SimpleNamespace(top_k=12, top_p=0.8, temperature=1.0)
 #: name -> objective, options of PolicyLoss.
-NEMO: dict[str, tuple[Objective, dict[str, Any]]] = {
+NEMO = {
     "tokens": (preset("dapo"), {}),
     "sequences, gspo": (preset("gspo"), {}),
     "sequences, gspo, corrected": (
@@ -84,12 +83,12 @@ NEMO: dict[str, tuple[Objective, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def k3(x: Tensor, y: Tensor) -> Tensor:
+def k3(x, y):
     """Of KL(x || y), from tokens of x."""
     return (y - x).exp() - (y - x) - 1
 
 
-def filtered(logits: Tensor, top_k: int | None = None, top_p: float = 1.0, **_: Any) -> Tensor:
+def filtered(logits, top_k=None, top_p=1.0, **_):
     """Logits with -inf where NeMo-RL's filter drops them: the k largest, then of these the largest with the mass p."""
     ascending, order = logits.sort(-1)
     if top_k is not None:
@@ -99,12 +98,10 @@ def filtered(logits: Tensor, top_k: int | None = None, top_p: float = 1.0, **_: 
     return torch.empty_like(logits).scatter(-1, order, ascending.masked_fill(~keep, -torch.inf))
 
 
-def nemo_loss(
-    x: Tensor, fields: dict[str, Tensor], toks: Tensor, seqs: Tensor, objective: Objective, options: dict[str, Any]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def nemo_loss(x, fields, toks, seqs, objective, options):
     """ClippedPGLossFn in float64, of logits [B, T + 1, V]."""
     curr = whole = log_softmax_of(x[:, :-1], fields["input_ids"][:, 1:])[0]
-    more: dict[str, Tensor] = {}
+    more = {}
     if "sampling_params" in options:
         curr = log_softmax_of(filtered(x[:, :-1], **vars(options["sampling_params"])), fields["input_ids"][:, 1:])[0]
         dropped = curr.isinf() & (MASK * fields["sample_mask"][:, None] != 0)
@@ -115,10 +112,10 @@ def nemo_loss(
     m, n = MASK * samples[:, None], MASK.sum(1, keepdim=True)
     sequences, (low, high) = objective.level == "sequence", objective.surrogate.ratio_bounds
 
-    def mean(v: Tensor) -> Tensor:
+    def mean(v):
         return (v * m).sum() / toks
 
-    def reduce(v: Tensor) -> Tensor:
+    def reduce(v):
         if objective.aggregate == "token-mean":
             return mean(v)
         return ((v * MASK).sum(1) / (n[:, 0] + 1e-8) * samples).sum() / seqs
@@ -171,7 +168,7 @@ def nemo_loss(
 TOKENS, SEQUENCES = torch.tensor(47.0), torch.tensor(9.0)
 
 
-def step() -> tuple[Tensor, dict[str, Tensor]]:
+def step():
     """Logits [B, T + 1, V], and a micro-batch beside them."""
     g = torch.Generator().manual_seed(4)
     logits, ids = torch.randn(B, T + 1, V, generator=g), torch.randint(V, (B, T + 1), generator=g)
@@ -185,8 +182,8 @@ def step() -> tuple[Tensor, dict[str, Tensor]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("what", NEMO)
+@parametrize("inplace", [False, True])
+@parametrize("what", NEMO)
 def test_whole_loss(what, inplace):
     """Value, gradient and metrics, and what its workers rescale those by that were divided by 1. In place there is no second
     [B, S, V]."""
@@ -224,7 +221,7 @@ def test_the_gradient_may_overwrite_the_logits():
     assert torch.autograd.grad(loss, made)[0].data_ptr() == made.data_ptr()
 
 
-def clipped_pg(**changes: Any) -> SimpleNamespace:
+def clipped_pg(**changes):
     """The fields of a ClippedPGLossFn, with its defaults."""
     none = ("ratio_clip_c", "truncated_importance_sampling_type", "truncated_importance_sampling_ratio",
             "truncated_importance_sampling_ratio_min")  # fmt: skip
@@ -239,7 +236,7 @@ def clipped_pg(**changes: Any) -> SimpleNamespace:
 
 
 TIS = {"use_importance_sampling_correction": True}
-LIKE: list[tuple[dict[str, Any], Objective, dict[str, Any] | None]] = [
+LIKE = [
     ({}, preset("grpo", beta=0.01), None),
     ({"ratio_clip_max": 0.28, "ratio_clip_c": 3.0}, preset("grpo", surrogate=Clip(0.2, 0.28, 3.0)), None),
     ({"sequence_level_importance_ratios": True, "loss_type": SimpleNamespace(name="SEQUENCE_LEVEL")}, preset("gspo"), None),
@@ -252,9 +249,7 @@ LIKE: list[tuple[dict[str, Any], Objective, dict[str, Any] | None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "changes, objective, importance", LIKE, ids=[", ".join(changes) or "defaults" for changes, _, _ in LIKE]
-)
+@parametrize("changes, objective, importance", LIKE, ids=[", ".join(changes) or "defaults" for changes, _, _ in LIKE])
 def test_constants_are_taken_over(changes, objective, importance):
     like = nemo_rl.PolicyLoss.like(
         clipped_pg(**changes, force_on_policy_ratio=False, positive_example_nll_weight=0.2), inplace=True
@@ -291,8 +286,8 @@ def test_refused():
     assert nemo_rl.PolicyLoss(weighted, sampling_params=SimpleNamespace(top_k=-1, top_p=1.0)).rules is None
 
 
-@pytest.mark.parametrize("itself", [False, True], ids=["transcription", "itself"])
-@pytest.mark.parametrize("top_k, top_p", [(5, 1.0), (None, 0.7), (9, 0.6), (-1, 0.9)])
+@parametrize("itself", [False, True], ids=["transcription", "itself"])
+@parametrize("top_k, top_p", [(5, 1.0), (None, 0.7), (9, 0.6), (-1, 0.9)])
 def test_what_a_filter_keeps(monkeypatch, top_k, top_p, itself):
     """The ids over which REINFORCE has a gradient, and the targets that are dropped."""
     logits, fields = step()
@@ -315,7 +310,7 @@ def test_what_a_filter_keeps(monkeypatch, top_k, top_p, itself):
 K = 5
 
 
-def distilled(logits: Tensor, data: dict[str, Tensor], kl_type: str, weight: float, outside: bool, tokens: Tensor) -> Tensor:
+def distilled(logits, data, kl_type, weight, outside, tokens):
     """NeMo-RL's lines, in the dtype of the logits; an id counts as often as it is listed."""
     ids, whole = data["teacher_topk_indices"], torch.log_softmax(logits, -1)
     q = torch.log_softmax(data["teacher_topk_logits"].to(logits), -1)[:, :-1]
@@ -331,7 +326,7 @@ def distilled(logits: Tensor, data: dict[str, Tensor], kl_type: str, weight: flo
     return (value * data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum() / (tokens + 1e-8)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "row",
     pairs(kl_type=("forward", "reverse", "mixed"), outside=(False, True), repeated=(False, True), masked=(False, True)),
     ids=label,

@@ -4,9 +4,7 @@ through the functions that are bound, in value and gradient against float64."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +13,15 @@ from grpo_kernels import TokenSets
 from grpo_kernels.integrations import miles, prime_rl, skyrl, slime
 from support.trainers import H, V, assert_same, log_softmax_of, stand_in, value_and_gradient
 
-Tensor = torch.Tensor
+parametrize = pytest.mark.parametrize
+
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
 G = torch.Generator().manual_seed(3)
 
 
-def over(logits: Tensor, ids: Tensor, sets: list[list[int]], target: bool = False) -> tuple[Tensor, Tensor]:
+def over(logits, ids, sets, target=False):
     """Log-probs over each set (with `target` among it), over all where there is none; entropies over all. In float64."""
     rows = logits.double()
     kept = [({*s, int(t)} if target else s) or [*range(V)] for s, t in zip(sets, ids.tolist(), strict=True)]
@@ -30,10 +29,10 @@ def over(logits: Tensor, ids: Tensor, sets: list[list[int]], target: bool = Fals
     return logps, log_softmax_of(rows, ids)[1]
 
 
-def assert_scored(score: Callable[[Tensor], Any], exact: Callable[[Tensor], Any], leaf: Tensor) -> None:
+def assert_scored(score, exact, leaf):
     """The weighted sum of log-probs and entropies (None: not asked for)."""
 
-    def total(found: Any) -> Tensor:
+    def total(found):
         up = torch.linspace(-1, 2, found[0].numel(), dtype=found[0].dtype).view(found[0].shape)
         return (found[0] * up).sum() + sum(0.3 * (x * up).sum() for x in found[1:2] if x is not None)
 
@@ -57,14 +56,14 @@ RESPONSE_ROWS = torch.tensor(
 RESPONSE_IDS = torch.cat([text[-k:] for text, k in zip(TEXTS, RESPONSES, strict=True)])
 
 
-def slime_record() -> tuple[list[Tensor], list[Tensor]]:
+def slime_record():
     ids = [torch.tensor([i for row in rows for i in row], dtype=torch.int32) for rows in RECORDS]
     return ids, [
         torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32) for rows in RECORDS
     ]
 
 
-def through_the_record(logits: Tensor, with_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
+def through_the_record(logits, with_entropy=True):
     """As slime's `get_log_probs_and_entropy` goes about it; the entropy of a tool's tokens counts nothing here."""
     home = sys.modules["slime.backends.megatron_utils.loss"]
     keep = home._build_topp_keep_mask(len(logits), V, logits.device, *slime_record(), TOTALS, RESPONSES, False)
@@ -77,7 +76,7 @@ def through_the_record(logits: Tensor, with_entropy: bool = True) -> tuple[Tenso
 
 @pytest.fixture
 def slime_home():
-    def shifted(T: int, device: Any, tokens: list[Tensor], totals: Any, responses: Any, cp: bool) -> Tensor:
+    def shifted(T, device, tokens, totals, responses, cp):
         return torch.cat([torch.cat([x[1:], x.new_zeros(1)]) for x in tokens])
 
     theirs = stand_in("slime.utils.ppo_utils", calculate_log_probs_and_entropy=lambda *_: None).calculate_log_probs_and_entropy
@@ -92,7 +91,7 @@ def slime_home():
 def test_slime(slime_home):
     logits = torch.randn(sum(TOTALS), V, generator=torch.Generator().manual_seed(4))
 
-    def exact(x: Tensor) -> tuple[Tensor, Tensor]:
+    def exact(x):
         logps, entropy = over(x[RESPONSE_ROWS], RESPONSE_IDS, FLAT, target=True)
         return torch.where(OWN, logps, 0.0), entropy * OWN
 
@@ -107,7 +106,7 @@ def test_slime(slime_home):
         assert (entropy[[1, 2]] == 0).all() and 0 < entropy[0] < torch.tensor(3.0).log() + 1e-6
 
 
-@pytest.mark.parametrize("record, message", [
+@parametrize("record, message", [
     (([[3], [4]], [[0, 1], [0, 1]]), r"rollout_top_p_token_ids\[1\] has sets for 1 tokens, but the response has 2"),
     (([[3, 3]], [[0, 2]]), r"rollout_top_p_token_ids\[0\]: .*twice in row 0"),
 ])  # fmt: skip
@@ -127,27 +126,27 @@ SETS = [[3, 1, 14], [9], [8, 0], [22, 2, 6, 4, 21], [5], [10, 7]]
 class Record:
     """As miles' `RolloutSamplingMask`."""
 
-    def __init__(self, sets: list[list[int]], partial: bool = False) -> None:
+    def __init__(self, sets, partial=False):
         self.ids, self.allows_empty_rows = torch.tensor([i for row in sets for i in row], dtype=torch.int32), partial
         self.offsets = torch.tensor([0, *(len(row) for row in sets)]).cumsum(0)
         self.tokens = len(sets)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.tokens
 
 
 class Later(Record):
     """As its later versions, whose tensors are private."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._parts = vars(self).pop("ids"), vars(self).pop("offsets")
 
-    def _as_tensors(self) -> tuple[Tensor, Tensor]:
+    def _as_tensors(self):
         return self._parts
 
 
-def arguments(**changes: Any) -> SimpleNamespace:
+def arguments(**changes):
     return SimpleNamespace(**{"rollout_top_p": 0.9, "rollout_top_k": -1, "use_kl_loss": False, "kl_coef": 0.0} | changes)
 
 
@@ -164,7 +163,7 @@ def miles_homes(request):
     )
 
 
-def miles_scores(homes: Any, logits: Tensor, record: Any, order: Any = range(6), **options: Any) -> tuple[Tensor, Tensor]:
+def miles_scores(homes, logits, record, order=range(6), **options):
     """As miles computes them, with the rows in the order of context parallelism."""
     masks, maths = homes
     mask = masks.build_local_sampling_mask(logits[[*order]], record, order, tp_rank=0)
@@ -175,7 +174,7 @@ def miles_scores(homes: Any, logits: Tensor, record: Any, order: Any = range(6),
     return logps[back, 0], entropy[back]
 
 
-@pytest.mark.parametrize("kind", [Record, Later])
+@parametrize("kind", [Record, Later])
 def test_miles(miles_homes, kind):
     logits = 2 * torch.randn(6, V, generator=torch.Generator().manual_seed(1))
     with miles.bind(arguments(), strict=True) as slots:
@@ -212,7 +211,7 @@ def test_miles_without_replay(miles_homes):
         assert maths.calculate_log_probs_and_entropy(torch.zeros(6, V), TOKENS, None, true_on_policy=True) == "theirs"
 
 
-@pytest.mark.parametrize("change", [{"use_kl_loss": True}, {"kl_coef": 0.1}, {"use_opd": True}])
+@parametrize("change", [{"use_kl_loss": True}, {"kl_coef": 0.1}, {"use_opd": True}])
 def test_miles_refuses_replay_with_another_network(miles_homes, change):
     with pytest.raises(ValueError, match=f"{next(iter(change))}=.* with replay"):
         miles.bind(arguments(**change))
@@ -222,7 +221,7 @@ def test_miles_refuses_replay_with_another_network(miles_homes, change):
     miles.bind(arguments(**change, rollout_top_p=1.0)).undo()
 
 
-@pytest.mark.parametrize("theirs", [
+@parametrize("theirs", [
     lambda logits, sampling_mask_ids, sampling_mask_offsets, response_indices, *, response_length, tp_rank: None,
     lambda sampling_mask, logits, response_indices, *, tp_rank: None, lambda logits, sampling_mask, response_indices, more, *, tp_rank: None,
 ], ids=("ids and offsets", "another order", "one more"))  # fmt: skip
@@ -267,7 +266,7 @@ SUPPORT[1, :, 1:], SUPPORT[:, 2] = -1, -1
 HAS = (SUPPORT >= 0).any(-1)
 
 
-def supported(logits: Tensor, sets: Tensor = SUPPORT) -> tuple[Tensor, Tensor]:
+def supported(logits, sets=SUPPORT):
     """Log-prob and entropy over the set; 0 where there is none."""
     kept = [[i for i in row if i >= 0] for row in sets.flatten(0, 1).tolist()]
     rows = [row[s or [0]].log_softmax(0) for row, s in zip(logits.double().flatten(0, 1), kept, strict=True)]
@@ -281,8 +280,8 @@ def skyrl_replay():
     return f"{SKYRL}.sample_support_replay"
 
 
-@pytest.mark.parametrize("leaf", ["logits", "hidden", "weight"])
-@pytest.mark.parametrize("gradient", [None, False, True], ids=("older", "newer", "newer, entropy with a gradient"))
+@parametrize("leaf", ["logits", "hidden", "weight"])
+@parametrize("gradient", [None, False, True], ids=("older", "newer", "newer, entropy with a gradient"))
 def test_skyrl(skyrl_replay, leaf, gradient):
     """By the function of older versions, and by that of newer ones, with the entropy of the set."""
     names = (
@@ -293,10 +292,10 @@ def test_skyrl(skyrl_replay, leaf, gradient):
     home = stand_in(skyrl_replay, **names)
     leaves = {"logits": HIDDEN @ WEIGHT.T, "hidden": HIDDEN, "weight": WEIGHT}
 
-    def source(x: Tensor) -> tuple[Tensor, Any]:
+    def source(x):
         return {"logits": (x, None), "hidden": (x, WEIGHT.to(x)), "weight": (HIDDEN.to(x), x)}[leaf]
 
-    def ours(x: Tensor) -> Any:
+    def ours(x):
         rows, weight = source(x)
         given = {"lm_head_weight": weight, "temperature": 0.7, "chunk_size": 3, **BOUNDS}
         if gradient is None:
@@ -311,7 +310,7 @@ def test_skyrl(skyrl_replay, leaf, gradient):
         assert torch.equal(valid, HAS) and (logps[~HAS] == 0).all() and (logps[1] == 0).all()
         return logps, entropy
 
-    def exact(x: Tensor) -> Any:
+    def exact(x):
         rows, weight = source(x)
         logps, entropy = supported((rows if weight is None else rows @ weight.T) / 0.7)
         return logps, None if gradient is None else entropy if gradient else entropy.detach()
@@ -331,7 +330,7 @@ def test_skyrls_refusals_and_no_entropy(skyrl_replay):
             home.sample_support_scores(HIDDEN @ WEIGHT.T, SAMPLED, SUPPORT[:, 1:], **BOUNDS)
 
 
-@pytest.mark.parametrize("fault", ["a sampled id outside of its set", "a set that lists an id twice"])
+@parametrize("fault", ["a sampled id outside of its set", "a set that lists an id twice"])
 def test_skyrl_scores_what_is_no_set_itself(skyrl_replay, fault):
     """It adds up the listed ids, each as often as it is listed, and not the sampled id where that is not among them."""
     sets, calls = SUPPORT.clone(), []
@@ -371,7 +370,7 @@ def prime_rl_head():
     return stand_in("prime_rl.trainer.models.layers.lm_head", _SequenceChunkedLogProbEntropyFn=theirs)
 
 
-@pytest.mark.parametrize("more", [(), (False,)], ids=("6 arguments", "7 arguments"))
+@parametrize("more", [(), (False,)], ids=("6 arguments", "7 arguments"))
 def test_prime_rl(prime_rl_head, more):
     sets = [[i for i in row if i >= 0] for row in REPLAYED.tolist()]
     scored = [s if t in s else [] for s, t in zip(sets, LABELS.tolist(), strict=True)]
@@ -411,7 +410,7 @@ def test_prime_rls_choices(prime_rl_head):
 def test_prime_rl_records_go_to_the_rows_that_predict_their_tokens():
     """The bytes that its orchestrator sends, with a count for each token, of two texts."""
 
-    def data(numbers: list[float], dtype: torch.dtype = torch.int32) -> bytes:
+    def data(numbers, dtype=torch.int32):
         return torch.tensor(numbers, dtype=dtype).numpy().tobytes()
 
     ids, cuts = torch.tensor([1, 5, 7, 2, 4]), torch.tensor([0, 3, 5])

@@ -31,6 +31,8 @@ from support.trainers import (
     value_and_gradient,
 )  # fmt: skip
 
+parametrize = pytest.mark.parametrize
+
 Tensor = torch.Tensor
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
@@ -39,7 +41,7 @@ OLD, REF, SAMPLER, A = double(DATA.old, DATA.ref, DATA.sampler, DATA.advantages)
 N = MASK.sum(1, keepdim=True)
 
 
-def assert_metrics(got: dict[str, Any], want: dict[str, Any]) -> None:
+def assert_metrics(got, want):
     assert {k: v if v is None else float(v) for k, v in got.items()} == {
         k: v if v is None else pytest.approx(float(v), rel=1e-4, abs=1e-5) for k, v in want.items()
     }
@@ -49,14 +51,14 @@ def assert_metrics(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 #: By the arguments of both versions, of 0.11.0, of 0.11.2.
 VLLM = {"enable_vllm_is_correction": True}
-OPENRLHF: dict[str, dict[str, Any]] = {
+OPENRLHF = {
     "ppo": {}, "dual clip": {"clip_eps_low": 0.1, "clip_eps_high": 0.28, "dual_clip": 1.5}, "sequence mean": {"token_level_loss": False},
     "gspo": {"policy_loss_type": "gspo", "clip_eps_low": 0.15}, "gspo, corrected": {"policy_loss_type": "gspo", **VLLM},
     "tis": {**VLLM, "vllm_is_truncated_threshold": [0.8, 1.2]},
     "icepop": {**VLLM, "vllm_is_truncated_threshold": [0.7, 1.4], "vllm_is_correction_type": "icepop"},
     "seq-mask-tis": {**VLLM, "vllm_is_truncated_threshold": [0.9, 1.1], "vllm_is_correction_type": "seq-mask-tis"},
 }  # fmt: skip
-SINCE: dict[str, dict[str, Any]] = {
+SINCE = {
     f"{level} {mode} {gating}".strip(): {
         "is_correction_level": level, "is_correction_mode": mode, "is_correction_gating": gating, "is_correction_threshold": bounds, **more,
     }
@@ -70,7 +72,7 @@ SINCE: dict[str, dict[str, Any]] = {
 COUNTS = ({}, {"dp_size": 2, "batch_num_tokens": 61.0, "global_batch_size": 17.0})
 
 
-def openrlhf_loss(options: dict[str, Any], logps: Tensor, counts: dict[str, Any]) -> tuple[Any, ...]:
+def openrlhf_loss(options, logps, counts):
     low, high = options.get("clip_eps_low", 0.2), options.get("clip_eps_high", 0.2)
     gspo, since = options.get("policy_loss_type") == "gspo", "is_correction_level" in options
     level, mode, gating = (options.get(f"is_correction_{name}") for name in ("level", "mode", "gating"))
@@ -107,14 +109,14 @@ def openrlhf_loss(options: dict[str, Any], logps: Tensor, counts: dict[str, Any]
 
 
 @pytest.fixture(params=["transcription", "itself"])
-def openrlhfs(request, monkeypatch) -> Any:
+def openrlhfs(request, monkeypatch):
     """Its loss of (options, log-probs, counts)."""
     if request.param == "transcription":
         return openrlhf_loss
     utils = their_file("openrlhf.models.utils", monkeypatch, deepspeed={})
     PolicyLoss = their_file_beside("openrlhf.models.loss", utils).PolicyLoss
 
-    def theirs(options: dict[str, Any], logps: Tensor, counts: dict[str, Any]) -> Any:
+    def theirs(options, logps, counts):
         if ("is_correction_level" in options) != hasattr(PolicyLoss(), "is_correction_level"):
             pytest.skip("this version has other arguments")
         loss = PolicyLoss(**options)
@@ -126,8 +128,8 @@ def openrlhfs(request, monkeypatch) -> Any:
     return theirs
 
 
-@pytest.mark.parametrize("counts", COUNTS, ids=("its own counts", "of a step"))
-@pytest.mark.parametrize("what", [*OPENRLHF, *SINCE])
+@parametrize("counts", COUNTS, ids=("its own counts", "of a step"))
+@parametrize("what", [*OPENRLHF, *SINCE])
 def test_openrlhf(openrlhfs, what, counts):
     options = (OPENRLHF | SINCE)[what]
     ours = openrlhf.PolicyLoss(**options)
@@ -139,7 +141,7 @@ def test_openrlhf(openrlhfs, what, counts):
     assert_metrics(dict(enumerate(mine[0])), dict(enumerate(want[0])))
 
 
-@pytest.mark.parametrize("cases", [OPENRLHF, SINCE], ids=("before", "since"))
+@parametrize("cases", [OPENRLHF, SINCE], ids=("before", "since"))
 def test_openrlhfs_cases_differ(cases):
     losses = [float(openrlhf_loss(options, DATA.logps.double(), {})[0]) for options in cases.values()]
     assert len({round(x, 7) for x in losses}) == len(losses)
@@ -155,7 +157,7 @@ def test_openrlhf_of_nothing_is_0():
             assert float(loss(DATA.logps, DATA.old, DATA.advantages, torch.zeros(B, T), dp_size=2, **{name: none})[0]) == 0
 
 
-@pytest.mark.parametrize("options, message", [
+@parametrize("options, message", [
     ({"policy_loss_type": "x"}, "policy_loss_type='x'"), ({"vllm_is_correction_type": "x"}, "vllm_is_correction_type='x'"),
     ({"dual_clip": 1.1}, r"dual_clip=1\.1: below"), ({"is_correction_level": "x"}, "is_correction_level='x'"),
     ({"is_correction_level": "token", "is_correction_gating": "x"}, "is_correction_gating='x'"),
@@ -180,12 +182,12 @@ def test_a_policy_loss_of_another_openrlhf_is_refused_with_the_reason():
 HOME = "skyrl.backends.skyrl_train.utils"
 
 
-def of_skyrl(preset: str, **changes: Any) -> Objective:
+def of_skyrl(preset, **changes):
     return Objective.preset(preset, numerics="skyrl", beta=0.0, aggregate="token-sum", **changes)
 
 
 #: Its function, our objective, changes of its configuration.
-SKYRL: dict[str, tuple[str, str | Objective, dict[str, Any]]] = {
+SKYRL = {
     "dual_clip": ("ppo_policy_loss", of_skyrl("ppo", surrogate=Clip(0.1, 0.28, 1.6)),
                   {"policy_loss_type": "dual_clip", "eps_clip_low": 0.1, "eps_clip_high": 0.28, "clip_ratio_c": 1.6}),
     "regular": ("ppo_policy_loss", "grpo", {"policy_loss_type": "regular"}),
@@ -195,7 +197,7 @@ SKYRL: dict[str, tuple[str, str | Objective, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def skyrl_config(changes: dict[str, Any], anchor: str = "old") -> SimpleNamespace:
+def skyrl_config(changes, anchor="old"):
     return SimpleNamespace(
         **{"eps_clip_low": 0.2, "eps_clip_high": 0.2, "clip_ratio_c": 3.0, "loss_reduction": "sequence_mean"} | changes,
         sapo=SimpleNamespace(tau_pos=0.9, tau_neg=1.3), off_policy_correction=SimpleNamespace(tis_ratio_type=None),
@@ -204,7 +206,7 @@ def skyrl_config(changes: dict[str, Any], anchor: str = "old") -> SimpleNamespac
     )  # fmt: skip
 
 
-def corrected(loss: Tensor, old: Tensor, rollout: Tensor | None, mask: Tensor, config: Any) -> Any:
+def corrected(loss, old, rollout, mask, config):
     """Stands in for SkyRL's: a weight for each token, and a sequence that is dropped."""
     if rollout is None:
         return loss, mask, {}
@@ -212,7 +214,7 @@ def corrected(loss: Tensor, old: Tensor, rollout: Tensor | None, mask: Tensor, c
     return loss * (old - rollout).exp().clamp(max=1.2), mask * keep, {"tis": 1.0}
 
 
-def skyrl_loss(what: str, x: Tensor, config: Any, rollout: Tensor | None, correct: Any = corrected) -> Any:
+def skyrl_loss(what, x, config, rollout, correct=corrected):
     to_rollout = what in ("dppo", "rollout_is") or (what == "cispo" and config.cispo.cispo_anchor == "rollout")
     d = (x - (rollout if to_rollout and rollout is not None else OLD)).clamp(-20, 20)
     low, high, r, more = config.eps_clip_low, config.eps_clip_high, d.exp(), {}
@@ -246,9 +248,9 @@ def skyrl_loss(what: str, x: Tensor, config: Any, rollout: Tensor | None, correc
     return (loss * mask).sum(), named | metrics
 
 
-@pytest.mark.parametrize("itself", [False, True], ids=["transcription", "itself"])
-@pytest.mark.parametrize("rollout", [None, DATA.sampler], ids=["without a rollout", "rollout"])
-@pytest.mark.parametrize("what", SKYRL)
+@parametrize("itself", [False, True], ids=["transcription", "itself"])
+@parametrize("rollout", [None, DATA.sampler], ids=["without a rollout", "rollout"])
+@parametrize("what", SKYRL)
 def test_skyrl(what, rollout, itself, monkeypatch):
     function, objective, changes = SKYRL[what]
     if what == "rollout_is" and rollout is None:
@@ -263,7 +265,7 @@ def test_skyrl(what, rollout, itself, monkeypatch):
         if not hasattr(ppo, function):  # before 0.3.0 it has no DPPO
             pytest.skip("this version has no such loss")
 
-        def theirs(what: str, x: Tensor, config: Any, rollout: Any) -> Any:
+        def theirs(what, x, config, rollout):
             return getattr(ppo, function)(x, OLD, A, config, MASK.double(), rollout)
 
     stand_in(f"{HOME}.off_policy_correction_utils", apply_off_policy_correction=corrected)
@@ -299,7 +301,7 @@ def test_skyrls_cispo_is_anchored_where_it_is_told():
 
 @pytest.fixture
 def registry():
-    losses: dict[str, Any] = {}
+    losses = {}
     stand_in(f"{HOME}.off_policy_correction_utils", apply_off_policy_correction=lambda loss, old, q, mask, _: (loss, mask, {}))
     stand_in(f"{HOME}.ppo_utils", register_policy_loss=lambda name: lambda f: losses.setdefault(name, f))
     return losses
@@ -317,7 +319,7 @@ def test_skyrls_registry(registry):
             skyrl.policy_loss(bad)
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.02])
+@parametrize("factor", [1.0, 1.02])
 def test_skyrls_own_loss_is_the_witness_of_an_untested_version(registry, factor, monkeypatch):
     """Its masked sum of a clipped surrogate, of advantages that are divided already, before the first loss of any name of ours."""
     from importlib import metadata
@@ -326,7 +328,7 @@ def test_skyrls_own_loss_is_the_witness_of_an_untested_version(registry, factor,
     monkeypatch.delenv("GRPO_KERNELS_ANY_VERSION", raising=False)
     calls = []
 
-    def own(log_probs: Tensor, old: Tensor, advantages: Tensor, config: Any, mask: Any = None, rollout: Any = None) -> Any:
+    def own(log_probs, old, advantages, config, mask=None, rollout=None):
         assert config.policy_loss_type == "regular"
         calls.append(config)
         loss = clipped((log_probs - old).exp(), advantages, config.eps_clip_low, config.eps_clip_high)[0]
@@ -349,7 +351,7 @@ def test_skyrls_own_loss_is_the_witness_of_an_untested_version(registry, factor,
 # ---- slime
 
 LENGTHS = [7, 3, 0, 5, 6]
-SLIME: dict[str, dict[str, Any]] = {
+SLIME = {
     "grpo": {}, "dual clip": {"eps_clip_c": 1.6, "entropy_coef": 0.05}, "gspo": {"advantage_estimator": "gspo", "eps_clip_high": None},
     "cispo": {"advantage_estimator": "cispo"}, "rollout log-probs": {"use_rollout_logprobs": True},
     "k2": {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k2", "entropy_coef": 0.03},
@@ -358,7 +360,7 @@ SLIME: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def slime_args(**changes: Any) -> SimpleNamespace:
+def slime_args(**changes):
     defaults = {
         "advantage_estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None, "entropy_coef": 0.0,
         "use_kl_loss": False, "kl_loss_coef": 0.0, "kl_loss_type": "k1", "use_rollout_logprobs": False,
@@ -367,7 +369,7 @@ def slime_args(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**defaults | changes)
 
 
-def scores_of(logits: Tensor, lengths: list[int]) -> dict[str, list[Tensor]]:
+def scores_of(logits, lengths):
     """Log-probs of token 1 at each response position, and entropies, packed with a prompt of two tokens before each."""
     p, at = torch.log_softmax(logits[0], -1), torch.tensor([0, *lengths]).cumsum(0).tolist()
     rows = [p[at[b] + 2 * b + 1 : at[b] + 2 * b + 1 + n] for b, n in enumerate(lengths)]
@@ -383,7 +385,7 @@ class Slime:
     scored: list[int]  # lengths of what is scored
 
     @classmethod
-    def made(cls) -> Slime:
+    def made(cls):
         logits = torch.randn(1, sum(LENGTHS) + 2 * B, V, generator=torch.Generator().manual_seed(2))
         now, masks = scores_of(logits, LENGTHS)["log_probs"], [row[:n].float() for row, n in zip(MASK, LENGTHS, strict=True)]
         old = [(p + o[:n].abs().clamp(max=0.5) * s).clamp(max=-0.1) for p, o, s, n in zip(
@@ -401,13 +403,13 @@ class Slime:
         return made
 
 
-def sum_of_sample_mean(x: Tensor) -> Tensor:
+def sum_of_sample_mean(x):
     """Samples 0, 1 and 3, 4 are of one rollout each."""
     masks = torch.cat([row[:n] / D for n, D, row in zip(LENGTHS, (9.0, 9.0, 1.0, 11.0, 11.0), MASK, strict=True)])
     return (x * masks).sum()
 
 
-def slime_loss(args: Any, batch: dict[str, Any], logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def slime_loss(args, batch, logits):
     scored = scores_of(logits, LENGTHS)
     old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch["log_probs"]
     L, O, advantages = (torch.cat(x).double() for x in (scored["log_probs"], old, batch["advantages"]))
@@ -427,16 +429,19 @@ def slime_loss(args: Any, batch: dict[str, Any], logits: Tensor) -> tuple[Tensor
         value = value * (L - O).exp() if args.use_unbiased_kl else value
         named["kl_loss"] = sum_of_sample_mean(value.clamp(-10, 10) if args.kl_loss_type == "low_var_kl" else value)
         loss = loss + args.kl_loss_coef * named["kl_loss"]
-    apart = (O - torch.cat(batch["rollout_log_probs"]).double()).abs() * (not args.use_rollout_logprobs)
+    if "rollout_log_probs" in batch:
+        apart = (O - torch.cat(batch["rollout_log_probs"]).double()).abs() * (not args.use_rollout_logprobs)
+        named["train_rollout_logprob_abs_diff"] = sum_of_sample_mean(apart)
     return loss, named | {
         "loss": loss, "pg_clipfrac": sum_of_sample_mean(bound.double()), "ppo_kl": sum_of_sample_mean(kl),
-        "train_rollout_logprob_abs_diff": sum_of_sample_mean(apart),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", SLIME)
+@parametrize("what", SLIME)
 def test_slime(what):
     args, step = slime_args(**SLIME[what]), Slime.made()
+    if what == "gspo":  # a batch without what is not needed
+        del step.batch["rollout_log_probs"], step.batch["ref_log_probs"]
     mine = value_and_gradient(
         lambda x: slime.policy_loss()(args, step.batch, x, sum_of_sample_mean), step.logits, torch.float32
     )
@@ -462,7 +467,7 @@ def test_slimes_kl_of_the_metrics_is_that_of_the_loss():
         slime.policy_loss(Objective())
 
 
-@pytest.mark.parametrize("samples", [0, 1])
+@parametrize("samples", [0, 1])
 def test_slime_without_tokens_has_a_graph_and_all_metrics(samples):
     """A sample of none, and no samples at all, of which slime's reducer makes a plain 0: the same metrics as on other ranks."""
     step = Slime.made()
@@ -477,7 +482,7 @@ def test_slime_without_tokens_has_a_graph_and_all_metrics(samples):
     assert {"kl_loss", "train_rollout_logprob_abs_diff"} <= {*metrics}
 
 
-@pytest.mark.parametrize("change, message", [
+@parametrize("change, message", [
     ({"use_tis": True}, "use_tis=True"), ({"use_opsm": True}, "use_opsm=True"), ({"eps_clip_c": 1.1}, r"eps_clip_c=1\.1"),
     ({"custom_pg_loss_reducer_function_path": "a.b"}, "custom_pg_loss_reducer_function_path='a.b'"),
     ({"use_kl_loss": True, "use_unbiased_kl": True, "kl_loss_type": "low_var_kl"}, "use_unbiased_kl"),
@@ -490,29 +495,29 @@ def test_slime_refuses(change, message):
 
 # ---- prime-rl
 
-PRIME_RL: dict[str, dict[str, Any]] = {
+PRIME_RL = {
     "dppo_tv": {}, "ipo": {}, "cispo": {"changes": {"surrogate": Cispo(1.2)}},
     "grpo": {"changes": {"beta": 0.2, "surrogate": Clip(0.1, 0.3)}},  # whose KL is to the reference
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("name", PRIME_RL)
+@parametrize("weighted", [False, True])
+@parametrize("name", PRIME_RL)
 def test_prime_rl(name, weighted):
     stand_in("prime_rl.trainer.rl.loss", LossOutputs=SimpleNamespace)
     w = 0.5 + torch.rand(B, T) if weighted else torch.ones(B, T)
 
-    def inputs(x: Tensor, b: int) -> SimpleNamespace:
+    def inputs(x, b):
         return SimpleNamespace(
             trainer_logprobs=x[b], inference_logprobs=DATA.sampler[b], ref_logprobs=DATA.ref[b], advantages=DATA.advantages[b],
             loss_mask=MASK[b], loss_weights=w[b] if weighted else None,
         )  # fmt: skip
 
-    def ours(x: Tensor) -> Any:
+    def ours(x):
         outs = [prime_rl.loss(inputs(x, b), objective=name, **PRIME_RL[name]) for b in range(B)]
         return sum(out.loss for out in outs), [out.metrics for out in outs]
 
-    def theirs(x: Tensor) -> Any:
+    def theirs(x):
         d, moved, old = x - SAMPLER, x.detach().exp() - SAMPLER.exp(), REF - x
         keep = {"dppo_tv": torch.where(A > 0, moved <= 0.2, moved >= -0.2), "ipo": moved.abs() <= 0.1}.get(name)
         if keep is not None:

@@ -8,7 +8,6 @@ import inspect
 import math
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -44,6 +43,8 @@ from support.trl_family import (
     without_tokens,
 )  # fmt: skip
 
+parametrize = pytest.mark.parametrize
+
 PROMPT, VOCAB = 3, trl_cases.SIZES["vocab_size"]
 #: Training, accumulation steps, steps per generation, processes.
 COUNTS = {"usual": (True, 2, 4, 2), "alone": (True, 1, 1, 1), "cut short": (True, 3, 6, 1), "evaluation": (False, 3, 6, 4)}
@@ -58,7 +59,7 @@ def trainer(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plain(trainer) -> Data:
+def plain(trainer):
     """Eight sequences of unequal length, one of them fully masked, one with advantage 0; old, reference and sampler away
     from the policy, in steps that differ from sequence to sequence so that mean ratios leave the clip range as well."""
     g = torch.Generator().manual_seed(3)
@@ -84,7 +85,7 @@ def plain(trainer) -> Data:
     return Data(hidden, head, ids, mask, old, ref, advantages, sampler=sampler, more={"prompt": prompt})
 
 
-def with_option(name: str, case: Case, data: Data) -> tuple[Case, Data]:
+def with_option(name, case, data):
     g, shape = torch.Generator().manual_seed(4), data.ids.shape
     if name in ("tool mask", "together"):
         tools = torch.ones(shape, dtype=torch.bool)
@@ -114,14 +115,14 @@ OPTIONS = ("nothing else", "on-policy", "tool mask", "truncated completions", "e
 class Ranks:
     """An accelerator that says there are more processes; only TRL's normaliser asks."""
 
-    def __init__(self, accelerator: Any, num_processes: int) -> None:
+    def __init__(self, accelerator, num_processes):
         self._accelerator, self.num_processes = accelerator, num_processes
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._accelerator, name)
 
 
-def configure(trainer: Any, case: Case, counts: tuple, monkeypatch: Any) -> None:
+def configure(trainer, case, counts, monkeypatch):
     """Sets the attributes that `GRPOTrainer.__init__` would set from its arguments."""
     monkeypatch.setattr(trainer, "accelerator", Ranks(trainer.accelerator, counts[3]))
     on_trainer = {
@@ -140,12 +141,12 @@ def configure(trainer: Any, case: Case, counts: tuple, monkeypatch: Any) -> None
             monkeypatch.setattr(owner, name, value)
 
 
-def items_of(data: Data) -> int:
+def items_of(data):
     """Of a generation batch, of which this is one part."""
     return 11 + 8 * int(data.mask.sum())
 
 
-def inputs_of(case: Case, data: Data) -> dict[str, Any]:
+def inputs_of(case, data):
     prompt = data.more["prompt"]
     inputs = {
         "prompt_ids": prompt, "prompt_mask": (prompt != PAD).long(), "completion_ids": data.ids, "advantages": data.advantages,
@@ -157,19 +158,19 @@ def inputs_of(case: Case, data: Data) -> dict[str, Any]:
 
 
 def trls(
-    trainer: Any,
-    case: Case,
-    data: Data,
-    counts: tuple = COUNTS["usual"],
-    method: Any = None,
-    inputs: Any = None,
-    poison: Any = None,
-) -> Result:
+    trainer,
+    case,
+    data,
+    counts=COUNTS["usual"],
+    method=None,
+    inputs=None,
+    poison=None,
+):
     """What the method of TRL's class gives. Gradients are taken at the last hidden states, below the fused head. `poison`: bool
     [B, prompt + T], the states that are NaN."""
     captured = []
 
-    def keep(module: Any, args: Any, output: Any) -> Any:
+    def keep(module, args, output):
         captured.append(output)
         return output if poison is None else output.masked_fill(poison[..., None], torch.nan)
 
@@ -189,7 +190,7 @@ def trls(
     return Result(loss.detach(), [d_hidden[:, rows], d_head], metrics)
 
 
-def normalizer_of(case: Case, data: Data, counts: tuple = COUNTS["usual"]) -> float:
+def normalizer_of(case, data, counts=COUNTS["usual"]):
     """TRL's denominators as `normalizer=`."""
     training, accumulation, per_generation, processes = counts
     accumulation = accumulation if training else 1
@@ -200,7 +201,7 @@ def normalizer_of(case: Case, data: Data, counts: tuple = COUNTS["usual"]) -> fl
     return 8 * accumulation * (LENGTH if case.loss_type == "dr_grpo" else 1)
 
 
-def mine_and_exact(case: Case, data: Data, counts: tuple = COUNTS["usual"]) -> tuple[Result, Result]:
+def mine_and_exact(case, data, counts=COUNTS["usual"]):
     """`grpo_loss`, and float64."""
     case = replace(case, coef=case.coef / (counts[1] if counts[0] else 1))
     D = normalizer_of(case, data, counts)
@@ -219,7 +220,7 @@ GRID = pairs(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("row", GRID, ids=label)
+@parametrize("row", GRID, ids=label)
 def test_micro_batch(trainer, plain, patched, row):
     """TRL's method and its trainer with our patch: the same loss, gradients and metrics. Float64 and `grpo_loss`: the same loss and
     gradients, and those metrics that have the same meaning."""
@@ -251,7 +252,7 @@ def test_micro_batch(trainer, plain, patched, row):
             assert got == pytest.approx(want.metrics[name], rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@parametrize("loss_type", LOSS_TYPES)
 def test_the_grid_is_not_trivial(plain, loss_type):
     """Each option changes the gradient, clipping acts on a good share of the tokens."""
     base = exact(Case(loss_type), plain)
@@ -265,7 +266,7 @@ def test_the_grid_is_not_trivial(plain, loss_type):
         assert different(exact(Case(loss_type, delta=1.4), plain), base)
 
 
-@pytest.mark.parametrize("loss_type", [*LOSS_TYPES, "gspo"])
+@parametrize("loss_type", [*LOSS_TYPES, "gspo"])
 def test_presets_have_trls_defaults(trainer, plain, loss_type):
     """Nothing passed but beta, whose KL TRL corrects by default, and an entropy bonus. CISPO's cap is apart, see below."""
     args, level = trainer.args, "sequence" if loss_type in ("luspo", "gspo") else "token"  # the one that TRL advises
@@ -278,7 +279,7 @@ def test_presets_have_trls_defaults(trainer, plain, loss_type):
     assert_same(ours(case, plain, grpo_loss, objective, normalizer_of(case, plain)), trls(trainer, case, plain), loss_type)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@parametrize("loss_type", LOSS_TYPES)
 def test_nothing_to_train_on(trainer, plain, patched, loss_type):
     """A micro-batch of masked completions is a differentiable 0: a rank without a graph would leave the others waiting."""
     data = without_tokens(plain)
@@ -292,13 +293,13 @@ def test_nothing_to_train_on(trainer, plain, patched, loss_type):
             assert got.loss == 0 and not any(x.any() for x in got.gradients), changes
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@parametrize("loss_type", LOSS_TYPES)
 def test_micro_batches_of_trl_are_one_batch_of_ours(trainer, plain, loss_type, monkeypatch):
     """TRL accumulates two halves; ours sees both at once and needs no normalizer. Not so for bnpo, whose mean is that of
     a micro-batch: there ours is the mean of the two."""
     case, tokens = Case(loss_type, beta=0.3), int(plain.mask.sum())
 
-    def half(rows: slice) -> Data:
+    def half(rows):
         fields = {name: x[rows] for name, x in vars(plain).items() if isinstance(x, torch.Tensor) and name != "head"}
         return replace(plain, **fields, more={"prompt": plain.more["prompt"][rows]})
 
@@ -316,7 +317,7 @@ def test_these_are_all_loss_types_of_trl():
     assert len(conditions) > 8 and {*re.findall(r'"(\w+)"', " ".join(conditions))} == {*LOSS_TYPES}
 
 
-@pytest.mark.parametrize("name, value", [("loss_type", "ppo2"), ("importance_sampling_level", "group")])
+@parametrize("name, value", [("loss_type", "ppo2"), ("importance_sampling_level", "group")])
 def test_an_unknown_option_is_trls_error(trainer, plain, patched, name, value):
     """Which a patch that is not strict leaves to TRL, with a warning."""
     patched.strict = False
@@ -415,8 +416,8 @@ ARITHMETIC = {
 }
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("what", ARITHMETIC)
+@parametrize("loss_type", LOSS_TYPES)
+@parametrize("what", ARITHMETIC)
 def test_strict_compares_with_trls_arithmetic(trainer, plain, monkeypatch, what, loss_type):
     """After a change in TRL, at the first step: of a factor too, on-policy with advantages that add up to 0, where the loss is 0
     whatever it is divided by."""
@@ -441,7 +442,7 @@ def test_strict_compares_small_bonuses_and_lets_no_nan_pass(trainer, plain, patc
     TRL's loss."""
     theirs = patched._theirs
 
-    def doubled(*args: Any) -> Any:
+    def doubled(*args):
         monkeypatch.setattr(trainer, "entropy_coef", 2 * trainer.entropy_coef)
         return theirs(*args)
 
@@ -507,14 +508,14 @@ ROLLOUTS = {
 }
 
 
-@pytest.mark.parametrize("mode, mask_truncated", [(mode, i % 2 == 1) for i, mode in enumerate(ROLLOUTS)])
+@parametrize("mode, mask_truncated", [(mode, i % 2 == 1) for i, mode in enumerate(ROLLOUTS)])
 def test_from_rollout_to_parameters(trainer, request, mode, mask_truncated):
     """Nothing of TRL is replaced but the sampler, by its own hook for that: rewards, advantages, old and reference log-probs,
     sampler weights, masks and denominator are its own. Ours makes them from the same rollout."""
     (case, bounds), g = ROLLOUTS[mode], torch.Generator().manual_seed(6)
     level, kind = mode.strip().split("_")
 
-    def tokens(*lengths: int) -> list[list[int]]:
+    def tokens(*lengths):
         return [torch.randint(2, VOCAB, (n,), generator=g).tolist() for n in lengths]
 
     prompts, completions = tokens(3, 2, 3, 1, 3, 3, 2, 3), tokens(12, 4, 7, 12, 2, 6, 8, 5)
@@ -523,7 +524,7 @@ def test_from_rollout_to_parameters(trainer, request, mode, mask_truncated):
     tools = [[int(i % 3 > 0 or not 1 < t < 4) for t in range(len(c))] for i, c in enumerate(completions)]
     rewards = [1.0, 0.2, 0.0, 0.5, 0.3, math.nan, 0.9, 0.1]
 
-    def padded(rows: list[list[int]], fill: int) -> torch.Tensor:
+    def padded(rows, fill):
         return torch.tensor([row + [fill] * (LENGTH - len(row)) for row in rows])
 
     ids, prompt = padded(completions, PAD), torch.tensor([[PAD] * (PROMPT - len(row)) + row for row in prompts])
@@ -539,7 +540,7 @@ def test_from_rollout_to_parameters(trainer, request, mode, mask_truncated):
         for p in frozen.parameters():
             p += 0.05 * torch.randn(p.shape, generator=g)
 
-    def scored(model: Any, **options: Any) -> Any:
+    def scored(model, **options):
         attention = torch.cat([prompt != PAD, completion.bool()], 1).long()
         states = model.model(input_ids=torch.cat([prompt, ids], 1), attention_mask=attention).last_hidden_state
         return states[:, PROMPT - 1 : -1], model.lm_head.weight
@@ -596,13 +597,13 @@ def test_from_rollout_to_parameters(trainer, request, mode, mask_truncated):
 # ---- TRL's other trainers of the family
 
 
-def assert_whole_sequences(theirs: Result, mine: Result, empty: float) -> None:
+def assert_whole_sequences(theirs, mine, empty):
     """TRL's defect, in value only: a fully masked sequence, whose ratio is 1, adds `empty`. Ours is without it."""
     assert abs(empty) > 1e-2
     assert_same(mine, replace(theirs, loss=theirs.loss - empty), "ours")
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3])
+@parametrize("beta", [0.0, 0.3])
 def test_gmpo(trainer, plain, beta):
     """Geometric means, clipped per token in log space. (TRL's `top_entropy_quantile` narrows the mean itself; ours, a filter,
     takes tokens out of the loss. That combination is not compared.)"""

@@ -9,10 +9,8 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,12 +25,11 @@ from support import trl_cases
 from support.gradients import gradients
 from support.processes import finish, start_ranks
 
-Tensor = torch.Tensor
 
 RANKS, SEQUENCES = 2, 8
 
 #: One optimiser step in two micro-batches a rank; the entropies of a quantile are those of a micro-batch, so it has one.
-STEPS: dict[str, dict[str, Any]] = {
+STEPS = {
     "dapo": {"loss_type": "dapo", "beta": 0.1, "entropy_coef": 0.0},
     "grpo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     "vespo": {"loss_type": "vespo"},
@@ -44,7 +41,7 @@ RUN = {"num_iterations": 2, "gradient_accumulation_steps": 2, "beta": 0.1, "epsi
 RUNS = {"plain": {}, "quantile and bonus": {"top_entropy_quantile": 0.3, "entropy_coef": 0.05}}
 
 
-def step_inputs() -> dict[str, Tensor]:
+def step_inputs():
     """Eight sequences of unequal length. The second micro-batch of rank 0 is the longest, the first of rank 1 fully masked."""
     g = torch.Generator().manual_seed(2)
     ids = torch.randint(2, 40, (SEQUENCES, trl_cases.LENGTH), generator=g)
@@ -57,7 +54,7 @@ def step_inputs() -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def step_trainer(folder: Path, name: str, options: dict[str, Any], accumulation: int) -> Any:
+def step_trainer(folder, name, options, accumulation):
     settings = {key: value for key, value in options.items() if key != "accumulation"}
     steps = {"gradient_accumulation_steps": accumulation, "steps_per_generation": accumulation}
     trainer = trl_cases.make_trainer(str(folder / name), folder / "out", **steps, **settings)
@@ -66,7 +63,7 @@ def step_trainer(folder: Path, name: str, options: dict[str, Any], accumulation:
     return trainer
 
 
-def accumulate(trainer: Any, model: Any, rank: int, ranks: int, sync: Callable[[bool], Any]) -> float:
+def accumulate(trainer, model, rank, ranks, sync):
     """The sum of this rank's losses, after their backwards."""
     accumulation, inputs, total = trainer.current_gradient_accumulation_steps, step_inputs(), 0.0
     rows = SEQUENCES // ranks // accumulation
@@ -83,7 +80,7 @@ def accumulate(trainer: Any, model: Any, rank: int, ranks: int, sync: Callable[[
 # ---- in the two processes
 
 
-def wrapped(model: Any, layout: str) -> tuple[Any, Callable[[bool], Any]]:
+def wrapped(model, layout):
     """The model of a layout, and what switches its reduction of gradients on for the last micro-batch."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -98,20 +95,20 @@ def wrapped(model: Any, layout: str) -> tuple[Any, Callable[[bool], Any]]:
     for part in [*parts, *([model.lm_head] if layout == "head alone" else []), model]:
         fully_shard(part, mesh=mesh)
 
-    def sync(last: bool) -> Any:
+    def sync(last):
         model.set_requires_gradient_sync(last)
         return nullcontext()
 
     return model, sync
 
 
-def off(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+def off(got, want):
     """The largest error of each gradient, relative to its largest element."""
     assert got.keys() == want.keys()
     return {name: float((got[name] - want[name]).abs().max() / want[name].abs().max()) for name in want}
 
 
-def steps(folder: Path, rank: int, results: dict[str, Any]) -> None:
+def steps(folder, rank, results):
     for name, layout in CASES:
         options, model_name = STEPS[name], "tied" if layout == "tied" else "untied"
         want = torch.load(folder / f"{name} {model_name}.pt")
@@ -129,7 +126,7 @@ def steps(folder: Path, rank: int, results: dict[str, Any]) -> None:
         }  # fmt: skip
 
 
-def slot(folder: Path, rank: int, results: dict[str, Any]) -> None:
+def slot(folder, rank, results):
     """TRL's own loss with a head that is wrapped alone: with TRL's fused head, and with ours in its slot."""
     want = torch.load(folder / "dapo untied.pt")["gradients"]
     for name, context in (("TRL's", nullcontext), ("ours", lambda: fused_lm_head(strict=True))):
@@ -140,7 +137,7 @@ def slot(folder: Path, rank: int, results: dict[str, Any]) -> None:
         results[f"slot, {name}"] = off(gradients(model), want)
 
 
-def scores(folder: Path, rank: int, results: dict[str, Any]) -> None:
+def scores(folder, rank, results):
     """Log-probs without gradients from a sharded head."""
     trainer, inputs = step_trainer(folder, "untied", {}, 1), step_inputs()
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)[rank * 4 : rank * 4 + 4]
@@ -151,7 +148,7 @@ def scores(folder: Path, rank: int, results: dict[str, Any]) -> None:
     results["scored"] = [float((got - want).abs().max()), fused.counts["scored"]]
 
 
-def runs(folder: Path, rank: int, results: dict[str, Any]) -> None:
+def runs(folder, rank, results):
     """Whole runs under accelerate's DDP; each rank samples answers to prompts of its own."""
     for name, options in RUNS.items():
         histories, weights = [], []
@@ -166,7 +163,7 @@ def runs(folder: Path, rank: int, results: dict[str, Any]) -> None:
         }  # fmt: skip
 
 
-def main(rank: int, path: str) -> None:
+def main(rank, path):
     os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "TOKENIZERS_PARALLELISM": "false"}
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # accelerate asks for it, and then takes the group that is there
     torch.set_num_threads(1)
@@ -183,7 +180,7 @@ def main(rank: int, path: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> list[dict[str, Any]]:
+def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     for name, tied in (("tied", True), ("untied", False)):
         trl_cases.save_model(folder / name, tie_word_embeddings=tied)

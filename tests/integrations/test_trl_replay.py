@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,16 +16,15 @@ from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch
 from support import oracle, trl_cases
 from support.trl_cases import EOS, PAD
 
-Tensor = torch.Tensor
 
 TOP_K, TEMPERATURE = 4, 0.9
 PROMPTS = [{"prompt": p} for p in trl_cases.PROMPTS for _ in range(4)]
 
 
-def sampled(prompts: list[str], trainer: Any) -> dict[str, Any]:
+def sampled(prompts, trainer):
     """A rollout_func that samples from the TOP_K largest logits of the policy, and records them. Completions of all lengths."""
     ids, g = trainer._tokenizer(prompts)["input_ids"], torch.Generator().manual_seed(7)
-    out: dict[str, Any] = {"prompt_ids": ids, "completion_ids": [], "logprobs": [], "sampling_mask": []}
+    out = {"prompt_ids": ids, "completion_ids": [], "logprobs": [], "sampling_mask": []}
     for row, prompt in enumerate(ids):
         text, logprobs, kept = [*prompt], [], []
         while len(kept) < 2 + row % 5 and text[-1] != EOS:
@@ -42,7 +40,7 @@ def sampled(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
+def path(tmp_path_factory):
     return trl_cases.save_model(tmp_path_factory.mktemp("replay") / "model")
 
 
@@ -52,7 +50,7 @@ def make(path, tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     cls = functools.partial(FusedGRPOTrainer, replay=True, strict=True)
 
-    def made(rollout_func: Any = sampled, beta: float = 0.1, **options: Any) -> Any:
+    def made(rollout_func=sampled, beta=0.1, **options):
         return trl_cases.make_trainer(
             path, tmp_path, cls, steps_per_generation=2, beta=beta, keywords={"rollout_func": rollout_func}, **options
         )
@@ -60,7 +58,7 @@ def make(path, tmp_path, monkeypatch):
     return made
 
 
-def exact(model: Any, inputs: dict[str, Tensor], kept: Tensor | None) -> tuple[Tensor, Tensor]:
+def exact(model, inputs, kept):
     """Logits of the completions, and log-probs in float64, over kept [B, T, K], whose padding is -1."""
     ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
     T = inputs["completion_ids"].shape[1]
@@ -70,7 +68,7 @@ def exact(model: Any, inputs: dict[str, Tensor], kept: Tensor | None) -> tuple[T
     return logits, logps.view(ids.shape[0], T)
 
 
-def sets_of(kept: Tensor, vocab: int) -> Tensor:
+def sets_of(kept, vocab):
     keep = torch.zeros(*kept.shape[:2], vocab + 1, dtype=torch.bool).scatter(2, kept.long() % (vocab + 1), True)[..., :-1]
     return keep | ~keep.any(-1, keepdim=True)
 
@@ -134,10 +132,10 @@ def test_training_runs_and_can_be_undone(make):
 
 
 def test_records_that_do_not_fit(make):
-    def without(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    def without(prompts, trainer):
         return {name: x for name, x in sampled(prompts, trainer).items() if name != "sampling_mask"}
 
-    def shorter(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    def shorter(prompts, trainer):
         found = sampled(prompts, trainer)
         found["sampling_mask"][2].pop()
         return found
@@ -165,7 +163,7 @@ def test_what_vllm_returns_in_this_process(make, monkeypatch):
     monkeypatch.setattr(vllm_generation, "extract_logprobs", lambda outputs: ([], []))
     before = vllm_generation.extract_logprobs
 
-    def generated(*_: Any) -> Any:
+    def generated(*_):
         outputs = [SimpleNamespace(sampling_mask=SimpleNamespace(token_ids=mask)) for mask in masks]
         vllm_generation.extract_logprobs([SimpleNamespace(outputs=outputs[:4]), SimpleNamespace(outputs=outputs[4:])])
         return [[5, 6], [7]] * 4, None

@@ -9,10 +9,10 @@ import gc
 import types
 from contextlib import nullcontext
 from importlib import metadata
-from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 pytest.importorskip("trl", minversion="1.16.0")
 
@@ -29,7 +29,8 @@ from support import trl_cases
 from support.pairs import label, pairs
 from support.trl_cases import assert_same_history, history
 
-Tensor = torch.Tensor
+parametrize = pytest.mark.parametrize
+
 SLOT, ANY_VERSION = "_ChunkedLogProbFunction", "GRPO_KERNELS_ANY_VERSION"
 
 
@@ -43,7 +44,7 @@ def quick():
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
+def path(tmp_path_factory):
     return trl_cases.save_model(tmp_path_factory.mktemp("models") / "qwen2")
 
 
@@ -55,7 +56,7 @@ def make(path, tmp_path):
 
 @pytest.fixture
 def train(make):
-    def trained(cls: Any = GRPOTrainer, evaluate: bool = False, **options: Any) -> Any:
+    def trained(cls=GRPOTrainer, evaluate=False, **options):
         made = make(cls, **options)
         made.train()
         if evaluate:
@@ -69,7 +70,7 @@ def train(make):
 def compare(train):
     """The trainer of TRL and ours over the same steps: losses, gradient norms and all metrics. (TRL's, ours)"""
 
-    def compared(micro_batches: int | None = None, **options: Any) -> tuple[Any, Any]:
+    def compared(micro_batches=None, **options):
         options = {"steps": 4, "num_iterations": 2, "epsilon": 0.1, **options}
         keywords = options.pop("keywords", {})
         theirs = train(keywords=keywords, **options)
@@ -88,7 +89,7 @@ def compare(train):
 
 KL, TWO = {"beta": 0.1}, {"gradient_accumulation_steps": 2}
 CHECKPOINTED = {"gradient_checkpointing": True}
-RUNS: dict[str, dict[str, Any]] = {
+RUNS = {
     "entropy quantile": {**TWO, "top_entropy_quantile": 0.3},
     "truncated completions": {"loss_type": "grpo", **TWO, **KL, "mask_truncated_completions": True, "evaluate": True},
     "entropy bonus": {"loss_type": "bnpo", **TWO, "entropy_coef": 0.05},
@@ -112,7 +113,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
+@parametrize("name", RUNS)
 def test_run(compare, name):
     _, ours = compare(**RUNS[name])
     logged, scored = history(ours)[:-1], ours.fused_loss.counts["scored"]
@@ -126,7 +127,7 @@ def test_run(compare, name):
 
 
 #: Kind of the model, fields of its config, options of the run.
-MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+MODELS = {
     "untied, with a bias": ("Phi", {"tie_word_embeddings": False, "num_key_value_heads": 2}, {}),
     "softcap": ("Gemma2", {"final_logit_softcapping": 2.0, "head_dim": 16}, {}),
     "scaled logits": ("Granite", {"logits_scaling": 4.0}, {}),
@@ -137,7 +138,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
+@parametrize("name", MODELS)
 def test_model(compare, train, tmp_path, name):
     """Of a mixture of experts the load-balancing loss is added with its gradient, as TRL does."""
     kind, changes, options = MODELS[name]
@@ -150,7 +151,7 @@ def test_model(compare, train, tmp_path, name):
         assert abs(history(without)[0]["grad_norm"] - history(ours)[0]["grad_norm"]) > 1e-3
 
 
-@pytest.mark.parametrize("trained_head", [False, True])
+@parametrize("trained_head", [False, True])
 def test_lora(compare, path, tmp_path, trained_head):
     """Adapters in the body, where the reference is the model without them; and a copy of the head that is trained whole."""
     peft = pytest.importorskip("peft")
@@ -162,13 +163,13 @@ def test_lora(compare, path, tmp_path, trained_head):
     assert weight.requires_grad == trained_head and history(ours)[-2]["kl"] > 1e-4
 
 
-@pytest.mark.parametrize("row", pairs(loss_type=("dapo", "cispo"), easy=(4, 1)), ids=label)
+@parametrize("row", pairs(loss_type=("dapo", "cispo"), easy=(4, 1)), ids=label)
 def test_skipped_tokens_leave_trls_metrics_as_they_are(train, monkeypatch, row):
     """Micro-batches in which no answer has an advantage, as of prompts that are too easy (all, or one of four): entropy and clip
     ratios are logged as TRL does. And those in which some have: all but the entropy is TRL's."""
     reward = trl_cases.reward
 
-    def some_equal(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    def some_equal(prompts, completions, **_):
         given = zip(prompts, reward(completions), strict=True)
         return [1.0 if trl_cases.PROMPTS.index(prompt) < row["easy"] else score for prompt, score in given]
 
@@ -229,35 +230,35 @@ def test_images(make, monkeypatch):
         loss.backward()
         results.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     assert fused.counts == {"fused": 1} and model.model.vision_tower.embeddings.patch_embedding.weight.grad.abs().sum() > 0
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+    assert_close(*results, rtol=1e-4, atol=1e-6)
 
 
 # ---- what is refused
 
 
-def adapted(model: Any) -> None:
+def adapted(model):
     peft = pytest.importorskip("peft")
     peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["lm_head"]), model)
 
 
 class Scaled(torch.nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 2 * super().forward(x)
 
 
-def rebound(model: Any) -> None:
+def rebound(model):
     model.lm_head.forward = Scaled(4, 4).forward
 
 
-def quantised(model: Any) -> None:
+def quantised(model):
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(torch.int8), requires_grad=False)
 
 
-def replaced(model: Any, by: Any) -> None:
+def replaced(model, by):
     model.lm_head = by
 
 
-def unfused(model: Any) -> None:
+def unfused(model):
     model.forward = types.MethodType(type(model).forward, model)  # as another package's patch has it
 
 
@@ -274,7 +275,7 @@ HEADS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HEADS)
+@parametrize("name", HEADS)
 def test_refused_head(make, name):
     """By looking at the module when the trainer is patched, and again at each call."""
     change, error, message = HEADS[name]
@@ -376,11 +377,11 @@ def test_scored_log_probs(make):
             fused = patch(trainer)
             got = model(**calls)
         for name in ("log_probs", "label_mask", "loss", "entropy"):
-            torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-6)
+            assert_close(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-6)
         assert (got.entropy is not None) == entropy and fused.counts == {"scored": 1}
         model(**calls)  # with gradients
         with torch.no_grad():
-            torch.testing.assert_close(model(**calls, num_items_in_batch=11).loss, want.loss * want.label_mask.sum() / 11)
+            assert_close(model(**calls, num_items_in_batch=11).loss, want.loss * want.label_mask.sum() / 11)
             model(**{**calls, "labels": None, "shift_labels": labels})
         assert fused.counts == {"scored": 2}
         fused.undo()
@@ -422,7 +423,7 @@ def test_the_first_step_of_an_untested_version_is_compared(make, train, untested
     assert_same_history(history(one), history(want), 2e-4)
 
 
-@pytest.mark.parametrize("options, variable", [({"any_version": True}, "0"), ({}, "1")])
+@parametrize("options, variable", [({"any_version": True}, "0"), ({}, "1")])
 def test_any_version_goes_on_without_a_comparison(make, untested, monkeypatch, recwarn, options, variable):
     monkeypatch.setenv(ANY_VERSION, variable)
     one = make(steps=1)
@@ -431,25 +432,25 @@ def test_any_version_goes_on_without_a_comparison(make, untested, monkeypatch, r
     assert one.fused_loss.counts["fused"] == 1 and not [w for w in recwarn if "They agree" in str(w.message)]
 
 
-def other_head(change: Any) -> Any:
+def other_head(change):
     own = getattr(utils, SLOT)
 
     class Head(own):
         @staticmethod
         @functools.wraps(own.forward)
-        def forward(ctx: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def forward(ctx, hidden, *args, **kwargs):
             return own.forward(ctx, change * hidden, *args, **kwargs)
 
     return Head
 
 
-@pytest.mark.parametrize("what, message", [
+@parametrize("what, message", [
     ("loss", "the fused loss is"), ("slopes", "the gradient of the fused loss"), ("log-probs", "log-probs and entropies"),
 ])  # fmt: skip
 def test_other_arithmetic_of_an_untested_version_is_refused(make, untested, monkeypatch, what, message):
     theirs = GRPOTrainer._compute_loss
 
-    def changed(own: Any, model: Any, inputs: Any) -> Tensor:
+    def changed(own, model, inputs):
         loss = theirs(own, model, inputs)
         return loss + 0.01 if what == "loss" else loss + 0.02 * (loss - loss.detach()) if what == "slopes" else loss
 
@@ -465,7 +466,7 @@ def test_other_arithmetic_of_an_untested_version_is_refused(make, untested, monk
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, one.model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("change", [1.0, 1.01])
+@parametrize("change", [1.0, 1.01])
 def test_the_fused_head_of_an_untested_version_is_compared(make, untested, monkeypatch, change):
     monkeypatch.setattr(utils, SLOT, other_head(change))
     theirs, one = getattr(utils, SLOT), make(steps=2)
@@ -481,14 +482,12 @@ class Older(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, last_hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0
+        ctx, last_hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0
     ):
         raise NotImplementedError
 
     @staticmethod
-    def apply(
-        hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, temperature: float, _: int, softcap: float, scale: float
-    ):
+    def apply(hidden, weight, bias, targets, temperature, _, softcap, scale):
         logits = scale * (hidden.double() @ weight.double().T + bias.double())
         logps = torch.log_softmax(softcap * torch.tanh(logits / softcap) / temperature, -1)
         return logps.gather(1, targets[:, None])[:, 0].float(), -(logps.exp() * logps).sum(-1).float()
@@ -496,7 +495,7 @@ class Older(torch.autograd.Function):
 
 class Unknown(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, last_hidden, weight, bias, targets, temperature):
+    def forward(ctx, last_hidden, weight, bias, targets, temperature):
         raise NotImplementedError
 
 
@@ -520,13 +519,13 @@ def test_older_versions_name_the_obstacle(make, monkeypatch):
 # ---- the slot of the fused LM head
 
 
-def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def operands(dtype=torch.float32):
     g = torch.Generator().manual_seed(1)
     hidden, weight, bias = (torch.randn(*shape, generator=g) for shape in ((9, 16), (33, 16), (33,)))
     return *(x.to(dtype).requires_grad_() for x in (hidden, weight, bias)), torch.randint(0, 33, (9,), generator=g)
 
 
-def called(function: Any, *more: Any, with_bias: bool = True, dtype: torch.dtype = torch.float32) -> list[Any]:
+def called(function, *more, with_bias=True, dtype=torch.float32):
     """(log-probs, entropy or None, other results, gradients)"""
     hidden, weight, bias, targets = operands(dtype)
     leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
@@ -536,7 +535,7 @@ def called(function: Any, *more: Any, with_bias: bool = True, dtype: torch.dtype
     return [logps, entropy, others, *torch.autograd.grad(loss, leaves)]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "row", pairs(outputs=(("log_probs",), ("log_probs", "entropy")), softcap=(None, 1.5), scale=(1.0, 0.3), with_bias=(True, False)), ids=label
 )  # fmt: skip
 def test_slot_is_trls_function(row):
@@ -544,7 +543,7 @@ def test_slot_is_trls_function(row):
     given = row["softcap"], row["scale"], row["outputs"]
     with fused_lm_head(strict=True) as slot:
         got = called(utils._ChunkedLogProbFunction, *given, with_bias=row["with_bias"])
-    torch.testing.assert_close(got, called(ChunkedLogProbFunction, *given, with_bias=row["with_bias"]), rtol=2e-5, atol=2e-6)
+    assert_close(got, called(ChunkedLogProbFunction, *given, with_bias=row["with_bias"]), rtol=2e-5, atol=2e-6)
     assert slot.counts == {"fused": 1} and getattr(utils, SLOT) is ChunkedLogProbFunction
 
 
@@ -553,7 +552,7 @@ def test_the_slot_of_trl_1_14(monkeypatch, untested):
     monkeypatch.setattr(utils, SLOT, Older)
     with fused_lm_head(strict=True) as slot, pytest.warns(UserWarning, match="They agree"):
         got = called(utils._ChunkedLogProbFunction, 1.5, 0.3)
-    torch.testing.assert_close(got, called(Older, 1.5, 0.3), rtol=1e-5, atol=1e-6)
+    assert_close(got, called(Older, 1.5, 0.3), rtol=1e-5, atol=1e-6)
     assert slot.counts == {"fused": 1} and getattr(utils, SLOT) is Older
 
 
@@ -568,7 +567,7 @@ def test_slot_labels_dtypes_and_no_rows():
         rounded = apply(hidden, weight, None, targets, 1.0, 7)[0]
         d_weight = torch.autograd.grad(rounded.sum(), weight)[0]
     assert rounded.dtype == d_weight.dtype == torch.float32
-    torch.testing.assert_close(rounded, logps, rtol=0, atol=0.1)
+    assert_close(rounded, logps, rtol=0, atol=0.1)
     none = apply(hidden[:0], weight, None, targets[:0], 1.0, 7)[0]
     assert none.shape == (0,) and not torch.autograd.grad(none.sum(), weight)[0].any()
 
@@ -581,11 +580,11 @@ def test_slot_makes_the_statistics_of_sft_and_wpo():
     with fused_lm_head(strict=True) as slot:
         got = utils._ChunkedLogProbFunction.apply(*given)
     want = ChunkedLogProbFunction.apply(*given)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert slot.counts == {"fused": 1} and got[3] is None and got[4][:5].all() and not got[4].all()
     assert not got[2].requires_grad and not got[4].requires_grad
     gradients = [torch.autograd.grad((x[0] + x[1]).sum(), hidden)[0] for x in (got, want)]
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+    assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 LEFT = {
@@ -596,7 +595,7 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("reason", LEFT)
+@parametrize("reason", LEFT)
 def test_slot_hands_over_what_it_does_not_make(reason):
     hidden, weight, bias, targets = operands()
     *tensors, scale, outputs = LEFT[reason](*(x.detach() for x in (hidden, weight, bias)))
@@ -611,7 +610,7 @@ def test_slot_hands_over_what_it_does_not_make(reason):
         utils._ChunkedLogProbFunction.apply(*given)
 
 
-@pytest.mark.parametrize("cls", [GRPOTrainer, GMPOTrainer])
+@parametrize("cls", [GRPOTrainer, GMPOTrainer])
 def test_slot_in_a_run(train, cls):
     """Under TRL's own loss, with all forwards through it; and under another trainer's, GMPO's."""
     options = {"steps": 4, "num_iterations": 2, "epsilon": 0.1, **KL, "loss_type": "grpo", "entropy_coef": 0.05}
@@ -639,7 +638,7 @@ def test_slot_projects_no_padding_on_a_cpu(make, monkeypatch):
         out.log_probs.sum().backward()
         found.append([out.log_probs.detach(), out.entropy.detach(), *(p.grad.clone() for p in model.parameters())])
     assert rows == [4] and torch.equal(found[2][0], found[0][0])  # TRL's own again, row by row as before
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+    assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
 def test_slot_is_taken_once():

@@ -10,10 +10,10 @@ import math
 from dataclasses import replace
 from importlib import metadata
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from grpo_kernels import Objective, TokenBatch, group_advantages, grpo_loss
 from grpo_kernels.formulas.surrogates import Cispo
@@ -24,7 +24,8 @@ from grpo_kernels.rewards.returns import WHITENING, discounted_returns, gae, opt
 from support.pairs import label, pairs
 from support.trainers import Data, clipped, stand_in, value_and_gradient, without_trainers
 
-Tensor = torch.Tensor
+parametrize = pytest.mark.parametrize
+
 
 B, T = 8, 12
 #: These aggregate in their own way, whatever the mode is.
@@ -42,7 +43,7 @@ POLICY_LOSS = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "
 STEP = {"dp_size": 2, "batch_num_tokens": 173, "global_batch_size": 19, "loss_scale_factor": 20}
 
 
-def drawn(far: bool = False) -> Data:
+def drawn(far=False):
     """Sequences of unequal length, one without tokens, one with a hole, one with advantage 0, one with both signs; ratios on
     both sides of the clip range, for tokens and for whole sequences, or beyond verl's clamps."""
     g = torch.Generator().manual_seed(7)
@@ -62,14 +63,14 @@ def drawn(far: bool = False) -> Data:
 
 
 @pytest.fixture
-def data() -> Data:
+def data():
     return drawn()
 
 
 # ---- a transcription of verl's losses, in the dtype of the log-probs
 
 
-def aggregated(loss: Tensor, mask: Tensor, mode: str, info: dict[str, Any]) -> Tensor:
+def aggregated(loss, mask, mode, info):
     dp, sequences = info.get("dp_size", 1), info.get("global_batch_size") or mask.any(1).sum()
     if mode == "token-mean":
         return (loss * mask).sum() / (info.get("batch_num_tokens") or mask.sum()) * dp
@@ -83,7 +84,7 @@ def aggregated(loss: Tensor, mask: Tensor, mode: str, info: dict[str, Any]) -> T
     return rows.sum() / sequences * dp
 
 
-def transcribed(name: str) -> Any:
+def transcribed(name):
     def loss(
         old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, rollout_is_weights=None
     ):
@@ -92,7 +93,7 @@ def transcribed(name: str) -> Any:
         x = torch.where(m, L - old_log_prob, 0.0)
         x = x.clamp(-20, 20) if name in CLAMPED else x
 
-        def mean(v: Tensor) -> Tensor:
+        def mean(v):
             return torch.where(m, v, 0.0).sum() / (m.sum() + 1e-8)
 
         r, p, q = x.exp(), L.detach().exp(), old_log_prob.exp()
@@ -147,7 +148,7 @@ def transcribed(name: str) -> Any:
     return loss
 
 
-def made_config(c: dict[str, float], info: dict[str, Any], **options: Any) -> Any:
+def made_config(c, info, **options):
     numbers, policy = dict(c), {name: c[name] for name in POLICY_LOSS}
     for name in POLICY_LOSS:
         del numbers[name]
@@ -165,13 +166,13 @@ def made_config(c: dict[str, float], info: dict[str, Any], **options: Any) -> An
     )
 
 
-def core() -> Any:
+def core():
     pytest.importorskip("verl", minversion="0.9.0", exc_type=ImportError)
     return importlib.import_module("verl.trainer.ppo.core_algos")
 
 
 @pytest.fixture(params=["transcription", "itself"])
-def theirs(request, monkeypatch) -> Any:
+def theirs(request, monkeypatch):
     """verl's loss of a name. The registry that ours ask has them all."""
     if request.param == "itself":
         yield core().get_policy_loss_fn
@@ -182,7 +183,7 @@ def theirs(request, monkeypatch) -> Any:
         yield transcribed
 
 
-def evaluated(loss: Any, data: Data, mode: str, config: Any, weights: Tensor | None, dtype: torch.dtype) -> Any:
+def evaluated(loss, data, mode, config, weights, dtype):
     fields = {"old_log_prob": data.old, "advantages": data.advantages, "rollout_is_weights": weights}
     fields = {name: x if x is None else x.to(dtype) for name, x in fields.items()}
     return value_and_gradient(
@@ -190,11 +191,11 @@ def evaluated(loss: Any, data: Data, mode: str, config: Any, weights: Tensor | N
     )
 
 
-def assert_same(got: Any, want: Any) -> None:
+def assert_same(got, want):
     ((loss, metrics), slopes), ((their_loss, their_metrics), their_slopes) = got, want
     scale = float(their_slopes.abs().max())
-    torch.testing.assert_close(loss.double(), their_loss.double(), rtol=2e-5, atol=2e-5 * scale)
-    torch.testing.assert_close(slopes, their_slopes, rtol=2e-5, atol=2e-6 * scale)
+    assert_close(loss.double(), their_loss.double(), rtol=2e-5, atol=2e-5 * scale)
+    assert_close(slopes, their_slopes, rtol=2e-5, atol=2e-6 * scale)
     assert scale > 0 and metrics == pytest.approx(their_metrics, rel=1e-5, abs=1e-6)
     assert all(type(x) is float for x in metrics.values())
 
@@ -209,7 +210,7 @@ GRID = pairs(
 )
 
 
-@pytest.mark.parametrize("row", GRID, ids=label)
+@parametrize("row", GRID, ids=label)
 def test_policy_loss(theirs, lots_in_order, row):
     """Value, slopes and metrics of verl's loss of the same name; what is masked may be NaN."""
     name, data = row["name"], drawn(row["far"] is True)
@@ -233,8 +234,8 @@ PRESETS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("info", [{}, STEP], ids=("alone", "step"))
+@parametrize("preset", PRESETS)
+@parametrize("info", [{}, STEP], ids=("alone", "step"))
 def test_presets_have_verls_defaults(theirs, data, lots_in_order, preset, info):
     name, mode = PRESETS[preset]
     config = made_config(CONSTANTS["defaults"] | ({"clip_ratio_high": 0.28} if preset == "dapo" else {}), info)
@@ -244,7 +245,7 @@ def test_presets_have_verls_defaults(theirs, data, lots_in_order, preset, info):
     factor = (
         STEP["global_batch_size"] / 2 / B if preset == "gmpo" and info else 1
     )  # verl's takes no part in a step's denominators
-    torch.testing.assert_close((factor * got.double(), factor * mine), (want, slopes), rtol=2e-5, atol=1e-6)
+    assert_close((factor * got.double(), factor * mine), (want, slopes), rtol=2e-5, atol=1e-6)
 
 
 def test_drawn_tokens_of_clip_cov(theirs, data):
@@ -282,7 +283,7 @@ def test_nothing_to_train(data):
         assert loss == 0 and not slopes.any() and not any(metrics.values())
 
 
-@pytest.mark.parametrize("bad, message", [
+@parametrize("bad, message", [
     (Objective.preset("grpo", beta=0.1), "adds KL and entropy itself"), (Objective.preset("grpo", entropy_coef=0.1), "adds KL and entropy itself"),
     (Objective.preset("grpo", aggregate="group-mean"), "is not told which prompt"), ("nonesuch", "preset='nonesuch': it must be one of"),
 ])  # fmt: skip
@@ -291,7 +292,7 @@ def test_refused_objectives(bad, message):
         ours.policy_loss(bad)
 
 
-@pytest.mark.parametrize("changes, info, mode, message", [
+@parametrize("changes, info, mode, message", [
     (None, {}, "token-mean", "config is None"), ({}, {}, "nonesuch", "loss_agg_mode='nonesuch'"),
     ({}, {"dp_size": 2}, "token-mean", "batch_num_tokens is None, but dp_size=2"), ({"clip_ratio_c": 1.1}, {}, "token-mean", "clip_ratio_c=1.1: below"),
     ({}, {"dp_size": 2}, "seq-mean-token-sum", "global_batch_size is None, but dp_size=2"),
@@ -310,7 +311,7 @@ def test_refused_configurations(data, changes, info, mode, message):
 @pytest.fixture
 def registry(monkeypatch):
     """A stand-in for verl, of a version that was not tested."""
-    losses: dict[str, Any] = {name: transcribed(name) for name in ours.LOSSES if name != "dro"}  # which an older verl has not
+    losses = {name: transcribed(name) for name in ours.LOSSES if name != "dro"}  # which an older verl has not
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(metadata, "version", lambda _: "99.1")
     monkeypatch.delenv("GRPO_KERNELS_ANY_VERSION", raising=False)
@@ -337,7 +338,7 @@ def test_registered_names(registry, data, monkeypatch):
         assert torch.isfinite(loss) and torch.isfinite(slopes).all() and slopes.any(), name
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.02])
+@parametrize("factor", [1.0, 1.02])
 def test_losses_of_an_untested_version_are_compared_with_verls(registry, data, factor):
     own, calls = registry["vanilla"], []
     registry["vanilla"] = lambda *args, **kwargs: (lambda loss, metrics: calls.append(1) or (factor * loss, metrics))(
@@ -362,11 +363,11 @@ def test_losses_of_an_untested_version_are_compared_with_verls(registry, data, f
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("by_sequence", [False, True])
+@parametrize("by_sequence", [False, True])
 def test_gspo_aggregates_as_this_verl_does(registry, by_sequence):
     """Before 0.9.1 its mode has no effect. The step of the config has no part in the question."""
 
-    def gspo(old: Tensor, logps: Tensor, advantages: Tensor, mask: Tensor, mode: str, config: Any) -> Any:
+    def gspo(old, logps, advantages, mask, mode, config):
         assert not config.global_batch_info and config.clip_ratio_low == 0.17
         sums = (advantages * mask).sum(1)
         return -(sums / mask.sum(1) if by_sequence or mode == "seq-mean-token-mean" else sums).mean(), {}
@@ -395,7 +396,7 @@ PENALTIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PENALTIES)
+@parametrize("name", PENALTIES)
 def test_kl_penalty(name):
     """Value and slope of each estimator, on both sides of its clamps, at 0, and at their bounds; verl's own where it is here."""
     d = torch.cat(
@@ -414,22 +415,22 @@ def test_kl_penalty(name):
     batch = TokenBatch(torch.zeros(len(d), dtype=torch.int64), torch.zeros(len(d)), old_logps=logps + 0.1, ref_logps=logps + d)
     objective = Objective.preset("grpo", numerics="verl", beta=0.5, kl=PENALTIES[name], aggregate="token-sum")
     losses, slopes, _ = objective.token_stage(logps, None, objective.token_rows(batch), batch)
-    torch.testing.assert_close((losses.double() / 0.5, slopes.double() / 0.5), want, rtol=1e-5, atol=1e-5)
+    assert_close((losses.double() / 0.5, slopes.double() / 0.5), want, rtol=1e-5, atol=1e-5)
     if importlib.util.find_spec("verl"):
         leaf = logps.clone().requires_grad_()
         theirs = core().kl_penalty(leaf, logps + d, name)
-        torch.testing.assert_close(
+        assert_close(
             (theirs.detach().double(), torch.autograd.grad(theirs.sum(), leaf)[0].double()), want, rtol=1e-5, atol=1e-5
         )
 
 
-def our_weights(batch: TokenBatch, level: str | None, threshold: Any, normalize: bool) -> Tensor | None:
+def our_weights(batch, level, threshold, normalize):
     low, high = (float(x) for x in threshold.split("_")) if isinstance(threshold, str) else (0.0, threshold)
     mode = "mask" if isinstance(threshold, str) else "truncate"
     return None if level is None else importance_weights(batch, level=level, mode=mode, low=low, high=high, normalize=normalize)
 
 
-def our_rejection(batch: TokenBatch, options: str | None, bounds: str | None) -> Tensor:
+def our_rejection(batch, options, bounds):
     kept = batch.mask
     for option, bound in zip((options or "").split(","), (bounds or "").split(","), strict=True):
         if option:
@@ -446,7 +447,7 @@ REJECTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "row",
     pairs(rejection=REJECTIONS, level=("token", "sequence"), threshold=(1.15, "0.8_1.2"), normalize=(False, True)),
     ids=label,
@@ -465,7 +466,7 @@ def test_rollout_correction(data, row):
     mine = our_rejection(batch, row["rejection"], REJECTIONS[row["rejection"]])
     weights = our_weights(batch, row["level"], row["threshold"], row["normalize"])
     assert torch.equal(kept.bool(), mine) and 0 < int(mine.sum()) < int(data.mask.sum()) and (weights[data.mask] != 1).any()
-    torch.testing.assert_close(proto.batch["rollout_is_weights"], weights, rtol=1e-5, atol=1e-6)
+    assert_close(proto.batch["rollout_is_weights"], weights, rtol=1e-5, atol=1e-6)
 
 
 #: Level and threshold of the weights, whether they are normalised, rejection, its bounds; without a level the clipped loss.
@@ -477,7 +478,7 @@ BYPASSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "what, mode",
     [(what, ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")[i % 3]) for i, what in enumerate(BYPASSES)],
 )
@@ -510,10 +511,10 @@ def test_bypass_mode(data, what, mode):
         )
         found.append(evaluated(ours.policy_loss(capped), data, mode, config, None, torch.float32))
     for (value, _), slopes in found:
-        torch.testing.assert_close((value.double(), slopes), (want[0][0], want[1]), rtol=2e-5, atol=1e-6)
+        assert_close((value.double(), slopes), (want[0][0], want[1]), rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("i, name", [*enumerate(ours.LOSSES)])
+@parametrize("i, name", [*enumerate(ours.LOSSES)])
 def test_the_actor_loss_from_logits(data, lots_in_order, i, name):
     """verl's `ppo_loss`, which adds entropy and KL to the tensor that it is given, in place: with its loss, with ours from its
     registry, and as one objective of `grpo_loss`."""
@@ -530,8 +531,8 @@ def test_the_actor_loss_from_logits(data, lots_in_order, i, name):
         "response_mask": data.mask.long(), "old_log_probs": old, "advantages": data.advantages, "ref_log_prob": ref,
     } | ({} if weights is None else {"rollout_is_weights": weights})  # fmt: skip
 
-    def actor(loss_mode: str) -> Any:
-        def loss(x: Tensor) -> Any:
+    def actor(loss_mode):
+        def loss(x):
             log_p = torch.log_softmax(x, -1)
             out = {"log_probs": log_p.gather(2, ids[..., None])[..., 0], "entropy": -(log_p.exp() * log_p).sum(-1)}
             packed = {n: torch.cat([torch.nn.functional.pad(row, (prompt - 1, 1)) for row in v]) for n, v in out.items()}
@@ -573,7 +574,7 @@ def test_the_actor_loss_from_logits(data, lots_in_order, i, name):
         lambda x: grpo_loss(x, batch, objective, normalizer=float(B) if name == "geo_mean" else None).loss, base, torch.float32
     )
     for loss, gradient in ((mine[0][0], mine[1]), (whole[0], whole[1])):
-        torch.testing.assert_close((loss, gradient), (want[0][0], want[1]), rtol=1e-4, atol=1e-5 * float(want[1].abs().max()))
+        assert_close((loss, gradient), (want[0][0], want[1]), rtol=1e-4, atol=1e-5 * float(want[1].abs().max()))
 
 
 def test_the_fused_forward():
@@ -600,10 +601,10 @@ def test_the_fused_forward():
             results.append((*(x.detach().float().view(14) for x in (out.log_probs, out.entropy)), gradient))
     assert slots.counts == {"fused": 1}
     for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=2e-5, atol=1e-5 * float(want.abs().max()))
+        assert_close(got, want, rtol=2e-5, atol=1e-5 * float(want.abs().max()))
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0]])
+@parametrize("order", [[0, 1, 2], [2, 0]])
 def test_sets_from_the_non_tensor_batch(order):
     """They are cut and reordered with the batch, by verl's own DataProto if it is here, and go to the tokens that were sampled."""
     np = pytest.importorskip("numpy")
@@ -636,11 +637,11 @@ REWARDS = torch.tensor([1.0, 0.2, 0.7, -0.4, 0.1, 0.9, 0.5, 0.0, 0.3, 0.8])
 OTHER = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.5, 0.5, 1.0, 0.0])
 
 
-def groups(**changes: Any) -> Tensor:
+def groups(**changes):
     return torch.where(MASK, group_advantages(REWARDS, groups=INDEX, **OPTIONS | changes)[:, None], 0.0)
 
 
-def whitened(x: Tensor, mask: Tensor = MASK) -> Tensor:
+def whitened(x, mask=MASK):
     return whiten(x, mask, **WHITENING["verl"])
 
 
@@ -651,7 +652,7 @@ TWO_REWARDS = {
 UNSCALED = {"norm_adv_by_std_in_grpo": False}
 PAIRED = torch.where(INDEX == 2, 1, INDEX)  # verl refuses a group of one
 #: verl's name -> its options, and our way to write it. A completion alone in its group has its raw reward.
-OUTCOMES: dict[str, tuple[dict[str, Any], Any]] = {
+OUTCOMES = {
     "grpo": ({}, groups), "grpo, not scaled": (UNSCALED, lambda: groups(scale="none")),
     "grpo_vectorized": ({}, groups), "grpo_vectorized, not scaled": (UNSCALED, lambda: groups(scale="none")),
     "rloo": ({}, lambda: groups(baseline="leave-one-out", scale="none")),
@@ -667,7 +668,7 @@ OUTCOMES: dict[str, tuple[dict[str, Any], Any]] = {
 }  # fmt: skip
 
 
-def theirs_of(name: str, rewards: Tensor, mask: Tensor, index: Tensor = INDEX, **options: Any) -> Tensor:
+def theirs_of(name, rewards, mask, index=INDEX, **options):
     """verl's estimator; rewards [B] lie on the last token of a completion, as its reward managers put them."""
     if rewards.dim() == 1:
         rewards = torch.zeros(mask.shape).scatter(1, mask.sum(1, keepdim=True) - 1, rewards[:, None])
@@ -675,11 +676,11 @@ def theirs_of(name: str, rewards: Tensor, mask: Tensor, index: Tensor = INDEX, *
     return estimator(token_level_rewards=rewards, response_mask=mask.float(), index=index.numpy(), **options)[0]
 
 
-@pytest.mark.parametrize("what", OUTCOMES)
+@parametrize("what", OUTCOMES)
 def test_outcome_advantages(what):
     options, mine = OUTCOMES[what]
     want = theirs_of(what, REWARDS, MASK, **options)
-    torch.testing.assert_close(mine(), want, rtol=2e-5, atol=1e-6)
+    assert_close(mine(), want, rtol=2e-5, atol=1e-6)
     assert len(want.unique()) > 3
 
 
@@ -688,7 +689,7 @@ TOKENS = torch.where(HOLED, torch.randn(HOLED.shape, generator=G), 0.0)
 LOGPS = -2 * torch.rand(HOLED.shape, generator=G)
 SQUARES, WEIGHTS = LOGPS.exp() ** 2 + 0.1 * torch.rand(HOLED.shape, generator=G), torch.rand(HOLED.shape, generator=G) + 0.5
 SCORED = {"old_log_probs": LOGPS, "sum_pi_squared": SQUARES}
-RETURNS: dict[str, tuple[Tensor, dict[str, Any], Any]] = {
+RETURNS = {
     **{f"reinforce_plus_plus, {gamma}": (HOLED, {"config": SimpleNamespace(gamma=gamma)}, lambda gamma=gamma: whitened(
         discounted_returns(TOKENS, gamma=gamma, mask=HOLED), HOLED)) for gamma in (1.0, 0.9)},
     **{f"{name}, {w is not None}": (mask, SCORED | {"rollout_is_weights": w}, lambda mask=mask, w=w: optimal_token_advantages(
@@ -697,19 +698,19 @@ RETURNS: dict[str, tuple[Tensor, dict[str, Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", RETURNS)
+@parametrize("what", RETURNS)
 def test_token_advantages(what):
     mask, options, mine = RETURNS[what]
-    torch.testing.assert_close(mine(), theirs_of(what, TOKENS, mask, **options), rtol=1e-5, atol=1e-5)
+    assert_close(mine(), theirs_of(what, TOKENS, mask, **options), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0)])
+@parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0)])
 def test_gae(gamma, lam):
     values = torch.randn(HOLED.shape, generator=torch.Generator().manual_seed(6))
     want = core().compute_gae_advantage_return(TOKENS, values, HOLED.float(), gamma, lam)
     advantages, returns = gae(TOKENS, values, gamma=gamma, lam=lam, mask=HOLED)
     for a, b in zip((whitened(advantages, HOLED), returns), want, strict=True):
-        torch.testing.assert_close(a[HOLED], b[HOLED], rtol=1e-5, atol=1e-5)
+        assert_close(a[HOLED], b[HOLED], rtol=1e-5, atol=1e-5)
 
 
 def test_equal_rewards():

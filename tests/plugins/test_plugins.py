@@ -8,14 +8,13 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import grpo_kernels
 from grpo_kernels.integrations import liger
@@ -28,7 +27,7 @@ ENTRY = metadata.EntryPoint("grpo_kernels", "grpo_kernels.plugins.verl", "verl.p
 
 
 @pytest.fixture(autouse=True)
-def fresh(stand_ins: None, monkeypatch) -> Iterator[None]:
+def fresh(stand_ins, monkeypatch):
     """No plugin has acted in this process, and what these do is undone."""
     monkeypatch.setattr(_once, "DONE", {})
     monkeypatch.delenv("RANK", raising=False)
@@ -41,23 +40,23 @@ def fresh(stand_ins: None, monkeypatch) -> Iterator[None]:
         vars(sys.modules["grpo_kernels.plugins"]).pop(name.rpartition(".")[2], None)
 
 
-def loaded(path: str) -> Any:
+def loaded(path):
     """What slime, miles and prime-rl make of "module.name"."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
-def said(caplog) -> list[str]:
+def said(caplog):
     return [record.getMessage() for record in caplog.records if record.name == _once.LOG.name]
 
 
 @pytest.fixture
-def registry(monkeypatch) -> Iterator[dict[str, Any]]:
+def registry(monkeypatch):
     """What is added to that of a stand-in for verl, which has one loss of its own."""
-    losses: dict[str, Any] = {}
-    every: dict[str, Any] = {"vanilla": len}
+    losses = {}
+    every = {"vanilla": len}
 
-    def register(name: str) -> Callable[[Any], Any]:
+    def register(name):
         return lambda function: losses.setdefault(name, every.setdefault(name, function))
 
     monkeypatch.setattr(metadata, "version", lambda _: "0.9.1")
@@ -100,7 +99,7 @@ def register_policy_loss(name):
 
 
 @pytest.fixture
-def on_disk(registry, tmp_path, monkeypatch) -> Iterator[Path]:
+def on_disk(registry, tmp_path, monkeypatch):
     """The file of verl's registry, of a package that nothing has imported."""
     for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
         del sys.modules[name]
@@ -115,7 +114,7 @@ def on_disk(registry, tmp_path, monkeypatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_import_verl_does_not_wait_for_its_registry(on_disk, times: int):
+def test_import_verl_does_not_wait_for_its_registry(on_disk, times):
     """The registry of a verl on the disk is imported by verl, and has our losses then."""
     on_disk.write_text("FAILS = False" + CORE_ALGOS)
     finders = [*sys.meta_path]
@@ -135,7 +134,7 @@ def test_only_the_first_rank_reports(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("imported", [False, True])
-def test_an_error_that_verl_would_hide_is_logged(on_disk, imported: bool, caplog):
+def test_an_error_that_verl_would_hide_is_logged(on_disk, imported, caplog):
     """verl goes on without our losses."""
     on_disk.write_text("FAILS = True" + CORE_ALGOS)
     if imported:
@@ -151,7 +150,7 @@ def test_an_error_that_verl_would_hide_is_logged(on_disk, imported: bool, caplog
 
 @pytest.mark.slow
 @pytest.mark.parametrize("modules", ["", "grpo_kernels.plugins.verl_head"])
-def test_verls_own_loader(tmp_path, modules: str, monkeypatch):
+def test_verls_own_loader(tmp_path, modules, monkeypatch):
     """`import verl` alone, with the metadata of an installed grpo_kernels on the path."""
     monkeypatch.undo()  # the versions are those that are here
     pytest.importorskip("verl", reason="verl is not installed", exc_type=ImportError)
@@ -179,7 +178,7 @@ def test_verls_own_loader(tmp_path, modules: str, monkeypatch):
 
 
 def test_slime_and_miles_call_a_function_at_their_start(caplog):
-    calls: list[str] = []
+    calls = []
     home = stand_in("slime.utils.ppo_utils", calculate_log_probs_and_entropy=lambda *_, **__: calls.append("slime"))
     masks = stand_in("slime.backends.megatron_utils.loss", _build_topp_keep_mask=lambda *_, **__: None)
     maths = stand_in(
@@ -191,7 +190,7 @@ def test_slime_and_miles_call_a_function_at_their_start(caplog):
         loaded("grpo_kernels.plugins.miles.init")(SimpleNamespace())
     logits, tokens = torch.randn(3, V), torch.tensor([4, 0, 2])
     logps, _ = home.calculate_log_probs_and_entropy(logits, tokens, None)
-    torch.testing.assert_close(logps[:, 0], torch.log_softmax(logits, -1)[range(3), tokens])
+    assert_close(logps[:, 0], torch.log_softmax(logits, -1)[range(3), tokens])
     assert getattr(masks._build_topp_keep_mask, "grpo_kernels", False)  # top-p: replay
     assert callable(loaded("grpo_kernels.plugins.slime.loss"))
     assert getattr(maths.calculate_log_probs_and_entropy, "grpo_kernels", False) and not calls
@@ -204,20 +203,20 @@ def test_prime_rl_imports_a_loss_and_gets_the_head_too(caplog):
     loss = loaded("grpo_kernels.plugins.prime_rl.loss")
     hidden, weight, labels = torch.randn(4, 8), torch.randn(V, 8), torch.tensor([1, 0, 5, 9])
     logps, _ = home._SequenceChunkedLogProbEntropyFn.apply(hidden, weight, labels, torch.full((4,), 1 / 0.7), 512)
-    torch.testing.assert_close(logps, torch.log_softmax(hidden @ weight.T / 0.7, -1)[range(4), labels])
+    assert_close(logps, torch.log_softmax(hidden @ weight.T / 0.7, -1)[range(4), labels])
     inputs = SimpleNamespace(
         trainer_logprobs=logps, inference_logprobs=logps - 0.1, ref_logprobs=None, advantages=torch.ones(4),
         loss_mask=torch.tensor([True, True, True, False]), loss_weights=None,
     )  # fmt: skip
     out = loss(inputs, objective="importance_sampling")
-    torch.testing.assert_close(out.loss, -3 * torch.tensor(0.1).exp())
+    assert_close(out.loss, -3 * torch.tensor(0.1).exp())
     assert len(said(caplog)) == 1
 
 
 # ---- ms-swift: a file; axolotl: a class
 
 
-def test_ms_swift_runs_the_file(capsys: Any, caplog, monkeypatch):
+def test_ms_swift_runs_the_file(capsys, caplog, monkeypatch):
     """By ms-swift's own function where it is installed; else as that does it, under a name of its own."""
     chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
     assert main(["ms_swift"]) == 0
@@ -227,7 +226,7 @@ def test_ms_swift_runs_the_file(capsys: Any, caplog, monkeypatch):
         from swift.utils.utils import import_external_file
     except ImportError:
 
-        def import_external_file(file_path: str) -> Any:
+        def import_external_file(file_path):
             monkeypatch.syspath_prepend(os.path.dirname(file_path))
             spec = importlib.util.spec_from_file_location("_swift_external_0", file_path)
             assert spec is not None and spec.loader is not None
@@ -246,13 +245,13 @@ def test_ms_swift_runs_the_file(capsys: Any, caplog, monkeypatch):
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss  # as ms-swift does where it makes the loss
 
     assert LigerFusedLinearGRPOLoss is not theirs and len(said(caplog)) == 1
-    options: dict[str, Any] = {
+    options = {
         "beta": 0.0, "compiled": False, "epsilon_high": 0.28, "temperature": 0.8, "loss_type": "grpo", "use_ref_model": False,
     }  # fmt: skip
     given = {"_input": torch.randn(2, 5, 8), "lin_weight": torch.randn(V, 8), "selected_token_ids": torch.randint(V, (2, 5)),
              "attention_mask": torch.ones(2, 5), "advantages": torch.tensor([1.0, -0.5]), "bias": None,
              "old_per_token_logps": None, "ref_per_token_logps": None, "vllm_is_ratio": None}  # fmt: skip
-    torch.testing.assert_close(LigerFusedLinearGRPOLoss(**options)(**given)[0], theirs(**options)(**given)[0])
+    assert_close(LigerFusedLinearGRPOLoss(**options)(**given)[0], theirs(**options)(**given)[0])
     slots = _once.DONE["ms_swift"]
     assert slots.counts == {"fused": 1}
     slots.undo()
@@ -289,7 +288,7 @@ def test_axolotl_makes_the_class_and_hands_it_the_trainer(monkeypatch, caplog):
     for _ in range(2):
         plugin.post_trainer_create({"grpo_kernels_strict": True}, trainer)
     given = torch.randn(2, 5, 8), torch.randn(V, 8), torch.randint(V, (2, 5)), torch.ones(2, 5), torch.tensor([1.0, -1.0])
-    torch.testing.assert_close(trainer.liger_loss(*given)[0], theirs(*given)[0])
+    assert_close(trainer.liger_loss(*given)[0], theirs(*given)[0])
     assert trainer.fused_loss.strict and trainer.fused_loss.counts == {"fused": 1}
     assert [loaded(name)().grpo_kernels_strict for name in settings] == [False]
     plugin.post_trainer_create({}, SimpleNamespace())
