@@ -98,7 +98,7 @@ def topk_divergence(
     config   verl's DistillationConfig, whose loss_mode is one of ours."""
     from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
 
-    mode = getattr(config.distillation_loss, "loss_mode", None)  # which verl's own function does not read
+    mode: Any = getattr(config.distillation_loss, "loss_mode", None)  # which verl's own function does not read
     exact = _registered.get(mode)
     if exact is None:
         raise NotCovered(f"loss_mode={mode!r}")
