@@ -110,7 +110,7 @@ def topk_divergence(
     sets, place = distinct(flat)
     targets, alone = no_ids(student_logits[..., 0]), exact.tail == "ignore"
     with torch.set_grad_enabled(alone and torch.is_grad_enabled()):
-        scored: Any = token_logprobs(student_logits, targets, at=sets)
+        scored = token_logprobs(student_logits, targets, at=sets)
     logps = scored[2]["at"][place]  # [rows, K]
     masses = [x.detach().exp().sum(-1) for x in (logps, listed)]
     if alone:
