@@ -494,6 +494,7 @@ def test_candidates_have_registers_and_what_is_now_comes_first(kind: str) -> Non
     assert {s.choice.hints for s in found} == {True, False}  # type: ignore[union-attr]
     assert kind == "visit" or {s.choice.grid for s in found} == {0.0, 0.5, 1.0}  # type: ignore[union-attr]
     assert {s.choice.stages for s in found} == {1, 3, 4}  # type: ignore[union-attr]
+    assert kind != "fused32" or {s.choice.kept for s in found} == {0, 1, 2, 3, 4, 5}  # type: ignore[union-attr]
     assert (
         not tune_settings.Launched(kind, Choice(1024, 8)).fits and tune_settings.Launched(kind, Choice(512, 4, stages=4)).fits
     )
