@@ -65,7 +65,19 @@ def block(record: dict[str, Any]) -> str:
                 *(largest(name, some) for name in names),
             ]
         )  # fmt: skip
-    return render(table, markdown=True)
+    return "\n\n".join([render(table, markdown=True), *missing(record)])
+
+
+def missing(record: dict[str, Any]) -> list[str]:
+    """A line on the runs that the file lacks of both versions, targets and all orders."""
+    versions = sorted({"3.6.0", *(key.split()[0] for key in record)})
+    lack = {
+        f"{version} {target}": [said(order) for order in ORDERS if f"{version} {target} {order}" not in record]
+        for version in versions
+        for target in TARGETS
+    }
+    named = [f"{name} ({', '.join(orders)})" for name, orders in lack.items() if orders]
+    return [f"Of these kernels not run yet: {', '.join(named)}."] if named else []
 
 
 def write(record: dict[str, Any]) -> None:
