@@ -15,7 +15,7 @@ the vocabulary unless `entropy_over="kept"`. True on-policy mode is left to mile
 For a loss of your own, `kept_sets` makes the sets of a packed batch of such records.
 
 Written from miles 0.1.0 and its branches of August 2026, and from later files of it. No registry has it and it needs Megatron: the
-tests run its own functions where a copy is on the path, Megatron's cross entropy being a stand-in, and stand-ins always.
+tests run stand-ins with its signatures.
 """
 
 from __future__ import annotations

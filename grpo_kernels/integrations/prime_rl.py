@@ -21,7 +21,7 @@ is left to prime-rl. `kept_sets` reads the records of its orchestrator, for loss
 `loss` is a custom loss: the unnormalised sum over one sequence. prime-rl divides by its global token count.
 
 Written from prime-rl 0.8.0; its replay from later heads, which take 6 or 7 arguments. prime-rl is in no package registry. The tests
-always run stand-ins with its signatures, and both heads' own functions if their files are on the path.
+run stand-ins with its signatures.
 """
 
 from __future__ import annotations

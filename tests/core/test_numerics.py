@@ -1,6 +1,6 @@
 """`Objective.preset(name, numerics=trainer)` against the formula and the constants of that trainer, typed from its code.
 
-TRL, verl and Liger are also run themselves, in test_parity_*.py; the other trainers cannot be installed next to this package.
+TRL, verl and Liger are also run themselves, in tests/integrations; the other trainers cannot be installed next to this package.
 So each row of TRAINERS states in the trainer's terms what it computes (../shared/peers.md, sections 2 to 4 and 8, has the
 places in its code), and `reference` computes that in float64 with autograd, knowing nothing of the package. Log-ratios reach
 beyond every clamp, and the masked sequence and the zero advantage are there.
@@ -347,7 +347,7 @@ EVERY = [(trainer, name) for trainer in TRAINERS for name in TRAINERS[trainer]]
 
 
 def test_every_preset_of_every_trainer_is_here() -> None:
-    """TRL's are in test_parity_trl.py."""
+    """TRL's are in test_trl_losses.py."""
     assert {t: set(p) for t, p in NUMERICS.items() if t != "trl"} == {t: set(p) for t, p in TRAINERS.items()}
 
 

@@ -25,7 +25,6 @@ from support import trl_cases
 from support.gradients import gradients
 from support.processes import finish, start_ranks
 
-
 RANKS, SEQUENCES = 2, 8
 
 #: One optimiser step in two micro-batches a rank; the entropies of a quantile are those of a micro-batch, so it has one.

@@ -16,7 +16,6 @@ from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch
 from support import oracle, trl_cases
 from support.trl_cases import EOS, PAD
 
-
 TOP_K, TEMPERATURE = 4, 0.9
 PROMPTS = [{"prompt": p} for p in trl_cases.PROMPTS for _ in range(4)]
 

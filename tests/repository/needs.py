@@ -48,10 +48,10 @@ NEEDS = [
         "A fused loss is a second copy of a trainer's formulas, and drifts from it",
         "liger#1082 trl#4975 trl#7009 trl#6637 unsloth-zoo#890 prime-rl#858",
         """
-        test_parity_trl::test_every_combination test_parity_trl::test_the_grid_is_not_trivial
-        test_parity_verl::test_every_policy_loss test_parity_verl::test_the_grid_is_not_trivial
-        test_parity_liger::test_every_combination test_parity_liger::test_triton_loss
-        test_integration_trl::test_options test_integration_trl::test_mixture_of_experts
+        test_trl_losses::test_micro_batch test_trl_losses::test_the_grid_is_not_trivial
+        test_verl::test_policy_loss test_verl::test_presets_have_verls_defaults
+        test_liger::test_every_way_to_the_loss test_liger::test_the_same_results_as_interpreted_triton
+        test_trl_runs::test_run test_trl_runs::test_model
         test_grpo_loss::test_custom_surrogate test_bad_input::test_unknown_keywords
         """,
     ),
@@ -130,8 +130,8 @@ NEEDS = [
         """
         test_needs_heads::test_an_adapter_on_the_head_is_refused_however_it_was_named
         test_needs_heads::test_adapters_in_the_body_get_the_gradients_of_the_unfused_head
-        test_head::test_heads_that_are_refused test_integration_trl::test_lora
-        test_integration_trl::test_lora_on_the_head_is_refused test_integration_trl::test_other_heads_are_refused
+        test_head::test_heads_that_are_refused test_trl_runs::test_lora
+        test_trl_runs::test_refused_head
         """,
         says=(
             (
@@ -171,8 +171,7 @@ NEEDS = [
         """
         test_head_ranks::test_on_two_ranks test_head::test_a_weight_that_is_only_there_in_between
         test_head::test_accelerate_offloading test_linear_bad_input::test_value_error
-        test_integration_trl_distributed::test_gradients_are_those_of_one_process
-        test_integration_trl_distributed::test_runs_under_ddp
+        test_trl_ranks::test_gradients_are_those_of_one_process test_trl_ranks::test_runs_under_ddp
         """,
     ),
     Need(
@@ -208,10 +207,10 @@ NEEDS = [
         "trl#6789 trl#6944 ms-swift#8442 prime-rl#3235 vllm-project/vllm#49577",
         """
         test_needs_inputs::test_log_probs_over_the_kept_set_of_a_sampler test_token_logprobs::test_scattered_minus_infinity
-        test_integration_slime::test_slime_functions_of_logits
-        test_integration_slime::test_slime_record_goes_to_the_rows_as_it_is test_kept::test_hidden_states_match_oracle
-        test_integration_prime_rl::test_prime_rl_replays_sampling_masks
-        test_integration_trl_replay::test_log_probs_ratio_and_gradient
+        test_bound_functions::test_values_and_gradients_are_those_of_the_trainer
+        test_replayed_sets::test_slime test_kept::test_hidden_states_match_oracle
+        test_replayed_sets::test_prime_rl
+        test_trl_replay::test_log_probs_ratio_and_gradient
         """,
     ),
     Need(
@@ -262,11 +261,10 @@ NEEDS = [
         "Two fusions on one model; patches that outlive their use",
         "verl#1720 verl#2119 liger#242 liger#772 trl#3680",
         """
-        test_integration_trl::test_nothing_is_imported_or_patched test_integration_trl::test_what_is_refused
-        test_integration_trl::test_undo test_integration_trl::test_slot_is_taken_once
-        test_integration_verl::test_binding_is_refused_and_undone
-        test_integration_shared::test_nothing_stays_bound_after_an_error
-        test_integration_shared::test_the_core_does_not_know_them
+        test_binding::test_importing_adapters_imports_no_trainer test_trl_runs::test_refused_trainers
+        test_trl_runs::test_undo test_trl_runs::test_slot_is_taken_once
+        test_bound_functions::test_values_and_gradients_are_those_of_the_trainer
+        test_binding::test_what_went_wrong_inside_comes_first test_binding::test_nothing_stays_bound_after_an_error
         """,
     ),
     Need(
@@ -305,7 +303,7 @@ NEEDS = [
         test_token_logprobs_autograd::test_frozen_no_grad_and_inference_mode
         test_grpo_loss_autograd::test_frozen_no_grad_and_inference_mode test_linear_engine::test_no_gradient_wanted_is_forward_only
         test_linear_engine::test_frozen_parts test_token_logprobs::test_no_rows_and_all_masked
-        test_grpo_loss_autograd::test_no_rows test_linear_grpo_loss::test_no_rows test_integration_trl::test_evaluation
+        test_grpo_loss_autograd::test_no_rows test_linear_grpo_loss::test_no_rows test_trl_runs::test_run
         """,
     ),
     Need(
@@ -361,7 +359,7 @@ NEEDS = [
         """
         test_linear_memory::test_flat_in_the_number_of_rows test_linear_memory::test_no_gradient_wanted
         test_linear_engine::test_rows_in_products test_linear_grpo_loss::test_skip_inactive_is_exact
-        test_linear_grpo_loss::test_a_reference_head_stands_for_its_log_probs test_integration_trl::test_rows_that_are_projected
+        test_linear_grpo_loss::test_a_reference_head_stands_for_its_log_probs test_trl_losses::test_rows_that_are_projected
         """,
         gpu="benchmarks/gpu_stages.py::comparison",
     ),
@@ -437,7 +435,7 @@ NEEDS = [
     Need(
         "Vision models whose inputs were rebuilt by hand lose some",
         "trl#6697 trl#5216 ms-swift#6534",
-        "test_integration_trl::test_images",
+        "test_trl_runs::test_images",
     ),
     Need(
         "A new loss has to wait for a kernel",
@@ -472,13 +470,13 @@ NEEDS = [
     Need(
         "Metrics over other tokens than the loss",
         "RLinf/RLinf#1471 trl#6713 trl#6021",
-        "test_grpo_loss::test_metrics_match_a_direct_computation test_parity_trl::test_every_combination",
+        "test_grpo_loss::test_metrics_match_a_direct_computation test_trl_losses::test_micro_batch",
     ),
     Need(
         "One option with two meanings: TRL's CISPO reads epsilon_high as the cap of the ratio, defaults differ between entry points",
         "trl#7068 trl#4772",
         """
-        test_parity_trl::test_cispo_without_epsilon_high test_presets::test_preset test_presets::test_numerics
+        test_trl_losses::test_cispo_without_epsilon_high test_presets::test_preset test_presets::test_numerics
         test_numerics::test_numbers
         """,
     ),

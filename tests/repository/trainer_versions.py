@@ -47,24 +47,30 @@ class Trainer:
 
 TRAINERS = {
     "trl": Trainer("TRL", beside=("liger-kernel",)),
-    "verl": Trainer("verl", ("parity_verl", "integration_verl", "integration_verl_distillation")),
-    "liger_kernel": Trainer("Liger-Kernel", ("integration_liger",), "itself"),
-    "openrlhf": Trainer("OpenRLHF", ("integration_openrlhf",), "itself"),
-    "areal": Trainer("AReaL", ("integration_areal",), "itself"),
-    "skyrl": Trainer("SkyRL", ("integration_skyrl",), "itself"),
-    "unsloth_zoo": Trainer("Unsloth (zoo)", ("integration_unsloth",), "itself"),
+    "verl": Trainer("verl", ("verl", "distillation"), "test_verl.py or itself"),
+    "liger_kernel": Trainer("Liger-Kernel", ("liger",), "every_way or defaults"),
+    "openrlhf": Trainer("OpenRLHF", ("bound_functions", "trainer_losses"), "openrlhf and (own_file or itself)"),
+    "areal": Trainer("AReaL", ("bound_functions",), "areal and own_file"),
+    "skyrl": Trainer("SkyRL", ("bound_functions", "trainer_losses"), "skyrl and (own_file or itself)"),
+    "unsloth_zoo": Trainer("Unsloth (zoo)", ("bound_functions",), "unsloth and own_file"),
     "slime": Trainer(
-        "slime", ("integration_slime",), "", "a float64 transcription of its functions and their signatures", "0.3.1"
+        "slime",
+        ("bound_functions", "trainer_losses", "replayed_sets"),
+        "slime",
+        "a float64 transcription of its functions and their signatures",
+        "0.3.1",
     ),
-    "miles": Trainer("miles", ("integration_miles",), "", "stand-ins with its signatures, in float64", "0.1.0"),
-    "prime_rl": Trainer("prime-rl", ("integration_prime_rl",), "", "a float64 transcription, its hooks by path", "0.8.0"),
-    "nemo_rl": Trainer(
-        "NeMo-RL",
-        ("integration_nemo_rl", "integration_nemo_rl_distillation"),
-        "",
-        "a float64 transcription of August 2026",
-        "2026.8",
+    "miles": Trainer(
+        "miles", ("bound_functions", "replayed_sets"), "miles", "stand-ins with its signatures, in float64", "0.1.0"
     ),
+    "prime_rl": Trainer(
+        "prime-rl",
+        ("bound_functions", "trainer_losses", "replayed_sets"),
+        "prime",
+        "a float64 transcription, its hooks by path",
+        "0.8.0",
+    ),
+    "nemo_rl": Trainer("NeMo-RL", ("nemo_rl",), "", "a float64 transcription of August 2026", "2026.8"),
 }
 
 RUN = """
