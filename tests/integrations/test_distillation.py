@@ -16,7 +16,6 @@ from torch.testing import assert_close
 from grpo_kernels import Exact, LogitTransform, TokenSets, token_divergence
 from grpo_kernels.integrations import trl_distillation, verl_distillation
 from grpo_kernels.integrations.liger_jsd import LigerFusedLinearJSD
-from support import oracle
 from support.divergences import of_listed_ids
 from support.pairs import label, pairs
 from support.trainers import assert_same, stand_in, value_and_gradient, without_trainers
@@ -177,7 +176,7 @@ WHOLE = {"gkd": "GKDTrainer", "gold": "GOLDTrainer", "iw_opd": "IWOPDTrainer"}
 
 @parametrize("row", pairs(name=WHOLE, beta=BETAS, items=(None, 23, torch.tensor(23)), temperature=(1.0, 0.7, 1.6)), ids=label)
 def test_whole_rows(row):
-    """And TRL's defects: NaN of an id that both heads rule out; rounding of the size of a value between rows that are close."""
+    """And TRL's defect: NaN of an id that both heads rule out."""
     theirs, beta = trl(row["name"], WHOLE[row["name"]]).generalized_jsd_loss, row["beta"]
     exact, given = divergence_of(beta), {"beta": beta, "temperature": row["temperature"], "num_items_in_batch": row["items"]}
     both(lambda z: mean(z, TEACHER, exact, row["items"], row["temperature"]), lambda z: theirs(z, TEACHER, LABELS, **given))
@@ -187,12 +186,6 @@ def test_whole_rows(row):
     without = [torch.cat([x[..., :4], x[..., 5:]], -1) for x in (STUDENT, TEACHER)]
     assert_close(value, token_divergence(*without, exact).sum())
     assert gradient.isfinite().all() and not gradient[..., 4].any()
-    close = STUDENT + 1e-5 * TEACHER
-    logps = [torch.log_softmax(x.double(), -1).flatten(0, 1) for x in (STUDENT, close)]
-    want = oracle.divergence(*logps, exact.direction, beta).view(B, T)
-    assert_close(token_divergence(STUDENT, close, exact).double(), want, rtol=2e-3, atol=0)
-    noisy = [float(theirs(STUDENT[i, j], close[i, j], beta=beta, reduction="sum")) for i in range(B) for j in range(T)]
-    assert min(noisy) < 0 and (torch.tensor(noisy).double() - want.flatten()).abs().max() > 10 * want.max()
 
 
 @parametrize("tail", ["bin", "renormalise"])
