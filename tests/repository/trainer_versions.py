@@ -47,7 +47,7 @@ class Trainer:
 
 TRAINERS = {
     "trl": Trainer("TRL", beside=("liger-kernel",)),
-    "verl": Trainer("verl", ("verl", "distillation"), "test_verl.py or itself"),
+    "verl": Trainer("verl", ("verl", "trainer_distillation"), "test_verl.py or itself"),
     "liger_kernel": Trainer("Liger-Kernel", ("liger",), "every_way or defaults"),
     "openrlhf": Trainer("OpenRLHF", ("bound_functions", "trainer_losses"), "openrlhf and (own_file or itself)"),
     "areal": Trainer("AReaL", ("bound_functions",), "areal and own_file"),
