@@ -108,7 +108,8 @@ def processor(record: Record) -> str:
     """What the figures of a result file depend on most."""
     m = record["machine"]
     parts = [m["name"]] if m["device"] == "cuda" else [m["name"], f"{m['threads']} threads"]
-    return ", ".join(parts + [m[x] for x in ("instruction set", "neighbour") if x in m])
+    parts += [m[x] for x in ("instruction set", "neighbour") if x in m]
+    return ", ".join(parts + [f"products by {x}" for x in [m.get("products")] if x not in (None, m.get("instruction set"))])
 
 
 def source(record: Record, packages: bool = False) -> str:

@@ -17,6 +17,7 @@ import grpo_kernels.vocabulary.native
 from grpo_kernels.diagnosis.machine import processor
 from grpo_kernels.diagnosis.native import best_isa, findings
 from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary.backends import cpu_products
 
 ENVIRONMENT = ("OMP_", "KMP_", "GOMP_", "MKL_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "PYTORCH_", "GRPO_KERNELS_")  # prefixes
 NATIVE = {"cpu": "cpu", "cuda": "triton"}  # the backend of the kernels on each device
@@ -68,6 +69,7 @@ def machine(device: str) -> dict:
         facts["name"] = facts["cpu"]
         if reason is None:
             facts["instruction set"] = grpo_kernels.vocabulary.native.load().isa()
+        facts["products"] = cpu_products.engine()
     return facts
 
 

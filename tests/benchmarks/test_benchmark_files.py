@@ -6,7 +6,6 @@ import json
 import re
 import time
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ pytest.importorskip("transformers")  # of the step
 pytest.importorskip("triton")
 
 from benchmarks import __main__ as command
-from benchmarks import harness, machine, results, side_by_side, suites
+from benchmarks import harness, machine, results, suites
 from benchmarks import measure as measuring
 from benchmarks.cases import Cell
 from benchmarks.cell_tables import source
@@ -374,21 +373,6 @@ def test_the_command_ends_with_the_promise(
     answer[:] = [(False, "this is"), ([], [])]
     command.main(["--device", "cpu", "--without-native"])  # a rehearsal, where ours is not there
     assert "this is" not in capsys.readouterr().out
-
-
-def test_side_by_side_prints_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
-    side_by_side.main(rows=32, vocab=512, rounds=2)
-    printed = capsys.readouterr().out
-    assert printed.count("fused, in place") == 2 and printed.count("eager PyTorch") == 2 and "1.0x" in printed
-
-
-def test_side_by_side_says_why_there_is_no_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "unavailable", lambda name: None if name == "eager" else "no compiler here")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        side_by_side.main(rows=32, vocab=512, rounds=2)
-    printed = capsys.readouterr().out
-    assert printed.count("no compiler here") == 4 and printed.count("eager PyTorch") == 2, printed
 
 
 def test_the_crossover_compares_equal_losses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ MACHINES = {
     "sample-cpu": {"device": "cpu", "name": "Sample CPU", "threads": 2, "instruction set": "avx2"},
     "sample-gpu": {"device": "cuda", "name": "Sample GPU", "threads": 8},
 }
-OTHER = {"other-cpu": {"device": "cpu", "name": "Other CPU", "threads": 2, "instruction set": "amx"}}
+OTHER = {"other-cpu": {"device": "cpu", "name": "Other CPU", "threads": 2, "instruction set": "avx512", "products": "amx"}}
 LONG = 20_000  # rows above which eager PyTorch does not fit
 
 
