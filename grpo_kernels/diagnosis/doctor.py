@@ -242,7 +242,7 @@ def product_findings(step: Step) -> list[Finding]:
         problem = f"matrix products: {t.name} makes them in {t.ms:.0f} ms, {used.name}, which is in use, in {used.ms:.0f} ms"
         remedy = f"set {cpu_products.SETTING}={t.name}"
         if t.name not in cpu_products.ENGINES:
-            problem += f"; its results are rounded to {step.dtype}, ours are fp32"
+            problem += "; its results are rounded to bf16, ours are fp32" if step.dtype == "bfloat16" else ""
             remedy = "report this processor with the output of `python -m grpo_kernels doctor --json`"
         findings.append(Finding(problem, remedy, False, slows=True))
     return findings

@@ -140,13 +140,19 @@ def _shape(level: str, device: torch.device) -> Step:
     vocab, width = SIZES[kind]
     if free < 3 * HEAD_BYTES * vocab * width:
         vocab, width = SMALL_VOCAB, min(width, 1024)
-    fp32 = device.type == "cpu" and level == "logits"  # trainers have fp32 logits there
+    # On a CPU logits are fp32, as trainers have them there; from hidden states bf16 is where plain PyTorch may be faster.
+    fp32 = device.type == "cpu" and (level == "logits" or not torch_has_bf16())
     head = 0 if level == "logits" else HEAD_BYTES * vocab * width
     rows = min(MOST_ROWS[kind], int((free / 2 - head) / (LOGIT_BYTES * vocab)))
     step = Step(level, rows, None if level == "logits" else width, vocab, "float32" if fp32 else "bfloat16")
     if rows < PROBE_ROWS:
         step.reason = f"only {free / 1e9:.1f} GB of memory are free"
     return step
+
+
+def torch_has_bf16() -> bool:
+    """Whether torch has products of bf16 for this CPU: without AVX-512 they take many times as long as those of fp32."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _head(step: Step, device: torch.device) -> Tensor:

@@ -358,9 +358,13 @@ def test_all_that_can_make_products_make_the_same() -> None:
 
 
 def test_a_step_from_hidden_states_on_a_cpu_is_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever makes the products: there plain PyTorch may be faster."""
+    """Whoever makes ours, since plain PyTorch may be faster there; but not where its products of bf16 take minutes."""
     monkeypatch.setattr(cpu_products, "available", lambda: "no AVX512_BF16")
-    assert [step._shape(level, CPU).dtype for level in ("products", "hidden", "logits")] == ["bfloat16", "bfloat16", "float32"]
+    for fast, dtype in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(step, "torch_has_bf16", lambda fast=fast: fast)
+        assert [step._shape(level, CPU).dtype for level in ("products", "hidden", "logits")] == [dtype, dtype, "float32"]
+    monkeypatch.undo()
+    assert step.torch_has_bf16() == ("avx512f" in machine.processor()[1])
 
 
 def test_products_are_shown_with_their_rates_and_what_is_faster_is_the_remedy(
@@ -393,7 +397,7 @@ def test_products_are_shown_with_their_rates_and_what_is_faster_is_the_remedy(
 def test_torchs_products_are_no_remedy_where_they_round() -> None:
     timings = [step.Timing("fp32", 100.0, None, 9), step.Timing("torch.mm", 40.0, None, 9, (2.4, 2.5, 2.6))]
     (found,) = doctor.product_findings(step.Step("products", 64, 1000, 10_000, "bfloat16", timings))
-    assert found.slows and not found.grave and "its results are rounded to bfloat16" in found.problem
+    assert found.slows and not found.grave and "its results are rounded to bf16" in found.problem
     assert "PRODUCTS" not in found.remedy and "report this processor" in found.remedy
 
 
