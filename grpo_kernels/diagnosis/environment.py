@@ -98,7 +98,7 @@ def setting_findings(environ: Mapping[str, str]) -> list[Finding]:
                 findings.append(Finding(f"{name}={value} names no backend, and every call raises", remedy, True))
         elif name == cpu_products.SETTING:
             reasons = {"auto": None, **cpu_products.engines()}
-            reason = reasons.get(value, "there are no such products")
+            reason = reasons.get(value or "auto", "there are no such products")
             if reason is not None:
                 able = ", ".join(other for other, why in reasons.items() if why is None)
                 problem = f"{name}={value}: {reason}, and every loss from hidden states on a CPU raises"

@@ -394,6 +394,19 @@ def test_products_are_shown_with_their_rates_and_what_is_faster_is_the_remedy(
     assert "there are problems" in out and "all is well" not in out
 
 
+def test_a_setting_of_products_that_cannot_be_is_reported_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong() -> str:
+        raise ValueError("GRPO_KERNELS_PRODUCTS=amx: no tiles")
+
+    monkeypatch.setattr(cpu_products, "engine", wrong)
+    monkeypatch.setattr(cpu_products, "engines", lambda: {"amx": "no tiles", "torch": None})
+    monkeypatch.setenv(cpu_products.SETTING, "amx")
+    report, findings = doctor.facts(CPU)
+    assert report["products"] == {"engine": None, "engines": {"amx": "no tiles", "torch": None}}
+    assert "matrix products on the CPU: none; amx cannot run here (no tiles)" in doctor._text_of_facts(report)
+    assert any(f.grave and "GRPO_KERNELS_PRODUCTS=amx: no tiles, and every loss" in f.problem for f in findings)
+
+
 def test_torchs_products_are_no_remedy_where_they_round() -> None:
     timings = [step.Timing("fp32", 100.0, None, 9), step.Timing("torch.mm", 40.0, None, 9, (2.4, 2.5, 2.6))]
     (found,) = doctor.product_findings(step.Step("products", 64, 1000, 10_000, "bfloat16", timings))
@@ -837,6 +850,7 @@ def test_adapters_are_compared_with_the_versions_that_they_accept() -> None:
         ({"GRPO_KERNELS_BACKEND": "eager"}, None),
         ({"GRPO_KERNELS_BACKEND": "egaer"}, "grave: GRPO_KERNELS_BACKEND=egaer names no backend.*auto, eager, cpu, triton"),
         ({"GRPO_KERNELS_PRODUCTS": "torch"}, None),
+        ({"GRPO_KERNELS_PRODUCTS": ""}, None),
         (
             {"GRPO_KERNELS_PRODUCTS": "amx"},
             "grave: GRPO_KERNELS_PRODUCTS=amx: no tiles, and every.* -> set it to one of auto, torch,",
