@@ -355,6 +355,9 @@ def test_all_that_can_make_products_make_the_same() -> None:
             error = (one.float() - other.float()).norm() / other.float().norm()
             assert other.abs().max() > 0 and error < 4e-3, name  # torch.mm rounds its results
     assert cpu_products.engine() == makers[0].name
+    for name in able:
+        with cpu_products.using(name):
+            assert step.makers_of_products(shape, head)[0].name == name
 
 
 def test_a_step_from_hidden_states_on_a_cpu_is_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
