@@ -100,11 +100,10 @@ def of_row(row, data):
         weights = weights.reshape(B, 1).expand(B, T)
         if case.loss_type == "vespo":  # where the weight of a sequence counts once
             weights = torch.where((torch.arange(T) == 0), weights.clamp(min=1e-8), 1.0)
-    return (
-        case,
-        replace(data, mask=mask, weights=weights, bias=data.bias if row["bias"] else None, old=call["old_per_token_logps"]),
-        call,
+    data = replace(
+        data, mask=mask, weights=weights, bias=data.bias if row["bias"] else None, old=data.old if row["old"] else None
     )
+    return case, data, {name: x for name, x in call.items() if x is not None}
 
 
 def options_of(case, row):
@@ -116,15 +115,14 @@ def options_of(case, row):
         "sapo": dict(zip(("sapo_temperature_pos", "sapo_temperature_neg"), case.sapo, strict=True)),
         "vespo": dict(zip(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), case.vespo, strict=True)),
     }
-    return options | own.get(case.loss_type, {})
+    return {name: x for name, x in (options | own.get(case.loss_type, {})).items() if x is not None and x is not False}
 
 
 def skip_what_it_lacks(options, call):
     """An older Liger has not all loss types, options and arguments (tests/repository/trainer_versions.py)."""
     if metadata.version("liger-kernel") != liger.LIGER_VERSION:
         known = {*inspect.signature(Theirs.__init__).parameters, *inspect.signature(Theirs.forward).parameters}
-        given = {name for name, value in (options | call).items() if value is not None and value is not False}
-        if given - known or f'"{options["loss_type"]}"' not in inspect.getsource(sys.modules[Theirs.__module__]):
+        if {*options, *call} - known or f'"{options["loss_type"]}"' not in inspect.getsource(sys.modules[Theirs.__module__]):
             pytest.skip("this Liger has not all of it")
 
 
@@ -156,7 +154,7 @@ def metrics_of(case, result):
 def triton(function, case, row, data, logits, call, **more):
     """A call of Liger's function of logits, or of ours."""
     options = options_of(case, row) | {"delta": case.delta, "eps_low": case.epsilons[0], "eps_high": high_of(case)} | more
-    given = {name: call[name] for name in ("vllm_is_ratio", "num_items_in_batch")}
+    given = {name: call.get(name) for name in ("vllm_is_ratio", "num_items_in_batch")}
     return function(
         logits, data.old, data.ref if case.beta else None, data.ids, data.advantages, data.mask.long(), **options, **given
     )
@@ -237,6 +235,7 @@ def test_presets_have_ligers_defaults(data, loss_type):
     if loss_type == "cispo":
         assert Theirs().epsilon_high == 0.2 and objective.surrogate == Cispo(5.0)
         options["epsilon_high"] = 5.0
+    skip_what_it_lacks(options, {})
     theirs = module_run(Theirs, options, data, {"old_per_token_logps": data.old, "ref_per_token_logps": data.ref}, data.mask)
     assert_same(ours(Case(beta=0.04), data, linear_grpo_loss, objective, temperature=1.0), theirs, loss_type)
 
@@ -498,7 +497,6 @@ def test_the_same_results_as_interpreted_triton(data, logits, tmp_path):
     mine = of_logits(data, leaf, data.mask, reduce=True)[0]
     assert_close((mine, torch.autograd.grad(mine, leaf)[0]), (loss, gradient), rtol=1e-4, atol=1e-6)
     assert unnoticed
-    dropped = 0
     for row, (want, theirs), (got, own) in zip(INTERPRETED, results, interpreted_results(liger.triton_grpo_loss), strict=True):
         what = label(row)
         assert [x is None for x in got] == [x is None for x in want], what
@@ -508,11 +506,8 @@ def test_the_same_results_as_interpreted_triton(data, logits, tmp_path):
         if not vespo_zero:
             assert_close(got, want, rtol=1e-4, atol=1e-6, msg=lambda m, what=what: f"{what}: {m}")
         off = float((own - theirs).abs().max() / own.abs().max())
-        if row["loss_type"] in CLIPPED and row["delta"] == 1.1:
-            dropped += off > 0.05
-        elif not vespo_zero:
+        if not vespo_zero and (row["delta"] is None or row["loss_type"] not in CLIPPED):
             assert off < 1e-4, what
-    assert dropped
 
 
 def test_the_example(monkeypatch, capsys):

@@ -154,6 +154,21 @@ def test_records_that_do_not_fit(make):
         trainer._compute_loss(trainer.model, inputs)
 
 
+def test_tokens_of_tools_have_no_sets(make):
+    def fixed(prompts, trainer):
+        one = {
+            "prompt_ids": [2],
+            "completion_ids": [5, 6, 7],
+            "logprobs": [-1.0] * 3,
+            "env_mask": [1, 0, 1],
+            "sampling_mask": [[5, 9], [7]],
+        }
+        return {name: [value] * len(prompts) for name, value in one.items()}
+
+    inputs = make(fixed, beta=0.0)._generate_and_score_completions(PROMPTS[:8])
+    assert inputs["kept_ids"].tolist() == [[[5, 9], [-1, -1], [7, -1]]] * 8
+
+
 def test_what_vllm_returns_in_this_process(make, monkeypatch):
     """TRL's own code around vLLM reads its outputs through `extract_logprobs`: stand-ins for the outputs."""
     from trl.generation import vllm_generation
