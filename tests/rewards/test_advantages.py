@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
 import warnings
 from collections.abc import Callable
 from math import inf, nan
@@ -39,6 +40,7 @@ from grpo_kernels.rewards.returns import (
 )
 from support import advantage_oracle as oracle
 from support.advantage_oracle import close
+from support.fuzz import MANY
 from support.oracle import kl_estimate
 from support.pairs import label, pairs
 from support.refused import Refused, refusals
@@ -65,17 +67,17 @@ REWARDS = {
     "bfloat16": lambda: (torch.randn(14).bfloat16(), 1.0),
     "integers": lambda: (torch.randint(-2, 3, (14,)), 1.0),
     "double": lambda: (torch.randn(14).double() + 1000.0, 1.0),
+    "outliers": lambda: (torch.randn(14).double() + 1e6 * (torch.arange(14) % 6 == 0), 1.0),  # beside which the others cancel
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    pairs(
-        groups=list(GROUPS), baseline=BASELINES, scale=SCALES, rewards=list(REWARDS), unbiased=[True, False], eps=[1e-4, 1e-6, 1.0, 0.0],
-        singleton=["zero", "raw"],
-    ),
-    ids=label,
-)  # fmt: skip
+AXES = {
+    "groups": list(GROUPS), "baseline": BASELINES, "scale": SCALES, "rewards": list(REWARDS), "unbiased": [True, False],
+    "eps": [1e-4, 1e-6, 1.0, 0.0], "singleton": ["zero", "raw"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", pairs(**AXES), ids=label)
 def test_group_advantages(case: Any) -> None:
     """Every pair of options; what is 0 is exactly 0, and the order of rewards changes only the last bits of a sum."""
     ids, (rewards, size) = GROUPS[case["groups"]], REWARDS[case["rewards"]]()
@@ -95,6 +97,13 @@ def test_group_advantages(case: Any) -> None:
     )
     assert_close(permuted, got[order], rtol=2e-6, atol=float(residue))
     assert torch.equal(rewards.isnan(), before.isnan()) and torch.equal(rewards.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.nightly
+def test_group_advantages_at_random() -> None:
+    draw = random.Random(0)
+    for _ in range(MANY):
+        test_group_advantages({name: draw.choice(values) for name, values in AXES.items()})
 
 
 @pytest.mark.parametrize(
@@ -438,6 +447,12 @@ def test_a_name_is_its_function(name: str, options: Any, function: Any) -> None:
     batch = TokenBatch.from_rewards(torch.zeros(B, T, dtype=torch.int64), evidence.rewards, estimator=name, **known, **options)
     assert torch.equal(batch.advantages, expected) and torch.equal(batch.old_logps, evidence.old_logps)
     assert batch.groups.tolist() == [0] * 4 + [1] * 4
+    if name != "opo":  # whose lengths are counted in a padded mask
+        mask, offsets = known["mask"], torch.tensor([0, *known["mask"].sum(1)]).cumsum(0)
+        flat = {k: x[mask] if torch.is_tensor(x) and x.shape == mask.shape else x for k, x in known.items()}
+        flat |= {"cu_seqlens": offsets, **options}
+        packed = TokenBatch.from_rewards(batch.targets[mask], evidence.rewards, estimator=name, **flat).advantages
+        assert_close(packed.reshape(-1), expected[mask] if expected.dim() == 2 else expected)
     whole = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0])
     wanted = ADVANTAGES[name](dataclasses.replace(evidence, rewards=whole.float()), **options)
     for kind in (whole.tolist(), tuple(map(float, whole)), whole, whole > 0, whole.numpy()):

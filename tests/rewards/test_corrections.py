@@ -33,13 +33,16 @@ Tensor = torch.Tensor
 Sequences = list[list[float | None]]
 
 
-def sequences() -> Sequences:
-    """Log-ratios: None where masked. Empty, one token, a hole in the mask, one fully masked, tokens that were not scored (NaN)."""
+def sequences(wild: bool = False) -> Sequences:
+    """Log-ratios: None where masked. Empty, one token, a hole in the mask, one fully masked, tokens that were not scored (NaN), and
+    `wild` ones beyond all bounds."""
     spread = {6: 0.3, 0: 0.0, 1: 1.0, 9: 0.1, 4: 1.5, 5: 0.02, 3: 0.6}
     rows: Sequences = [(s * torch.randn(n)).tolist() for n, s in spread.items()]
     rows[0][2] = rows[3][0] = rows[3][8] = rows[4][1] = None
     rows[6] = [None] * 3
     rows[3][4] = nan
+    if wild:
+        rows[0][0], rows[4][0] = 1000.0, -1000.0
     return rows
 
 
@@ -63,7 +66,7 @@ def check(got: Tensor, batch: TokenBatch, expected: list[list[float]]) -> list[f
     """Those of trained tokens are expected, all others exactly 0."""
     want = [x for row in expected for x in row]
     assert batch.mask is not None and got.shape == batch.mask.shape and not got[~batch.mask].any()
-    oracle.close(got[batch.mask], want, atol=1e-12)
+    oracle.close(got[batch.mask], want, atol=1e-44)
     return want
 
 
@@ -72,12 +75,13 @@ def check(got: Tensor, batch: TokenBatch, expected: list[list[float]]) -> list[f
     pairs(
         level=LEVELS, mode=MODES, bounds=[(0.0, 1.02), (0.6, 1.5), (0.9, inf), (0.0, inf), (1e6, 1e7)], normalize=[False, True],
         packed=[False, True],
+        wild=[False, True],
     ),
     ids=label,
 )  # fmt: skip
 def test_importance_weights(case: Any) -> None:
-    level, mode, (low, high), normalize, packed = case.values()
-    rows = sequences()
+    level, mode, (low, high), normalize, packed, wild = case.values()
+    rows = sequences(wild)
     batch = batch_of(rows, packed)
     got = importance_weights(batch, level=level, mode=mode, low=low, high=high, normalize=normalize)
     want = check(got, batch, oracle.importance_weights(rows, level, mode, low, high, normalize))
@@ -85,12 +89,14 @@ def test_importance_weights(case: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", pairs(metric=METRICS, over=OVER, bounds=["low", "high", "low high"], packed=[False, True]), ids=label
+    "case",
+    pairs(metric=METRICS, over=OVER, bounds=["low", "high", "low high"], packed=[False, True], wild=[False, True]),
+    ids=label,
 )
 def test_rejection_mask(case: Any) -> None:
     """With bounds half-way between two values that occur, so that rounding decides nothing."""
-    metric, over, given, packed = case.values()
-    rows = sequences()
+    metric, over, given, packed, wild = case.values()
+    rows = sequences(wild)
     batch, found = batch_of(rows, packed), oracle.rejection_metric(rows, metric, over)
     values = sorted({x for row in found for x in row})
     bounds = {"low": (values[0] + values[1]) / 2, "high": (values[-2] + values[-1]) / 2}
