@@ -31,11 +31,16 @@ ONE = Custom(lambda logp, old_logp, advantage, params: (1.0 + 0.0 * logp, 1.0 + 
 
 
 def kept(f: Filter, logps: Any, entropy: Any = None, **fields: Any) -> list[bool]:
-    """The tokens that still have a policy term, of two sequences."""
-    logps = torch.as_tensor(logps)
-    n = len(logps)
-    batch = packed(n, n // 2 if n % 2 == 0 else n, **{k: torch.as_tensor(x) for k, x in fields.items()})
-    return (run(Objective(ONE, filters=(f,)), batch, logps, entropy)[0] != 0).tolist()
+    """The tokens of two sequences that still have a policy term: those that the filter says it keeps."""
+    logps, n = torch.as_tensor(logps), len(logps)
+    batch = packed(n, n // 2, **{k: torch.as_tensor(x) for k, x in fields.items()})
+    objective = Objective(ONE, filters=(f,))
+    found = (run(objective, batch, logps, entropy)[0] != 0).tolist()
+    assert (
+        found
+        == (f.keep(logps, entropy, objective.token_rows(batch), batch) & (True if batch.mask is None else batch.mask)).tolist()
+    )
+    return found
 
 
 # ---- trust regions

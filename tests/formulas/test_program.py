@@ -432,6 +432,8 @@ def test_what_cannot_be_traced_is_computed_in_torch(
     [
         lambda a, b: (a < b) + (b < a),
         lambda a, b: ops.where(a, b, b),
+        lambda a, b: a * "2",
+        lambda a, b: a**0.5,
         lambda a, b: ops.exp(1.0) * a,
         lambda a, b: a * torch.tensor(2.0),
         lambda a, b: a if a else b,

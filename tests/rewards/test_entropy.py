@@ -19,8 +19,7 @@ Tensor = torch.Tensor
 LOWEST = torch.finfo(torch.float32).min
 
 
-@pytest.mark.parametrize("share", [1e-9, 0.05, 0.2, 0.5, 0.73, 1.0])
-@pytest.mark.parametrize("count", [1, 2, 5, 11, 300])
+@pytest.mark.parametrize("count, share", [(1, 0.2), (2, 0.73), (5, 1.0), (11, 1e-9), (300, 0.05), (300, 0.2), (100, 0.5)])
 def test_threshold_is_torchs_quantile(count: int, share: float) -> None:
     """Of trained tokens, with ties; what is masked or not finite does not count."""
     entropy, mask = 3 * torch.rand(20, 20), torch.zeros(20, 20, dtype=torch.int64)
