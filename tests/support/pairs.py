@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
 
-def pairs(**axes: Sequence[Any]) -> list[dict[str, Any]]:
+def pairs(**axes: Iterable[Any]) -> list[dict[str, Any]]:
     """List cases, each with one value of every axis, so that every two values of two axes meet in one of them.
 
     Greedy and the same in each run: a case starts with the first pair that is missing, and each further axis takes the value
-    that adds the most missing pairs; among equals, the one that was used least.
-    """
-    names, sizes = list(axes), [len(values) for values in axes.values()]
+    that adds the most missing pairs; among equals, the one that has met the others least often."""
+    names, options = list(axes), [[*values] for values in axes.values()]
     if len(names) == 1:
-        return [{names[0]: value} for value in axes[names[0]]]
+        return [{names[0]: value} for value in options[0]]
     missing = dict.fromkeys(
-        ((i, a), (j, b)) for i, j in combinations(range(len(names)), 2) for a in range(sizes[i]) for b in range(sizes[j])
+        ((i, a), (j, b))
+        for i, j in combinations(range(len(names)), 2)
+        for a in range(len(options[i]))
+        for b in range(len(options[j]))
     )
-    used = [[0] * size for size in sizes]
+    met: Counter[Any] = Counter()
     cases = []
     while missing:
         chosen = dict(next(iter(missing)))
-        for axis in sorted(set(range(len(names))) - set(chosen), key=lambda axis: -sizes[axis]):
-            gains = [
-                sum(tuple(sorted([(axis, value), other])) in missing for other in chosen.items())
-                for value in range(sizes[axis])
-            ]
-            chosen[axis] = max(range(sizes[axis]), key=lambda value: (gains[value], -used[axis][value]))
+        for axis in sorted(set(range(len(names))) - set(chosen), key=lambda axis: -len(options[axis])):
+            made = [[tuple(sorted([(axis, value), other])) for other in chosen.items()] for value in range(len(options[axis]))]
+            gains = [(sum(pair in missing for pair in each), -sum(met[pair] for pair in each)) for each in made]
+            chosen[axis] = gains.index(max(gains))
         for pair in combinations(sorted(chosen.items()), 2):
+            met[pair] += 1
             missing.pop(pair, None)
-        for axis, value in chosen.items():
-            used[axis][value] += 1
-        cases.append({name: axes[name][chosen[axis]] for axis, name in enumerate(names)})
+        cases.append({name: options[axis][chosen[axis]] for axis, name in enumerate(names)})
     return cases
 
 
