@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import shutil
 import subprocess
 import tempfile
@@ -31,7 +32,8 @@ def emulator() -> Path | None:
     library = Path(tempfile.mkdtemp()) / "amx_emulator.so"
     source = Path(__file__).with_name("amx_emulator.cpp")
     flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-o"]
-    subprocess.run([compiler, *flags, library, source], check=True, capture_output=True)
+    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}  # a sanitizer's, for this process only
+    subprocess.run([compiler, *flags, library, source], check=True, capture_output=True, env=environment)
     return library
 
 
