@@ -72,7 +72,7 @@ NEMO = {
         {"sampling_params": KEPT, "importance": {"mode": "truncate", "low": 0.8, "high": 1.3}},
     ),
     "filtered, sequences, on-policy kl": (
-        preset("gspo", beta=0.3, kl=Kl("k3", "score", clamp_log=0.6, clamp=0.1)),
+        preset("gspo", beta=0.3, kl=Kl("k3", "score", clamp_log=0.6, clamp=10.0)),
         {"sampling_params": SimpleNamespace(top_k=6, top_p=1.0, temperature=0.6), "use_on_policy_kl_approximation": True},
     ),
     "filtered, forced on policy": (
