@@ -1,5 +1,5 @@
-"""A step of the reference trainer once more: plain float64, a completion at a time, without padding, cache or kernel. Imports nothing
-of the package.
+"""A step of the reference trainer once more: plain float64, a completion at a time, without padding, cache or kernel. Imports
+nothing of the package.
 
 What a run does is seen from outside: its reward functions are told the sampled ids, and each optimizer step shows parameters
 and gradients. From these, `Plain` computes the gradients and metrics that should have come."""

@@ -25,7 +25,7 @@ pytest.importorskip("datasets")
 
 from examples.arithmetic import tokenizer
 from grpo_kernels.__main__ import main as command_line
-from support.processes import finish, start, start_ranks
+from support.processes import finish, start_ranks
 from support.runs import evens, flags, lines, noisy, on_disk, saved_steps, seed, tiny, trainer, undrawn, varied, weights
 
 BEFORE_THE_RANKS = ("torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "matplotlib.figure")
@@ -396,16 +396,3 @@ def test_the_batch_script_of_slurm(tmp_path: Path) -> None:
     finish(job(done + 2))
     assert [line["step"] for line in lines(tmp_path / "run")] == list(range(done + 2))
     assert (tmp_path / "run" / "model").exists() and len((tmp_path / "requeued").read_text().splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_ray_train(tmp_path: Path) -> None:
-    """Two workers of Ray and one process run the same steps."""
-    pytest.importorskip("ray.train.torch")
-    code = "import sys; from examples.ray_train import main; sys.exit(main(sys.argv[1:]))"
-    finish(start(code, "--steps", "3", "--out", str(tmp_path / "two"), RAY_DEDUP_LOGS="0"))
-    state = torch.load(saved_steps(tmp_path / "two")[-1] / "state.pt", weights_only=True)
-    from examples.ray_train import make_trainer
-
-    assert len(state["rng"]) == 2 and make_trainer(state["config"] | {"out": str(tmp_path / "one")}).train()
-    assert_same_curve(lines(tmp_path / "two"), lines(tmp_path / "one"))

@@ -17,8 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
+from support.advantage_oracle import group_advantages, process_advantages
 from support.plain_trainer import Watch
-from support.runs import evens, lines, read, tiny, trainer, varied
+from support.runs import lines, read, tiny, trainer, varied
 
 # ---- metrics
 
@@ -154,79 +155,72 @@ class StandIn(types.ModuleType):
 def test_other_trackers_are_called_as_they_document(
     tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """With the numbers alone, in groups."""
     module = StandIn(name)
     monkeypatch.setitem(sys.modules, name, module)
     t = trainer(tok, tmp_path / "my-run", log_to=[name], steps=1, eval_steps=1, eval_prompts=2)
     assert t.train()
-    first, last = (
-        {k: v for k, v in line.items() if not isinstance(v, str)} for line in read(tmp_path / "my-run" / "metrics.jsonl")
-    )
-    renamed = {"accuracy": "eval/accuracy", "eval_reward": "eval/reward", "eval_seconds": "time/eval", "seconds": "time/step"}
-    parts = {f"{part}_seconds": f"time/{part}" for part in ("sampling", "reward", "gradient", "optimizer")}
-    logged = [
-        {(renamed | parts).get(k, f"train/{k}"): v for k, v in line.items() if k != "step"} for line in (first, last)
-    ]  # fmt: skip
-    settings = vars(t.config)
+    names = {"accuracy": "eval/accuracy", "eval_reward": "eval/reward", "eval_seconds": "time/eval", "seconds": "time/step"}
+    names |= {f"{part}_seconds": f"time/{part}" for part in ("sampling", "reward", "gradient", "optimizer")}
+    calls: list[Any] = [("init", (), {"project": "grpo_kernels", "name": "my-run", "config": vars(t.config)})]
+    log, end = "log", "finish"
     if name == "mlflow":
-        begun: list[Any] = [
-            ("set_experiment", ("grpo_kernels",), {}), ("start_run", (), {"run_name": "my-run"}), ("log_params", (settings,), {}),
-        ]  # fmt: skip
+        calls = [
+            ("set_experiment", ("grpo_kernels",), {}),
+            ("start_run", (), {"run_name": "my-run"}),
+            ("log_params", (vars(t.config),), {}),
+        ]
         log, end = "log_metrics", "end_run"
-    else:
-        begun = [("init", (), {"project": "grpo_kernels", "name": "my-run", "config": settings})]
-        log, end = "log", "finish"
-    assert module.calls == [*begun, *((log, (line,), {"step": i}) for i, line in enumerate(logged)), (end, (), {})]
+    for line in read(tmp_path / "my-run" / "metrics.jsonl"):
+        step = line.pop("step")
+        calls.append(
+            (log, ({names.get(k, f"train/{k}"): v for k, v in line.items() if k != "accuracy_counts"},), {"step": step})
+        )
+    assert module.calls == [*calls, (end, (), {})]
 
 
 # ---- samples
 
 
-def test_samples_are_the_first_completions_with_reward_and_advantage(tok: Any, tmp_path: Path, capsys: Any) -> None:
+def test_samples_are_the_first_completions_with_rewards_and_advantage(tok: Any, tmp_path: Path, capsys: Any) -> None:
+    """An advantage of tokens is told by its mean: of rewards at the first and at the last token."""
+
+    def ends(prompts: list[str], completions: list[str], *, completion_ids: list[list[int]], **_: Any) -> list[list[Any]]:
+        return [[1.0, *[None] * (len(ids) - 2), 3.0][: len(ids)] for ids in completion_ids]
+
     watch = Watch(None)
-    rewards, changes = [watch.told(varied), evens], {"steps": 3, "sample_every": 2, "sample_count": 6, "progress": True}
-    assert trainer(tok, tmp_path, rewards=rewards, reward_weights=[1.0, 0.0], **changes).train()
+    rewards, changes = (
+        [watch.told(varied), watch.told(ends)],
+        {"steps": 3, "sample_every": 2, "sample_count": 6, "progress": True},
+    )
+    assert trainer(tok, tmp_path, rewards=rewards, **changes).train()
     found, told = read(tmp_path / "samples.jsonl"), capsys.readouterr().err
-    assert [s["step"] for s in found] == [0] * 6 + [2] * 6 and any(s["advantage"] != 0 for s in found)
+    assert [s["step"] for s in found] == [0] * 6 + [2] * 6
     for sample, i in zip(found, [*range(6)] * 2, strict=True):
-        call = watch.calls[sample["step"]]
-        group = call.rewards[i // 4 * 4 : i // 4 * 4 + 4]
-        advantage = (call.rewards[i] - statistics.mean(group)) / (statistics.stdev(group) + 1e-4)
-        text, other = call.completions[i], evens([], call.completions)[i]
+        first, second = watch.calls[2 * sample["step"] : 2 * sample["step"] + 2]
+        groups = [k // 4 for k in range(12)]
+        steps = process_advantages(second.rewards, [[True] * len(ids) for ids in first.ids], groups)
+        advantage = group_advantages(first.rewards, groups)[i] + statistics.mean(steps[i])
+        own, other = first.rewards[i], sum(r for r in second.rewards[i] if r is not None)
         assert sample == {
-            "step": sample["step"], "prompt": call.prompts[i], "completion": text, "tokens": len(call.ids[i]), "reward": call.rewards[i],
-            "rewards": {"varied": call.rewards[i], "evens": other}, "advantage": pytest.approx(advantage, abs=1e-5),
+            "step": sample["step"], "prompt": first.prompts[i], "completion": first.completions[i], "tokens": len(first.ids[i]),
+            "reward": own + other, "rewards": {"varied": own, "ends": other}, "advantage": pytest.approx(advantage, abs=1e-5),
         }  # fmt: skip
-        numbers = f"reward {call.rewards[i]:.3g} (varied {call.rewards[i]:.3g}, evens {other:.3g}), advantage {sample['advantage']:+.3g}"
-        head = f"step {sample['step']}: {numbers}, {sample['tokens']} tokens\n"
-        assert head + f"  prompt     {call.prompts[i]!r}\n  completion {text!r}\n" in told
-
-
-def test_the_advantage_of_a_sample_is_the_mean_over_its_tokens(tok: Any, tmp_path: Path) -> None:
-    """Of process rewards at the last tokens alone all tokens of a completion have the same advantage, that of its outcome."""
-    watch = Watch(None)
-
-    def last(prompts: list[str], completions: list[str], *, completion_ids: list[list[int]], **_: Any) -> list[list[Any]]:
-        values = varied(prompts, completions)
-        return [[*[None] * (len(ids) - 1), value] for ids, value in zip(completion_ids, values, strict=True)]
-
-    means = []
-    for i, reward in enumerate((last, varied)):
-        assert trainer(tok, tmp_path / str(i), rewards=[watch.told(reward)], steps=1, sample_count=12).train()
-        means.append([s["advantage"] for s in read(tmp_path / str(i) / "samples.jsonl")])
-    assert means[0] == pytest.approx(means[1], abs=1e-5) and len(set(means[1])) > 3
+        numbers = f"reward {own + other:.3g} (varied {own:.3g}, ends {other:.3g}), advantage {sample['advantage']:+.3g}"
+        texts = f"  prompt     {first.prompts[i]!r}\n  completion {first.completions[i]!r}\n"
+        assert f"step {sample['step']}: {numbers}, {sample['tokens']} tokens\n{texts}" in told
 
 
 def test_samples_of_a_resumed_run_come_once_and_change_no_step(tok: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"sample_every": 1, "checkpoint_steps": 1}
-    assert trainer(tok, tmp_path / "straight", steps=4, **options).train()
-    assert trainer(tok, tmp_path / "resumed", steps=2, **options).train()
-    with open(tmp_path / "resumed" / "samples.jsonl", "a") as file:
-        file.write('{"step": 2, "prompt": "of a step that was lost"}\n')
-    assert trainer(tok, tmp_path / "resumed", steps=4, resume=True, **options).train()
-    found = [read(tmp_path / name / "samples.jsonl") for name in ("straight", "resumed")]
-    assert found[0] == found[1] and [s["step"] for s in found[0]] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert trainer(tok, tmp_path / "without", steps=4, sample_every=0).train()
-    assert lines(tmp_path / "without") == lines(tmp_path / "straight") and not read(tmp_path / "without" / "samples.jsonl")
+    out, samples = tmp_path / "resumed", tmp_path / "resumed" / "samples.jsonl"
+    assert trainer(tok, tmp_path / "without", steps=4, sample_every=0).train() and not read(
+        tmp_path / "without" / "samples.jsonl"
+    )
+    assert trainer(tok, out, steps=2, sample_every=1).train()
+    samples.write_text(samples.read_text() + '{"step": 2, "prompt": "of a step that was lost"}\n')
+    assert trainer(tok, out, steps=4, sample_every=1, resume=True).train()
+    assert [s["step"] for s in read(samples)] == [0, 0, 1, 1, 2, 2, 3, 3] and all("tokens" in s for s in read(samples))
+    assert lines(out) == lines(tmp_path / "without")
 
 
 # ---- time, and what a run came to
@@ -234,31 +228,32 @@ def test_samples_of_a_resumed_run_come_once_and_change_no_step(tok: Any, tmp_pat
 
 def test_the_parts_of_a_step_are_measured_where_they_end(tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only the parts move: each forward of the sampler, the rewards, each backward, each optimizer step."""
-    now, model = [100.0], tiny(tok)
+    model, watch, now = tiny(tok), Watch(None), [100.0]
 
-    def pass_time(seconds: float) -> None:
-        now[0] += seconds
+    def passes(seconds: float) -> Any:
+        return lambda *_: now.__setitem__(0, now[0] + seconds)
 
     def graded(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        pass_time(0.5)
+        passes(0.5)()
         return varied(prompts, completions)
 
-    passes: list[int] = []
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    model.lm_head.register_forward_hook(lambda *_: passes.append(1) or pass_time(2.0))
-    model.lm_head.weight.register_hook(lambda g: pass_time(3.0))
-    watch = Watch(None)
     t = trainer(tok, tmp_path, model=model, rewards=[watch.told(graded)], num_updates=2)
-    passes.clear()
-    handle = register_optimizer_step_pre_hook(lambda *_: pass_time(0.25))
+    model.lm_head.register_forward_hook(passes(2.0))
+    model.lm_head.weight.register_hook(passes(3.0))
+    handle = register_optimizer_step_pre_hook(passes(0.25))
     metrics = t.train_step()
     handle.remove()
-    expected = {"sampling": 2.0 * len(passes), "reward": 0.5, "gradient": 6.0, "optimizer": 0.5}
-    assert {name: metrics[f"{name}_seconds"] for name in expected} == expected and len(passes) == max(
-        map(len, watch.calls[0].ids)
+    lengths = [len(ids) for ids in watch.calls[0].ids]
+    assert [metrics[f"{part}_seconds"] for part in ("sampling", "reward", "gradient", "optimizer")] == [
+        2.0 * max(lengths),
+        0.5,
+        6.0,
+        0.5,
+    ]
+    assert metrics["seconds"] == now[0] - 100 and metrics["tokens_per_second"] == pytest.approx(
+        sum(lengths) / metrics["seconds"]
     )
-    assert metrics["seconds"] == sum(expected.values())
-    assert metrics["tokens_per_second"] == pytest.approx(sum(map(len, watch.calls[0].ids)) / metrics["seconds"])
 
 
 def test_the_summary_of_a_run(tok: Any, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ pytest.importorskip("datasets")
 import transformers
 
 from grpo_kernels.training.rewards import exact, number
-from grpo_kernels.training.trainer import Trainer
-from support.runs import ROWS, config, tiny, trainer
+from support.plain_trainer import Watch
+from support.runs import tiny, trainer, varied
 
 Lists = list[list[int]]
 
@@ -143,20 +143,6 @@ def test_an_error_of_no_single_completion_says_so_and_is_not_looked_for_long(
     assert str(caught.value) == said + graded.shown(0) and [len(c) for _, c in graded.calls] == [4] + [1] * calls
 
 
-def test_texts_are_shown_on_a_line_without_their_middle(tok: Any, tmp_path: Path) -> None:
-    def wrong(prompts: list[str], completions: list[str], **_: Any) -> Any:
-        return [None] * len(prompts)
-
-    plain, long = "1\n+\x1b[2J\u202e" + "2" * 232, "\n" + "1" * 119 + "+" * 1000 + "2" * 119 + "="
-    for i, (prompt, shown) in enumerate(
-        ((plain, repr(plain)), (long, "'\\n" + "1" * 119 + "' ... 1000 characters ... '" + "2" * 119 + "='"))
-    ):
-        t = trainer(tok, tmp_path / str(i), rewards=[wrong], rows=([{"prompt": prompt}] * 3, []), max_prompt_tokens=2000)
-        with pytest.raises(ValueError) as caught:
-            t.train_step()
-        assert f"\n  prompt     {shown}\n" in str(caught.value)
-
-
 def test_reward_functions_get_the_columns_of_their_prompt(tok: Any, tmp_path: Path) -> None:
     """And the sampled ids, of which the completion is the text without the end."""
 
@@ -185,25 +171,30 @@ def test_final_numbers_and_exact_answers() -> None:
             reward(["", ""], ["2", "None"], answer=["2", None])
 
 
+LONG = "\n" + "1" * 119 + "+" * 1000 + "2" * 119 + "="
+SHOWN = {"1\n+\x1b[2J\u202e" + "2" * 232: None, LONG: "'\\n" + "1" * 119 + "' ... 1000 characters ... '" + "2" * 119 + "='"}
+
+
+@pytest.mark.parametrize("prompt", SHOWN, ids=["escapes", "long"])
+def test_texts_are_shown_on_a_line_without_their_middle(tok: Any, tmp_path: Path, prompt: str) -> None:
+    rows = ([{"prompt": prompt}], [])
+    t = trainer(tok, tmp_path, rewards=[lambda prompts, _, **__: [None] * len(prompts)], rows=rows, max_prompt_tokens=2000)
+    with pytest.raises(ValueError) as caught:
+        t.train_step()
+    assert f"\n  prompt     {SHOWN[prompt] or repr(prompt)}\n" in str(caught.value)
+
+
 def test_reward_model(tok: Any, tmp_path: Path) -> None:
     """Its scores are the classifier's logit on prompt + completion, whatever the padding."""
     torch.manual_seed(3)
     settings = transformers.Qwen3Config(**(tiny(tok).config.to_dict() | {"num_labels": 1}))
     classifier = transformers.Qwen3ForSequenceClassification(settings).eval()
-    classifier.save_pretrained(tmp_path / "rm")
-    tok.save_pretrained(tmp_path / "rm")
-    changes: dict[str, Any] = {"reward_model": str(tmp_path / "rm"), "reward_weights": [0.0, 2.0], "lr": 0.0}
-    seen: list[str] = []
-
-    def watching(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        seen.extend(p + c for p, c in zip(prompts, completions, strict=True))
-        return [1.0] * len(prompts)
-
-    metrics = trainer(tok, tmp_path / "run", rewards=[watching], **changes).train_step()
-    scores = torch.cat([classifier(input_ids=torch.tensor([tok(text)["input_ids"]])).logits[0] for text in seen]).detach()
+    for part in (classifier, tok):
+        part.save_pretrained(tmp_path / "rm")
+    watch = Watch(None)
+    options: dict[str, Any] = {"reward_model": str(tmp_path / "rm"), "reward_weights": [0.0, 2.0]}
+    metrics = trainer(tok, tmp_path / "run", rewards=[watch.told(varied)], **options).train_step()
+    texts = [p + c for p, c in zip(watch.calls[0].prompts, watch.calls[0].completions, strict=True)]
+    scores = torch.cat([classifier(input_ids=torch.tensor([tok(text)["input_ids"]])).logits[0] for text in texts]).detach()
     assert metrics["reward"] == pytest.approx(2 * scores.mean().item(), abs=1e-5)
     assert metrics["reward_std"] == pytest.approx(2 * scores.std(unbiased=False).item(), abs=1e-5) and scores.std() > 1e-3
-    alone = Trainer(
-        config(tmp_path / "alone", rewards=[], reward_model=changes["reward_model"]), model=tiny(tok), tokenizer=tok, rows=ROWS
-    )
-    assert alone.train_step()["reward_std"] > 1e-3
