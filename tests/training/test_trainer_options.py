@@ -122,7 +122,7 @@ def test_the_example_of_the_documentation_runs(tok: Any, tmp_path: Path, monkeyp
         ("rewards: exact", r"rewards='exact': it must be a list, as in \[exact\]"),
         ("betas: [0.9, x]", r"betas=\[0.9, 'x'\]: it must be a number"),
         ("steps: 1\n\nsteps: 2", "line 3: 'steps' is there twice"),
-        ("top-k: 1\ntop_k: 2", "line 2: 'top_k' is there twice"),
+        ("top_k: 1\ntop-k: 2", "line 2: 'top-k' is there twice"),
         ("- steps", "it must be lines of `option: value`"),
         ("steps: [1", "is not YAML"),
         ("steps: !!python/name:os.system", "cannot be read"),
@@ -409,6 +409,14 @@ def test_linear_loss_refuses_a_head_it_does_not_know(tok: Any, tmp_path: Path) -
     model.lm_head.register_forward_hook(lambda module, args, out: 2 * out)
     with pytest.raises(ValueError, match=r"its logits differ by up to .*use loss='logits'"):
         trainer(tok, tmp_path / "b", model=model)
+
+
+def test_a_model_that_ignores_logits_to_keep_is_refused(tok: Any, tmp_path: Path) -> None:
+    model = tiny(tok)
+    forward = model.forward
+    model.forward = lambda *args, logits_to_keep=0, **options: forward(*args, **options)
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM gives \d+ logits for logits_to_keep=4: it ignores that"):
+        trainer(tok, tmp_path, model=model, loss="logits").train_step()
 
 
 # ---- prompts and data sets

@@ -288,6 +288,15 @@ def test_lines_that_a_crash_leaves(tok: Any, three: Path, straight: Path, capsys
     assert lines(other) == lines(straight)[1:] and "is damaged: lines from step 0 on are lost" in capsys.readouterr().err
 
 
+def test_a_damaged_checkpoint_displaces_no_good_one(tok: Any, tmp_path: Path) -> None:
+    """It is newer than what the run writes that goes on from the one before."""
+    assert begun(tok, tmp_path, checkpoint_steps=2).train()
+    flip(saved_steps(tmp_path)[-1])
+    stop = acting(lambda: os.kill(os.getpid(), signal.SIGTERM), 0)
+    assert not trainer(tok, tmp_path, rewards=[stop], resume=True, **FULL | {"checkpoint_steps": 0}).train()
+    assert [path.name for path in saved_steps(tmp_path)] == ["step-00000002", "step-00000003"]
+
+
 def test_damaged_checkpoints_only_are_not_a_fresh_start(tok: Any, three: Path) -> None:
     before = (three / "metrics.jsonl").read_text()
     for checkpoint in saved_steps(three):
@@ -311,7 +320,9 @@ def test_other_options_are_told(tok: Any, three: Path, capsys: Any) -> None:
 def mine(path: Path, kind: str) -> Path:
     """Something of a user's at this place."""
     if kind == "link":
-        path.symlink_to(path.parent, target_is_directory=True)
+        path.symlink_to(
+            shutil.copytree(saved_steps(path.parents[1])[0], path.parents[2] / "elsewhere"), target_is_directory=True
+        )
     elif kind == "file":
         path.write_text("mine")
     else:
@@ -333,7 +344,10 @@ def test_what_a_user_put_beside_the_checkpoints_stays(tok: Any, three: Path, str
     kept = path.with_name(name + "-aside") if name.endswith("4") else path
     found = {each.name for each in (three / "checkpoints").iterdir()}
     assert found == {kept.name, "step-00000003", "step-00000004"}
-    assert kept.is_symlink() if kind == "link" else (kept / "notes.txt" if kind == "folder" else kept).read_text() == "mine"
+    if kind == "link":
+        assert kept.is_symlink() and (kept / "state.pt").exists()
+    else:
+        assert (kept / "notes.txt" if kind == "folder" else kept).read_text() == "mine"
 
 
 def test_notes_in_an_old_checkpoint_stay(tok: Any, three: Path, straight: Path) -> None:

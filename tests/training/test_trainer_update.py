@@ -296,6 +296,12 @@ def test_pieces_of_a_batch_have_its_gradient(tok: Any, tmp_path: Path, option: s
     assert (apart > 1e-6 * metrics["grad_norm"] ** 2) == (name not in ("veto", "m2po")), apart
 
 
+@pytest.mark.parametrize("preset", ["clip_cov", "kl_cov"])
+def test_objectives_that_select_tokens_train(tok: Any, tmp_path: Path, preset: str) -> None:
+    (first, second), metrics = gradients_of(tok, tmp_path, preset=preset, **HOT)
+    assert metrics["grad_norm"] > 0 and all(not torch.equal(first[name], gradient) for name, gradient in second.items())
+
+
 def test_layers_that_recompute_run_twice(tok: Any, tmp_path: Path) -> None:
     """Once in the forward and once in the backward pass; and afterwards nothing is in training mode."""
     for checkpointing in (False, True):
@@ -362,19 +368,20 @@ def test_tokens_come_as_often_as_they_should(tok: Any, tmp_path: Path, options: 
     assert metrics["ratio_min"] == pytest.approx(float(probabilities[kept].sum()), rel=1e-5) == metrics["ratio_max"]
 
 
-@pytest.mark.parametrize("extreme", [0.0, 1 - 2**-53, 1.0])
-def test_no_number_chooses_a_token_that_cannot_come(
-    tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extreme: float
+@pytest.mark.parametrize(
+    ("number", "token"), [(0.0, 3), (0.2499999, 3), (0.25, 5), (0.7499999, 5), (0.75, 6), (1 - 2**-53, 6), (1.0, 5)]
+)
+def test_a_number_chooses_its_token_and_never_one_that_cannot_come(
+    tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: float, token: int
 ) -> None:
-    """The first and the last tokens of the vocabulary have no probability, which ends of the range could point at."""
+    """The cumulative probabilities are 0 up to token 3, then 1/4, 1/4, 3/4, 1, and 1 to the last, at which rounding could point."""
     logits = torch.full((len(tok),), -200.0)
-    logits[3:9] = torch.tensor([0.1, 1.3, 0.7, -200.0, 0.4, 0.2])
-    monkeypatch.setattr(torch, "rand", lambda *size, dtype=None, **_: torch.full(size, extreme, dtype=dtype))
-    for i, options in enumerate(({}, {"top_p": 0.9})):
+    logits[3:7] = torch.tensor([1.0, 1e-9, 2.0, 1.0]).log() - torch.tensor([0.0, 200.0, 0.0, 0.0])
+    monkeypatch.setattr(torch, "rand", lambda *size, dtype=None, **_: torch.full(size, number, dtype=dtype))
+    for i, options in enumerate(({}, {"min_p": 0.1, "replay": False})):
         watch = Watch(None)
         trainer(tok, tmp_path / str(i), model=knowing(tok, logits), rewards=[watch.told(varied)], **options).train_step()
-        found = {i for ids in watch.calls[0].ids for i in ids}
-        assert found <= {3, 4, 5, 7, 8}
+        assert {i for ids in watch.calls[0].ids for i in ids} == {token}
 
 
 def test_evaluations_are_greedy_and_without_cuts(tok: Any, tmp_path: Path) -> None:
@@ -395,11 +402,9 @@ def test_evaluations_are_greedy_and_without_cuts(tok: Any, tmp_path: Path) -> No
 
 
 def test_seed_and_step_decide_what_is_sampled_and_an_epoch_visits_every_prompt(tok: Any, tmp_path: Path) -> None:
-    def calls(name: str, **options: Any) -> list[Any]:
-        watch = Watch(None)
-        t = trainer(
-            tok, tmp_path / name, rewards=[watch.told(varied)], lr=0.0, rows=(PROMPTS[:10], []), prompts_per_step=4, **options
-        )
+    def calls(name: str, rows: Any = PROMPTS[:10], **options: Any) -> list[Any]:
+        watch, changes = Watch(None), {"rows": (rows, []), "prompts_per_step": 4, "lr": 0.0, **options}
+        t = trainer(tok, tmp_path / name, rewards=[watch.told(varied)], **changes)
         for _ in range(5):
             t.train_step()
         return watch.calls
@@ -409,7 +414,7 @@ def test_seed_and_step_decide_what_is_sampled_and_an_epoch_visits_every_prompt(t
     assert len(set(visited[:10])) == len(set(visited[10:])) == 10
     assert visited[:10] != visited[10:] != [row["prompt"] for row in PROMPTS[:10]] != visited[:10]
     assert calls("b", micro_batch=5) == first != calls("c", seed=1)
-    assert len({str(call.ids) for call in first}) == 5
+    assert len({str(call.ids) for call in calls("d", PROMPTS[:1])}) == 5
 
 
 # ---- the optimizer, and a run that learns
@@ -458,6 +463,11 @@ def test_nothing_moves_without_advantages_or_with_a_gradient_that_is_not_finite(
         assert metrics["skipped"] == broken and (broken or (metrics["grad_norm"] == 0 and metrics["zero_variance_groups"] == 1))
         assert broken or metrics["dropped"] == pytest.approx(11 / 12 if drop else 0)
         assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_layer_whose_dropout_recomputing_switches_on_is_refused(tok: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gradient_checkpointing=True switches on the dropout of OPTForCausalLM"):
+        trainer(tok, tmp_path, model=opt(tok), gradient_checkpointing=True)
 
 
 def test_columns_of_the_head_are_drawn_anew_in_each_piece_and_update(tok: Any, tmp_path: Path) -> None:
