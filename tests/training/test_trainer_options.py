@@ -396,6 +396,12 @@ def test_each_process_of_a_machine_has_a_device_of_its_own(tmp_path: Path, monke
     assert device("cuda", **ranks) == "cuda:0"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_attention_that_needs_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="flash_attention_2.*needs a CUDA device"):
+        Trainer(config(tmp_path, model="org/name", dataset="org/data", attn_implementation="flash_attention_2"))
+
+
 def test_linear_loss_refuses_a_head_it_does_not_know(tok: Any, tmp_path: Path) -> None:
     class Doubled(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -331,11 +331,14 @@ def mine(path: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["link", "file", "folder"])
 @pytest.mark.parametrize(
-    "name", ["step-00000001", "step-00000004", "draft-00000004", "step-00000003-good", "draft-of-my-paper"]
-)
-def test_what_a_user_put_beside_the_checkpoints_stays(tok: Any, three: Path, straight: Path, kind: str, name: str) -> None:
+    ("name", "kind"),
+    [
+        ("step-00000001", "link"), ("step-00000001", "folder"), ("step-00000004", "link"), ("step-00000004", "file"),
+        ("draft-00000004", "folder"), ("step-00000003-good", "file"), ("draft-of-my-paper", "folder"),
+    ],
+)  # fmt: skip
+def test_what_a_user_put_beside_the_checkpoints_stays(tok: Any, three: Path, straight: Path, name: str, kind: str) -> None:
     """It is left alone, also where it is as old as what is removed; or moved aside where its name is needed."""
     path = mine(three / "checkpoints" / name, kind)
     (three / "checkpoints" / "draft-00000002").mkdir()  # of a write that failed
