@@ -141,6 +141,7 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, capsys: Any, text: str
     [
         ("", "--model and --dataset must be given"),
         ("--config a.yaml", "--dataset must be given, here or in a.yaml"),
+        ("--config empty.yaml", "--model and --dataset must be given, here or in empty.yaml"),
         ("--max-new-token 3", "there is no option '--max-new-token': did you mean --max-new-tokens?"),
         ("--num_generations 3", "there is no option '--num_generations': did you mean --group-size?"),
         ("--config none.yaml", "config='none.yaml' cannot be read"),
@@ -155,6 +156,7 @@ def test_refusals_of_the_command_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text("model: m\n")
+    Path("empty.yaml").touch()
     assert message in refusal(capsys, *arguments.split())
 
 
@@ -398,7 +400,7 @@ def test_each_process_of_a_machine_has_a_device_of_its_own(tmp_path: Path, monke
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_attention_that_needs_a_gpu(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="flash_attention_2.*needs a CUDA device"):
+    with pytest.raises(ValueError, match=r"flash_attention_2.*needs a CUDA device"):
         Trainer(config(tmp_path, model="org/name", dataset="org/data", attn_implementation="flash_attention_2"))
 
 
