@@ -378,7 +378,7 @@ NEEDS = [
         "The host waits for the device",
         "liger#1292 liger#237 meta-pytorch/tritonbench#477",
         """
-        test_advantage_estimators::test_no_estimator_waits_for_the_device test_corrections::test_corrections_do_not_wait_for_the_device
+        test_advantages::test_no_estimator_waits_for_the_device test_corrections::test_corrections_do_not_wait_for_the_device
         test_entropy::test_threshold_waits_for_nothing test_gpu_kit::test_what_is_documented_to_wait_waits_and_nothing_else
         test_device_waits::test_no_call_waits_but_those_that_say_so test_row_counts::test_a_loss_is_captured_after_a_first_call
         """,
@@ -451,9 +451,8 @@ NEEDS = [
         "Equal rewards leave an advantage, one NaN reward spoils its group",
         "trl#5640 trl#5773 trl#7068",
         """
-        test_advantages::test_equal_rewards_are_exactly_zero
-        test_advantages::test_equal_rewards_are_zero_for_every_estimator test_advantages::test_rewards_that_are_not_finite
-        test_advantages::test_missing_rewards_count_nowhere
+        test_advantages::test_equal_rewards_are_exactly_zero test_advantages::test_group_advantages
+        test_advantages::test_refusals
         """,
     ),
     Need(
