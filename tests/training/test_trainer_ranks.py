@@ -68,7 +68,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[Any, ...]]] = {
         (varied, steps),
     ),
     "greedy": ("fsdp2", {"advantages": "remax", "corrections": ["sequence_mask"], "top_k": 9}, (evens,)),
-    "quantile": ("ddp", {"entropy_share": 0.3, "eval_steps": 2, "eval_prompts": 1, "eval_temperature": 1.0}, (varied,)),
+    "quantile": ("ddp", {"entropy_share": 0.3, "eval_steps": 2, "eval_prompts": 1, "eval_temperature": 1.0}, (evens,)),
 }  # fmt: skip
 OTHER = {"ddp": "fsdp2", "fsdp2": "ddp"}
 
