@@ -146,7 +146,7 @@ NEEDS = [
         """
         test_linear_models::test_equals_the_models_own_forward test_linear_models::test_the_transform_matters
         test_needs_heads::test_installed_heads_give_the_models_own_log_probs test_grpo_loss::test_transform_matches_oracle
-        test_linear_grpo_loss::test_transform_matches_oracle test_trainer::test_linear_loss_refuses_a_head_it_does_not_know
+        test_linear_grpo_loss::test_transform_matches_oracle test_trainer_options::test_linear_loss_refuses_a_head_it_does_not_know
         """,
     ),
     Need(
@@ -315,7 +315,7 @@ NEEDS = [
         test_grpo_loss_autograd::test_all_masked test_linear_grpo_loss::test_all_masked
         test_needs_ranks::test_micro_batches_of_two_ranks test_head_ranks::test_on_two_ranks
         context_parallel_checks::check_masked_rank
-        test_trainer_options::test_a_batch_without_advantages_is_an_update_with_zero_gradient
+        test_trainer_update::test_nothing_moves_without_advantages_or_with_a_gradient_that_is_not_finite
         """,
     ),
     Need(
