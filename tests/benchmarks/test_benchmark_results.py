@@ -266,5 +266,5 @@ def test_a_contender_without_a_time_has_its_reason_in_table_and_picture(name: st
     assert all(name in panel.wrong and name not in {bar.name for bar in panel.bars} for panel in shown.panels)
     svg, png = plots.save(shown, tmp_path / "picture")
     assert plots.described(shown) in plots_text(svg) and png.stat().st_size > 5000
-    assert "No GPU has been measured yet" in tables.blocks(tmp_path)[tables.FIGURES]["gpus"]
+    assert "No GPU has run this package yet" in tables.blocks(tmp_path)[tables.FIGURES]["gpus"]
     assert tables.blocks(tmp_path)[tables.FIGURES]["logits_cpu"] == "Not measured yet: `python -m benchmarks --suite logits`."

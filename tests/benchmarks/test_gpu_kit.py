@@ -40,6 +40,7 @@ from benchmarks import (
 )
 from benchmarks.gpu_kit import Kit
 from benchmarks.gpu_plan import CALLS, CASES, Stage
+from benchmarks.launches import compiling
 from benchmarks.providers import Provider, Unavailable, providers
 from grpo_kernels import TokenBatch, TokenSets, use
 
@@ -139,7 +140,7 @@ def test_stages_go_on_after_a_crash_and_a_hang_and_time_is_kept_for_them(kit: Ki
 
 def test_the_plan_fits_its_calls_and_names_what_there_is() -> None:
     names = [stage.name for stages in CALLS.values() for stage in stages if stage.name not in gpu_kit.AGAIN]
-    parts = {"small", "peers"}  # of other stages
+    parts = {"small", "peers", "long_rows"}  # of other stages
     assert len(names) == len(set(names)) and {*names, *(x.name for x in gpu_kit.ASKED)} | parts == gpu_stages.STAGES.keys()
     for stages in CALLS.values():
         assert 400 < sum(stage.kept for stage in stages) < 500  # seconds of ten minutes
@@ -596,12 +597,47 @@ def test_children_time_out_and_inherit(stage: Any, capfd: Any, monkeypatch: pyte
     assert found.python("-c", code, UNWANTED="", WANTED="2") == 0 and "variables None 2" in capfd.readouterr().out
 
 
+TABLE = """==PROF== Disconnected from process 9
+"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum"
+"","","byte","byte"
+"0","_fused_kernel","311164928","622329856"
+"1","_fused_kernel","933494784","622329856"
+"""
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_ncu_counts_the_bytes_of_the_fused_kernel(
+    counts: bool, stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it may, and of that kernel alone."""
+    found = stage("traffic")
+    monkeypatch.setattr(gpu_stages.shutil, "which", lambda *_, **__: "ncu")
+
+    def child(*command: str) -> int:
+        assert command[0] == "ncu" and command[-4:-2] == ("benchmarks.gpu_stages", "long_rows")
+        Path(command[command.index("--log-file") + 1]).write_text(TABLE if counts else "==ERROR== ERR_NVGPUCTRPERM\n")
+        return 0
+
+    monkeypatch.setattr(found, "child", child)
+    gpu_stages.traffic(found)
+    said = (
+        ["1.00 x of them read, 2.00 x written", "1.50 x of them read, 1.00 x written"]
+        if counts
+        else ["ncu: ok, 0 of 2 kernels counted"]
+    )
+    assert [line.split(": ", 1 if counts else 2)[-1] for line in found.found["lines"]] == said and found.well
+    monkeypatch.setattr(gpu_stages, "ROWS", {torch.bfloat16: 2, torch.float32: 2})
+    with tune_settings.on_triton(), compiling("sm_90") as launches:
+        gpu_stages.long_rows(stage("long_rows", rehearse=True))
+    assert [name for name, _ in launches] == ["_fused_kernel"] * 2
+
+
 # ---- a rehearsal
 
 #: What cannot run without a GPU.
 WITHOUT_A_GPU = {
     "waits of the host", "host time of a call", "CUDA graphs", "registers of the kernels as loaded",
-    "compute-sanitizer, which is not installed", *(f"suite {name}" for name in suites.SUITES if name not in gpu_plan.REHEARSED_SUITES),
+    "compute-sanitizer, which is not installed", "bytes of device memory, which ncu counts on a GPU", *(f"suite {name}" for name in suites.SUITES if name not in gpu_plan.REHEARSED_SUITES),
 }  # fmt: skip
 
 

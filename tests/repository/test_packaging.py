@@ -190,6 +190,10 @@ def test_the_pages_of_versions_are_made_of_their_files() -> None:
     text, record = versions.PAGE.read_text(), load(compiled.FILE)
     assert versions.updated(text, versions.load()) == text
     assert record and all(set(found["outcomes"]) == {"passed"} for found in record.values())
+    assert len({found["source"] for found in record.values()}) == 1
+    assert [*compiled.with_run(record, "a", {"source": "other"})] == [
+        "a"
+    ]  # a run of other kernels takes the place of all before
     start, end = marked("compiled", compiled.COMMAND)
     assert f"{start}\n{compiled.block(record)}\n{end}" in compiled.PAGE.read_text()
 
