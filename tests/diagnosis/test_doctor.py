@@ -24,7 +24,7 @@ from grpo_kernels.diagnosis import Finding, doctor, environment, machine, native
 from support.processes import WITHOUT
 
 CPU, Tensor, ROOT = torch.device("cpu"), torch.Tensor, Path(__file__).parents[2]
-backends = doctor.backends
+backends, cpu_products = doctor.backends, doctor.cpu_products
 FACTS = doctor.facts(CPU)[0]
 
 
@@ -255,6 +255,71 @@ def test_contenders_compute_the_same(backend: str) -> None:
             torch.testing.assert_close(contender.run(), wanted, rtol=1e-3, atol=1e-6, msg=contender.name)
 
 
+def test_all_that_can_make_products_make_the_same() -> None:
+    shape = step.Step("products", 64, 32, 5_021, "bfloat16")
+    head = step._head(shape, CPU).detach()
+    able = [name for name, reason in cpu_products.engines().items() if reason is None]
+    makers = step.makers_of_products(shape, head)
+    assert makers[0].name == cpu_products.engine() and sorted(m.name for m in makers) == sorted([*able, "torch.mm"])
+    *ours, wanted = (maker.run() for maker in makers)
+    for found in ours:
+        for one, other in zip(found, wanted, strict=True):  # type: ignore[call-overload]
+            assert (one.float() - other.float()).norm() < 4e-3 * other.float().norm()  # torch.mm rounds its results
+    for name in able:
+        with cpu_products.using(name):
+            assert step.makers_of_products(shape, head)[0].name == name
+
+
+def test_a_step_from_hidden_states_on_a_cpu_is_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever makes ours, since plain PyTorch may be faster there; but not where its products of bf16 take minutes."""
+    assert step.torch_has_bf16() == ("avx512f" in machine.processor()[1])
+    monkeypatch.setattr(cpu_products, "available", lambda: "no AVX512_BF16")
+    for fast, dtype in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(step, "torch_has_bf16", lambda fast=fast: fast)
+        assert [step._shape(level, CPU).dtype for level in ("products", "hidden", "logits")] == [dtype, dtype, "float32"]
+
+
+def test_products_are_shown_with_their_rates_and_what_is_faster_is_the_remedy(
+    sound: Sound, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(level: str, backend: str, device: torch.device) -> step.Step:
+        gains: dict[str, Any] = {"eager PyTorch": None, "ours": (0.68, 0.7, 0.72) if level == "hidden" else (2.9, 3.0, 3.1)}
+        if level == "products":
+            gains = {"avx512bf16": None, "fp32": (1.9, 2.0, 2.1), "torch": (0.4, 0.5, 0.6), "torch.mm": (2.9, 3.0, 3.1)}
+        timings = [step.Timing(name, 100.0 / (gain[1] if gain else 1), None, 9, gain) for name, gain in gains.items()]
+        return step.Step(level, 64, 1000, 10_000, "bfloat16", timings)
+
+    sound.set("measure", measured)
+    out = sound.says(healthy=False)
+    assert re.search(r"^  avx512bf16 +100\.0 ms +0\.04 TFLOP/s", out, re.MULTILINE)  # 6 x 64 x 1,000 x 10,000 in 0.1 s
+    assert re.search(r"^  fp32 +50\.0 ms +0\.08 TFLOP/s +memory unknown +2\.0 times as fast", out, re.MULTILINE)
+    advice, slow = out.partition("advice:")[2].split("problems:")
+    assert "fp32 makes them in 50 ms, avx512bf16, which is in use, in 100 ms" in advice
+    assert "-> set GRPO_KERNELS_PRODUCTS=fp32\n" in advice and "torch.mm" not in advice
+    assert slow.count("slower than plain PyTorch") == 1 and "a step from hidden: ours is slower" in slow
+    assert "fp32 makes them in 50 ms" in slow and "-> set GRPO_KERNELS_PRODUCTS=fp32; " in slow
+
+
+def test_torchs_products_are_no_remedy_where_they_round() -> None:
+    timings = [step.Timing("fp32", 100.0, None, 9), step.Timing("torch.mm", 40.0, None, 9, (2.4, 2.5, 2.6))]
+    (found,) = doctor.product_findings(step.Step("products", 64, 1000, 10_000, "bfloat16", timings))
+    assert found.slows and not found.grave and "its results are rounded to bf16" in found.problem
+    assert "PRODUCTS" not in found.remedy and "report this processor" in found.remedy
+
+
+def test_a_setting_of_products_that_cannot_be_is_reported_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong() -> str:
+        raise ValueError("GRPO_KERNELS_PRODUCTS=amx: no tiles")
+
+    monkeypatch.setattr(cpu_products, "engine", wrong)
+    monkeypatch.setattr(cpu_products, "engines", lambda: {"amx": "no tiles", "torch": None})
+    monkeypatch.setenv(cpu_products.SETTING, "amx")
+    report, findings = doctor.facts(CPU)
+    assert report["products"] == {"engine": None, "engines": {"amx": "no tiles", "torch": None}}
+    assert "matrix products on the CPU: none; amx cannot run here (no tiles)" in doctor._text_of_facts(report)
+    assert any(f.grave and "GRPO_KERNELS_PRODUCTS=amx: no tiles, and every loss" in f.problem for f in findings)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is Linux's")
 def test_time_and_memory_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("grpo_kernels._cpu")
@@ -311,7 +376,7 @@ def test_a_stall_is_no_speed_up(stall: str, monkeypatch: pytest.MonkeyPatch) -> 
     ("gain", "runs", "steady", "slower"),
     [
         ((0.68, 0.7, 0.72), 9, True, True), ((0.68, 0.7, 0.72), step.LEAST - 1, False, False), ((0.9, 0.94, 0.96), 9, True, False),
-        ((0.3, 0.5, 0.7), 9, False, False), ((1.0, 3.0, 69.7), 9, False, False), ((1.9, 2.0, 2.1), 9, True, False), (None, 9, True, False),
+        ((0.3, 0.5, 0.7), 9, False, True), ((0.3, 0.9, 1.4), 9, False, False), ((1.0, 3.0, 69.7), 9, False, False), ((1.9, 2.0, 2.1), 9, True, False), (None, 9, True, False),
     ],
 )  # fmt: skip
 def test_when_a_step_is_slower_and_when_nobody_can_tell(gain: Any, runs: int, steady: bool, slower: bool) -> None:
@@ -345,7 +410,7 @@ def test_slower_than_plain_pytorch_is_a_fault_with_reason_and_remedy(
     monkeypatch.setattr(backends, "native", lambda device: ("cpu", None if auto == "cpu" else "not built"))
     monkeypatch.setattr(backends, "unavailable", lambda name: None)
     slow = [p for p in sound.reports(healthy=False)["problems"] if "slower" in p["problem"]]
-    assert len(slow) == 2 and slow[0]["problem"].startswith(f"from logits, {SLOW}") and why in slow[0]["problem"]
+    assert len(slow) == 2 and slow[0]["problem"].startswith(f"a step from logits: {SLOW}") and why in slow[0]["problem"]
     assert remedy in slow[0]["remedy"] and "objective_loss" in slow[0]["remedy"]
     out = sound.says(healthy=False)
     assert "all is well" not in out and "there are problems" in out and "memory unknown  0.7 times as fast" in out
@@ -355,14 +420,16 @@ def test_times_that_spread_are_not_judged_and_a_step_that_fails_is_reported(soun
     sound.set("measure", timed_as((0.7, 2.0, 69.7), 5.0))
     out = sound.says()
     assert "too unsteady to compare: 0.7 to 69.7 times as fast" in out and "2.0 times" not in out
-    assert "advice:\n  from logits, the times of grpo_loss spread too much to judge" in out and "idle machine" in out
+    assert "a step from logits: the times of grpo_loss spread too much to judge" in out and "idle machine" in out
+    assert "all is well, as far as could be told: some times spread too much" in out
 
     def measure(level: str, backend: str, device: torch.device) -> step.Step:
         raise RuntimeError("CUDA out of memory. Tried")
 
     sound.set("measure", measure)
     found = sound.reports(healthy=False)["problems"]
-    expected = [f"a step from {level} failed: RuntimeError: CUDA out of memory. Tried" for level in ("logits", "hidden")]
+    levels = ("products", "logits", "hidden")
+    expected = [f"timing of {level} failed: RuntimeError: CUDA out of memory. Tried" for level in levels]
     assert [p["problem"] for p in found] == expected and "nvidia-smi" in found[0]["remedy"]
 
 
@@ -633,6 +700,14 @@ def test_adapters_are_compared_with_the_versions_that_they_accept() -> None:
             False,
             "grave: GRPO_KERNELS_BACKEND=egaer names no backend.*auto, eager, cpu, triton",
         ),
+        ({"GRPO_KERNELS_PRODUCTS": "torch"}, False, None),
+        ({"GRPO_KERNELS_PRODUCTS": ""}, False, None),
+        (
+            {"GRPO_KERNELS_PRODUCTS": "amx"},
+            False,
+            "grave: GRPO_KERNELS_PRODUCTS=amx: no tiles, and every.* -> set it to one of auto, torch,",
+        ),
+        ({"GRPO_KERNELS_PRODUCTS": "mkl"}, False, "grave: GRPO_KERNELS_PRODUCTS=mkl: there are no such products"),
         ({"GRPO_KERNELS_STRICT": "true"}, False, "GRPO_KERNELS_STRICT=true has no effect -> set GRPO_KERNELS_STRICT=1"),
         (
             {"GRPO_KERNELS_STRICKT": "1"},
@@ -646,6 +721,7 @@ def test_adapters_are_compared_with_the_versions_that_they_accept() -> None:
 )
 def test_settings(environ: dict[str, str], gpu: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(cpu_products, "engines", lambda: {"amx": "no tiles", "torch": None})
     expect(environment.setting_findings(environ), expected)
 
 
