@@ -241,6 +241,18 @@ def test_a_check_that_raises_costs_itself_only_and_errors_that_are_not_numbers_f
     assert report.worst("value") == 2.0 and report.worst("gradient") != report.worst("gradient")
 
 
+def test_errors_of_a_small_row_are_relative_to_that_row() -> None:
+    wanted = torch.tensor([[1.0, -1.0], [0.05, -0.05], [0.0, 0.0]])
+    lost, written = wanted * torch.tensor([[1.0], [0.0], [1.0]]), wanted + torch.tensor([[0.0], [0.0], [0.1]])
+    for name, found, error in (
+        ("d_logits", lost, 1.0),
+        ("d_weight", lost, 0.05),
+        ("logps", lost, 0.05),
+        ("d_logits", written, 0.1),
+    ):
+        assert self_test.errors({name: found}, {name: wanted})[name] == pytest.approx(error)
+
+
 # ---- the step
 
 
