@@ -65,8 +65,8 @@ struct Products {
     bool (*d_weight)(const WeightGradProduct&, int64_t begin, int64_t end);            // rows of V
 
     int64_t row_unit;  // ranges of rows of N are multiples of this
-    // d_hidden sums so many ids of the vocabulary apart, of PART_WIDTH columns of H, for threads to share: parts of a fixed size, added
-    // in order. Of H columns as many times more, so that the parts together take about 1 / 16 of the memory of the logits. 0: all.
+    // d_hidden sums so many ids of the vocabulary apart, for threads to share: parts of a fixed size, added in order. Of each further
+    // PART_WIDTH columns of H as many more, so that the parts together take about 1 / 16 of the memory of the logits. 0: all at once.
     int64_t part;
 };
 

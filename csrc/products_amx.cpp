@@ -46,7 +46,9 @@ inline bool low_left(int part) { return part == 2; }
 inline bool low_right(int part) { return part == 1; }
 
 // As long as one lives, the tile registers of the thread are 16 rows of 64 bytes. Then they are released: the system would save 8 KiB
-// at each switch of threads, and other code with tiles, such as oneDNN's, would find this configuration.
+// at each switch of threads, and other code with tiles, such as oneDNN's, would find this configuration. At a thread's first tile
+// instruction the system allocates those 8 KiB; if it cannot, the process dies of SIGSEGV. Tiles round to nearest and take denormals
+// for 0 whatever MXCSR says, as vdpbf16ps does.
 struct Tiles {
     Tiles() {
         alignas(64) static const struct {
@@ -124,14 +126,16 @@ template <class Op, class T> void pack_left(const T* from, int64_t stride, int64
 }
 
 // Right strips whose columns are rows of `from`; the inner dimension is contiguous there.
-template <class Op> void pack_right_of_rows(const typename Op::Element* from, int64_t stride, int64_t columns, int64_t inner, uint32_t* to) {
+template <class Op>
+void pack_right_of_rows(const typename Op::Element* from, int64_t stride, int64_t columns, int64_t inner, uint32_t* to) {
     for (int64_t j = 0; j < strips(columns) * PAIR; j += LANES) {
         uint32_t* tile = to + j / PAIR * strip<Op>(inner) + j % PAIR / LANES * APART;
         for (int64_t t = 0; t < inner; t += PAIR) {
             for (int part = 0; part < Op::PARTS; part++, tile += 2 * APART) {
                 __m512i x[LANES];
                 for (int r = 0; r < LANES; r++) {
-                    x[r] = j + r < columns ? Op::load(from + (j + r) * stride + t, inner - t, low_right(part)) : _mm512_setzero_si512();
+                    const auto* row = from + (j + r) * stride + t;
+                    x[r] = j + r < columns ? Op::load(row, inner - t, low_right(part)) : _mm512_setzero_si512();
                 }
                 transpose(x);
                 store_tile(x, tile);
@@ -365,7 +369,10 @@ template <class Op, class T> bool d_weight_of(const WeightGradProduct& job, int6
                 for (int64_t h = 0; h < job.width; h += PAIR) {
                     float* before = as_floats(partial) + h * PAIR;
                     Destination to{before, PAIR, reinterpret_cast<char*>(before), PAIR, false, false, last - v, job.width - h};
-                    if (b == 0) to.start = job.start ? job.start + v * job.start_stride + h : nullptr, to.start_stride = job.start_stride;
+                    if (b == 0) {
+                        to.start = job.start ? job.start + v * job.start_stride + h : nullptr;
+                        to.start_stride = job.start_stride;
+                    }
                     if (b + 1 == blocks) {
                         to.out = job.out + (v * job.out_stride + h) * (job.out_is_bf16 ? 2 : 4), to.stride = job.out_stride;
                         to.is_bf16 = job.out_is_bf16;

@@ -4,7 +4,7 @@ From logits, on a CPU (eager, C++) and in the Triton kernels: a row's log-prob, 
 beside it, nor their order and number, nor on the number of threads or multiprocessors; the loss not on the threads. On a GPU:
 tests/core/gpu_cases.py, test_runs_are_bitwise_repeatable.
 
-From hidden states: the same call gives the same bits again. With the C++ products (AVX512_BF16; operands in bf16, or weight in
+From hidden states: the same call gives the same bits again. With the C++ products (AVX512_BF16, AMX; operands in bf16, or weight in
 fp32) log-probs, entropies, the loss and all gradients do not depend on the number of threads, nor those of a row on the other rows
 and on how many are taken at a time. All other products are a library's, which may choose another kernel for another number of rows
 or threads. These results are compared as numbers, and are not promised to be bitwise equal.

@@ -1,456 +1,604 @@
-"""Group-normalised advantages against plain Python floats."""
+"""Advantages of completions and of tokens, against plain Python floats."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+import itertools
 import math
+import random
 import warnings
 from collections.abc import Callable
+from math import inf, nan
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from grpo_kernels import TokenBatch, checks, group_advantages
-from grpo_kernels.rewards.advantages import NUMERICS, pass_at_k_advantages, zero_variance
-from grpo_kernels.rewards.estimators import ADVANTAGES, Evidence
-from support import advantage_oracle, oracle
-from support.advantage_oracle import close
-
-SCALES = ["group", "batch", "none"]
-
-
-def check(rewards: torch.Tensor, ids: list[int], got: torch.Tensor, **options: object) -> None:
-    expected = oracle.group_advantages(rewards.tolist(), ids, **options)  # type: ignore[arg-type]
-    assert got.dtype == torch.float32 and got.shape == rewards.shape
-    torch.testing.assert_close(got.double(), torch.tensor(expected, dtype=torch.float64), rtol=2e-7, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("unbiased", [True, False])
-@pytest.mark.parametrize("eps", [1e-4, 1e-6, 0.0])
-@pytest.mark.parametrize("scale", SCALES)
-def test_matches_plain_python(scale: str, eps: float, unbiased: bool, dtype: torch.dtype) -> None:
-    rewards = torch.randn(24).to(dtype)
-    got = group_advantages(rewards, group_size=6, scale=scale, unbiased=unbiased, eps=eps)
-    check(rewards, [i // 6 for i in range(24)], got, scale=scale, unbiased=unbiased, eps=eps)
-    assert got.abs().max() > 0.1
-
-
-@pytest.mark.parametrize("unbiased", [True, False])
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(
-    "ids",
-    [
-        [0, 1, 0, 2, 1, 0, 2, 2, 2, 1],  # interleaved
-        [-7, 10**12, -7, 4, 10**12, 4, 4, -7, 4, 3],  # any integers, a group of one
-        [5] * 10,
-        list(range(10)),
-    ],
-    ids=["interleaved", "sparse", "one group", "all alone"],
+from grpo_kernels import TokenBatch, group_advantages
+from grpo_kernels.formulas.kl import Kl
+from grpo_kernels.rewards.advantages import (
+    BASELINES,
+    NUMERICS,
+    SCALES,
+    a2po_values,
+    gpg_scale,
+    greedy_baseline_advantages,
+    group_metrics,
+    pass_at_k_advantages,
+    zero_variance,
 )
-def test_groups_in_any_order(ids: list[int], scale: str, unbiased: bool) -> None:
-    rewards = torch.randn(10)
-    got = group_advantages(rewards, groups=torch.tensor(ids), scale=scale, unbiased=unbiased)
-    check(rewards, ids, got, scale=scale, unbiased=unbiased)
-    order = torch.randperm(10)
-    permuted = group_advantages(rewards[order], groups=torch.tensor(ids)[order], scale=scale, unbiased=unbiased)
-    torch.testing.assert_close(permuted, got[order], rtol=2e-7, atol=1e-12)
+from grpo_kernels.rewards.estimators import ADVANTAGES, Evidence
+from grpo_kernels.rewards.returns import (
+    GUARDS,
+    WHITENING,
+    discounted_returns,
+    gae,
+    kl_in_reward,
+    optimal_token_advantages,
+    process_advantages,
+    whiten,
+)
+from support import advantage_oracle as oracle
+from support.advantage_oracle import close
+from support.fuzz import MANY
+from support.oracle import kl_estimate
+from support.pairs import label, pairs
+from support.refused import Refused, refusals
 
+Tensor = torch.Tensor
+assert_close = torch.testing.assert_close
 
-def test_group_size_equals_groups() -> None:
-    rewards = torch.randn(12)
-    assert torch.equal(
-        group_advantages(rewards, group_size=4),
-        group_advantages(rewards, groups=torch.arange(12).div(4, rounding_mode="floor")),
-    )
+# ---- groups of completions
 
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 0.9, -0.1, 1 / 3, 1e-30, 1e30])
-def test_equal_rewards_are_exactly_zero(reward: float, scale: str, dtype: torch.dtype) -> None:
-    """The rounded mean of n equal rewards need not be that reward: the residue over eps would be an advantage of 1e-3."""
-    for n in range(2, 65):
-        rewards = torch.full((n,), reward, dtype=dtype)
-        assert not group_advantages(rewards, group_size=n, scale=scale, eps=1e-9).any(), n
-    other = torch.tensor([reward] * 7 + [0.0, 1.0, 0.5, 0.25, 0.0, 1.0, 1.0], dtype=dtype)
-    got = group_advantages(other, group_size=7, scale=scale)
-    assert not got[:7].any() and got[7:].any()
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_group_of_one_is_zero(scale: str) -> None:
-    assert not group_advantages(torch.tensor([3.0, -2.0, 0.5]), group_size=1, scale=scale).any()
-
-
-def test_zero_mean_and_unit_std() -> None:
-    got = group_advantages(torch.randn(5, dtype=torch.float64), group_size=5, eps=0.0)
-    assert abs(float(got.sum())) < 1e-6 and float(got.std()) == pytest.approx(1.0, rel=1e-6)
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("size", [1e30, 1e-30, 1e38])
-def test_extreme_rewards(size: float, scale: str) -> None:
-    """Squares of these overflow or underflow in fp32."""
-    rewards = torch.tensor([1.0, -1.0, 0.5, 0.25]) * size
-    got = group_advantages(rewards, group_size=4, scale=scale)
-    check(rewards, [0] * 4, got, scale=scale)
-    assert torch.isfinite(got).all() and (scale == "none" or size < 1 or got.abs().max() > 0.5)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
-def test_integer_rewards(dtype: torch.dtype) -> None:
-    rewards = torch.tensor([0, 1, 1, 0, 1, 1]).to(dtype)
-    assert torch.equal(group_advantages(rewards, group_size=3), group_advantages(rewards.float(), group_size=3))
-
-
-def test_no_rewards() -> None:
-    for options in ({"group_size": 8}, {"groups": torch.zeros(0, dtype=torch.int64)}):
-        got = group_advantages(torch.zeros(0), **options)
-        assert got.shape == (0,) and got.dtype == torch.float32
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("scale", SCALES)
-def test_rewards_that_are_not_finite(bad: float, scale: str) -> None:
-    rewards = torch.randn(8)
-    rewards[5] = bad
-    with pytest.raises(ValueError, match=rf"rewards\[5\]={bad}"):
-        group_advantages(rewards, group_size=4, scale=scale)
-
-
-def test_input_is_not_modified_and_not_differentiated() -> None:
-    rewards = torch.randn(8, requires_grad=True)
-    before = rewards.detach().clone()
-    got = group_advantages(rewards, group_size=4)
-    assert not got.requires_grad and torch.equal(rewards.detach(), before) and rewards._version == 0
-
-
-def test_batch_from_rewards() -> None:
-    rewards = torch.randn(6)
-    targets = torch.zeros(6, 3, dtype=torch.int64)
-    for options in ({"group_size": 3}, {"groups": torch.tensor([0, 1, 0, 1, 0, 1]), "scale": "none"}):
-        batch = TokenBatch.from_rewards(targets, rewards, mask=targets == 0, **options)
-        assert torch.equal(batch.advantages, group_advantages(rewards, **options))
-        assert batch.mask is not None and batch.mask.all()
-
-
-# ---- baselines and scales beyond GRPO's
-
-BASELINES = ["mean", "leave-one-out", "length"]
-ALL_SCALES = ["group", "batch", "none", "mean", "others"]
-IDS = [0, 1, 0, 2, 1, 0, 2, 2, 2, 1, 3, 1, 4, 4]  # interleaved, one group of one, one of two
-
-
-def options_of(baseline: str, n: int) -> dict[str, object]:
-    lengths = torch.randint(1, 40, (n,)) if baseline == "length" else None
-    return {"baseline": baseline, "lengths": lengths}
-
-
-def reference(rewards: list[float | None], ids: list[int], **options: object) -> torch.Tensor:
-    if isinstance(options.get("lengths"), torch.Tensor):
-        options["lengths"] = options["lengths"].tolist()  # type: ignore[attr-defined]
-    return torch.tensor(advantage_oracle.group_advantages(rewards, ids, **options), dtype=torch.float64)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("singleton", ["zero", "raw"])
-@pytest.mark.parametrize("unbiased", [True, False])
-@pytest.mark.parametrize("scale", ALL_SCALES)
-@pytest.mark.parametrize("baseline", BASELINES)
-def test_every_baseline_with_every_scale(baseline: str, scale: str, unbiased: bool, singleton: str) -> None:
-    rewards = torch.randn(len(IDS)) + 0.5
-    options = {**options_of(baseline, len(IDS)), "scale": scale, "unbiased": unbiased, "eps": 1e-3, "singleton": singleton}
-    got = group_advantages(rewards, groups=torch.tensor(IDS), **options)  # type: ignore[arg-type]
-    close(got, reference(rewards.tolist(), IDS, **options))
-    assert got.abs().max() > 0.1 and (got[10] != 0) == (singleton == "raw")
-
-
-def test_rloo_and_dr_grpo_in_numbers() -> None:
-    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0])
-    rloo = group_advantages(rewards, group_size=3, baseline="leave-one-out", scale="none")
-    assert torch.equal(rloo, torch.tensor([1.0, -0.5, -0.5, 1.0, -0.5, -0.5]))
-    weighted = group_advantages(
-        rewards, group_size=3, baseline="length", scale="none", lengths=torch.tensor([2, 1, 1, 0, 0, 0])
-    )
-    assert torch.equal(weighted, torch.tensor([0.5, -0.5, -0.5, 0.0, 0.0, 0.0]))  # the second group has no tokens
-    maxrl = group_advantages(rewards, group_size=3, scale="mean", eps=0.0)
-    torch.testing.assert_close(maxrl, torch.tensor([2.0, -1.0, -1.0, 2.0, -1.0, -1.0]))
-    assert not group_advantages(-rewards, group_size=3, scale="mean", eps=0.0).any()
-    assert torch.equal(group_advantages(rewards, group_size=3, baseline="none", scale="none"), rewards)
-
-
-def test_equal_others_are_not_divided() -> None:
-    """NeMo-RL's own std of equal rewards is rounding noise that passes its test for 0: 0.7 stands for that here."""
-    got = group_advantages(torch.tensor([1.0] + [0.7] * 7), group_size=8, **NUMERICS["nemo-rl"])
-    assert got[0] == pytest.approx(0.3, rel=1e-6)
-    assert float(got[1]) == pytest.approx((0.7 - 5.2 / 7) / (math.sqrt(0.09 / 7) + 1e-6) * 1.0, rel=1e-4)
-    pair = group_advantages(torch.tensor([1.0, 0.25]), group_size=2, **NUMERICS["nemo-rl"])
-    assert torch.equal(pair, torch.tensor([0.75, -0.75]))
-
-
-@pytest.mark.parametrize("singleton", ["zero", "raw"])
-@pytest.mark.parametrize("scale", ALL_SCALES)
-@pytest.mark.parametrize("baseline", BASELINES)
-def test_equal_rewards_are_zero_for_every_estimator(baseline: str, scale: str, singleton: str) -> None:
-    for n in range(2, 65):
-        options = {**options_of(baseline, n), "scale": scale, "singleton": singleton, "eps": 0.0}
-        got = group_advantages(torch.full((n,), 0.7), group_size=n, **options)  # type: ignore[arg-type]
-        assert not got.any(), n
-        several = group_advantages(
-            torch.tensor([[0.7, 0.1, 0.3]] * n), group_size=n, reward_weights=[0.1, 0.7, 0.3], combine="gdpo", **options
-        )  # type: ignore[arg-type]
-        assert not several.any(), n
-
-
-# ---- missing rewards
-
-
-@pytest.mark.parametrize("scale", ALL_SCALES)
-@pytest.mark.parametrize("baseline", BASELINES)
-def test_missing_rewards_count_nowhere(baseline: str, scale: str) -> None:
-    rewards = torch.randn(len(IDS)) + 0.5
-    rewards[[0, 6, 9]] = math.nan
-    options = {**options_of(baseline, len(IDS)), "scale": scale, "missing": "skip"}
-    got = group_advantages(rewards, groups=torch.tensor(IDS), **options)  # type: ignore[arg-type]
-    close(got, reference([None if math.isnan(r) else r for r in rewards.tolist()], IDS, **options))
-    assert not got[[0, 6, 9]].any() and got.abs().max() > 0.1
-    kept = ~rewards.isnan()  # as if the others had never been there
-    if options["lengths"] is not None:
-        options["lengths"] = options["lengths"][kept]  # type: ignore[index]
-    without = group_advantages(rewards[kept], groups=torch.tensor(IDS)[kept], **options)  # type: ignore[arg-type]
-    torch.testing.assert_close(got[kept], without, rtol=1e-6, atol=1e-9)
-
-
-def test_no_reward_at_all() -> None:
-    rewards = torch.tensor([math.nan, math.nan, 1.0, 0.0])
-    assert torch.equal(group_advantages(rewards, group_size=2, missing="skip", scale="none"), torch.tensor([0, 0, 0.5, -0.5]))
-    with pytest.raises(ValueError, match=r"rewards\[0\]=nan"):
-        group_advantages(rewards, group_size=2)
-    with pytest.raises(ValueError, match=r"rewards\[1\]=inf"):
-        group_advantages(torch.tensor([0.0, math.inf]), group_size=2, missing="skip")
-
-
-# ---- several reward functions
-
-
-@pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("baseline", ["mean", "leave-one-out"])
-@pytest.mark.parametrize("combine", ["sum", "gdpo"])
-def test_several_rewards(combine: str, baseline: str, missing: bool) -> None:
-    rewards = torch.randn(len(IDS), 3)
-    rewards[:, 1] *= 100
-    rewards[torch.tensor(IDS) == 2, 2] = 0.7  # one function cannot tell the answers to a prompt apart
-    if missing:
-        rewards[1, 0] = rewards[5, 1] = math.nan
-        rewards[3] = math.nan
-    rows: list[list[float | None]] = [[None if math.isnan(r) else r for r in row] for row in rewards.tolist()]
-    weights = [1.0, 0.1, 2.0]
-    got = group_advantages(
-        rewards, groups=torch.tensor(IDS), reward_weights=weights, combine=combine, baseline=baseline, missing="skip"
-    )
-    if combine == "sum":
-        close(got, reference(advantage_oracle.summed(rows, weights), IDS, baseline=baseline))
-    else:
-        close(got, torch.tensor(advantage_oracle.gdpo(rows, weights, IDS, baseline=baseline), dtype=torch.float64))
-    assert got.abs().max() > 0.5 and (got[3] == 0) == missing
-
-
-def test_gdpo_keeps_apart_what_a_sum_mixes_up() -> None:
-    """Rewards (1, 0) and (0, 1) have one sum but not one advantage (the example of arXiv 2601.05242)."""
-    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
-    assert not group_advantages(rewards, group_size=4, reward_weights=[1, 1]).any()
-    assert group_advantages(rewards, group_size=4, reward_weights=[1, 1], combine="gdpo").isfinite().all()
-    assert group_advantages(rewards, group_size=4, reward_weights=torch.tensor([2.0, 1.0]), combine="gdpo").abs().min() > 0.1
-
-
-# ---- trainers' numbers, in their own fp32
-
-
-def per_group(rewards: torch.Tensor, size: int, one: object) -> torch.Tensor:
-    return torch.cat([one(group) for group in rewards.split(size)])  # type: ignore[operator]
-
-
-TRAINERS = {
-    "trl": lambda r: (r - r.nanmean()) / ((r - r.nanmean()).square().nansum().div((~r.isnan()).sum() - 1).sqrt() + 1e-4),
-    "verl": lambda r: (r - r.mean()) / (r.std() + 1e-6),
-    "skyrl": lambda r: (r - r.mean()) / (r.std() + 1e-6),
-    "slime": lambda r: (r - r.mean()) / (r.std() + 1e-6),
-    "openrlhf": lambda r: (r - r.mean()) / (r.std() + 1e-9),
-    "prime-rl": lambda r: r - r.mean(),
-    "areal": lambda r: ((r.double() - r.double().mean()) / (r.double().std() + 1e-5)).float(),
-    "torchtitan": lambda r: (r - r.mean()) / (r.std(unbiased=False) + 1e-6),
-    "nemo-rl": lambda r: torch.stack([(x - o.mean()) / (o.std() + 1e-6) for x, o in zip(r, rest(r), strict=True)]),
+IDS = [0, 1, 0, 2, 1, 0, 2, 2, 2, 1, 3, 1, 4, 4]  # one group of one, one of two
+GROUPS = {
+    "interleaved": IDS,
+    "any integers": [10**12 * i - 7 for i in IDS],
+    "one": [5] * 14,
+    "alone": list(range(14)),
+    "of seven": [i // 7 for i in range(14)],
+}
+#: Rewards, with the size of one.
+REWARDS = {
+    "plain": lambda: (torch.randn(14) + 0.5, 1.0),
+    "missing": lambda: (torch.where(torch.arange(14) % 5 == 1, nan, torch.randn(14)), 1.0),
+    "huge": lambda: (1e30 * torch.randn(14), 1e30),  # whose squares overflow in fp32
+    "tiny": lambda: (1e-30 * torch.randn(14), 1e-30),
+    "bfloat16": lambda: (torch.randn(14).bfloat16(), 1.0),
+    "integers": lambda: (torch.randint(-2, 3, (14,)), 1.0),
+    "double": lambda: (torch.randn(14).double() + 1000.0, 1.0),
+    "outliers": lambda: (torch.randn(14).double() + 1e6 * (torch.arange(14) % 6 == 0), 1.0),  # beside which the others cancel
 }
 
 
-def rest(r: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.cat((r[:i], r[i + 1 :])) for i in range(len(r))]
+AXES = {
+    "baseline": BASELINES, "scale": SCALES, "rewards": list(REWARDS), "unbiased": [True, False], "eps": [1e-4, 1e-6, 1.0, 0.0],
+    "singleton": ["zero", "raw"],
+}  # fmt: skip
 
 
-def test_every_trainer_has_its_formula() -> None:
-    assert set(TRAINERS) == set(NUMERICS)
+@pytest.mark.filterwarnings("ignore:all advantages are 0")
+@pytest.mark.parametrize("case", pairs(**AXES), ids=label)
+def test_group_advantages(case: Any) -> None:
+    """Every pair of options; what is 0 is exactly 0, and the order of rewards changes only the last bits of a sum."""
+    rewards, size = REWARDS[case["rewards"]]()
+    options = {**case, "eps": case["eps"] * size, "missing": "skip"}
+    del options["rewards"]
+    if options["baseline"] == "none" and options["scale"] != "none":
+        options["baseline"] = "mean"
+    lengths = {"lengths": torch.randint(0, 4, (14,))} if options["baseline"] == "length" else {}
+    before, order = rewards.clone(), torch.randperm(14)
+    listed = [None if math.isnan(r) else r for r in rewards.tolist()]
+    for ids in GROUPS.values():
+        got = group_advantages(rewards, groups=torch.tensor(ids), **options, **lengths)
+        want = torch.tensor(oracle.group_advantages(listed, ids, **options, **{k: v.tolist() for k, v in lengths.items()}))
+        residue = 1e-6 * want.abs().max() if lengths else 0.0  # a reward may equal the mean by lengths, which is then rounded
+        close(got, want, atol=residue + 1e-12 * size)
+        assert lengths or torch.equal(got == 0, want == 0)
+        moved = {k: v[order] for k, v in lengths.items()}
+        again = group_advantages(rewards[order], groups=torch.tensor(ids)[order], **options, **moved)
+        assert_close(again, got[order], rtol=2e-6, atol=float(residue))
+    assert torch.equal(rewards.isnan(), before.isnan()) and torch.equal(rewards.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.nightly
+def test_group_advantages_at_random() -> None:
+    draw = random.Random(0)
+    for _ in range(MANY):
+        test_group_advantages({name: draw.choice(values) for name, values in AXES.items()})
+
+
+@pytest.mark.parametrize(
+    "case",
+    pairs(
+        baseline=BASELINES[:3], scale=SCALES, reward=[0.1, 0.7, -0.9, 1 / 3, 1e-30, 1e30], dtype=[torch.float32, torch.float64]
+    ),
+    ids=label,
+)
+def test_equal_rewards_are_exactly_zero(case: Any) -> None:
+    """The rounded mean of n equal rewards need not be that reward: the residue over eps would be an advantage of 1e-3."""
+    baseline, scale, reward, dtype = case.values()
+    for n in range(2, 65, 3):
+        lengths = torch.randint(1, 40, (2 * n,)) if baseline == "length" else None
+        options: Any = {"baseline": baseline, "scale": scale, "eps": 1e-9, "lengths": lengths, "singleton": "raw"}
+        rewards = torch.cat([torch.full((n,), reward), reward * torch.rand(n)]).to(dtype)
+        got = group_advantages(rewards, group_size=n, **options)
+        assert not got[:n].any() and (got[n:].any() or rewards.max() <= 0 or reward < 0), n
+        several = torch.tensor([[reward, 0.1, 0.3]] * 2 * n, dtype=dtype)
+        assert not group_advantages(several, group_size=n, reward_weights=[0.1, 0.7, 0.3], combine="gdpo", **options).any(), n
+
+
+@pytest.mark.parametrize("combine", ["sum", "gdpo"])
+@pytest.mark.parametrize("baseline, missing", [("mean", False), ("leave-one-out", True)])
+def test_several_rewards(combine: str, baseline: str, missing: bool) -> None:
+    rewards, weights = torch.randn(14, 3) * torch.tensor([1.0, 100.0, 1.0]), [1.0, 0.1, 2.0]
+    rewards[torch.tensor(IDS) == 2, 2] = 0.7  # one function cannot tell the answers to a prompt apart
+    if missing:
+        rewards[1, 0] = rewards[5, 1] = rewards[3] = nan
+    rows = [[None if math.isnan(r) else r for r in row] for row in rewards.tolist()]
+    options = {"baseline": baseline, "missing": "skip"}
+    want = oracle.gdpo(rows, weights, IDS, **options) if combine == "gdpo" else oracle.group_advantages(oracle.summed(rows, weights), IDS, **options)  # type: ignore[arg-type] # fmt: skip
+    for kind in (list, torch.tensor):
+        got = group_advantages(rewards, groups=torch.tensor(IDS), reward_weights=kind(weights), combine=combine, **options)
+        close(got, want)
+    assert got.abs().max() > 0.5 and (got[3] == 0) == missing
+
+
+def standardised(eps: float, **how: bool) -> Any:
+    return lambda r: (r - r.mean()) / (r.std(**how) + eps)
+
+
+def of_others(r: Tensor) -> Tensor:
+    others = [torch.cat((r[:i], r[i + 1 :])) for i in range(len(r))]
+    return torch.stack([(x - o.mean()) / (o.std() + 1e-6) for x, o in zip(r, others, strict=True)])
+
+
+#: The trainers' own lines, for a group.
+TRAINERS = {
+    "trl": standardised(1e-4),
+    **dict.fromkeys(("verl", "skyrl", "slime"), standardised(1e-6)),
+    "openrlhf": standardised(1e-9),
+    "areal": standardised(1e-5),
+    "torchtitan": standardised(1e-6, unbiased=False),
+    "prime-rl": lambda r: r - r.mean(),
+    "nemo-rl": of_others,
+}
 
 
 @pytest.mark.parametrize("name", NUMERICS)
 def test_trainers_formulas(name: str) -> None:
-    rewards = torch.randn(24)
-    got = group_advantages(rewards, group_size=6, **NUMERICS[name])
-    torch.testing.assert_close(got, per_group(rewards, 6, TRAINERS[name]), rtol=2e-5, atol=2e-6)
-    others = [other for other in NUMERICS if other != name and NUMERICS[other] != NUMERICS[name]]
-    small = rewards * 1e-4  # where eps matters, so that every set differs from every other
-    mine = group_advantages(small, group_size=6, **NUMERICS[name])
-    torch.testing.assert_close(mine, per_group(small, 6, TRAINERS[name]), rtol=1e-3, atol=1e-8)
-    alone = group_advantages(rewards, group_size=1, **NUMERICS[name])
-    for other in others:
-        differs = not torch.allclose(mine, group_advantages(small, group_size=6, **NUMERICS[other]), rtol=1e-6)
-        assert differs or not torch.equal(alone, group_advantages(rewards, group_size=1, **NUMERICS[other])), other
+    """Where eps matters too, and for a group of one, whose mean verl and SkyRL take for 0 and its std for 1. TRL lets go of
+    completions that were not scored."""
+    for size in (1.0, 1e-4):
+        groups = size * torch.randn(4, 6)
+        got = group_advantages(groups.view(-1), group_size=6, **NUMERICS[name])
+        assert_close(got, torch.cat([*map(TRAINERS[name], groups)]), rtol=1e-3 if size < 1 else 2e-5, atol=2e-6 * size)
+    alone = group_advantages([3.0, 1.0, 0.0], groups=torch.tensor([0, 1, 1]), **NUMERICS[name])[0]
+    assert float(alone) == (pytest.approx(3 / (1 + 1e-6)) if name in ("verl", "skyrl") else 0.0)
+    if name == "trl":
+        assert_close(group_advantages([nan, *groups[0]], group_size=7, **NUMERICS[name])[1:], got[:6], rtol=1e-3, atol=0)
 
 
-def test_trl_leaves_out_unscored_completions() -> None:
-    rewards = torch.randn(12)
-    rewards[[2, 7]] = math.nan
-    expected = per_group(rewards, 4, TRAINERS["trl"]).nan_to_num(0.0)
-    got = group_advantages(rewards, group_size=4, **NUMERICS["trl"])
-    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
+@pytest.mark.parametrize("options", [{"group_size": 8}, {"groups": torch.zeros(0, dtype=torch.int64)}], ids=["size", "groups"])
+def test_no_rewards(options: Any) -> None:
+    for function in (group_advantages, pass_at_k_advantages, a2po_values, zero_variance):
+        assert function(torch.zeros(0), **options).shape == (0,)
+    assert set(map(float, group_metrics(torch.zeros(0), **options).values())) == {0.0}
 
 
-def test_verl_group_of_one() -> None:
-    """mean := 0, std := 1; its RLOO has the reward itself."""
-    rewards, ids = torch.tensor([3.0, 1.0, 0.0]), torch.tensor([0, 1, 1])
-    assert group_advantages(rewards, groups=ids, **NUMERICS["verl"])[0] == pytest.approx(3 / (1 + 1e-6))
-    rloo = group_advantages(rewards, groups=ids, **{**NUMERICS["verl"], "baseline": "leave-one-out", "scale": "none"})
-    assert torch.equal(rloo, torch.tensor([3.0, 1.0, -1.0]))
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_pass_at_k(scale: str) -> None:
+    rewards, ids, order = torch.randn(20).double(), torch.arange(20) // 5, torch.randperm(20)
+    rewards[5:10] = torch.tensor([0.7, 0.1, 0.7, 0.3, 0.7], dtype=torch.float64)  # three best
+    rewards[10:15] = 0.7
+    expected = []
+    for group in rewards.view(4, 5).tolist():
+        best, second = sorted(group, reverse=True)[:2]
+        expected += [(best - second) / (oracle.std(group) + 1e-6 if scale == "group" else 1.0) * (r == best) for r in group]
+    got = pass_at_k_advantages(rewards, group_size=5, scale=scale)
+    close(got, expected)
+    assert got.count_nonzero() == 2
+    assert_close(pass_at_k_advantages(rewards[order], groups=ids[order], scale=scale), got[order])
 
 
-# ---- properties
+def test_greedy_baseline_and_gpg() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    assert greedy_baseline_advantages(rewards, 0.7 * rewards.flip(0)).tolist() == pytest.approx(
+        [1, 0, -0.7, -0.7, 1, 1, 0, -0.7]
+    )
+    assert gpg_scale(rewards) == pytest.approx(8 / 3) and gpg_scale(rewards, group_size=2) == pytest.approx(8 / 2)
+    assert gpg_scale(torch.zeros(4)) == gpg_scale(torch.zeros(4), group_size=2) == 4.0
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_permutation_and_shift(data: st.DataObject) -> None:
-    n = data.draw(st.integers(2, 20))
-    numbers = st.floats(-100, 100, width=32)
-    rewards = torch.tensor(data.draw(st.lists(numbers, min_size=n, max_size=n)))
-    ids = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))
-    order = torch.tensor(data.draw(st.permutations(range(n))))
-    options = {
-        "baseline": data.draw(st.sampled_from(["mean", "leave-one-out"])),
-        "scale": data.draw(st.sampled_from(["group", "batch", "none"])),
-        "unbiased": data.draw(st.booleans()),
-    }
-    got = group_advantages(rewards, groups=ids, **options)
-    permuted = group_advantages(rewards[order], groups=ids[order], **options)
-    torch.testing.assert_close(permuted, got[order], rtol=1e-6, atol=1e-9)
-    shifted = group_advantages(rewards.double() + 1000.0, groups=ids, **options)
-    torch.testing.assert_close(shifted, got, rtol=1e-4, atol=1e-6)
-    flat = zero_variance(rewards, groups=ids)
-    assert not got[flat].any()
-    if options["scale"] == "none":
-        assert got[~flat].any() == bool((~flat).any())
+@pytest.mark.parametrize("beta", [0.01, 0.5, 100.0])
+def test_a2po_values(beta: float) -> None:
+    rewards = torch.where(torch.tensor(IDS) == 1, 0.7, torch.randn(14)).double()
+    got = a2po_values(rewards, groups=torch.tensor(IDS), beta=beta)
+    groups = [[r for r, h in zip(rewards.tolist(), IDS, strict=True) if h == g] for g in IDS]
+    # e^{r / beta} alone overflows at beta = 0.01
+    close(got, [max(x) + beta * math.log(oracle.mean([math.exp((r - max(x)) / beta) for r in x])) for x in groups])
+    assert got[1] == torch.tensor(0.7) and a2po_values(torch.tensor([1e4, 0.0]), group_size=2, beta=0.01).isfinite().all()
 
 
-# ---- refusals
+def test_group_metrics() -> None:
+    rewards = torch.tensor([1, 1, 1, 0, 0, nan, 0, 1, 1, 0.5, 0.5, 0.5, nan, nan, nan])
+    scored = [1, 1, 1, 0, 0, 0, 1, 1, 0.5, 0.5, 0.5]
+    expected = {
+        "zero_variance": 3 / 4, "all_wrong": 1 / 4, "all_correct": 1 / 4, "missing": 4 / 15,
+        "reward_mean": oracle.mean(scored), "reward_std": oracle.std(scored), "group_std": oracle.std([0, 1, 1]) / 4,
+    }  # fmt: skip
+    assert {name: float(v) for name, v in group_metrics(rewards, group_size=3).items()} == pytest.approx(expected)
+    signed = group_metrics(torch.tensor([-1.0, -1.0, 0.5, -1.0]), group_size=2, extremes=(-1.0, 1.0))
+    assert signed["all_wrong"] == 0.5 and signed["all_correct"] == 0
+    nothing = group_metrics([nan] * 4, group_size=2)
+    assert nothing.pop("missing") == 1.0 and set(map(float, nothing.values())) == {0.0}
+    exact = torch.tensor([[0.7, 0.7], [0.7, 0.7 + 1e-7], [nan, 0.1], [nan, nan]])
+    assert zero_variance(exact.view(-1), group_size=2)[::2].tolist() == [True, False, True, True]
 
 
-REFUSALS = {
-    "baseline": {"baseline": "median"},
-    "scale": {"scale": "std"},
-    "combine": {"combine": "max"},
-    "combine='gdpo'": {"combine": "gdpo"},
-    "missing": {"missing": "ignore"},
-    "singleton": {"singleton": "one"},
-    "eps": {"eps": -1.0},
-    "lengths": {"baseline": "length"},
-    "lengths=": {"lengths": torch.ones(4)},
-    r"lengths is \[3\]": {"baseline": "length", "lengths": torch.ones(3)},
-    r"lengths\[1\]=-1": {"baseline": "length", "lengths": torch.tensor([1, -1, 1, 1])},
-    "scale='group'": {"baseline": "none"},
-    r"rewards has shape \[4\].*\[B, K\]": {"reward_weights": [1.0]},
-    r"rewards has shape \[4, 2\].*weights": {"rewards": torch.ones(4, 2)},
-    r"reward_weights has shape \[3\]": {"rewards": torch.ones(4, 2), "reward_weights": [1.0, 1.0, 1.0]},
-    r"rewards\[2, 1\]=nan": {"rewards": torch.tensor([[0.0, 1], [1, 1], [0, math.nan], [1, 1]]), "reward_weights": [1, 1]},
-}
+# ---- groups of one
 
 
-@pytest.mark.parametrize("message", REFUSALS)
-def test_refusals(message: str) -> None:
-    options = {"rewards": torch.zeros(4), "group_size": 2, **REFUSALS[message]}
-    with pytest.raises(ValueError, match=message):
-        group_advantages(**options)  # type: ignore[arg-type]
-
-
-# ---- groups of one, lists, integers
-
-ALONE: dict[str, Callable[..., torch.Tensor]] = {
-    "mean": group_advantages,
-    "leave-one-out": functools.partial(group_advantages, baseline="leave-one-out", scale="none"),
-    "batch": functools.partial(group_advantages, scale="batch"),
-    "pass at k": pass_at_k_advantages,
-    "from_rewards": lambda rewards, **which: (
-        TokenBatch.from_rewards(torch.zeros(len(rewards), 2, dtype=torch.int64), rewards, **which).advantages
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize("which", [{"group_size": 1}, {"groups": torch.tensor([7, 3, 5])}], ids=["group_size", "groups"])
-def test_groups_of_one_completion_are_warned_of_once(name: str, which: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_warned", set())
+@pytest.mark.parametrize("name", ["group", "rloo", "pass_at_k"])
+def test_groups_of_one_completion_are_warned_of_once(name: str, which: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_kernels.checks._warned", set())
+
+    def estimated(rewards: list[float], **options: Any) -> Tensor:
+        return TokenBatch.from_rewards(torch.zeros(3, 2, dtype=torch.int64), rewards, estimator=name, **options).advantages
+
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        assert not any(ALONE[name](torch.tensor([3.0, -2.0, 0.5]), **which).any() for _ in range(3))
+        for options in ({"group_size": 3}, {"groups": torch.tensor([0, 0, 1])}):
+            estimated([1.0, 1.0, 1.0], **options)
+        group_advantages([3.0, 1.0, 2.0], **which, singleton="raw")
+        group_advantages([3.0, 1.0, 2.0], **which, baseline="none", scale="none")
+        assert not seen
+        assert not any(estimated([3.0, -2.0, 0.5], **which).any() for _ in range(3))
     (warning,) = seen
     assert warning.filename == __file__
     for part in ("all advantages are 0", "one completion", "several completions", "remax", "singleton='raw'"):
         assert part in str(warning.message)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"group_size": 1, "singleton": "raw"},
-        {"group_size": 1, "baseline": "none", "scale": "none"},
-        {"groups": torch.tensor([0, 0, 1])},
-        {"group_size": 3},
-    ],
-    ids=str,
-)
-def test_groups_that_may_differ_are_not_warned_of(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_warned", set())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        group_advantages(torch.tensor([1.0, 1.0, 1.0]), **options)
+# ---- tokens
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-@pytest.mark.parametrize("kind", ["list", "tuple", "integers", "bools", "numpy"])
-def test_rewards_are_numbers_of_any_kind(name: str, kind: str) -> None:
-    """Every estimator gives what it gives for a float tensor."""
-    whole = [1, 0, 1, 1, 0, 0]
-    rewards = {
-        "list": whole, "tuple": tuple(map(float, whole)), "integers": torch.tensor(whole), "bools": torch.tensor(whole) > 0,
-        "numpy": pytest.importorskip("numpy").array(whole),
-    }[kind]  # fmt: skip
-    per_token = torch.arange(18.0).view(6, 3)
-    evidence: dict[str, Any] = {
-        "group_size": 3, "columns": per_token[:, :2], "reward_weights": [1.0, 2.0], "greedy_rewards": torch.ones(6),
-        "mask": torch.ones(6, 3, dtype=torch.bool), "steps": per_token, "values": per_token, "old_logps": -per_token,
-        "sum_squares": 1 / (1 + per_token),
+class Ragged:
+    """Sequences with holes in their masks, padded [B, T]; as lists for the oracle."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.inside = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        self.mask = self.inside & (torch.rand(self.inside.shape) > 0.3)
+        self.cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+
+    def random(self) -> Tensor:
+        """fp64, with garbage where the mask is False."""
+        x = torch.randn(self.mask.shape, dtype=torch.float64)
+        return torch.where(self.mask, x, torch.tensor([nan, inf, -inf, 1e300]).double()[torch.randint(4, x.shape)])
+
+    def lists(self, x: Tensor) -> Any:
+        return [row[own].tolist() for row, own in zip(x, self.inside, strict=True)]
+
+    def masked(self, x: Tensor) -> Any:
+        rows = zip(self.lists(x), self.lists(self.mask), strict=True)
+        return [[v if keep else None for v, keep in zip(*row, strict=True)] for row in rows]
+
+    def check(self, function: Any, want: Any, *tensors: Tensor, **options: Any) -> None:
+        """Check padded and packed rows against lists of the oracle; all else is 0."""
+        given = {"mask": self.mask, **options}
+        padded = function(*tensors, **given)
+        given = {k: x[self.inside] if torch.is_tensor(x) and x.shape == self.mask.shape else x for k, x in given.items()}
+        packed = function(*(x[self.inside] if x.dim() == 2 else x for x in tensors), cu_seqlens=self.cu_seqlens, **given)
+        for a, b, rows in zip(*(x if isinstance(x, tuple) else (x,) for x in (padded, packed)), want, strict=True):
+            close(b, [x for row in rows for x in row], rtol=1e-5, atol=1e-6)
+            assert_close(a[self.inside], b, rtol=1e-6, atol=1e-12)
+            assert not a[~self.mask].any() and not b[~self.mask[self.inside]].any()
+
+
+@pytest.fixture(params=[[5, 1, 0, 9, 2, 33, 1], [1, 1], [12, 0, 3, 7]], ids=str)
+def tokens(request: pytest.FixtureRequest) -> Ragged:
+    return Ragged(request.param)
+
+
+def at_end(rewards: Tensor, mask: Tensor) -> Tensor:
+    """At the last trained token of each sequence."""
+    return torch.where(mask & (mask.cumsum(1) == mask.sum(1, keepdim=True)), rewards[:, None], 0.0)
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.97, 0.95), (0.9, 0.0), (0.0, 0.5)])
+def test_returns_and_gae(tokens: Ragged, gamma: float, lam: float) -> None:
+    rewards, values = tokens.random(), tokens.random()
+    tokens.check(discounted_returns, [oracle.returns_to_go(tokens.masked(rewards), gamma)], rewards, gamma=gamma)
+    want = oracle.gae(tokens.masked(rewards), tokens.lists(values), gamma, lam)
+    for decay in (lam, torch.full((len(tokens.mask),), lam), torch.full(tokens.mask.shape, lam)):
+        tokens.check(gae, want, rewards, values, gamma=gamma, lam=decay)
+
+
+@pytest.mark.parametrize("case", pairs(gamma=[1.0, 0.9], scale=["group", "none"], order=[1, -1]), ids=label)
+def test_process_advantages(tokens: Ragged, case: Any) -> None:
+    gamma, scale, order = case.values()
+    rewards = torch.where(torch.rand(tokens.mask.shape) > 0.5, tokens.random(), nan)
+    groups = [i // 2 for i in range(len(rewards))][::order]
+    steps = [[None if math.isnan(r) else r for r in row] for row in tokens.lists(rewards)]
+    want = oracle.process_advantages(steps, tokens.lists(tokens.mask), groups, gamma, scale=scale)  # type: ignore[arg-type]
+    tokens.check(process_advantages, [want], rewards, groups=torch.tensor(groups), gamma=gamma, scale=scale)
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3", "abs", Kl("k3", clamp_log=1.0, clamp=0.6)], ids=str)
+def test_kl_in_reward(tokens: Ragged, kl: str | Kl) -> None:
+    """Of rewards of tokens and of whole completions, which go to the last trained token."""
+    logps, ref_logps, rewards, outcome = (
+        tokens.random(),
+        tokens.random(),
+        tokens.random(),
+        torch.randn(len(tokens.mask)).double(),
+    )
+    penalty = (
+        kl_estimate(kl, logps, ref_logps) if isinstance(kl, str) else kl_estimate("k3", logps, ref_logps, 1.0).clamp(max=0.6)
+    )
+    penalty, given = torch.where(tokens.mask, 0.3 * penalty, 0.0), {"beta": 0.3, "kl": kl}
+    for r, per_token in ((rewards, torch.where(tokens.mask, rewards, 0.0)), (outcome, at_end(outcome, tokens.mask))):
+        if r.numel() < tokens.mask.sum() or r is rewards:
+            tokens.check(kl_in_reward, [tokens.lists(per_token - penalty)], r, logps, ref_logps, **given)
+            totals = (r if r is outcome else per_token.sum(1)) - penalty.sum(1)
+            close(kl_in_reward(r, logps, ref_logps, mask=tokens.mask, per="sequence", **given), totals, atol=1e-6)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_optimal_token_advantages(tokens: Ragged, weighted: bool) -> None:
+    """Exactly 0 where all outcomes are equal."""
+    groups = [i % 3 for i in range(len(tokens.mask))]
+    rewards, logps = tokens.random(), torch.where(tokens.mask, -tokens.random().abs(), nan)
+    squares = torch.where(tokens.mask, logps.exp() ** 2 + 0.1, inf)
+    weights = {"weights": torch.where(tokens.mask, tokens.random().abs(), nan)} if weighted else {}
+    want = oracle.optimal_token_advantages(
+        tokens.masked(rewards), tokens.lists(logps), tokens.lists(squares), groups, *map(tokens.lists, weights.values())
+    )
+    tokens.check(optimal_token_advantages, [want], rewards, logps, squares, groups=torch.tensor(groups), **weights)
+    equal = torch.zeros(4, 6).index_fill(1, torch.tensor([5]), 0.7)
+    for changed in (False, True):
+        equal[0, -1] = 0.0 if changed else 0.7
+        got = optimal_token_advantages(equal, -torch.rand(4, 6), torch.full((4, 6), 0.9), group_size=4)
+        assert (got != 0).all() if changed else not got.any()
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-4])
+@pytest.mark.parametrize("case", pairs(guard=GUARDS, unbiased=[True, False], shift_mean=[True, False]), ids=label)
+def test_whiten(tokens: Ragged, size: float, case: Any) -> None:
+    x = tokens.random() * size + 3.0
+    got = whiten(x, tokens.mask, **case)
+    close(got[tokens.mask], oracle.whiten(x[tokens.mask].tolist(), eps=1e-8, **case) if tokens.mask.any() else [])
+    assert not got[~tokens.mask].any()
+    for n in range(1, 40, 3):
+        equal = torch.full((n,), 0.7)
+        assert torch.equal(whiten(equal, **case), 0 * equal if case["shift_mean"] else equal)
+    assert whiten(torch.zeros(0, 3)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("name", WHITENING)
+def test_whitening_of_the_trainers(name: str) -> None:
+    for x in (torch.randn(50), 1e-4 * torch.randn(50)):
+        variance = x.double().var(unbiased=name in ("trl", "verl", "skyrl"))
+        divisor = {"trl": variance.sqrt() + 1e-4, "verl": (variance + 1e-8).sqrt()}
+        divisor["skyrl"] = divisor["verl"]
+        expected = (x - x.double().mean()) / divisor.get(name, variance.clamp(min=1e-8).sqrt())
+        close(whiten(x, **WHITENING[name]), expected, rtol=2e-6, atol=1e-6)
+
+
+# ---- estimators by name
+
+B, T = 8, 3
+
+
+def evidence_of(device: str = "cpu") -> Evidence:
+    rewards = torch.tensor([0.1, 0.5, 0.2, 0.9, 0.0, 1.0, 0.3, 0.3])
+    mask = torch.arange(T) < torch.tensor([3, 1, 2, 3, 3, 2, 1, 3])[:, None]
+    given = {
+        "rewards": rewards, "columns": torch.stack([rewards, 1 - rewards.square()], 1), "mask": mask, "greedy_rewards": torch.rand(B),
+        "steps": torch.where(mask & (torch.rand(B, T) < 0.6), torch.rand(B, T), nan), "values": torch.rand(B, T),
+        "old_logps": -torch.rand(B, T), "sum_squares": 0.5 * torch.rand(B, T) + 0.4,
     }  # fmt: skip
-    found = ADVANTAGES[name](Evidence(rewards, **evidence))
-    expected = ADVANTAGES[name](Evidence(torch.tensor(whole).float(), **evidence))
-    assert torch.equal(found, expected) and expected.any()
-    batch = TokenBatch.from_rewards(torch.zeros(6, 3, dtype=torch.int64), rewards, group_size=3)
-    assert torch.equal(batch.advantages, group_advantages(torch.tensor(whole).float(), group_size=3))
+    return Evidence(group_size=4, reward_weights=[1.0, 2.0], **{name: x.to(device) for name, x in given.items()})
 
 
-def test_a_list_that_holds_no_numbers_is_refused() -> None:
-    for wrong in ([1.0, None], ["1"], [[1.0], [1.0, 2.0]], None, "12"):
-        with pytest.raises(ValueError, match=r"rewards is .*: pass numbers"):
-            group_advantages(wrong, group_size=2)  # type: ignore[arg-type]
-    several = [[1.0, 0.0], [2.0, 1.0]]
-    found = group_advantages(several, group_size=2, reward_weights=[1.0, 2.0])
-    assert torch.equal(found, group_advantages(torch.tensor(several), group_size=2, reward_weights=[1.0, 2.0]))
+def in_groups(e: Evidence, **options: Any) -> Tensor:
+    return group_advantages(e.rewards, group_size=4, **options)
+
+
+def returned(e: Evidence, gamma: float = 1.0, **options: Any) -> Tensor:
+    return discounted_returns(at_end(in_groups(e, scale="none", **options), e.mask), gamma=gamma, mask=e.mask)
+
+
+#: What each name stands for, written with the functions of the library, also with options.
+EXPECTED = [
+    ("group", {}, in_groups),
+    ("group", {"baseline": "leave-one-out", "scale": "none"}, lambda e: in_groups(e, baseline="leave-one-out", scale="none")),
+    ("rloo", {}, lambda e: in_groups(e, baseline="leave-one-out", scale="none")),
+    ("opo", {}, lambda e: in_groups(e, baseline="length", scale="none", lengths=e.mask.sum(1))),
+    ("maxrl", {}, lambda e: in_groups(e, scale="mean", eps=0.0)),
+    ("gdpo", {}, lambda e: group_advantages(e.columns, group_size=4, combine="gdpo", reward_weights=[1.0, 2.0])),
+    ("pass_at_k", {}, lambda e: pass_at_k_advantages(e.rewards, group_size=4)),
+    ("gpg", {}, lambda e: gpg_scale(e.rewards, group_size=4) * in_groups(e, scale="none")),
+    ("remax", {}, lambda e: greedy_baseline_advantages(e.rewards, e.greedy_rewards)),
+    ("reinforce_pp", {}, lambda e: whiten(returned(e, baseline="none"), e.mask)),
+    (
+        "reinforce_pp",
+        {"gamma": 0.5, "baseline": "mean", "unbiased": False},
+        lambda e: whiten(returned(e, 0.5), e.mask, unbiased=False),
+    ),
+    ("gae", {}, lambda e: whiten(gae(at_end(e.rewards, e.mask), e.values, mask=e.mask)[0], e.mask)),
+    ("process", {}, lambda e: process_advantages(e.steps, group_size=4)),
+    (
+        "optimal_token",
+        {},
+        lambda e: optimal_token_advantages(at_end(e.rewards, e.mask), e.old_logps, e.sum_squares, group_size=4, mask=e.mask),
+    ),
+]
+
+
+@pytest.mark.parametrize("name, options, function", EXPECTED)
+def test_a_name_is_its_function(name: str, options: Any, function: Any) -> None:
+    """Also in a batch, where what it needs to know goes beside the fields, and of rewards of any kind."""
+    evidence = evidence_of()
+    assert set(ADVANTAGES) == {name for name, *_ in EXPECTED}
+    expected = function(evidence)
+    assert torch.equal(ADVANTAGES[name](evidence, **options), expected) and expected.abs().max() > 0.1
+    assert ADVANTAGES[name].per_token == (expected.dim() == 2)
+    known = {k: x for k, x in vars(evidence).items() if x is not None and k != "rewards"}
+    batch = TokenBatch.from_rewards(torch.zeros(B, T, dtype=torch.int64), evidence.rewards, estimator=name, **known, **options)
+    assert torch.equal(batch.advantages, expected) and torch.equal(batch.old_logps, evidence.old_logps)
+    assert batch.groups.tolist() == [0] * 4 + [1] * 4
+    if name != "opo":  # whose lengths are counted in a padded mask
+        mask, offsets = known["mask"], torch.tensor([0, *known["mask"].sum(1)]).cumsum(0)
+        flat = {k: x[mask] if torch.is_tensor(x) and x.shape == mask.shape else x for k, x in known.items()}
+        flat |= {"cu_seqlens": offsets, **options}
+        packed = TokenBatch.from_rewards(batch.targets[mask], evidence.rewards, estimator=name, **flat).advantages
+        assert_close(packed.reshape(-1), expected[mask] if expected.dim() == 2 else expected)
+    whole = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0])
+    wanted = ADVANTAGES[name](dataclasses.replace(evidence, rewards=whole.float()), **options)
+    for kind in (whole.tolist(), tuple(map(float, whole)), whole, whole > 0, whole.numpy()):
+        assert torch.equal(ADVANTAGES[name](dataclasses.replace(evidence, rewards=kind), **options), wanted)
+
+
+def test_no_estimator_waits_for_the_device() -> None:
+    """Meta tensors have no data, so reading a value raises. On a GPU such a read would make the host wait."""
+    e, x, ids = evidence_of("meta"), torch.zeros(2, 4, device="meta"), torch.zeros(8, dtype=torch.int64, device="meta")
+    for estimator in ADVANTAGES.values():
+        estimator(e)
+    for baseline, scale in itertools.product(BASELINES[:3], SCALES):
+        lengths = ids if baseline == "length" else None
+        group_advantages(
+            e.rewards, groups=ids, baseline=baseline, scale=scale, lengths=lengths, missing="skip", singleton="raw"
+        )
+    for function in (gpg_scale, a2po_values, zero_variance, group_metrics):
+        function(e.rewards, groups=ids)
+    gae(x, x, lam=x[:, 0])
+    kl_in_reward(x[:, 0], x, x, beta=0.1, mask=x == 0)
+    kl_in_reward(e.rewards, e.rewards, e.rewards, beta=0.1, cu_seqlens=ids[:3], per="token")
+    optimal_token_advantages(x, x, x, group_size=2, weights=x)
+
+
+# ---- refusals
+
+ONES, FOUR, TWO = torch.ones(2, 3), torch.zeros(4), torch.ones(4, 2)
+ALONE = {"evidence": Evidence(FOUR, group_size=2, greedy_rewards=FOUR)}
+WITHOUT = Evidence(FOUR, group_size=2)
+
+REFUSED: Refused = [
+    (
+        group_advantages,
+        {"rewards": FOUR, "group_size": 2},
+        {
+            "baseline='median'": {"baseline": "median"},
+            "scale='std'": {"scale": "std"},
+            "scale='group'": {"baseline": "none"},
+            "combine='max'": {"combine": "max"},
+            "combine='gdpo'": {"combine": "gdpo"},
+            "missing='ignore'": {"missing": "ignore"},
+            "singleton='one'": {"singleton": "one"},
+            "eps=-1.0": {"eps": -1.0},
+            "lengths=.None": {"baseline": "length"},
+            "lengths=.given": {"lengths": FOUR},
+            r"lengths is \[3\]": {"baseline": "length", "lengths": torch.ones(3)},
+            r"lengths\[1\]=-1": {"baseline": "length", "lengths": torch.tensor([1, -1, 1, 1])},
+            r"rewards has shape \[4\].*\[B, K\]": {"reward_weights": [1.0]},
+            r"rewards has shape \[4, 2\].*weights": {"rewards": TWO},
+            r"reward_weights has shape \[3\]": {"rewards": TWO, "reward_weights": [1.0] * 3},
+            r"rewards\[2, 1\]=nan": {"rewards": [[0.0, 1], [1, 1], [0, nan], [1, 1]], "reward_weights": [1, 1]},
+            r"rewards\[1\]=nan": {"rewards": [0.0, nan]},
+            r"rewards\[1\]=-inf": {"rewards": [0.0, -inf], "missing": "skip"},
+            "group_size=3 does not divide the 4 rewards": {"group_size": 3},
+            "group_size=0": {"group_size": 0},
+            "group_size=None.*pass exactly one of them": {"group_size": None},
+            "groups=given: pass exactly one of them": {"groups": FOUR.long()},
+            "groups is a list": {"group_size": None, "groups": [0, 0, 1, 1]},
+            r"groups has shape \[4\] and dtype torch.float32": {"group_size": None, "groups": FOUR},
+            "rewards is list: pass numbers": {"rewards": [1.0, None]},
+            "rewards is NoneType: pass numbers": {"rewards": None},
+            "rewards is str: pass numbers": {"rewards": "12"},
+            "rewards is torch.complex64: pass numbers": {"rewards": FOUR * 1j},
+        },
+    ),
+    (
+        greedy_baseline_advantages,
+        {"rewards": FOUR, "greedy_rewards": FOUR},
+        {
+            r"greedy_rewards has shape \[2\]": {"greedy_rewards": FOUR[:2]},
+            r"greedy_rewards\[1\]=nan": {"greedy_rewards": [0.0, nan, 0.0, 0.0]},
+        },
+    ),
+    (a2po_values, {"rewards": FOUR, "group_size": 2}, {"beta=0": {"beta": 0}}),
+    (pass_at_k_advantages, {"rewards": FOUR, "group_size": 2}, {"scale='batch'": {"scale": "batch"}}),
+    (
+        gae,
+        {"rewards": ONES, "values": ONES},
+        {
+            "gamma=1.5": {"gamma": 1.5},
+            "lam=-1": {"lam": -1},
+            r"values has shape \[3\]": {"values": ONES[0]},
+            r"rewards is nan at \[1\]": {"rewards": torch.tensor([0.0, nan])},
+            "rewards is torch.int64": {"rewards": ONES.long()},
+            r"mask has shape \[2\]": {"mask": torch.ones(2).bool()},
+            r"rewards has shape \[1, 2, 3\]": {"rewards": ONES[None]},
+            r"cu_seqlens goes with packed.*\[2, 3\]": {"cu_seqlens": torch.tensor([0, 6])},
+        },
+    ),
+    (
+        discounted_returns,
+        {"rewards": ONES[0], "cu_seqlens": torch.tensor([0, 3])},
+        {
+            r"cu_seqlens=\[0, 2\].*3": {"cu_seqlens": torch.tensor([0, 2])},
+            r"cu_seqlens=\[0, 3, 2, 3\]": {"cu_seqlens": torch.tensor([0, 3, 2, 3])},
+            "cu_seqlens has dtype torch.float32": {"cu_seqlens": torch.tensor([0.0, 3.0])},
+        },
+    ),
+    (process_advantages, {"rewards": ONES, "group_size": 2}, {"group_size=3": {"group_size": 3}, "gamma=2": {"gamma": 2}}),
+    (
+        kl_in_reward,
+        {"rewards": ONES, "logps": ONES, "ref_logps": ONES, "beta": 1.0},
+        {
+            "beta=-1": {"beta": -1},
+            "per='batch'": {"per": "batch"},
+            "kl='k9'": {"kl": "k9"},
+            "kl=.*gradient": {"kl": Kl("k3", weighting="ratio")},
+            r"rewards has shape \[3\]": {"rewards": ONES[0]},
+        },
+    ),
+    (
+        whiten,
+        {"values": ONES},
+        {
+            "guard='max'": {"guard": "max"},
+            "eps=-1": {"eps": -1},
+            "values is list": {"values": [1.0]},
+            r"values is inf at \[0, 1\]": {"values": torch.tensor([[0.0, inf]])},
+        },
+    ),
+    (
+        ADVANTAGES["remax"],
+        ALONE,
+        {
+            "greedy_rewards=None: the advantages 'remax' are estimated from it": {"evidence": WITHOUT},
+            "'scale' is no argument of the advantages 'remax'": {"scale": 1},
+        },
+    ),
+    (
+        ADVANTAGES["group"],
+        ALONE,
+        {
+            "'gamma' is no argument of the advantages 'group'": {"gamma": 1},
+            "'mask' is no argument of the advantages 'group'": {"mask": 1},
+        },
+    ),
+    (
+        TokenBatch.from_rewards,
+        {"targets": ONES.long(), "rewards": [0.0, 1.0], "group_size": 2},
+        {"estimator='grpo': it must be one of group, rloo": {"estimator": "grpo"}},
+    ),
+]
+
+
+@refusals(REFUSED)
+def test_refusals(refused: Callable[[], None]) -> None:
+    refused()

@@ -201,7 +201,48 @@ def whiten(values: list[float], *, unbiased: bool, eps: float, guard: str, shift
     return [(v - m) / divisor + (0.0 if shift_mean else m) for v in values]
 
 
-def close(got: torch.Tensor, expected: object, rtol: float = 1e-6) -> None:
+# ---- mismatch to the sampler: the log-ratio of each token, NaN where the sampler did not score it
+
+
+def log_weights(sequence: list[Number]) -> list[float]:
+    """Of the trained tokens."""
+    return [0.0 if math.isnan(x) else min(max(x, -60.0), 60.0) for x in sequence if x is not None]
+
+
+def over_sequence(how: str, x: list[float]) -> list[float]:
+    """For each token its own number, or that of its sequence."""
+    one = {"sum": math.fsum, "mean": mean, "max": max, "min": min}.get(how)
+    return x if one is None or not x else [one(x)] * len(x)
+
+
+def importance_weights(
+    sequences: list[list[Number]], level: str, mode: str, low: float, high: float, normalize: bool
+) -> list[list[float]]:
+    how = {"sequence": "sum", "geometric": "mean"}.get(level, "")
+    out = []
+    for sequence in sequences:
+        w = [math.exp(min(x, 60.0)) for x in over_sequence(how, log_weights(sequence))]
+        out.append([min(max(x, low), high) if mode == "truncate" else x if low <= x <= high else 0.0 for x in w])
+    counted = [w for row in out for w in (row if level == "token" else row[:1])]
+    m = mean(counted) if normalize and any(counted) else 1.0
+    return [[w / m for w in row] for row in out]
+
+
+def rejection_metric(sequences: list[list[Number]], metric: str, over: str) -> list[list[float]]:
+    of = {"ratio": lambda x: x, "k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.expm1(x) - x}[metric]
+    rows = [over_sequence(over, [of(x) for x in log_weights(sequence)]) for sequence in sequences]
+    return [[math.exp(min(x, 60.0)) for x in row] for row in rows] if metric == "ratio" else rows
+
+
+def kept_by_second_moment(sequences: list[list[Number]], threshold: float) -> list[float]:
+    """The squares that stay when the largest are taken away one by one."""
+    rest = sorted(x * x for sequence in sequences for x in log_weights(sequence))
+    while len(rest) > 1 and not math.fsum(rest) < threshold * len(rest):
+        rest.pop()
+    return rest
+
+
+def close(got: torch.Tensor, expected: object, rtol: float = 1e-6, atol: float = 1e-9) -> None:
     """Asserts that an fp32 tensor equals the float64 result."""
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=rtol, atol=1e-9)
+    assert got.dtype == torch.float32 and not got.requires_grad
+    torch.testing.assert_close(got.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=rtol, atol=atol)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import shutil
 import subprocess
 import tempfile
@@ -31,7 +32,8 @@ def emulator() -> Path | None:
     library = Path(tempfile.mkdtemp()) / "amx_emulator.so"
     source = Path(__file__).with_name("amx_emulator.cpp")
     flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-o"]
-    subprocess.run([compiler, *flags, library, source], check=True, capture_output=True)
+    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}  # a sanitizer's, for this process only
+    subprocess.run([compiler, *flags, library, source], check=True, capture_output=True, env=environment)
     return library
 
 
@@ -45,8 +47,11 @@ def install(library: Path) -> Any:
 
 
 @contextmanager
-def processor(found: tuple[str, int, int], allowed: bool = True, agree: bool | None = True) -> Iterator[None]:
-    """Another answer of CPUID and of the system; `agree`: what comparing its tiles gives, None: they are compared."""
+def processor(
+    found: tuple[str, int, int], allowed: bool = True, agree: bool | None = True, has_run: bool = True
+) -> Iterator[None]:  # fmt: skip
+    """Another answer of CPUID and of the system; `agree`: what comparing its tiles gives, None: they are compared. `has_run`: whether
+    tiles count as verified."""
     from grpo_kernels.vocabulary.backends import cpu_products
 
     with ExitStack() as patches:
@@ -54,6 +59,7 @@ def processor(found: tuple[str, int, int], allowed: bool = True, agree: bool | N
             (cpu_products._cpu, "processor", lambda: found),
             (cpu_products._cpu, "ask_for_tiles", lambda: allowed),
             (cpu_products, "_tiles_agree", cpu_products._tiles_agree if agree is None else lambda: agree),
+            (cpu_products, "TILES_HAVE_RUN", has_run),
             (cpu_products, "_chosen", None),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))

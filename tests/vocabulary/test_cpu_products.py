@@ -315,6 +315,16 @@ def test_the_engine_of_a_processor(
         assert cpu_products.available() is None and why_not["avx512bf16"] is why_not["fp32"] is why_not["torch"] is None
 
 
+def test_tiles_that_have_not_run_on_any_processor_are_taken_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are they tried."""
+    with amx.processor(amx.INTEL, has_run=False):
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_products._cpu, "ask_for_tiles", lambda: pytest.fail("asked"))
+            assert cpu_products.engine() == cpu_products.automatic() == "fp32"
+        with cpu_products.using("amx"):
+            assert cpu_products.engine() == "amx"
+
+
 def test_without_avx512_bf16_products_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_products._cpu, "has_products", lambda: False)
     with amx.processor(amx.INTEL):
