@@ -1,7 +1,7 @@
 # Two commands: `make demo` trains a small policy by the fused loss and by a plain one, `make test` runs the tests. Both set everything up.
 # `make bench` measures us beside the peers: what the committed result files lack or what has changed since.
 # `make docs` builds the documentation as a site in build/docs; `make matrix` tests the wheel from the oldest torch to the newest, with the
-# budgets of the compiled kernels of each Triton, and writes docs/versions.md; `make rehearsal` runs the GPU kit on a CPU with the versions of a GPU machine.
+# budgets of the compiled kernels of each Triton, and writes docs/versions.md; `make rehearsal` runs the GPU kit on a CPU.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,7 +32,7 @@ matrix: $(VENV)/ready
 	$(BIN)/python tests/repository/matrix.py --write
 
 rehearsal: $(VENV)/ready
-	$(BIN)/python tests/repository/rehearsal.py
+	$(BIN)/python -m pytest -m slow tests/benchmarks/test_gpu_kit.py
 
 # torch goes first: constraints.txt names the build that everything else is tested with.
 $(VENV)/ready: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)

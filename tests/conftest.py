@@ -21,7 +21,6 @@ import pytest
 import torch
 
 import grpo_kernels
-from support import sample_results
 from support.processes import run_checks
 from support.trainers import ROOTS, VERSIONS
 
@@ -40,9 +39,9 @@ LONG = (
     "vocabulary/test_triton_compiled.py", "vocabulary/test_vocab_parallel.py", "training/test_trainer_ranks.py",
     "core/test_compile.py", "integrations/test_trl_runs.py", "core/test_determinism.py", "core/test_package.py",
     "vocabulary/test_sparse.py", "benchmarks/test_gpu_kit.py", "formulas/test_token_stage.py", "core/test_linear_grpo_loss.py",
-    "training/test_trainer_kill.py", "core/test_host_syncs.py", "core/test_head_ranks.py", "vocabulary/test_divergence_triton.py",
+    "training/test_trainer_resume.py", "core/test_host_syncs.py", "core/test_head_ranks.py", "vocabulary/test_divergence_triton.py",
     "vocabulary/test_triton_fallback.py", "core/test_context_parallel.py", "core/test_linear_memory.py", "core/test_device_waits.py",
-    "integrations/test_liger.py", "benchmarks/test_benchmarks.py", "core/test_grpo_loss.py", "diagnosis/test_doctor.py",
+    "integrations/test_liger.py", "benchmarks/test_benchmark_harness.py", "core/test_grpo_loss.py", "diagnosis/test_doctor.py",
     "vocabulary/test_selection.py", "integrations/test_trl_ranks.py", "vocabulary/test_cpu_products.py",
     "core/test_weight_grad.py",
 )  # fmt: skip
@@ -175,9 +174,3 @@ def lots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clip-Cov draws from its candidates: both sides take the first ones."""
     monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n))
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.arange(math.prod(shape)).view(shape) / 1e3)
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Result files of made-up measurements."""
-    return sample_results.write(tmp_path_factory.mktemp("results"))

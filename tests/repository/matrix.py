@@ -53,7 +53,7 @@ class Environment:
 
 
 #: Each torch with the Triton that it asks for. NumPy is what Triton's interpreter needs, and the interpreter of Triton 3.6 and
-#: before one older than 2.4. "gpu" is what machines with a GPU have: tests/repository/rehearsal.py runs the GPU kit in it.
+#: before one older than 2.4. "gpu" is what machines with a GPU have.
 #: "development" is what constraints.txt names.
 ENVIRONMENTS = {
     "oldest": Environment("3.10", "2.9.0", "3.5.0", ("numpy<2.4",)),

@@ -50,8 +50,10 @@ def install(library: Path) -> Any:
 def processor(
     found: tuple[str, int, int], allowed: bool = True, agree: bool | None = True, has_run: bool = True
 ) -> Iterator[None]:  # fmt: skip
-    """Another answer of CPUID and of the system; `agree`: what comparing its tiles gives, None: they are compared. `has_run`: whether
-    tiles count as verified."""
+    """Another answer of CPUID and of the system.
+
+    agree    what comparing its tiles gives; None: they are compared.
+    has_run  whether tiles count as verified."""
     from grpo_kernels.vocabulary.backends import cpu_products
 
     with ExitStack() as patches:

@@ -1,10 +1,12 @@
-"""Short runs of the reference trainer on a tiny model: data, rewards, options and output."""
+"""Short runs of the reference trainer on a tiny model, made and looked at as a user would: options, rewards, files."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,32 +17,46 @@ pytest.importorskip("datasets")
 import numpy
 import transformers
 
-from grpo_kernels.training import randomness
-from grpo_kernels.training.jsonl import read_metrics
 from grpo_kernels.training.trainer import TrainConfig, Trainer
 
-#: The fields of a metrics line that differ in every run.
-TIMES = {"tokens_per_second", "peak_memory_gb"}
-PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(4)]
+Line = dict[str, Any]
+
+#: Sums in characters, of two lengths.
+PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in (0, 11, 2, 3)]
+#: Training rows, held-out rows.
+ROWS = (PROMPTS[:16], PROMPTS[16:])
 
 
 def tiny(tok: Any, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     settings = dict(
-        vocab_size=len(tok), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=len(tok), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, max_position_embeddings=64, initializer_range=0.1,
         eos_token_id=tok.eos_token_id, pad_token_id=tok.eos_token_id, bos_token_id=None,
     )  # fmt: skip
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**(settings | changes)))
 
 
-def short(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    return [-float(len(c)) for c in completions]
-
-
 def evens(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     """A reward, the share of even digits: dense enough that 30 steps raise it."""
     return [sum(c in "02468" for c in text) / 4 for text in completions]
+
+
+def varied(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """A reward that hardly two completions share."""
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+
+def noisy(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Rewards that can only be reproduced with the state of all three shared random generators."""
+    draws = [random.random() + float(numpy.random.rand()) + torch.rand(()).item() for _ in completions]
+    return [score + 0.1 * draw for score, draw in zip(evens(prompts, completions), draws, strict=True)]
+
+
+def seed(value: int) -> None:
+    """Of the random generators that everybody in a process shares."""
+    for each in (random.seed, numpy.random.seed, torch.manual_seed):
+        each(value)
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:
@@ -52,56 +68,64 @@ def config(out: Path, **changes: Any) -> TrainConfig:
 
 
 def trainer(
-    tok: Any, out: Path, *, rewards: Any = (evens,), model: Any = None, teacher: Any = None, trackers: Any = (), **changes: Any
-) -> Trainer:
+    tok: Any, out: Path, *, rewards: Any = (evens,), model: Any = None, rows: Any = ROWS, teacher: Any = None, trackers: Any = (),
+    **changes: Any,
+) -> Trainer:  # fmt: skip
+    """`teacher`: a model, or the path of one."""
+    if isinstance(teacher, str):
+        teacher, changes = None, changes | {"teacher": teacher}
+    model, named = model or tiny(tok), {"rewards": ["exact"] * len(rewards)}
     return Trainer(
-        config(out, **changes),
-        model=model or tiny(tok),
+        config(out, **named | changes),
+        model=model,
         tokenizer=tok,
-        rows=(PROMPTS[:16], PROMPTS[16:]),
+        rows=rows,
         rewards=list(rewards),
         teacher=teacher,
         trackers=trackers,
     )
 
 
-def parameters(t: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in t.model.named_parameters()}
+def on_disk(tok: Any, folder: Path, rows: Any = PROMPTS) -> list[str]:
+    """A model and a data set in files; what the command line says of them."""
+    tiny(tok).save_pretrained(folder / "model")
+    tok.save_pretrained(folder / "model")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return flags(model=folder / "model", dataset=folder / "rows.jsonl", device="cpu")
 
 
-def lines(out: Path) -> list[dict[str, Any]]:
-    return [
-        {k: v for k, v in line.items() if k not in TIMES and not k.endswith("seconds")}
-        for line in read_metrics(out / "metrics.jsonl")
-    ]
+def flags(**options: Any) -> list[str]:
+    """Options as the command line takes them."""
+    return [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", *str(value).split())]
 
 
-RUN = dict(beta=0.1, ref_refresh_steps=2, num_updates=2, eval_steps=2, eval_prompts=4, warmup_steps=2, weight_decay=0.1)
+def read(path: Path) -> list[Line]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
 
 
-def noisy(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Rewards that can only be reproduced with the state of all three shared random generators."""
-    draws = [random.random() + float(numpy.random.rand()) + torch.rand(()).item() for _ in completions]
-    return [score + 0.1 * draw for score, draw in zip(evens(prompts, completions), draws, strict=True)]
+def lines(out: Path) -> list[Line]:
+    """The metrics of a run, but for those that differ whenever it is run."""
+    found = read(out / "metrics.jsonl")
+    return [{k: v for k, v in x.items() if not k.endswith(("seconds", "per_second", "memory_gb"))} for x in found]
 
 
-def seeded_run(tok: Any, out: Path, rewards: Any = (noisy,), **changes: Any) -> Trainer:
-    randomness.seed(7)
-    return trainer(tok, out, rewards=rewards, **RUN, **changes)
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    """The model that a run has saved, as transformers loads it."""
+    return dict(transformers.AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32).state_dict())
 
 
-def gsm8k(folder: Path) -> Path:
-    """The layout of openai/gsm8k: two configurations, two splits, question and answer columns in parquet."""
-    import datasets
+def saved_steps(out: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    return sorted((out / "checkpoints").glob("step-*"))
 
-    for name in ("main", "socratic"):
-        for split, count in (("train", 12), ("test", 4)):
-            rows = [{"question": f"{i}+1=", "answer": f"{i} plus 1.\n#### {i + 1}"} for i in range(count)]
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            datasets.Dataset.from_list(rows).to_parquet(str(folder / name / f"{split}-00000-of-00001.parquet"))
-    entries = "".join(
-        f"- config_name: {n}\n  data_files:\n" + "".join(f"  - split: {s}\n    path: {n}/{s}-*\n" for s in ("train", "test"))
-        for n in ("main", "socratic")
-    )
-    (folder / "README.md").write_text(f"---\nconfigs:\n{entries}---\n")
-    return folder
+
+def undrawn(patch: pytest.MonkeyPatch) -> None:
+    """An empty file stands for the picture of a run: drawing takes as long as the steps of a short one."""
+    figure = mock.MagicMock(savefig=lambda path, **_: Path(path).write_bytes(b""))
+    patch.setattr("matplotlib.figure.Figure", lambda *_, **__: figure)
+
+
+#: Everything that has a state.
+RUN: dict[str, Any] = dict(
+    beta=0.1, ref_refresh_steps=2, num_updates=2, eval_steps=2, eval_prompts=4, warmup_steps=2, weight_decay=0.1
+)

@@ -6,20 +6,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpo_kernels.training import report
 
-PLOT = report.plot
+@pytest.fixture(scope="package", autouse=True)
+def undrawn() -> Iterator[pytest.MonkeyPatch]:
+    pytest.importorskip("matplotlib")
+    from support import runs
 
-
-@pytest.fixture(scope="module", autouse=True)
-def undrawn() -> Iterator[None]:
-    """An empty file stands for the picture of a run: drawing takes as long as the steps of a short one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "plot", lambda metrics, picture: picture.write_bytes(b""))
-        yield
+        runs.undrawn(patch)
+        yield patch
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def drawn(undrawn: pytest.MonkeyPatch) -> Iterator[None]:
     """For tests of the picture itself."""
-    monkeypatch.setattr(report, "plot", PLOT)
+    from support import runs
+
+    undrawn.undo()
+    yield
+    runs.undrawn(undrawn)

@@ -1,9 +1,11 @@
-"""The demo: both losses make the same steps, only one of them is ours, and the report states the results."""
+"""The demo: both losses make the same steps, only one of them is ours, and the report states the results. The arithmetic."""
 
 from __future__ import annotations
 
 import copy
 import json
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,45 @@ import torch
 
 pytest.importorskip("transformers")
 
-from examples import demo, demo_report
+from examples import arithmetic, demo, demo_report
 
 TINY = demo.Size(vocab=101, top_k=7, width=32, layers=1, warm_up=2, steps=3, prompts=4, group=4, held_out=4)
+
+
+# ---- the arithmetic
+
+
+def solve(prompt: str) -> tuple[str, list[int]]:
+    """The kind of a problem and the terms that its answer adds up, read from the prompt alone."""
+    story = re.fullmatch(r"[a-z]{2} had (\d+) (got|lost) (\d+)\?", prompt)
+    if story:
+        first, verb, second = story.groups()
+        return "story", [int(first), int(second) * (1 if verb == "got" else -1)]
+    plain = re.fullmatch(r"(\d+)([+-]\d+)=", prompt)
+    assert plain, prompt
+    return "plain", [int(plain[1]), int(plain[2])]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_are_right_and_no_held_out_sum_occurs_in_training(seed: int) -> None:
+    """In any order or text; slips are in stories alone."""
+    parts = arithmetic.problems(4000, seed)
+    solved = [[solve(row["prompt"]) for row in rows] for rows in parts]
+    for rows, found in zip(parts, solved, strict=True):
+        for row, (kind, terms) in zip(rows, found, strict=True):
+            assert int(row["answer"]) == sum(terms) >= 0 and int(row["slip"]) == sum(terms) + (kind == "story")
+    training, held_out = ({tuple(sorted(terms)) for _, terms in found} for found in solved)
+    assert not training & held_out and len(held_out) >= 100 and len(parts[1]) >= 250 and sum(map(len, parts)) == 4000
+    assert parts == arithmetic.problems(4000, seed) != arithmetic.problems(4000, seed + 1)
+
+
+def test_the_tokenizer_spells_every_character_and_reads_back() -> None:
+    tok = arithmetic.tokenizer()
+    assert tok.decode(tok(arithmetic.CHARS)["input_ids"]) == arithmetic.CHARS and tok.tokenize("12+3=") == list("12+3=")
+    assert len(tok) == len(set(arithmetic.CHARS)) and tok.decode([tok.eos_token_id], skip_special_tokens=True) == ""
+
+
+# ---- the demo
 
 
 def digits(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
@@ -23,17 +61,17 @@ def digits(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [sum(c.isdigit() for c in text) / 3 for text in completions]
 
 
-@pytest.fixture
-def easy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "exact", digits)
+@pytest.fixture(scope="module", autouse=True)
+def easy() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "exact", digits)
+        yield
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, Any]:
+def measured(easy: None) -> dict[str, Any]:
     """One seed's record of a tiny run in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "exact", digits)
-        return demo.run(0, TINY, demo.side, progress=False)
+    return demo.run(0, TINY, demo.side, progress=False)
 
 
 @pytest.fixture
@@ -56,8 +94,7 @@ def test_both_losses_make_the_same_steps_over_sets_of_k_ids(measured: dict[str, 
     fused, plain = (measured["sides"][name] for name in demo.LOSSES)
     assert fused["reward"] == plain["reward"] and len({*fused["reward"]}) > 1
     assert fused["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4) and min(plain["grad_norm"]) > 0.01
-    assert fused["accuracy"] == plain["accuracy"]
-    assert fused["kept"] == plain["kept"] == [TINY.top_k, TINY.top_k]
+    assert fused["accuracy"] == plain["accuracy"] and fused["kept"] == plain["kept"] == [TINY.top_k, TINY.top_k]
 
 
 def started(tmp_path: Path, name: str = "fused") -> Iterator[demo.Line]:
@@ -67,30 +104,32 @@ def started(tmp_path: Path, name: str = "fused") -> Iterator[demo.Line]:
     return lines
 
 
-def test_equal_rows_of_the_table_are_refused(tmp_path: Path, easy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_rows_of_the_table_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Top-k then keeps the whole vocabulary, and nothing is learned."""
-    accuracy = demo.arithmetic.accuracy
+    accuracy = arithmetic.accuracy
 
     def with_equal_rows(model: Any, *rest: Any) -> float:
         with torch.no_grad():
             model.get_input_embeddings().weight.fill_(0.1)
         return accuracy(model, *rest)
 
-    monkeypatch.setattr(demo.arithmetic, "accuracy", with_equal_rows)
+    monkeypatch.setattr(arithmetic, "accuracy", with_equal_rows)
     with pytest.raises(RuntimeError, match=r"top_k=7 kept between \d+ and \d+ ids.*random row"):
         next(started(tmp_path))
 
 
-def test_the_plain_loss_runs_no_kernel(tmp_path: Path, easy: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise both sides could be ours. With the package's loss removed, only the fused side fails."""
-
-    def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("a kernel of ours")
-
-    monkeypatch.setattr("grpo_kernels.training.losses.linear_grpo_loss", broken)
-    assert next(started(tmp_path, "plain PyTorch"))["grad_norm"] > 0
-    with pytest.raises(RuntimeError, match="of ours"):
-        next(started(tmp_path))
+@pytest.mark.parametrize("name", demo.LOSSES)
+def test_the_plain_loss_runs_no_kernel(tmp_path: Path, name: str) -> None:
+    """Otherwise both sides could be ours: no loss and no log-prob of the package is computed."""
+    called: set[str] = set()
+    lines = started(tmp_path, name)
+    sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_name) if event == "call" else None)
+    try:
+        line = next(lines)
+    finally:
+        sys.setprofile(None)
+    ours = called & {"linear_grpo_loss", "grpo_loss", "linear_logprobs", "token_logprobs"}
+    assert ours == ({"linear_grpo_loss"} if name == "fused" else set()) and line["grad_norm"] > 0
 
 
 def test_the_table_and_the_sentences_are_of_the_record(record: dict[str, Any]) -> None:
@@ -98,17 +137,16 @@ def test_the_table_and_the_sentences_are_of_the_record(record: dict[str, Any]) -
     head, *rows = demo_report.table(record)
     assert len(head) == len(rows[0]) and [row[:2] for row in rows] == [[x, name] for x in "01" for name in demo.LOSSES]
     assert rows[3] == ["1", "plain PyTorch", "1.50", "0.25", "1200", "50", "700", "25.0%", "75.0%"]
-    assert "in 5 of 6 steps" in said and "at most 0.250 apart in the others" in said and "+50.0, +50.0 points" in said
-    assert "200 ms instead of 1200" in said and "0.50 s instead of 1.50" in said and "20 MiB instead of 700" in said
-    assert "50% of the fused step" in said and "the 7 of 101 ids" in said
-
-
-def test_the_sentence_of_a_single_curve(record: dict[str, Any]) -> None:
+    for sentence in (
+        "in 5 of 6 steps", "at most 0.250 apart in the others", "+50.0, +50.0 points", "200 ms instead of 1200",
+        "0.50 s instead of 1.50", "20 MiB instead of 700", "50% of the fused step", "the 7 of 101 ids",
+    ):  # fmt: skip
+        assert sentence in said
     first, _ = demo_report.sentences(record | {"runs": record["runs"][:1]})
     assert "One curve: the rewards of all 3 steps are the same" in first
 
 
-def test_the_page_and_the_picture_hold_the_record(record: dict[str, Any], tmp_path: Path) -> None:
+def test_the_page_and_the_picture_hold_the_record(record: dict[str, Any], tmp_path: Path, drawn: None) -> None:
     start, end = f"<!-- demo: generated by `{demo_report.COMMAND}` -->", "<!-- end of demo -->"
     page = demo_report.insert(f"before\n{start}\nold\n{end}\nafter", record)
     assert "| 1 | plain PyTorch | 1.50 |" in page and "old" not in page and page.endswith(f"{end}\nafter")

@@ -1,12 +1,18 @@
-"""Runs of the reference trainer that stop, fail and continue."""
+"""Runs that stop, fail, are killed and go on; files that a crash leaves; the output folder, which belongs to one run."""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
 import os
+import pickle
+import re
 import shutil
 import signal
-from functools import wraps
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,165 +22,431 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
+from support.processes import finish, start
+from support.runs import RUN, flags, lines, noisy, on_disk, saved_steps, seed, tiny, trainer
 
-from grpo_kernels.training import checkpoints, randomness
-from grpo_kernels.training.trainer import Trainer
-from support.runs import RUN, config, lines, noisy, parameters, seeded_run, tiny, trainer
+#: A run of four steps with everything that has a state, and its three steps with checkpoints of the last two.
+FULL: dict[str, Any] = {**RUN, "steps": 4, "checkpoint_steps": 1}
+
+
+def begun(tok: Any, out: Path, reward: Any = noisy, **changes: Any) -> Any:
+    seed(7)
+    return trainer(tok, out, rewards=[reward], **FULL | changes)
+
+
+def resumed(tok: Any, out: Path, **changes: Any) -> Any:
+    """A trainer with another model and another random state: a resumed run must replace both."""
+    seed(99)
+    return trainer(tok, out, model=tiny(tok, seed=5), rewards=[noisy], resume=True, **FULL | changes)
+
+
+def model_bytes(out: Path) -> bytes:
+    return (out / "model" / "model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
-def straight(tok: Any, tmp_path_factory: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+def straight(tok: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("straight")
-    t = seeded_run(tok, out, steps=6)
-    assert t.train()
-    return parameters(t), lines(out)
+    assert begun(tok, out).train()
+    assert len(lines(out)) == 5 and "accuracy" in lines(out)[-1] and lines(out)[2]["kl"] > 0
+    return out
 
 
-def assert_same(t: Trainer, expected: tuple[dict[str, torch.Tensor], list[dict[str, Any]]]) -> None:
-    assert all(torch.equal(p, expected[0][name]) for name, p in parameters(t).items())
-    assert lines(t.out) == expected[1]
+@pytest.fixture(scope="module")
+def of_three(tok: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("three") / "run"
+    assert begun(tok, out, steps=3).train()
+    return out
 
 
-def resumed(tok: Any, out: Path) -> Trainer:
-    """A trainer with another model and another random state: a resumed run must replace both."""
-    randomness.seed(99)
-    t = trainer(tok, out, model=tiny(tok, seed=5), rewards=[noisy], steps=6, resume=True, **RUN)
-    assert t.train()
-    return t
+@pytest.fixture
+def three(of_three: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(of_three, tmp_path / "three")
 
 
-def test_three_steps_and_three_more_are_six(tok: Any, tmp_path: Path, straight: Any) -> None:
-    assert seeded_run(tok, tmp_path, steps=3).train()
-    t = resumed(tok, tmp_path)
-    assert_same(t, straight)
-    assert len(straight[1]) == 7 and "accuracy" in straight[1][-1]
+def assert_same(out: Path, straight: Path) -> None:
+    assert lines(out) == lines(straight) and model_bytes(out) == model_bytes(straight)
 
 
-def test_a_damaged_checkpoint_gives_way_to_its_predecessor(tok: Any, tmp_path: Path, straight: Any, capsys: Any) -> None:
-    assert seeded_run(tok, tmp_path, steps=4, checkpoint_steps=1).train()
-    _, newest = checkpoints.listed(tmp_path / "checkpoints")
-    data = bytearray((newest / "state.pt").read_bytes())
-    data[len(data) // 2] ^= 1
-    (newest / "state.pt").write_bytes(data)
-    t = resumed(tok, tmp_path)
-    assert "passed over" in capsys.readouterr().err
-    assert_same(t, straight)
+# ---- stops
 
 
-def test_damaged_checkpoints_only_are_not_a_fresh_start(tok: Any, tmp_path: Path) -> None:
-    assert trainer(tok, tmp_path, steps=2).train()
-    before = (tmp_path / "metrics.jsonl").read_text()
-    for folder in checkpoints.listed(tmp_path / "checkpoints"):
-        os.truncate(folder / "state.pt", 100)
-    with pytest.raises(ValueError, match="holds damaged checkpoints only"):
-        trainer(tok, tmp_path, steps=4, resume=True).train()
-    assert (tmp_path / "metrics.jsonl").read_text() == before
-
-
-@pytest.mark.parametrize("harm", ["truncated", "no manifest", "draft"])
-def test_other_damage_to_a_checkpoint(tmp_path: Path, harm: str) -> None:
-    checkpoints.save(tmp_path, 1, {"step": 1}, keep=2)
-    newest = checkpoints.save(tmp_path, 2, {"step": 2}, keep=2)
-    if harm == "truncated":
-        os.truncate(newest / "state.pt", 100)
-    elif harm == "no manifest":
-        (newest / "manifest.json").unlink()
-    else:  # the program ended while writing
-        newest.rename(tmp_path / "draft-00000002")
-    state, problems = checkpoints.load_newest(tmp_path)
-    assert state == {"step": 1} and len(problems) == (harm != "draft")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_step_and_saves(tok: Any, tmp_path: Path, straight: Any, number: int) -> None:
-    calls: list[int] = []
-
-    @wraps(noisy)
-    def interrupting(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        calls.append(len(completions))
-        if calls.count(12) == 3 and len(completions) == 12:
-            os.kill(os.getpid(), number)
-        return noisy(prompts, completions)
-
-    before = signal.getsignal(number)
-    t = seeded_run(tok, tmp_path, steps=6, rewards=[interrupting])
-    assert not t.train() and t.step == 3 and t.stopped_by == number
-    assert signal.getsignal(number) is before
-    assert len(lines(tmp_path)) == 3 and (tmp_path / "curves.png").exists()
-    again = resumed(tok, tmp_path)
-    assert_same(again, straight)
-    assert again.stopped_by == 0
-
-
-def test_a_stopped_trainer_goes_on_when_it_is_asked_to(tok: Any, tmp_path: Path, straight: Any) -> None:
-    signals = [signal.SIGTERM]
-
-    @wraps(noisy)
-    def interrupting(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        while signals:
-            os.kill(os.getpid(), signals.pop())
-        return noisy(prompts, completions)
-
-    t = seeded_run(tok, tmp_path, steps=6, rewards=[interrupting])
-    assert not t.train() and t.step == 1
-    assert t.train() and t.stopped_by == 0
-    assert_same(t, straight)
-
-
-def test_a_run_that_fails_keeps_its_steps(tok: Any, tmp_path: Path, straight: Any) -> None:
-    calls: list[int] = []
-
-    @wraps(noisy)
-    def failing(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        calls.append(len(completions))
-        if calls.count(12) == 4 and len(completions) == 12:  # with fewer it draws numbers, and finds no fault
-            raise RuntimeError("the grader is gone")
-        return noisy(prompts, completions)
-
-    t = seeded_run(tok, tmp_path, steps=6, rewards=[failing])
-    with pytest.raises(RuntimeError, match="RuntimeError: the grader is gone\nWith none of the 12 completions alone"):
-        t.train()
-    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2]
-    assert_same(resumed(tok, tmp_path), straight)
-
-
-def test_a_torn_last_metrics_line_is_dropped(tok: Any, tmp_path: Path) -> None:
-    assert trainer(tok, tmp_path).train()
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 2, "rew')
-    assert trainer(tok, tmp_path, resume=True, steps=3).train()
-    assert [json.loads(text)["step"] for text in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
-
-
-def test_a_run_is_not_overwritten(tok: Any, tmp_path: Path) -> None:
-    assert trainer(tok, tmp_path).train()
-    with pytest.raises(ValueError, match="holds a run: continue it with resume"):
-        trainer(tok, tmp_path)
-
-
-def test_unwritable_output_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"out=.*cannot be written"):
-        Trainer(config(tmp_path / "file" / "run", model="no/such-model", dataset="no/such-data"))
-
-
-def test_a_full_disk_is_reported_before_training(tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000))
-    with pytest.raises(ValueError, match=r"out=.* has 0 MB free, and the run writes up to \d+ MB: make room"):
-        trainer(tok, tmp_path)
+def test_three_steps_and_one_more_are_four(tok: Any, three: Path, straight: Path) -> None:
+    assert resumed(tok, three).train()
+    assert_same(three, straight)
 
 
 @pytest.mark.parametrize(
-    ("there", "step", "left"), [((50, 100), 75, [50, 75]), ((50, 100, 150), 60, [50, 60]), ((1, 2), 3, [2, 3])]
+    "changes",
+    [
+        {"top_k": 9, "top_p": 0.8, "micro_batch": 5, "ratio_to": "sampler"}, {"top_k": 9, "replay": False, "sparse_step": 1 / 16},
+        {"lr_schedule": "cosine", "entropy_target": 3.0, "preset": "dapo", "advantages": "remax"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_runs_of_two_parts(tok: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """The schedule of a resumed run is that of its own number of steps: it is stopped, and not cut short."""
+    stop = [signal.SIGTERM]
+
+    def stopping(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        if len(stop) > 2:
+            os.kill(os.getpid(), stop.pop())
+        stop.append(signal.SIGTERM)
+        return noisy(prompts, completions)
+
+    assert begun(tok, tmp_path / "a", **changes).train()
+    cut = begun(tok, tmp_path / "b", stopping, **changes)
+    assert not cut.train() and 0 < cut.step < 4
+    assert resumed(tok, tmp_path / "b", **changes).train()
+    assert [line | {"accuracy_counts": ""} for line in lines(tmp_path / "b")] == [
+        line | {"accuracy_counts": ""} for line in lines(tmp_path / "a")
+    ]
+    assert model_bytes(tmp_path / "a") == model_bytes(tmp_path / "b")
+
+
+def acting(act: Callable[[], Any], at: int) -> Callable[..., Any]:
+    """The rewards of `noisy`, with something that happens in step `at`; what is asked about fewer completions is no step."""
+    calls: list[int] = []
+
+    def noisy_(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        calls.extend([1] if len(completions) == 12 else [])
+        if len(completions) == 12 and len(calls) == at + 1:
+            act()
+        return noisy(prompts, completions)
+
+    noisy_.__name__ = "noisy"
+    return noisy_
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_and_saves(tok: Any, tmp_path: Path, straight: Path, number: int) -> None:
+    """It goes on with the same trainer, or with another."""
+    before = signal.getsignal(number)
+    t = begun(tok, tmp_path, acting(lambda: os.kill(os.getpid(), number), 2), checkpoint_steps=0)
+    assert not t.train() and t.stopped_by == number and signal.getsignal(number) is before
+    assert len(lines(tmp_path)) == 3 and (tmp_path / "curves.png").exists() and not (tmp_path / "model").exists()
+    t = t if number == signal.SIGINT else resumed(tok, tmp_path)
+    assert t.train() and t.stopped_by == 0
+    assert_same(tmp_path, straight)
+
+
+@pytest.mark.parametrize(("seconds", "again"), [(3.0, False), (3.1, True)])
+def test_one_signal_passed_on_twice_is_one(
+    tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, again: bool
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background of a shell ignores it
+
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        now[0] += seconds
+        os.kill(os.getpid(), signal.SIGINT)
+
+    try:
+        t = begun(tok, tmp_path, acting(twice, 1))
+        if again:
+            with pytest.raises(KeyboardInterrupt):
+                t.train()
+        else:
+            assert not t.train() and t.stopped_by == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_that_fails_keeps_its_steps(tok: Any, tmp_path: Path, straight: Path) -> None:
+    def gone() -> None:
+        raise RuntimeError("the grader is gone")
+
+    with pytest.raises(RuntimeError, match="RuntimeError: the grader is gone\nWith none of the 12 completions alone"):
+        begun(tok, tmp_path, acting(gone, 2), checkpoint_steps=0).train()
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1]
+    assert resumed(tok, tmp_path).train()
+    assert_same(tmp_path, straight)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, bit by bit, whatever they are made of."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize(
+    ("kills", "steps", "clock"),
+    [(3, 8, False), *(pytest.param(25, 60, clock, marks=pytest.mark.slow) for clock in (False, True))],
 )
-def test_what_a_checkpoint_replaces(there: tuple[int, ...], step: int, left: list[int], tmp_path: Path) -> None:
-    """Older ones beyond `keep`; newer ones, which a run that writes this one has found damaged; drafts of failed writes."""
-    for at in there:
-        checkpoints.save(tmp_path, at, {"step": at}, keep=9)
-        if at > step:
-            os.truncate(tmp_path / f"step-{at:08d}" / "state.pt", 10)
-    (tmp_path / "draft-00000007").mkdir()
-    checkpoints.save(tmp_path, step, {"step": step}, keep=2)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"step-{at:08d}" for at in left]
-    assert checkpoints.load_newest(tmp_path)[0] == {"step": step}
+def test_killed_at_random_moments_and_resumed_it_is_the_same_run(
+    tok: Any, tmp_path: Path, kills: int, steps: int, clock: bool
+) -> None:
+    (tmp_path / "kill_rewards.py").write_text("from support.runs import noisy\n")
+    options = dict(
+        rewards="kill_rewards:noisy", steps=steps, seed=3, prompts_per_step=3, group_size=4, max_new_tokens=4, lr=1e-3, eval_steps=3,
+        eval_prompts=5, num_updates=2, beta=0.1, ref_refresh_steps=4, entropy_target=2.0, checkpoint_steps=2, top_k=20,
+    )  # fmt: skip
+    argv = ["train", *on_disk(tok, tmp_path), *flags(**options), "--no-progress"]
+    number = 20260 if steps == 8 else int.from_bytes(os.urandom(4), "little")
+    finish(start(f"from support import kills; kills.main(*{(argv, str(tmp_path), steps, kills, number, clock)!r})"))
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    assert_same(killed, straight)
+    assert len(lines(straight)) == steps + 1 and all(line["grad_norm"] > 0 for line in lines(straight)[:-1])
+    want, got = (torch.load(saved_steps(out)[-1] / "state.pt", weights_only=True) for out in (straight, killed))
+    for part in ("step", "model", "optimizer", "reference", "entropy_coef", "rng"):
+        assert want[part] is not None and same(got[part], want[part]), part
+
+
+# ---- files that are damaged, or not of this run
+
+
+class Program:
+    """Unpickled, it would make a folder."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("a program ran",)
+
+
+def signed(checkpoint: Path, data: bytes) -> None:
+    """Another state with a manifest that fits."""
+    (checkpoint / "state.pt").write_bytes(data)
+    (checkpoint / "manifest.json").write_text(json.dumps({"sha256": hashlib.sha256(data).hexdigest()}))
+
+
+def flip(checkpoint: Path) -> None:
+    data = bytearray((checkpoint / "state.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (checkpoint / "state.pt").write_bytes(data)
+
+
+def of_another_step(checkpoint: Path) -> None:
+    for path in saved_steps(checkpoint.parents[1])[0].iterdir():
+        shutil.copy(path, checkpoint)
+
+
+HARMS: dict[str, Callable[[Path], Any]] = {
+    "a bit": flip,
+    "cut off": lambda path: os.truncate(path / "state.pt", 100),
+    "no state": lambda path: (path / "state.pt").unlink(),
+    "no manifest": lambda path: (path / "manifest.json").unlink(),
+    "manifest of a list": lambda path: (path / "manifest.json").write_text("[]"),
+    "manifest of a number": lambda path: (path / "manifest.json").write_text("3"),
+    "empty manifest": lambda path: (path / "manifest.json").write_text(""),
+    "manifest of bytes": lambda path: (path / "manifest.json").write_bytes(b"\xff\x00"),
+    "no pickle": lambda path: signed(path, b"\0" * 100),
+    "a program": lambda path: signed(path, pickle.dumps({"step": Program()}, protocol=2)),
+    "no run": lambda path: signed(path, pickle.dumps([1, 2], protocol=2)),
+    "another step": of_another_step,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_checkpoint_gives_way_to_its_predecessor(
+    tok: Any, three: Path, straight: Path, capsys: Any, harm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(three.parent)
+    newest = saved_steps(three)[-1]
+    HARMS[harm](newest)
+    assert resumed(tok, three).train()
+    assert f"checkpoint passed over: {newest}" in capsys.readouterr().err and not Path("a program ran").exists()
+    assert_same(three, straight)
+    assert [path.name for path in saved_steps(three)] == ["step-00000003", "step-00000004"]
+
+
+LINES = {
+    "zeros": "\0" * 20,
+    "a list": "[]",
+    "no step": '{"reward": 1.0}',
+    "torn": '{"step": 2, "rew',
+    "no text": "\N{REPLACEMENT CHARACTER}",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_damaged_line_of_metrics_falls_back_to_the_checkpoint_before(
+    tok: Any, three: Path, straight: Path, capsys: Any, line: str
+) -> None:
+    """The line of step 2 of a run with checkpoints at 2 and 3: step 2 is run again, and its line is as it was."""
+    texts = (three / "metrics.jsonl").read_text().splitlines()
+    (three / "metrics.jsonl").write_text("\n".join([*texts[:2], LINES[line], *texts[3:]]) + "\n")
+    assert resumed(tok, three).train()
+    assert "step-00000003: the metrics are damaged from step 2 on" in capsys.readouterr().err
+    assert_same(three, straight)
+
+
+def test_lines_that_a_crash_leaves(tok: Any, three: Path, straight: Path, capsys: Any) -> None:
+    """A torn last line, which no checkpoint knows, costs nothing; damage before the oldest checkpoint costs lines."""
+    other = shutil.copytree(three, three.parent / "other")
+    with open(three / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "rew')
+    assert resumed(tok, three).train()
+    assert_same(three, straight)
+    (other / "metrics.jsonl").write_text("\0\n" + "\n".join((other / "metrics.jsonl").read_text().splitlines()[1:]) + "\n")
+    assert resumed(tok, other).train()
+    assert lines(other) == lines(straight)[1:] and "is damaged: lines from step 0 on are lost" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_displaces_no_good_one(tok: Any, tmp_path: Path) -> None:
+    """It is newer than what the run writes that goes on from the one before."""
+    assert begun(tok, tmp_path, checkpoint_steps=2).train()
+    flip(saved_steps(tmp_path)[-1])
+    stop = acting(lambda: os.kill(os.getpid(), signal.SIGTERM), 0)
+    assert not trainer(tok, tmp_path, rewards=[stop], resume=True, **FULL | {"checkpoint_steps": 0}).train()
+    assert [path.name for path in saved_steps(tmp_path)] == ["step-00000002", "step-00000003"]
+
+
+def test_damaged_checkpoints_only_are_not_a_fresh_start(tok: Any, three: Path) -> None:
+    before = (three / "metrics.jsonl").read_text()
+    for checkpoint in saved_steps(three):
+        flip(checkpoint)
+    with pytest.raises(ValueError, match="holds damaged checkpoints only"):
+        resumed(tok, three).train()
+    assert (three / "metrics.jsonl").read_text() == before
+
+
+def test_other_options_are_told(tok: Any, three: Path, capsys: Any) -> None:
+    """Those that change no step are not."""
+    assert resumed(tok, three, keep_checkpoints=3, sample_every=1).train()
+    assert "other values" not in capsys.readouterr().err
+    assert resumed(tok, three, steps=5, lr=1e-4, top_k=7).train()
+    assert "resuming with other values of top_k, lr: not the run that was interrupted" in capsys.readouterr().err
+
+
+# ---- what a user keeps beside checkpoints
+
+
+def mine(path: Path, kind: str) -> Path:
+    """Something of a user's at this place."""
+    if kind == "link":
+        path.symlink_to(
+            shutil.copytree(saved_steps(path.parents[1])[0], path.parents[2] / "elsewhere"), target_is_directory=True
+        )
+    elif kind == "file":
+        path.write_text("mine")
+    else:
+        path.mkdir()
+        (path / "notes.txt").write_text("mine")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("step-00000001", "link"), ("step-00000001", "folder"), ("step-00000004", "link"), ("step-00000004", "file"),
+        ("draft-00000004", "folder"), ("step-00000003-good", "file"), ("draft-of-my-paper", "folder"),
+    ],
+)  # fmt: skip
+def test_what_a_user_put_beside_the_checkpoints_stays(tok: Any, three: Path, straight: Path, name: str, kind: str) -> None:
+    """It is left alone, also where it is as old as what is removed; or moved aside where its name is needed."""
+    path = mine(three / "checkpoints" / name, kind)
+    (three / "checkpoints" / "draft-00000002").mkdir()  # of a write that failed
+    assert resumed(tok, three).train()
+    assert_same(three, straight)
+    kept = path.with_name(name + "-aside") if name.endswith("4") else path
+    found = {each.name for each in (three / "checkpoints").iterdir()}
+    assert found == {kept.name, "step-00000003", "step-00000004"}
+    if kind == "link":
+        assert kept.is_symlink() and (kept / "state.pt").exists()
+    else:
+        assert (kept / "notes.txt" if kind == "folder" else kept).read_text() == "mine"
+
+
+def test_notes_in_an_old_checkpoint_stay(tok: Any, three: Path, straight: Path) -> None:
+    (three / "checkpoints" / "step-00000002" / "notes.txt").write_text("mine")
+    assert resumed(tok, three).train()
+    assert [each.name for each in (three / "checkpoints" / "step-00000002").iterdir()] == ["notes.txt"]
+    assert_same(three, straight)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
+    tok: Any, three: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    unlink = os.unlink
+
+    def refuse(path: Any, **options: Any) -> None:
+        if "step-" in str(path):
+            raise PermissionError(f"no permission for {path}")
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(Path, "unlink", lambda path, **_: refuse(path))
+    assert resumed(tok, three).train()
+    assert "old checkpoint not removed: no permission" in capsys.readouterr().err
+    assert_same(three, straight)
+
+
+@pytest.mark.parametrize("keep", [2, 3])
+def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(
+    tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    """A crash of the machine at any moment leaves one: names and files are synced before what they replace is removed."""
+    events: list[tuple[str, str]] = []
+    sync, on = os.fsync, [True]
+
+    def told(event: str, arguments: Any) -> None:
+        if on and event in ("os.rename", "os.remove"):
+            events.extend((event, os.path.relpath(path, tmp_path)) for path in arguments[:2] if isinstance(path, (str, Path)))
+
+    def synced(descriptor: int) -> None:
+        events.append(("sync", os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path)))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    sys.addaudithook(told)
+    try:
+        assert begun(tok, tmp_path, keep_checkpoints=keep).train()
+    finally:
+        on.clear()
+    folder, final, old = "checkpoints", "checkpoints/step-00000004", f"checkpoints/step-0000000{4 - keep}"
+    named = events.index(("os.rename", final))
+    draft = events[named - 1][1]
+    before, removed = events[:named], events.index(("os.remove", f"{old}/state.pt"))
+    assert {("sync", f"{draft}/state.pt"), ("sync", f"{draft}/manifest.json"), ("sync", draft)} <= {*before}
+    assert ("sync", folder) in events[named:removed] and named < removed
+    assert [path.name for path in saved_steps(tmp_path)] == [f"step-0000000{5 - keep + i}" for i in range(keep)]
+
+
+# ---- one run a folder
+
+
+def test_two_runs_in_one_folder_do_not_destroy_each_other(tok: Any, tmp_path: Path) -> None:
+    """The second is refused while the first is there, also to resume; a run that has ended gives the folder back."""
+    first = trainer(tok, tmp_path)
+    for resume in (False, True):
+        with pytest.raises(ValueError, match=rf"out=.* is in use by process {os.getpid()} on .*: wait for that run to end"):
+            trainer(tok, tmp_path, resume=resume)
+    assert first.train()
+    with pytest.raises(ValueError, match="holds a run: continue it with resume"):
+        trainer(tok, tmp_path)
+    assert trainer(tok, tmp_path, steps=3, resume=True).train() and [x["step"] for x in lines(tmp_path)] == [0, 1, 2]
+
+
+def test_a_run_that_cannot_start_gives_its_folder_back(tok: Any, tmp_path: Path) -> None:
+    errors = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="prompts are longer") as error:
+            trainer(tok, tmp_path, max_prompt_tokens=1)
+        errors.append(error)  # which holds the trainer, as a notebook does
+    assert trainer(tok, tmp_path).train()
+
+
+def test_a_full_disk_is_reported_before_training(tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it needs: a checkpoint more than are kept, and the model; a teacher, which is not trained, counts once in each."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+
+    def fits(name: str, teacher: Any) -> bool:
+        try:
+            return bool(trainer(tok, tmp_path / name, teacher=teacher, beta=0.1 if teacher else None))
+        except ValueError as error:
+            assert re.search(r"has \d MB free, and the run writes up to \d MB: make room", str(error))
+            return False
+
+    model, teacher = (4 * sum(p.numel() for p in tiny(tok, hidden_size=size).parameters()) for size in (32, 64))
+    for name, given, needed in (("a", None, 10 * model), ("b", tiny(tok, hidden_size=64), 10 * model + 3 * teacher)):
+        free = needed - 1
+        assert not fits(f"{name}0", given)
+        free = needed
+        assert fits(f"{name}1", copy.deepcopy(given))

@@ -25,8 +25,8 @@ ENGINES = ("amx", "avx512bf16", "fp32", "torch")
 #: One of them, in the environment of the process; "auto" or nothing: `automatic`.
 SETTING = "GRPO_KERNELS_PRODUCTS"
 
-#: Whether the tests have run on a processor with AMX. Until then tiles are taken only where the setting names them: an emulator of their
-#: instructions shows neither their speed nor that no fault of theirs ends the process.
+#: Whether the tests have run on a processor with AMX. Until then tiles are taken only where the setting names them: an emulator
+#: of their instructions shows neither their speed nor that no fault of theirs ends the process.
 TILES_HAVE_RUN = False
 
 _chosen: str | None = None  # the engine in use, once there is one
@@ -63,8 +63,8 @@ def using(name: str) -> Iterator[None]:
 
 
 def automatic() -> str:
-    """The fastest engine of this processor of those that have run on one like it. Never vdpbf16ps on Intel: there it has half the rate
-    of fp32, on AMD twice."""
+    """The fastest engine of this processor of those that have run on one like it. Never vdpbf16ps on Intel: there it has half
+    the rate of fp32, on AMD twice."""
     if _why_not_own() is not None:
         return "torch"
     if TILES_HAVE_RUN and engines()["amx"] is None:

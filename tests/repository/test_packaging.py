@@ -1,0 +1,237 @@
+"""What is built and for which machines: linkage of the compiled module, sources that no quick run would show to be wrong, the
+build for the Hugging Face `kernels` library, and what is said to have run under which versions."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import versions
+from hub_kernel import build
+from matrix import ENVIRONMENTS, quick, same
+from trainer_versions import TRAINERS, line
+
+import grpo_kernels
+
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "csrc"
+SOURCES = {path.name: path.read_text() for path in sorted((ROOT / "grpo_kernels").rglob("*.py"))}
+PROJECT = (ROOT / "pyproject.toml").read_text()
+
+# ---- linkage
+
+#: What begins a block that functions may stand in.
+SCOPE = re.compile(r"\b(namespace|struct|class|union|enum)\b[^;{}()]*$")
+
+
+def compiled_per_processor() -> list[Path]:
+    """The sources of `add_kernels`, and the headers that they include."""
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    kernels = cmake[cmake.index("function(add_kernels") :]
+    found = [ROOT / name for name in dict.fromkeys(re.findall(r"csrc/\w+\.cpp", kernels))]
+    for path in found:
+        included = [CSRC / name for name in re.findall(r'#include "(\w+\.h)"', path.read_text())]
+        found += [header for header in included if header not in found]
+    return found
+
+
+def visible_functions(source: str) -> list[str]:
+    """The heads of functions with a body that other files' copies could replace: inline, members or templates, not static, not
+    in an unnamed namespace and not inlined always."""
+    source = re.sub(r"//.*|\\\n|^\s*#.*", "", source, flags=re.M)
+    found, scopes, start = [], [], 0
+    for match in re.finditer(r"[{};]", source):
+        head, start = " ".join(source[start : match.start()].split()), match.end()
+        if match[0] == "}":
+            scopes.pop()
+        elif match[0] == "{" and SCOPE.search(head):
+            scopes.append(head)
+        elif match[0] == "{":
+            member = bool(scopes) and not scopes[-1].startswith("namespace")
+            shared = member or re.search(r"\binline\b|^template", head)
+            kept = "always_inline" in head or ("static" in head.split() and not member)
+            if "(" in head and shared and not kept and not {"namespace", "body"} & {*scopes}:
+                found.append(head)
+            scopes.append("body")
+    return found
+
+
+@pytest.mark.parametrize("path", compiled_per_processor(), ids=lambda path: path.name)
+def test_no_function_is_shared_between_processors(path: Path) -> None:
+    """Of visible copies the linker would keep any one, and a processor could then run instructions that it lacks."""
+    assert visible_functions(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("namespace a { inline int f(int x) { return x; } }", ["inline int f(int x)"]),
+        ("struct A { int x; int f() const { return x; } };", ["int f() const"]),
+        ("template <class T> T f(T x) { if (x) { return x; } return x; }", ["template <class T> T f(T x)"]),
+        ("namespace a { namespace { inline int f() { return 1; } struct A { int g() { return 2; } }; } }", []),
+        ("static inline int f() { return 1; } int g() { return 2; } enum A { B }; const int c[] = {1};", []),
+        ("[[gnu::always_inline]] inline int f() { return 1; }", []),
+    ],
+)
+def test_visible_functions_are_seen(source: str, found: list[str]) -> None:
+    assert visible_functions(source) == found
+
+
+# ---- sources of the Triton kernels
+
+
+def test_program_ids_are_64_bit_and_on_the_axis_that_has_room() -> None:
+    """A row number times a stride is beyond 2^31 in real batches, and axes 1 and 2 of a grid end at 65 535."""
+    calls = [call for text in SOURCES.values() for call in re.findall(r"\bprogram_id\(.*", text)]
+    assert len(calls) >= 4 and [call for call in calls if not call.startswith("program_id(0).to(tl.int64)")] == []
+
+
+def test_no_atomics_and_nothing_that_tunes_itself() -> None:
+    """Without these, the order of sums and the choice of tiles are the same in every run and for every number of rows."""
+    words = {name: re.findall(r"\b(?:atomic_\w+|autotune|heuristics)\b", text) for name, text in SOURCES.items()}
+    assert not [name for name, found in words.items() if found]
+
+
+def test_kernels_are_launched_on_the_device_of_their_data() -> None:
+    """Which need not be the current one."""
+
+    def launches(node: ast.AST) -> set[ast.AST]:
+        return {x for x in ast.walk(node) if isinstance(x, ast.Call) and getattr(x.func, "id", None) == "run"}
+
+    tree = ast.parse(SOURCES["triton.py"])
+    guards = [x for x in ast.walk(tree) if isinstance(x, ast.With) and ast.unparse(x.items[0]).startswith("on_device(")]
+    assert len(launches(tree)) >= 4 and launches(tree) == set().union(*map(launches, guards))
+
+
+# ---- the wheel, and the build for the `kernels` library
+
+
+def test_no_upper_pins() -> None:
+    """Of what the package itself needs: an upper bound would hold back the torch of a whole environment."""
+    (needed,) = re.findall(r"^dependencies = \[(.*?)^\]", PROJECT, re.MULTILINE | re.DOTALL)
+    names, pins = zip(*re.findall(r'"([\w-]+)([^;"]*)', needed), strict=True)
+    assert {*names} == {"torch", "triton"} and all(re.fullmatch(r">=[\d.]+", pin) for pin in pins)
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+    """Two versions, in a repository each."""
+    yield [build(tmp_path_factory.mktemp(f"v{version}"), version, ["cpu"])[0] for version in (1, 2)]
+    for name in [name for name in sys.modules if name.startswith("grpo_kernels_cpu_v")]:
+        del sys.modules[name]
+
+
+def loaded(folder: Path) -> Any:
+    """As the library's loader does: by the file of the build, under its id."""
+    name = json.loads((folder / "metadata.json").read_text())["id"]
+    spec: Any = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.mark.filterwarnings("ignore:grpo_kernels falls back to eager PyTorch")
+def test_two_builds_live_side_by_side_and_compute_the_loss(builds: list[Path]) -> None:
+    """And a layer takes the place of a forward, with the weight of the module that it is put into."""
+    one, two = map(loaded, builds)
+    assert len({one.operators.NAMESPACE, two.operators.NAMESPACE, "grpo_kernels"}) == 3
+    assert len({one.TokenBatch, two.TokenBatch, grpo_kernels.TokenBatch}) == 3
+    hidden, weight = torch.randn(2, 5, 8, requires_grad=True), torch.randn(31, 8, requires_grad=True)
+    targets, advantages = torch.randint(31, (2, 5)), torch.tensor([1.0, -0.5])
+    logps = torch.log_softmax(hidden.double() @ weight.double().T, -1).gather(-1, targets[..., None])[..., 0]
+    wanted = -((logps - logps.detach()).exp() * advantages[:, None]).mean()
+    slopes = torch.autograd.grad(wanted, (hidden, weight))
+    for kernel in (one, two):
+        given = kernel.TokenBatch(targets, advantages), kernel.Objective.preset("dapo", beta=0.0)
+        out = kernel.layers.LinearGRPOLoss.forward(SimpleNamespace(weight=weight, bias=None), hidden, *given)
+        torch.testing.assert_close(torch.autograd.grad(out.loss, (hidden, weight)), slopes, rtol=1e-4, atol=1e-6)
+        found = kernel.layers.LinearLogProbs.forward(SimpleNamespace(weight=weight, bias=None), hidden, targets)
+        torch.testing.assert_close(found, logps.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_build_is_relocatable_and_its_digests_are_those_of_its_files(builds: list[Path]) -> None:
+    """Nothing inside is imported by its absolute name. A rebuild gives the same; another version another id."""
+    first, again = builds[0], build(builds[0].parents[2] / "again", 1, ["cpu"])[0]
+    told, same, other = (json.loads((folder / "metadata.json").read_text()) for folder in (first, again, builds[1]))
+    digests = {
+        name: base64.b64encode(hashlib.sha256((again / name).read_bytes()).digest()).decode()
+        for name in told["digest"]["files"]
+    }
+    assert (
+        told == same and told["digest"]["files"] == digests and len(digests) == sum(f.is_file() for f in again.rglob("*")) - 1
+    )
+    assert other["id"] != told["id"] and told["id"].isidentifier()
+    for path in again.rglob("*.py"):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and not node.level]
+        assert not [node.module for node in nodes if str(node.module).startswith("grpo_kernels")], path
+
+
+# ---- versions
+
+
+def test_the_pages_of_versions_are_made_of_their_files() -> None:
+    import compiled
+
+    from benchmarks.printing import marked
+    from benchmarks.results import load
+
+    text, record = versions.PAGE.read_text(), load(compiled.FILE)
+    assert versions.updated(text, versions.load()) == text
+    assert record and all(set(found["outcomes"]) == {"passed"} for found in record.values())
+    assert len({found["source"] for found in record.values()}) == 1
+    assert [*compiled.with_run(record, "a", {"source": "other"})] == [
+        "a"
+    ]  # a run of other kernels takes the place of all before
+    start, end = marked("compiled", compiled.COMMAND)
+    assert f"{start}\n{compiled.block(record)}\n{end}" in compiled.PAGE.read_text()
+
+
+def test_the_oldest_and_every_python_that_is_asked_for_have_an_environment() -> None:
+    oldest, asked = ENVIRONMENTS["oldest"], dict(re.findall(r'"(torch|triton)>=([\d.]+)', PROJECT))
+    assert same(oldest.torch, asked["torch"]) and same(str(oldest.triton), asked["triton"])
+    assert {e.python for e in ENVIRONMENTS.values()} == set(re.findall(r"Python :: (3\.\d+)", PROJECT))
+    assert f'requires-python = ">={oldest.python}"' in PROJECT
+    assert same("2.13.0+cpu", "2.13.0") and same("3.11.7", "3.11") and same("-", "-")
+    assert not same("2.1.0", "2.10.0") and not same("3.9.0", "-") and not same("-", "3.9.0")
+
+
+def test_the_selections_are_of_tests_that_are_there(tmp_path: Path) -> None:
+    """Without Triton no single test is asked for: its file skips itself there, and pytest ends with an error."""
+    adapters = [f"integrations/test_{file}.py" for trainer in TRAINERS.values() for file in trainer.files]
+    for name in (*versions.QUICK, *adapters):
+        file, _, test = name.partition("::")
+        assert f"def {test}" in (ROOT / "tests" / file).read_text(), name
+    every, bare = quick(ENVIRONMENTS["newest"]), quick(ENVIRONMENTS["bare"])
+    assert len(every) == len(versions.QUICK) and bare == [name for name in every if "::" not in name] != every
+    (tmp_path / "else-1.0.dist-info").mkdir()
+    with pytest.raises(SystemExit, match="no folder with the metadata of a known trainer"):
+        line(str(tmp_path), [])
+
+
+@pytest.mark.parametrize(
+    ("status", "summary", "counts"),
+    [
+        (0, "812 passed, 3 skipped in 61.02s (0:01:01)", (812, 0, 3)), (1, "2 failed, 810 passed, 1 warning in 3s", (810, 2, 0)),
+        (1, "1 passed, 2 errors in 3s", (1, 2, 0)), (2, "1 error in 1s", None), (5, "3 skipped in 1s", None), (-9, "", None), (0, "", None),
+    ],
+)  # fmt: skip
+def test_the_last_line_of_a_run(status: int, summary: str, counts: tuple[int, int, int] | None) -> None:
+    """One that tested nothing is no line of the table."""
+    done = subprocess.CompletedProcess([], status, f"E  values differ\n{summary}\n")
+    if counts is None:
+        with pytest.raises(SystemExit, match=f"ended with {status}"):
+            versions.tested(done)
+    else:
+        assert versions.tested(done) == dict(zip(("passed", "failed", "skipped"), counts, strict=True))

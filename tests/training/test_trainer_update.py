@@ -1,0 +1,508 @@
+"""What the trainer samples and what it makes of it: completions, advantages, loss and gradient, against plain float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+import transformers
+
+from support import advantage_oracle as estimators
+from support.oracle import Spec
+from support.plain_trainer import GRPO, Plain, Watch, kept_ids
+from support.runs import PROMPTS, config, lines, tiny, trainer, varied, weights
+
+Tensor = torch.Tensor
+DAPO = Spec(eps_high=0.28)
+CUT: dict[str, Any] = {"top_k": 9, "top_p": 0.8}
+HOT: dict[str, Any] = {"num_updates": 2, "lr": 3e-3}
+
+
+# ---- models and rewards
+
+
+def causal(name: str, tok: Any, **changes: Any) -> Any:
+    """A small model of another architecture."""
+    torch.manual_seed(5)
+    settings = getattr(transformers, f"{name}Config")(
+        vocab_size=len(tok), eos_token_id=tok.eos_token_id, pad_token_id=tok.eos_token_id, bos_token_id=None, **changes
+    )
+    return getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(settings)
+
+
+def gpt2(tok: Any) -> Any:
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.3)
+    return causal("GPT2", tok, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.1, **drops)
+
+
+def opt(tok: Any) -> Any:
+    """Its layers draw their dropout themselves, by their own training flag."""
+    sizes = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "word_embed_proj_dim": 32}
+    return causal("OPT", tok, dropout=0.3, init_std=0.1, max_position_embeddings=64, **sizes)
+
+
+def softcapped(tok: Any) -> Any:
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    return causal("Gemma2", tok, num_key_value_heads=1, initializer_range=0.5, final_logit_softcapping=1.5, **sizes)
+
+
+def seeing(tok: Any) -> Any:
+    """A model of images and text with a tiny one as its language model: its vocabulary stands in the config of its text."""
+    text = tiny(tok, seed=5)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "projection_dim": 16}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=4, patch_size=2)
+    model = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(text_config=text.config, vision_config=vision, image_token_index=0, pad_token_id=0)
+    )
+    model.get_decoder().load_state_dict(text.get_decoder().state_dict())
+    model.get_output_embeddings().load_state_dict(text.get_output_embeddings().state_dict())
+    return model
+
+
+def another(tok: Any) -> Any:
+    return tiny(tok, seed=5, hidden_size=48)
+
+
+def with_three_ends(tok: Any) -> Any:
+    model = tiny(tok)
+    model.generation_config.eos_token_id = [3, 5]
+    return model
+
+
+def of_steps(prompts: list[str], completions: list[str], *, completion_ids: list[list[int]], **_: Any) -> list[list[Any]]:
+    """A process reward at every other token."""
+    return [[float(i % 2 == 0) if t % 2 == 0 else None for t, i in enumerate(ids)] for ids in completion_ids]
+
+
+def some_alike(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """The completions of one prompt differ in reward, those of the others do not."""
+    score = varied(prompts, completions)
+    return [s + 0.1 * i if p == prompts[0] else 0.7 for i, (p, s) in enumerate(zip(prompts, score, strict=True))]
+
+
+def alike(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [0.7] * len(prompts)
+
+
+# ---- advantages by another way, from the rewards [K][B] of a step
+
+
+def scaled(**options: Any) -> Any:
+    def advantages(plain: Plain, rewards: list[list[float]]) -> list[float]:
+        return estimators.group_advantages(rewards[0], plain.groups, **options)
+
+    return advantages
+
+
+def beside_steps(plain: Plain, rewards: list[list[Any]]) -> list[list[float]]:
+    """An outcome of weight 1, and steps of weight 0.5."""
+    outcome = plain.of_groups([rewards[0], [0.0] * len(plain.ids)])
+    trained = [[True] * len(ids) for ids in plain.ids]
+    steps = estimators.process_advantages(rewards[1], trained, plain.groups)
+    return [[a + 0.5 * s for s in row] for a, row in zip(outcome, steps, strict=True)]
+
+
+def over_greedy(plain: Plain, rewards: list[list[float]]) -> list[float]:
+    ends = [plain.tok.eos_token_id]
+    firsts = range(0, len(plain.ids), plain.c.group_size)
+    texts = [plain.tok.decode(plain.greedy(plain.prompts[i], ends), skip_special_tokens=True) for i in firsts]
+    base = varied(texts, texts)
+    return [r - base[group] for r, group in zip(rewards[0], plain.groups, strict=True)]
+
+
+def optimal_token(plain: Plain, rewards: list[list[float]]) -> list[list[float]]:
+    at_end = [[0.0] * (len(ids) - 1) + [r] for r, ids in zip(rewards[0], plain.ids, strict=True)]
+    logps, squares = ([x.tolist() for x in each] for each in (plain.old, plain.squares))
+    return estimators.optimal_token_advantages(at_end, logps, squares, plain.groups)
+
+
+def of_each_reward(plain: Plain, rewards: list[list[float]]) -> list[float]:
+    return estimators.gdpo([*zip(*rewards, strict=True)], [1.0, 3.0], plain.groups)
+
+
+def no_reward(plain: Plain, rewards: list[list[float]]) -> list[float]:
+    return [0.0] * len(plain.ids)
+
+
+# ---- the table
+
+
+@dataclass(frozen=True)
+class Case:
+    changes: dict[str, Any]
+    spec: Spec = GRPO
+    advantages: Any = None
+    weigh: Callable[[Tensor, bool], Tensor] | None = None
+    rewards: tuple[Any, ...] = (varied,)
+    model: Callable[[Any], Any] = tiny
+    teacher: Callable[[Any], Any] | None = None
+    steps: int = 1
+    tolerance: float = 1e-4
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def of_kl(kl: str, **changes: Any) -> Case:
+    """Surrogate and exact divergence to a teacher, at weight 0.5."""
+    settings = {"preset": "dapo", "beta": 0.5, "kl": kl, "micro_batch": 5, **HOT, **changes}
+    return Case(settings, Spec(eps_high=0.28, beta=0.5), teacher=another)
+
+
+def truncated(weight: float) -> Callable[[Tensor, bool], Tensor]:
+    return lambda gap, ended: gap.exp().clamp(max=weight)
+
+
+KL = Spec(aggregate="seq-mean-token-mean", beta=0.1)
+CASES: dict[str, Case] = {
+    # updates, passes, prompts and the reference over steps
+    "one update": Case({"temperature": 0.7}, steps=2, metrics={"ratio_max": 1.0, "ratio_min": 1.0, "dropped": 0.0}),
+    "updates": Case({"num_updates": 3, "lr": 1e-2, "micro_batch": 5, "temperature": 1.3}),
+    "reference": Case({"beta": 0.1, **HOT}, KL, steps=3),
+    "reference refreshed": Case({"beta": 0.1, "ref_refresh_steps": 1, "loss": "logits", "micro_batch": 5, **HOT}, KL, steps=3),
+    "eager": Case({"beta": 0.1, "loss": "eager", "micro_batch": 7, **HOT}, KL),
+    "k2": Case({"beta": 0.1, "kl": "k2", **HOT}, Spec(aggregate="seq-mean-token-mean", beta=0.1, kl="k2")),
+    # denominators
+    "dapo": Case({"preset": "dapo", "micro_batch": 5, **HOT}, DAPO),
+    "dr_grpo": Case({"preset": "dr_grpo", "micro_batch": 5, **HOT}, Spec(aggregate="constant", max_tokens=4)),
+    "gspo": Case(
+        {"preset": "gspo", "micro_batch": 5, "num_updates": 2, "lr": 1e-5},
+        Spec(eps_low=3e-4, eps_high=4e-4, level="sequence", aggregate="seq-mean-token-mean"),
+    ),
+    "dropped": Case({"preset": "dapo", "drop_zero_variance": True, **HOT}, DAPO, rewards=(some_alike,), metrics={"dropped": 2 / 3}),
+    "entropy": Case({"entropy_coef": 0.1, "loss": "logits", **HOT}, Spec(aggregate="seq-mean-token-mean", entropy_coef=0.1)),
+    "entropy share": Case({"preset": "dapo", "entropy_share": 0.3}, Spec(eps_high=0.28, entropy_share=0.3), metrics={"kept": 0.3}),
+    # sets
+    "sets": Case({"beta": 0.1, "micro_batch": 5, **CUT, **HOT}, KL, steps=2),
+    "sets, logits": Case({"beta": 0.1, "loss": "logits", "temperature": 0.7, "min_p": 0.1, **CUT, **HOT}, KL),
+    "sets, eager": Case({"preset": "dapo", "loss": "eager", "min_p": 0.3, "micro_batch": 5, **HOT}, DAPO),
+    "sets, entropy of all": Case({"entropy_over": "vocabulary", "ratio_to": "sampler", "micro_batch": 7, **CUT, **HOT}),
+    "top-k of all": Case({"top_k": 28, "ratio_to": "sampler", **HOT}),
+    "no replay": Case({"replay": False, "ratio_to": "sampler", "top_p": 0.6, "micro_batch": 5, **HOT}),
+    "no replay, own ratio": Case({"replay": False, "temperature": 0.8, **CUT, **HOT}),
+    # divergences, teachers
+    "reverse": of_kl("exact", temperature=0.7),
+    "reverse, logits, sets": of_kl("exact", loss="logits", top_p=0.8, temperature=1.3, entropy_over="vocabulary"),
+    "forward": of_kl("exact-forward"),
+    "jsd, sets": of_kl("exact-jsd", top_k=5),
+    "jsd, eager": of_kl("exact-jsd", loss="eager"),
+    "k3 to a teacher": Case({"beta": 0.1, **CUT}, KL, teacher=another),
+    "distillation": Case({"preset": "distillation", "temperature": 0.7, **HOT}, Spec(beta=1.0), no_reward, teacher=softcapped),
+    "distillation, seeing": Case({"preset": "distillation", "loss": "logits"}, Spec(beta=1.0), no_reward, teacher=seeing),
+    # advantages
+    "two rewards": Case({"reward_weights": [1.0, 3.0]}, rewards=(varied, some_alike)),
+    "each reward": Case({"reward_weights": [1.0, 3.0], "advantages": "gdpo"}, GRPO, of_each_reward, rewards=(varied, some_alike)),
+    "steps": Case({"reward_weights": [1.0, 0.5], **HOT}, GRPO, beside_steps, rewards=(varied, of_steps)),
+    "verl": Case({"numerics": "verl"}, Spec(), scaled(eps=1e-6)),
+    "batch scale": Case({"advantage_scale": "batch"}, GRPO, scaled(scale="batch")),
+    "no scale": Case({"numerics": "torchtitan", "advantage_scale": "none"}, Spec(), scaled(scale="none")),
+    "left out": Case(
+        {"advantage_baseline": "leave-one-out", "advantage_scale": "none"}, GRPO, scaled(baseline="leave-one-out", scale="none")
+    ),
+    "rloo": Case({"advantages": "rloo"}, GRPO, scaled(baseline="leave-one-out", scale="none")),
+    "eps": Case({"advantages": "group:eps=0.1"}, GRPO, scaled(eps=0.1)),
+    "remax": Case({"advantages": "remax", "micro_batch": 5}, GRPO, over_greedy),
+    "optimal token": Case({"advantages": "optimal_token", "micro_batch": 5, "temperature": 0.7}, GRPO, optimal_token),
+    "optimal token, sets": Case({"advantages": "optimal_token", "micro_batch": 5, "loss": "logits", **CUT}, GRPO, optimal_token),
+    # corrections
+    "tis": Case({"corrections": ["tis:high=0.9"], "replay": False, "top_p": 0.85, "micro_batch": 5}, GRPO, None, truncated(0.9)),
+    "weights of replay": Case({"corrections": ["importance_weights:high=inf"], **CUT, **HOT}),
+    "masks": Case(
+        {"corrections": ["icepop:low=0.815", "without_truncated"], "preset": "dapo", "replay": False, "top_p": 0.8, "group_size": 8},
+        DAPO, None, lambda gap, ended: torch.where(gap.exp() >= 0.815, gap.exp(), 0.0) if ended else gap * math.nan,
+    ),
+    # models
+    "several ends": Case(HOT, model=with_three_ends),
+    "softcap": Case({"beta": 0.1, **HOT}, KL, model=softcapped),
+    "softcap, logits": Case({"loss": "logits", **CUT}, model=softcapped),
+    "dropout": Case({"beta": 0.1, "gradient_checkpointing": True, **HOT}, KL, model=lambda tok: gpt2(tok).train()),
+    "dropout, layers": Case(HOT, model=lambda tok: opt(tok).train()),
+    "bfloat16": Case({"dtype": "bfloat16", "micro_batch": 5}, tolerance=0.05),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_the_plain_one(tok: Any, tmp_path: Path, name: str) -> None:
+    """Of each optimizer step: the gradients of all parameters, and what the metrics say of the last."""
+    case = CASES[name]
+    model, teacher = case.model(tok), case.teacher and case.teacher(tok)
+    watch = Watch(model)
+    rewards = [watch.told(function) for function in case.rewards]
+    t = trainer(tok, tmp_path, model=model, teacher=teacher, rewards=rewards, max_grad_norm=math.inf, **case.changes)
+    c = t.config
+    plain = Plain(c, tok, model, teacher, case.spec, case.advantages, case.weigh)
+    ends = {tok.eos_token_id, *([3, 5] if case.model is with_three_ends else [])}
+    for step in range(case.steps):
+        with watch:
+            metrics = t.train_step()
+        expected = plain.step(watch.calls, watch.updates, ends)
+        assert len(expected) == c.num_updates
+        for update, (gradients, told) in zip(watch.updates, expected, strict=True):
+            assert told["grad_norm"] > 1e-3 and update.gradients.keys() == gradients.keys()
+            for key, gradient in gradients.items():
+                error = (update.gradients[key] - gradient).norm()
+                assert error <= case.tolerance * (gradient.norm() + 0.01 * told["grad_norm"]), (step, key, float(error))
+        if not c.kl and not c.beta and "distillation" not in c.preset:
+            del told["kl"]
+        assert c.num_updates == 1 or told["ratio_max"] > 1 + 1e-4
+        for key, value in told.items():
+            assert metrics[key] == pytest.approx(value, rel=3 * case.tolerance, abs=case.tolerance / 10), (step, key)
+        for key, value in case.metrics.items():
+            assert metrics[key] == pytest.approx(value, abs=0.05 if key == "kept" else 1e-6), key
+        if c.ref_refresh_steps:
+            plain.load({key: p.detach() for key, p in model.named_parameters()})
+            plain.reference.load_state_dict(plain.model.state_dict())
+
+
+# ---- relations
+
+
+def gradients_of(tok: Any, out: Path, **options: Any) -> tuple[list[dict[str, Tensor]], dict[str, float]]:
+    model = options.pop("model", None) or tiny(tok)
+    watch = Watch(model)
+    options = {"rewards": (varied,)} | options
+    with watch:
+        metrics = trainer(tok, out, model=model, max_grad_norm=math.inf, **options).train_step()
+    return [update.gradients for update in watch.updates], metrics
+
+
+OTHERS = {
+    "preset": "luspo gmpo vespo importance_sampling dppo_tv dro",
+    "advantages": "opo maxrl pass_at_k gpg reinforce_pp:gamma=0.9,baseline=mean",
+    "correction": "sequence_tis sequence_mask rejection_mask:low=0.92 geometric_mask:low=0.91 veto off_policy_mask:delta=0.05 m2po",
+}
+
+
+@pytest.mark.parametrize(("option", "name"), [(option, name) for option, names in OTHERS.items() for name in names.split()])
+def test_pieces_of_a_batch_have_its_gradient(tok: Any, tmp_path: Path, option: str, name: str) -> None:
+    """With objectives of each level and mean, every estimator and every correction; most have a gradient of their own."""
+    base: dict[str, Any] = {"beta": 0.1, "entropy_coef": 0.01, "top_p": 0.9, "replay": False, "max_new_tokens": 6, **HOT}
+    own = {"corrections": [name]} if option == "correction" else {option: name}
+    (_, whole), metrics = gradients_of(tok, tmp_path / "a", loss="eager", **base, **own)
+    (_, cut), of_cut = gradients_of(tok, tmp_path / "b", micro_batch=5, **base, **own)
+    (_, plain), _ = gradients_of(tok, tmp_path / "c", **base)
+    for key, gradient in whole.items():
+        assert (cut[key] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-4 * metrics["grad_norm"], key
+    assert metrics["grad_norm"] > 1e-3 and of_cut["loss"] == pytest.approx(metrics["loss"], rel=1e-3, abs=1e-6)
+    apart = sum(float((plain[key] - gradient).square().sum()) for key, gradient in whole.items())
+    assert (apart > 1e-6 * metrics["grad_norm"] ** 2) == (name not in ("veto", "m2po")), apart
+
+
+@pytest.mark.parametrize("preset", ["clip_cov", "kl_cov"])
+def test_objectives_that_select_tokens_train(tok: Any, tmp_path: Path, preset: str) -> None:
+    (first, second), metrics = gradients_of(tok, tmp_path, preset=preset, **HOT)
+    assert metrics["grad_norm"] > 0 and all(not torch.equal(first[name], gradient) for name, gradient in second.items())
+
+
+def test_layers_that_recompute_run_twice(tok: Any, tmp_path: Path) -> None:
+    """Once in the forward and once in the backward pass; and afterwards nothing is in training mode."""
+    for checkpointing in (False, True):
+        model, calls = tiny(tok), list[bool]()
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(torch.is_grad_enabled()))
+        gradients_of(tok, tmp_path / str(checkpointing), model=model, gradient_checkpointing=checkpointing)
+        assert sum(calls) == 1 + checkpointing and not any(module.training for module in model.modules())
+
+
+def test_entropy_is_held_up_by_a_moving_weight(tok: Any, tmp_path: Path) -> None:
+    """A target above any entropy: the weight rises by 0.005 an update once the first entropy was seen, and survives a resume."""
+    options: dict[str, Any] = {"entropy_target": 50.0, "checkpoint_steps": 1, "lr": 0.0}
+    assert trainer(tok, tmp_path, steps=3, **options).train()
+    assert trainer(tok, tmp_path, steps=4, resume=True, **options).train()
+    assert [line["entropy_coef"] for line in lines(tmp_path)] == pytest.approx([0.0, 0.005, 0.01, 0.015])
+    found, _ = gradients_of(tok, tmp_path / "b", rewards=[alike], entropy_target=50.0, num_updates=3, lr=0.0)
+    for none, once, twice in zip(*(g.values() for g in found), strict=True):
+        assert not none.any() and once.any()
+        torch.testing.assert_close(twice, 2 * once)
+
+
+# ---- sampling
+
+
+def knowing(tok: Any, logits: Tensor) -> Any:
+    """A model with these logits wherever it is asked."""
+    model = tiny(tok)
+    model.lm_head = torch.nn.Linear(32, len(tok))
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.bias.copy_(logits)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.79}, {"min_p": 0.15}, {"top_p": 1e-6},
+        {"temperature": 1.6, "min_p": 0.05, "top_k": 4, "top_p": 0.9},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tokens_come_as_often_as_they_should(tok: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+    """4,800 draws from known probabilities; what is cut off never comes, and nothing else is missing."""
+    logits = torch.full((len(tok),), -200.0).double()
+    logits[2:8] = torch.tensor([0.5, 0.3, 0.1, 0.05, 0.03, 0.02]).log()
+    changes = {"group_size": 1600, "max_new_tokens": 1, "ratio_to": "sampler", "lr": 0.0, **options}
+    watch = Watch(None)
+    t = trainer(
+        tok,
+        tmp_path,
+        model=knowing(tok, logits),
+        rewards=[watch.told(varied)],
+        replay=False if len(options) else None,
+        **changes,
+    )
+    metrics = t.train_step()
+    kept, probabilities = kept_ids(logits, t.config), (logits / t.config.temperature).softmax(0)
+    expected = torch.zeros(len(tok)).double().index_fill(0, torch.tensor(kept), 1.0) * probabilities
+    expected /= expected.sum()
+    found = torch.bincount(torch.tensor(watch.calls[0].ids)[:, 0], minlength=len(tok)) / 4800
+    assert torch.equal(found > 0, expected > 1e-4)
+    assert ((found - expected).abs() <= 4 * (expected * (1 - expected) / 4800).sqrt() + 1e-9).all(), found
+    assert metrics["ratio_min"] == pytest.approx(float(probabilities[kept].sum()), rel=1e-5) == metrics["ratio_max"]
+
+
+@pytest.mark.parametrize(
+    ("number", "token"), [(0.0, 3), (0.2499999, 3), (0.25, 5), (0.7499999, 5), (0.75, 6), (1 - 2**-53, 6), (1.0, 5)]
+)
+def test_a_number_chooses_its_token_and_never_one_that_cannot_come(
+    tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: float, token: int
+) -> None:
+    """The cumulative probabilities are 0 up to token 3, then 1/4, 1/4, 3/4, 1, and 1 to the last, at which rounding could point."""
+    logits = torch.full((len(tok),), -200.0)
+    logits[3:7] = torch.tensor([1.0, 1e-9, 2.0, 1.0]).log() - torch.tensor([0.0, 200.0, 0.0, 0.0])
+    monkeypatch.setattr(torch, "rand", lambda *size, dtype=None, **_: torch.full(size, number, dtype=dtype))
+    for i, options in enumerate(({}, {"min_p": 0.1, "replay": False})):
+        watch = Watch(None)
+        trainer(tok, tmp_path / str(i), model=knowing(tok, logits), rewards=[watch.told(varied)], **options).train_step()
+        assert {i for ids in watch.calls[0].ids for i in ids} == {6 if options and number == 1 else token}
+
+
+def test_evaluations_are_greedy_and_without_cuts(tok: Any, tmp_path: Path) -> None:
+    """One completion of each held-out prompt, before the step and after it: token by token that of the model without cache, padding
+    or batch; or at a temperature, from the whole vocabulary."""
+    model, found = tiny(tok), {}
+    options: dict[str, Any] = {"eval_steps": 1, "eval_prompts": 7, "steps": 1, "lr": 0.0, "max_new_tokens": 6, "top_k": 2}
+    plain = Plain(config(tmp_path, **options), tok, model)
+    for temperature in (0.0, 5.0):
+        watch = Watch(model)
+        out = tmp_path / str(temperature)
+        assert trainer(tok, out, model=model, rewards=[watch.told(varied)], eval_temperature=temperature, **options).train()
+        before, _, after = (dict(zip(call.prompts, call.ids, strict=True)) for call in watch.calls)
+        assert before == after
+        found[temperature] = before
+    greedy = {row["prompt"]: plain.greedy(tok(row["prompt"])["input_ids"], [tok.eos_token_id]) for row in PROMPTS[16:23]}
+    assert found[0.0] == greedy and len({i for ids in found[5.0].values() for i in ids}) > 14
+
+
+def test_seed_and_step_decide_what_is_sampled_and_an_epoch_visits_every_prompt(tok: Any, tmp_path: Path) -> None:
+    def calls(name: str, rows: Any = PROMPTS[:10], **options: Any) -> list[Any]:
+        watch, changes = Watch(None), {"rows": (rows, []), "prompts_per_step": 4, "lr": 0.0, **options}
+        t = trainer(tok, tmp_path / name, rewards=[watch.told(varied)], **changes)
+        for _ in range(5):
+            t.train_step()
+        return watch.calls
+
+    first = calls("a")
+    visited = [prompt for call in first for prompt in call.prompts[::4]]
+    assert len(set(visited[:10])) == len(set(visited[10:])) == 10
+    assert visited[:10] != visited[10:] != [row["prompt"] for row in PROMPTS[:10]] != visited[:10]
+    assert calls("b", micro_batch=5) == first != calls("c", seed=1)
+    assert len({str(call.ids) for call in calls("d", PROMPTS[:1])}) == 5
+
+
+# ---- the optimizer, and a run that learns
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"warmup_steps": 2, "lr_schedule": "linear"}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ({"lr_schedule": "cosine"}, [1.0, 0.933013, 0.75, 0.5, 0.25, 0.066987]),
+        ({"warmup_steps": 3}, [1 / 3, 2 / 3, 1.0, 1.0, 1.0, 1.0]),
+    ],
+    ids=["linear", "cosine", "constant"],
+)
+def test_the_optimizer_is_adamw_with_clipping_and_the_schedule(
+    tok: Any, tmp_path: Path, options: dict[str, Any], rates: list[float]
+) -> None:
+    """Three steps of two updates, compared with torch's own over the gradients of the run."""
+    model, settings = tiny(tok), {"betas": [0.8, 0.95], "weight_decay": 0.1, "lr": 1e-2}
+    watch, own = Watch(model), [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(own, **settings)
+    t = trainer(tok, tmp_path, model=model, steps=3, num_updates=2, max_grad_norm=0.05, rewards=[varied], **settings, **options)
+    with watch:
+        metrics = [t.train_step() for _ in range(3)]
+    assert [u.lr for u in watch.updates] == pytest.approx([r / 100 for r in rates], abs=1e-8)
+    assert [m["lr"] for m in metrics] == [u.lr for u in watch.updates[1::2]] and min(m["grad_norm"] for m in metrics) > 0.05
+    for update in watch.updates:
+        assert torch.stack([g.norm() for g in update.gradients.values()]).norm() == pytest.approx(0.05, rel=1e-4)
+        optimizer.param_groups[0]["lr"] = update.lr
+        for p, gradient in zip(own, update.gradients.values(), strict=True):
+            p.grad = gradient
+        optimizer.step()
+    torch.testing.assert_close([*model.parameters()], own, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_nothing_moves_without_advantages_or_with_a_gradient_that_is_not_finite(tok: Any, tmp_path: Path, drop: bool) -> None:
+    """The first is an update of zero gradient, also where nothing is left of the batch; the second is skipped."""
+    for name, broken in (("alike", False), ("nan", True)):
+        model = tiny(tok)
+        before = [p.detach().clone() for p in model.parameters()]
+        if broken:
+            model.lm_head.weight.register_hook(lambda g: g * float("nan"))
+        rewards = [varied if broken else alike]
+        metrics = trainer(tok, tmp_path / name, model=model, rewards=rewards, drop_zero_variance=drop).train_step()
+        assert metrics["skipped"] == broken and (broken or (metrics["grad_norm"] == 0 and metrics["zero_variance_groups"] == 1))
+        assert broken or metrics["dropped"] == pytest.approx(11 / 12 if drop else 0)
+        assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_layer_whose_dropout_recomputing_switches_on_is_refused(tok: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gradient_checkpointing=True switches on the dropout of OPTForCausalLM"):
+        trainer(tok, tmp_path, model=opt(tok), gradient_checkpointing=True)
+
+
+def test_columns_of_the_head_are_drawn_anew_in_each_piece_and_update(tok: Any, tmp_path: Path) -> None:
+    """Of completions of one token each, whose rows of logits are the same: a piece draws about half of the columns."""
+    one = {"prompts_per_step": 1, "group_size": 8, "max_new_tokens": 1, "num_updates": 2, "lr": 0.0}
+    runs: list[dict[str, Any]] = [
+        {},
+        {"sparse_step": 1 / 16},
+        {"sparse_step": 1 / 16},
+        {"sparse_step": 1 / 16, "micro_batch": 1},
+    ]
+    found = [gradients_of(tok, tmp_path / str(i), **one, **run) for i, run in enumerate(runs)]
+    dense, first, again, pieces = ([g["lm_head.weight"] for g in gradients] for gradients, _ in found)
+    assert (
+        torch.equal(dense[0], dense[1])
+        and not torch.equal(first[0], first[1])
+        and torch.equal(torch.stack(again), torch.stack(first))
+    )
+    assert found[1][1]["loss"] == pytest.approx(found[0][1]["loss"], abs=1e-6) and int(pieces[0].any(1).sum()) > 26
+
+
+def test_thirty_steps_raise_the_reward_and_save_the_model(tok: Any, tmp_path: Path, drawn: None) -> None:
+    model = tiny(tok)
+    assert trainer(tok, tmp_path, model=model, steps=30, lr=1e-2, prompts_per_step=4, group_size=8, sample_every=0).train()
+    rewards = [line["reward"] for line in lines(tmp_path)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+    assert (tmp_path / "curves.png").stat().st_size > 5000
+    assert all(torch.equal(p, weights(tmp_path)[name]) for name, p in model.named_parameters())
+
+
+def test_a_teacher_by_its_path_is_the_one_that_is_passed(tok: Any, tmp_path: Path) -> None:
+    another(tok).save_pretrained(tmp_path / "teacher")
+    for i, preset in enumerate(("distillation", "sampled_distillation")):
+        teachers = (another(tok), str(tmp_path / "teacher"), tiny(tok, seed=3))
+        kl = [
+            trainer(tok, tmp_path / f"{i}{k}", teacher=each, preset=preset).train_step()["kl"]
+            for k, each in enumerate(teachers)
+        ]
+        assert kl[0] == kl[1] != kl[2] and kl[0] > 0.01
