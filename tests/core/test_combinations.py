@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from support.doors import check, exact_of, executor, executors
+from support.doors import check, exact_of
+from support.inside import executor, executors
 from support.processes import checks_of
 from support.recipes import AXES, PAIRED, Recipe, covering, problem, random_recipe
 

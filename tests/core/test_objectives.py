@@ -6,7 +6,8 @@ from functools import cache
 
 import pytest
 
-from support.doors import check, exact_of, executor, executors
+from support.doors import check, exact_of
+from support.inside import executor, executors
 from support.objectives import OBJECTIVES
 from support.recipes import Recipe, problem
 

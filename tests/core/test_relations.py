@@ -14,7 +14,7 @@ from grpo_kernels import grpo_loss, token_logprobs
 from grpo_kernels.losses import objective_loss
 from support.cases import same_bits
 from support.doors import batch_of, compare, exact_of, normalizer_of, objective_of, run, transform_of
-from support.linear_cases import in_chunks
+from support.inside import in_chunks
 from support.oracle import Answer
 from support.recipes import KINDS, Recipe, legal, of_sequences, problem, random_recipe
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -26,7 +24,6 @@ from grpo_kernels import (
     token_divergence,
     token_logprobs,
 )
-from grpo_kernels.vocabulary.backends.cpu_module import _cpu  # the binding, which knows the instruction sets
 from support import oracle
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
@@ -41,24 +38,6 @@ def exact_of(p_recipe: Recipe) -> tuple[Answer, Answer]:
     p = problem(p_recipe)
     exact = oracle.answer(p)
     return exact, oracle.rooms(p, exact)
-
-
-def executors() -> list[str]:
-    """What can compute here: eager, and C++ with each instruction set."""
-    return ["eager", *(f"cpu {isa}" for isa in (_cpu.isas() if _cpu else ()))]
-
-
-@contextmanager
-def executor(name: str) -> Iterator[str]:
-    """Let an executor compute; gives the name of its backend."""
-    backend, _, isa = name.partition(" ")
-    if isa:
-        _cpu.use_isa(isa)
-    try:
-        yield backend
-    finally:
-        if isa:
-            _cpu.use_isa(_cpu.isas()[0])
 
 
 def objective_of(r: Recipe) -> Objective:
