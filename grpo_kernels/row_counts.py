@@ -45,6 +45,8 @@ def sends_ahead(device: torch.device) -> bool:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of a device is being captured into a graph."""
+    if device.type == "meta":  # which has no module
+        return False
     asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)  # xpu: not in every torch
     return asked is not None and bool(asked())
 

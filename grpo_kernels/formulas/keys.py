@@ -73,7 +73,7 @@ def _is_of_tensors(x: Any) -> bool:
     return hasattr(torch.Tensor, name) and getattr(torch, name, None) is x
 
 
-def _key_of_function(x: types.FunctionType, seen: dict[int, int]) -> Hashable:
+def _key_of_function(x: Any, seen: dict[int, int]) -> Hashable:
     if id(x) in seen:
         return "again", seen[id(x)]
     seen[id(x)] = len(seen)
@@ -86,7 +86,7 @@ def _key_of_function(x: types.FunctionType, seen: dict[int, int]) -> Hashable:
             raise _Unknown
         kept.append(_key(cell.cell_contents, seen))
     for name, *attributes in names:
-        value = globals_[name] if name in globals_ else x.__builtins__.get(name, _Unknown)  # type: ignore[attr-defined]
+        value = globals_[name] if name in globals_ else x.__builtins__.get(name, _Unknown)
         for attribute in attributes:
             if type(value) is not types.ModuleType:
                 break

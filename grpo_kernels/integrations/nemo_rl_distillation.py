@@ -104,9 +104,7 @@ class DistillationLoss:
     def _scored(self, logits: Tensor, ids: Tensor, mask: Tensor, shard: Any) -> tuple[Tensor, Tensor | None]:
         """(log-probs at ids [B, S, k], entropies [B, S] or None), in one visit of each row that counts."""
         sets, place = distinct(ids.flatten(0, 1))
-        scored: Any = token_logprobs(
-            logits, no_ids(ids[..., 0]), mask=mask, entropy=self.zero_outside_topk, at=sets, shard=shard
-        )
+        scored = token_logprobs(logits, no_ids(ids[..., 0]), mask=mask, entropy=self.zero_outside_topk, at=sets, shard=shard)
         _, entropy, statistics = scored
         at = torch.where(mask[..., None], statistics["at"][place].view(ids.shape), OUTSIDE)  # a row that is not read has 0
         return (at if self.zero_outside_topk else torch.log_softmax(at, -1)), entropy

@@ -9,7 +9,8 @@
 `DistillationTrainer` calls a function of its module, `_chunked_divergence_loss`, with the hidden states and heads of student
 and teacher. It is replaced for all trainers of the process, on request only, and put back by `undo()` or at the end of `with`.
 beta, the temperature of both models, scale and softcap of each model and the denominator have the same effect as in TRL. Unlike in
-TRL, a logit of -inf does not give NaN.
+TRL, a logit of -inf does not give NaN, and fp32 tensors under fp16 autocast on a CPU are multiplied as they are: fp16 products
+are no faster there, and lose digits.
 
 Written for and tested with TRL 1.16.0.
 """

@@ -98,7 +98,7 @@ def topk_divergence(
     config   verl's DistillationConfig, whose loss_mode is one of ours."""
     from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
 
-    mode = getattr(config.distillation_loss, "loss_mode", None)  # which verl's own function does not read
+    mode: Any = getattr(config.distillation_loss, "loss_mode", None)  # which verl's own function does not read
     exact = _registered.get(mode)
     if exact is None:
         raise NotCovered(f"loss_mode={mode!r}")
@@ -110,7 +110,7 @@ def topk_divergence(
     sets, place = distinct(flat)
     targets, alone = no_ids(student_logits[..., 0]), exact.tail == "ignore"
     with torch.set_grad_enabled(alone and torch.is_grad_enabled()):
-        scored: Any = token_logprobs(student_logits, targets, at=sets)
+        scored = token_logprobs(student_logits, targets, at=sets)
     logps = scored[2]["at"][place]  # [rows, K]
     masses = [x.detach().exp().sum(-1) for x in (logps, listed)]
     if alone:

@@ -17,6 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ..integrations import verl
 from ._once import once
 
 #: verl's module with its registry. It imports transformers and more, for which `import verl` alone does not wait.
@@ -25,13 +26,7 @@ REGISTRY = "verl.trainer.ppo.core_algos"
 
 def register() -> list[str]:
     """Add our losses to verl's registry, once per process, and return their names."""
-
-    def act() -> list[str]:
-        from ..integrations import verl
-
-        return verl.register()
-
-    return once("verl", act)
+    return once("verl", verl.register)
 
 
 class AfterImport(importlib.abc.MetaPathFinder):

@@ -28,7 +28,7 @@ from grpo_kernels import (
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.formulas.surrogates import Surrogate
 from grpo_kernels.head import FusedLMHead
-from grpo_kernels.layout import logit_rows
+from grpo_kernels.layout import logit_rows, whole_rows
 from grpo_kernels.objective import Denominators
 from grpo_kernels.operators import TracedHidden, TracedLogits
 from grpo_kernels.vocabulary.rows import partials_of
@@ -441,9 +441,7 @@ def test_fake_results_are_laid_out_like_real_ones(view: str, dtype: torch.dtype,
         hidden, weight = seen_as(view, (A, T, H), dtype, g).reshape(-1, H), seen_as(view, (1, V, H), dtype, g)[0]
         bias = torch.randn(V, generator=g)
         for source, linear in sources(backend, dtype):
-            of_head = [hidden, weight, bias]
-            if linear and source.sparse:  # sparse products read rows of unit stride
-                of_head = [x.clone(memory_format=torch.contiguous_format) for x in of_head]
+            of_head = [whole_rows(hidden), whole_rows(weight), bias]  # as `check_head` gives them to the sources
             tensors = [x.detach() for x in (of_head if linear else [logits])]
             for wanted in (range(len(tensors)), *([(0,), (1,)] if linear else [])):
                 for i, x in enumerate(tensors):

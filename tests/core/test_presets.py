@@ -279,7 +279,10 @@ def test_unknown_names() -> None:
             Objective.preset(name)
     with pytest.raises(ValueError, match=r"numerics='trl2': it must be one of trl, liger"):
         Objective.preset("grpo", numerics="trl2")
-    with pytest.raises(TypeError, match=r"'epsilon' is not a field .* it has surrogate, level.* surrogate=Clip\(eps_low=0.2, "):
+    with pytest.raises(
+        TypeError,
+        match=r"'epsilon' is no argument of Objective.preset. It has surrogate, level.* surrogate=Clip\(eps_low=0.2, ",
+    ):
         Objective.preset("grpo", epsilon=0.2)
 
 

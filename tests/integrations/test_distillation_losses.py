@@ -72,6 +72,25 @@ def test_trls_loss(beta: float) -> None:
         assert int(rest[0][1]) == int(rest[1][1]) == 11
 
 
+def test_fp16_autocast_on_a_cpu_rounds_nothing() -> None:
+    """TRL's own function rounds states, heads and logits to fp16; ours gives what it gives without autocast."""
+    theirs = pytest.importorskip("trl.trainer.distillation_trainer")._chunked_divergence_loss
+    from grpo_kernels.integrations.trl_distillation import divergence_loss
+
+    student, (states, head, _), mask = inputs()
+
+    def of(function: Any, autocast: bool) -> list[Tensor]:
+        def loss(leaves: list[Tensor]) -> Tensor:
+            with torch.autocast("cpu", torch.float16, enabled=autocast):
+                return function(leaves[0], states, leaves[1], head, mask, 0.3, student_lm_head_bias=leaves[2])[0]
+
+        return value_and_gradients(loss, student)
+
+    assert all(map(torch.equal, of(divergence_loss, True), of(divergence_loss, False)))
+    rounded, plain = of(theirs, True), of(theirs, False)
+    assert all((a - b).abs().max() > 1e-4 * b.abs().max() for a, b in zip(rounded[1:], plain[1:], strict=True))
+
+
 def test_trls_slot_is_filled_and_restored() -> None:
     module = pytest.importorskip("trl.trainer.distillation_trainer")
     from grpo_kernels.integrations.trl_distillation import fused_divergence

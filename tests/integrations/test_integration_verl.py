@@ -195,7 +195,7 @@ def test_what_is_refused(data: Data) -> None:
         (Objective.preset("grpo", beta=0.1), "adds KL and entropy itself"),
         (Objective.preset("grpo", entropy_coef=0.1), "adds KL and entropy itself"),
         (Objective.preset("grpo", aggregate="group-mean"), "is not told which prompt"),
-        ("nonesuch", "preset 'nonesuch' is unknown"),
+        ("nonesuch", "preset=.nonesuch.: it must be one of"),
     ):
         with pytest.raises(ValueError, match=message):
             ours.policy_loss(bad)
@@ -374,7 +374,7 @@ def test_binding_is_refused_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert unasked.trial.version is None
     with ours.bind() as slots:
         logits, labels = torch.randn(3, 7, requires_grad=True), torch.tensor([1, 6, 0])
-        with pytest.warns(UserWarning, match=r"verl 0\.10\.0 was not tested.*0\.9\.1 was.*They agree"):
+        with pytest.warns(UserWarning, match=r"verl 0\.10\.0 was not tested.*0\.9\.1 were.*They agree"):
             verl_functional.logprobs_from_logits(logits, labels)
     assert slots.counts == {"fused": 1}
 

@@ -21,6 +21,7 @@ from verl.workers.config import ActorConfig, DistillationLossConfig
 
 from grpo_kernels import Exact, TokenSets
 from grpo_kernels.integrations import verl_distillation as ours
+from grpo_kernels.integrations._slots import NotCovered
 from support.divergences import of_listed_ids
 
 Tensor = torch.Tensor
@@ -75,6 +76,14 @@ class Step:
         """[1, N], by the definition over the teacher's ids, which other tests compare with the formulas of the tails."""
         sets = TokenSets.from_padded(self.ids, values=self.teacher)
         return of_listed_ids(exact, torch.log_softmax(leaf.double(), -1)[0], sets).float()[None]
+
+
+def test_a_configuration_without_a_mode_is_left_to_verl() -> None:
+    """verl's own function of the logits does not read the mode."""
+    step = Step()
+    bare: Any = SimpleNamespace(distillation_loss=SimpleNamespace(log_prob_min_clamp=None), use_chunked_topk=False)
+    with pytest.raises(NotCovered, match="loss_mode=None"):
+        ours.topk_divergence(step.logits, nested(step.teacher), nested(step.ids), bare, "thd")
 
 
 def test_the_forward_kl_is_verls_but_for_its_clamps() -> None:
