@@ -2,9 +2,9 @@
 
     python tests/faults.py [PART OF A NAME OR FILE ...] [--all]
 
-copies the project, puts in one fault after the other, builds what is compiled where that is the faulty part, and runs the tests that are
-named beside it, or with --all the whole quick suite. It ends with the faults that no test found. `test_faults.py` sees to it that every
-fault still fits the code."""
+copies the project, puts in one fault after the other, builds what is compiled where that is the faulty part, and runs the tests
+that are named beside it, or with --all the whole quick suite. It ends with the faults that no test found. `test_faults.py` sees
+to it that every fault still fits the code."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def main(words: list[str]) -> None:
         copy = Path(folder) / "project"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "dist"))
         if any(f.file.startswith("csrc") for f in chosen):
-            subprocess.run(["cmake", "-S", str(copy), "-B", str(copy / "build" / "faults"), f"-DPython_EXECUTABLE={sys.executable}"], check=True)
+            subprocess.run(
+                ["cmake", "-S", str(copy), "-B", str(copy / "build" / "faults"), f"-DPython_EXECUTABLE={sys.executable}"],
+                check=True,
+            )
         for fault in chosen:
             found = run(fault, copy, everything)
             print(f"{'found' if found else 'MISSED'}  {fault.file}: {fault.what}", flush=True)

@@ -1,4 +1,4 @@
-"""The four functions under autograd: second backwards, memory that is handed over or written, modes without gradients, loss scales."""
+"""The four functions under autograd: second backwards, memory handed over or written, modes without gradients, loss scales."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_second_backward_is_right_or_refused(name: str, dtype: torch.dtype, ba
     outputs = inputs.call(name, backend=backend)(*leaves)
     first = gradients(outputs, leaves, retain_graph=True)
     if name.startswith("loss") and not (dtype == torch.float16 and "logits" in name):
-        with pytest.raises(RuntimeError, match="log_?probs|second|once"):
+        with pytest.raises(RuntimeError, match="already handed over"):
             gradients(outputs, leaves)
     else:
         assert all(map(same_bits, first, gradients(outputs, leaves)))

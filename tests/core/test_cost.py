@@ -69,8 +69,8 @@ def test_rows_in_the_products_of_log_probs(backend: str, monkeypatch: pytest.Mon
 
 
 def test_a_second_stream_costs_a_product_of_its_own(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a loss four in all, each teacher only in the rows where it has a weight; six where gradients wait for the backward. No more than
-    a chunk of logits of either exists."""
+    """In a loss four in all, each teacher only in the rows where it has a weight; six where gradients wait for the backward. No
+    more than a chunk of logits of either exists."""
     in_chunks(monkeypatch, 4)
     second = (torch.randn(B, T, 24), torch.randn(V, 24) / 5)
     few = torch.arange(B) < 3

@@ -129,8 +129,8 @@ def test_logits_of_minus_infinity(dtype: torch.dtype, vocab: int, backend: str) 
 
 
 def test_what_cannot_be_chosen_or_computed(backend: str) -> None:
-    """A target at -inf has log-prob -inf; a row of only -inf, or with NaN or +inf, is NaN as in torch; rows beside them are untouched;
-    masked, it is 0."""
+    """A target at -inf has log-prob -inf; a row of only -inf, or with NaN or +inf, is NaN as in torch; rows beside them are
+    untouched; masked, it is 0."""
     logits, targets = torch.randn(7, 40), torch.arange(7)
     clean = log_probs(logits, targets, backend)
     logits[1, 1], logits[3] = -math.inf, -math.inf

@@ -257,3 +257,51 @@ def test_divergences_that_were_computed_elsewhere_enter_the_loss_of_log_probs(ba
     logps = token_logprobs(z, targets, backend=backend)[0]
     apart = objective_loss(logps, batch, objective, divergence=token_divergence(z, w, options=Options(backend=backend)))
     torch.testing.assert_close(apart.loss, whole.loss, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
+def test_the_mass_outside_of_a_teachers_ids_keeps_its_digits(direction: str, backend: str) -> None:
+    """A confident policy has a small probability outside, which 1 minus that inside would be the rounding of."""
+    z = torch.randn(8, 1000)
+    z[torch.arange(8), torch.randint(1000, (8,))] += 20.0
+    w = z + torch.randn(8, 1000)
+    values, ids = w.log_softmax(-1).topk(20)
+    sets, exact = TokenSets.from_padded(ids, values=values), Exact(direction)
+    leaf, wide = z.clone().requires_grad_(), z.double().requires_grad_()
+    found = token_divergence(leaf, sets, exact, options=Options(backend=backend))
+    log_q = torch.zeros(8, 1000, dtype=torch.float64).scatter(1, ids, values.double())
+    wanted = oracle.listed_divergence(wide.log_softmax(-1), log_q, ids.tolist(), direction, exact.share, "bin")
+    torch.testing.assert_close(found.double(), wanted.detach(), rtol=2e-6, atol=1e-9)
+    (gradient,), (expected,) = (torch.autograd.grad(x.sum(), y) for x, y in ((found, leaf), (wanted, wide)))
+    assert ((gradient - expected).norm(dim=-1) <= 1e-5 * expected.norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
+def test_ids_that_are_hardly_ever_chosen(direction: str) -> None:
+    """Renormalised, with probabilities of 0 in float64 too, on one side, the other and both; -inf on both changes nothing."""
+    z = torch.tensor([[0.0, -1000.0, -1001.5, -1003.0], [0.0, -1.0, 0.5, 0.2], [0.0, -900.0, -901.0, -902.0]]).requires_grad_()
+    values = torch.tensor([[-1.0, -1.5, -2.5], [-800.0, -801.0, -803.0], [-900.0, -902.0, -901.0]])
+    exact, wide = Exact(direction, tail="renormalise"), z.detach().double().requires_grad_()
+    found = token_divergence(z, TokenSets.from_padded(torch.tensor([[1, 2, 3]]).repeat(3, 1), values=values), exact)
+    p, q = wide.log_softmax(-1)[:, 1:].log_softmax(-1), values.double().log_softmax(-1)
+    wanted = oracle.divergence(p, q, direction, exact.share)
+    torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
+    (gradient,), (expected,) = (torch.autograd.grad(x.sum(), y) for x, y in ((found, z), (wanted, wide)))
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-6)
+    absent = torch.tensor([[0.3, 1.0, -0.4, -torch.inf, 0.5]])
+    ids, listed = torch.tensor([[0, 1, 3]]), torch.tensor([[-1.0, -2.0, -torch.inf]])
+    both = [token_divergence(absent, TokenSets.from_padded(ids[:, :k], values=listed[:, :k]), Exact(direction)) for k in (3, 2)]
+    torch.testing.assert_close(*both)
+
+
+def test_a_reference_that_was_made_in_inference_mode_or_written_to(backend: str) -> None:
+    with torch.inference_mode():
+        w = torch.randn(2, 3, 9)
+    leaf = torch.randn(2, 3, 9, requires_grad=True)
+    token_divergence(leaf, w, options=Options(backend=backend)).sum().backward()
+    assert leaf.grad is not None and leaf.grad.any()
+    second = torch.randn(2, 3, 9)
+    value = token_divergence(leaf, second, options=Options(backend=backend)).sum()
+    second.zero_()
+    with pytest.raises(RuntimeError, match="was written to between forward and backward"):
+        value.backward()

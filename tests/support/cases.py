@@ -23,6 +23,7 @@ OBJECTIVES = {name: pair for name, pair in EVERY.items() if "exact" not in name}
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
+
 def some(values: Sequence[Any]) -> list[Any]:
     """(objective, value) pairs for values that do not interact with the objective: each objective with the first value, and with
     one of the other values in turn. The whole product runs under -m slow."""

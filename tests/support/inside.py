@@ -8,10 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
+from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary import hidden as linear
+from grpo_kernels.vocabulary.backends import cpu_products
 from grpo_kernels.vocabulary.backends.cpu_module import _cpu
 from grpo_kernels.vocabulary.blocks import Plan, Work
+from grpo_kernels.vocabulary.rows import RowTransform
+from grpo_kernels.vocabulary.selection import starts
 
 
 def executors() -> list[str]:
@@ -30,6 +35,11 @@ def executor(name: str) -> Iterator[str]:
     finally:
         if isa:
             _cpu.use_isa(_cpu.isas()[0])
+
+
+def our_products(dtype: torch.dtype) -> bool:
+    """Whether products from hidden states of this dtype are our own, whose sums do not depend on what else is there."""
+    return cpu_products.available() is None and dtype in cpu_products.OPERANDS
 
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, block: int | None = None) -> None:
@@ -64,3 +74,24 @@ def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(linear, "products_for", counted)
     return rows
+
+
+def drawn_columns(
+    logits: torch.Tensor, targets: torch.Tensor, backend: str, step: float, seed: int, first_row: int
+) -> torch.Tensor:
+    """bool [n, V]: the columns that `Sparse` takes of rows of fp32 logits [n, V]."""
+    module, transform = backends.load(backend), RowTransform(1.0, 0.0, 1.0)
+    stats = module.stats(logits[None], targets, None, transform, ("max", "sum", "target"))
+    drawn = module.select(logits, targets, stats, transform, step, starts(seed, torch.arange(len(logits)) + first_row))
+    n, vocab = logits.shape
+    return torch.zeros(n, vocab + 1, dtype=torch.bool).scatter_(1, drawn.ids.long() % (vocab + 1), True)[:, :-1]
+
+
+@contextmanager
+def nothing_is_drawn(backend: str) -> Iterator[None]:
+    def refused(*_: Any) -> None:
+        raise AssertionError("columns are drawn")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends.load(backend), "select", refused)
+        yield
