@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import math
 import shutil
 import sys
@@ -42,6 +43,7 @@ from benchmarks.printing import table
 from benchmarks.providers import Unavailable, providers
 from benchmarks.results import load, save
 from benchmarks.suites import LOST_DEVICE
+from grpo_kernels import Objective, TokenBatch, grpo_loss
 
 # ---- env
 
@@ -282,6 +284,50 @@ def small(kit: Kit) -> None:
     kit.say("small calls: done")
 
 
+#: What ncu counts.
+READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
+
+
+#: Rows of each dtype, several for each multiprocessor, and their length.
+ROWS, LONG = {torch.bfloat16: 1024, torch.float32: 1024}, 151936
+
+
+def traffic(kit: Kit) -> None:
+    """Bytes of device memory that the fused kernel reads and writes, counted by ncu where it is installed and may: whether rows
+    of fp32 are read twice."""
+    tool = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
+    if tool is None or kit.rehearse:
+        kit.leave_out("bytes of device memory, which ncu counts on a GPU")
+        return
+    path = kit.work / "json" / "traffic.csv"
+    status = kit.child(
+        tool, "--metrics", f"{READ},{WRITTEN}", "--kernel-name", "_fused_kernel", "--csv", "--page", "raw", "--print-units", "base",
+        "--log-file", str(path), sys.executable, "-m", "benchmarks.gpu_stages", "long_rows", "--work", str(kit.work),
+    )  # fmt: skip
+    counted = traffic_of(path.read_text()) if path.exists() else []
+    if status != 0 or len(counted) != len(ROWS):
+        kit.leave_out(f"bytes of device memory: ncu: {outcome(status)}, {len(counted)} of {len(ROWS)} kernels counted")
+        return
+    for (dtype, rows), (read, written) in zip(ROWS.items(), counted, strict=True):
+        size = rows * LONG * dtype.itemsize
+        kit.add(**{str(dtype): {"read": read, "written": written, "rows": size}})
+        kit.say(f"fused, {rows} rows of {LONG} {dtype}: {read / size:.2f} x of them read, {written / size:.2f} x written")
+
+
+def traffic_of(text: str) -> list[tuple[float, float]]:
+    """(bytes read, written) of each kernel in ncu's table, of whose lines the first behind the names has units."""
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    return [(float(row[READ]), float(row[WRITTEN])) for row in list(csv.DictReader(lines))[1:]]
+
+
+def long_rows(kit: Kit) -> None:
+    """The fused kernel once on long rows of each dtype, for ncu."""
+    for dtype, n in ROWS.items():
+        logits = torch.zeros(1, n, LONG, dtype=dtype, device=kit.device, requires_grad=True)
+        targets, ones = (torch.full((1, n), x, device=kit.device) for x in (7, 1.0))
+        grpo_loss(logits, TokenBatch(targets, ones), Objective())
+
+
 def plots(kit: Kit) -> None:
     """Tables and pictures from the result files."""
     results = kit.work / "results"
@@ -298,8 +344,8 @@ def plots(kit: Kit) -> None:
 STAGES = {
     stage.__name__: stage
     for stage in (
-        install, env, peers, correctness, counters, headline, tune, comparison, memcheck, small, resources, further, suites,
-        plots,
+        install, env, peers, correctness, counters, headline, tune, comparison, memcheck, small, resources, traffic, long_rows, further,
+        suites, plots,
     )
 }  # fmt: skip
 

@@ -37,7 +37,7 @@ class Beside(Case):
 
     @property
     def before_wait(self) -> float:
-        """A mixture takes a hundred instructions per logit, which hide any load. A gradient with all slopes leaves registers for
+        """A mixture takes eighty instructions per logit, which hide any load. A gradient with all slopes leaves registers for
         three of four loads, and one with tanh, or all sums with it, for half of them; tanh takes so long that these keep memory
         busy, and two fifths of single elements."""
         tanh = self.transform == "softcap"

@@ -120,8 +120,9 @@ def gpus(folder: Path, page: Path = FIGURES) -> str:
     if not names:
         guide = Path(os.path.relpath(ROOT / "docs" / "gpu.md", page.parent)).as_posix()
         return (
-            "**No GPU has been measured yet, so there is no GPU figure here.** `python -m benchmarks.gpu_kit --out DIR` "
-            f"checks, tunes and measures all of this on one, in four calls of ten minutes: [docs/gpu.md]({guide})."
+            "**No GPU has run this package yet: its compiled kernels run in the tests, in an emulator of their PTX, which shows neither "
+            "the last compile step, nor the order of memory that the hardware keeps, nor any time.** `python3 -m benchmarks.gpu_kit --out "
+            f"DIR` checks, tunes and measures all of this on one, in four calls of ten minutes: [docs/gpu.md]({guide})."
         )
     return "\n\n".join(
         f"**{SUITES[suite].title}.** {figures(folder, name, suite)}" for name in names for suite in ("logits", "hidden")

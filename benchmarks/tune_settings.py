@@ -195,7 +195,7 @@ def settings(kind: str, small: bool) -> list[Setting]:
         shapes = [c if copied_ahead(c) <= SHARED else c._replace(stages=1) for c in shapes]
     if kind in FUSED:
         around += [now._replace(grid=grid) for grid in (0.5, 1.0)] + [now._replace(kept=kept) for kept in range(now.ends)]
-        around.append(now._replace(ends=now.ends + 1, kept=now.ends + 1))
+        around += [now._replace(ends=now.ends + more, kept=now.ends + more) for more in (1, 2)]
     candidates = [Launched(kind, choice) for choice in dict.fromkeys([*around, *shapes])]
     candidates = [candidates[0], *(s for s in candidates[1:] if s.fits)]
     return list(candidates[:2]) if small else list(candidates)

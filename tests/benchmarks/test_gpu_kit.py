@@ -161,14 +161,14 @@ def test_time_is_kept_for_what_comes_later(kit: Kit, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("call", CALLS)
 def test_stages_of_a_call_fit_into_it(call: int) -> None:
     stages = CALLS[call]
-    assert {stage.name for stage in stages} <= gpu_stages.STAGES.keys() - {"small", "peers"}
+    assert {stage.name for stage in stages} <= gpu_stages.STAGES.keys() - {"small", "peers", "long_rows"}
     assert 450 < sum(stage.kept for stage in stages) < 500  # seconds of ten minutes, so that they are what they say
     assert all(stage.kept <= stage.most for stage in stages) and gpu_plan.BRINGS[call]
 
 
 def test_every_stage_is_in_a_call() -> None:
     once = [stage.name for stages in CALLS.values() for stage in stages if stage.name not in gpu_kit.AGAIN]
-    every = {*once, *(stage.name for stage in gpu_kit.ASKED), "small", "peers"}
+    every = {*once, *(stage.name for stage in gpu_kit.ASKED), "small", "peers", "long_rows"}
     assert len(once) == len(set(once)) and every == gpu_stages.STAGES.keys()
 
 
@@ -494,6 +494,7 @@ def test_candidates_have_registers_and_what_is_now_comes_first(kind: str) -> Non
     assert {s.choice.hints for s in found} == {True, False}  # type: ignore[union-attr]
     assert kind == "visit" or {s.choice.grid for s in found} == {0.0, 0.5, 1.0}  # type: ignore[union-attr]
     assert {s.choice.stages for s in found} == {1, 3, 4}  # type: ignore[union-attr]
+    assert kind != "fused32" or {s.choice.kept for s in found} == {0, 1, 2, 3, 4, 5}  # type: ignore[union-attr]
     assert (
         not tune_settings.Launched(kind, Choice(1024, 8)).fits and tune_settings.Launched(kind, Choice(512, 4, stages=4)).fits
     )
@@ -925,6 +926,44 @@ def test_the_sanitizer_runs_small_calls(tmp_path: Path, monkeypatch: pytest.Monk
     gpu_stages.memcheck(found)
     assert found.found["lines"] == ["memcheck: ok", "racecheck: exit status 9", "synccheck: exit status 18"] and not found.well
     assert commands[0][:6] == (str(tool), "--tool", "memcheck", "--error-exitcode", "9", sys.executable)
+
+
+TABLE = """==PROF== Disconnected from process 9
+"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum"
+"","","byte","byte"
+"0","_fused_kernel","311164928","622329856"
+"1","_fused_kernel","933494784","622329856"
+"""
+
+
+def test_ncu_counts_the_bytes_of_the_fused_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "ncu"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = stage("traffic", tmp_path)
+    for text, lines in (
+        (TABLE, ["1.00 x of them read, 2.00 x written", "1.50 x of them read, 1.00 x written"]),
+        ("==ERROR== ERR_NVGPUCTRPERM\n", ["left out: bytes of device memory: ncu: ok, 0 of 2 kernels counted"]),
+    ):
+        found.found["lines"] = []
+
+        def child(*command: str, text: str = text) -> int:
+            assert command[0] == str(tool) and command[-4:-2] == ("benchmarks.gpu_stages", "long_rows")
+            Path(command[command.index("--log-file") + 1]).write_text(text)
+            return 0
+
+        monkeypatch.setattr(found, "child", child)
+        gpu_stages.traffic(found)
+        assert [line.split(": ", 1)[1] if text is TABLE else line for line in found.found["lines"]] == lines
+    assert found.well
+
+
+def test_what_ncu_counts_is_the_fused_kernel_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_stages, "ROWS", {torch.bfloat16: 2, torch.float32: 2})
+    with tune_settings.on_triton(), compiling("sm_90") as launches:
+        gpu_stages.long_rows(stage("long_rows", tmp_path, rehearse=True))
+    assert [name for name, _ in launches] == ["_fused_kernel"] * 2
 
 
 def test_children_time_out_and_inherit(

@@ -4,11 +4,13 @@
 
 By the Triton that is installed, and by 3.6 from a folder (`pip install --no-deps --target FOLDER triton==3.6.0`), for each target,
 with warps in their order, reversed, and shuffled by a seed. Each run goes into benchmarks/results/compiled.json as soon as it has
-passed, and the table of docs/gpu.md is made of that file; `--page`: without a run."""
+passed, and takes the place of those of other kernels: the file has runs of one source. The table of docs/gpu.md is made of it;
+`--page`: without a run."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,18 @@ from benchmarks.results import load, save  # noqa: E402
 from support.ptx.runs import ORDERS, TARGETS, all_cases  # noqa: E402
 
 FILE, PAGE = ROOT / "benchmarks" / "results" / "compiled.json", ROOT / "docs" / "gpu.md"
+KERNELS = ROOT / "grpo_kernels" / "vocabulary" / "backends"
 COMMAND = "python tests/repository/compiled.py"
+
+
+def source() -> str:
+    """A digest of what is compiled."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(KERNELS.glob("triton*.py")))).hexdigest()[:16]
+
+
+def with_run(record: dict[str, Any], key: str, found: dict[str, Any]) -> dict[str, Any]:
+    """The record with a run more, without those of another source."""
+    return {k: v for k, v in record.items() if v["source"] == found["source"]} | {key: found}
 
 
 def said(order: int) -> str:
@@ -52,7 +65,19 @@ def block(record: dict[str, Any]) -> str:
                 *(largest(name, some) for name in names),
             ]
         )  # fmt: skip
-    return render(table, markdown=True)
+    return "\n\n".join([render(table, markdown=True), *missing(record)])
+
+
+def missing(record: dict[str, Any]) -> list[str]:
+    """A line on the runs that the file lacks of both versions, targets and all orders."""
+    versions = sorted({"3.6.0", *(key.split()[0] for key in record)})
+    lack = {
+        f"{version} {target}": [said(order) for order in ORDERS if f"{version} {target} {order}" not in record]
+        for version in versions
+        for target in TARGETS
+    }
+    named = [f"{name} ({', '.join(orders)})" for name, orders in lack.items() if orders]
+    return [f"Of these kernels not run yet: {', '.join(named)}."] if named else []
 
 
 def write(record: dict[str, Any]) -> None:
@@ -70,8 +95,8 @@ def main() -> None:
         for order in args.orders:
             for target in args.targets:
                 for triton in ("", *filter(None, [args.triton36])):
-                    found = all_cases(target, order, triton)
-                    save(FILE, load(FILE) | {f"{found['triton']} {target} {order}": found})
+                    found = {"source": source()} | all_cases(target, order, triton)
+                    save(FILE, with_run(load(FILE), f"{found['triton']} {target} {order}", found))
                     print(found["triton"], target, order, found["outcomes"], f"{found['seconds']} s", flush=True)
     write(load(FILE))
 

@@ -211,7 +211,7 @@ def test_what_is_not_measured_names_its_command(tmp_path: Path) -> None:
     blocks = tables.blocks(tmp_path)[tables.FIGURES]
     for suite in ("logits", "hidden"):
         assert blocks[f"{suite}_cpu"] == f"Not measured yet: `python -m benchmarks --suite {suite}`."
-    assert "No GPU has been measured yet" in blocks["gpus"] and "benchmarks.gpu_kit" in blocks["gpus"]
+    assert "No GPU has run this package yet" in blocks["gpus"] and "benchmarks.gpu_kit" in blocks["gpus"]
     report = tables.report(tmp_path)
     assert all(f"`python -m benchmarks --suite {name}`" in report for name in SUITES)
     assert tables.gpus(tmp_path, tables.REPORT) in report

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -27,8 +28,9 @@ builds = pytest.mark.skipif(shutil.which("cc") is None, reason="the machine of t
 @pytest.mark.skipif(
     not known(triton.__version__), reason="the executor has not read what this version emits: test_triton_interpreter"
 )
-def test_the_first_case_of_each_test() -> None:
-    executed(CASES, "sm_90", 0, first=True)
+@pytest.mark.parametrize("cases", [CASES[:1], CASES[1:]], ids=["one stream", "two streams and columns"])
+def test_the_first_case_of_each_test(cases: list[Path]) -> None:
+    executed(cases, "sm_90", 0, first=True)
 
 
 @builds

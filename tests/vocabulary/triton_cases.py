@@ -265,38 +265,40 @@ CHOICES_AND_DTYPES = [
 ]
 
 
+@pytest.mark.parametrize("tiles, columns", [(5, -117), (2, 0), (0, 7), (0, 257), (0, 1031)])
 @pytest.mark.parametrize("choice, dtype", CHOICES_AND_DTYPES)
-def test_every_choice_gives_the_same_rows(choice: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one tile, of as many as are loaded at once, and of many; whatever lies before the first 16-byte boundary."""
+def test_every_choice_gives_the_same_rows(
+    choice: str, dtype: torch.dtype, tiles: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of many tiles, of as many as are loaded at once, and of one; whatever lies before the first 16-byte boundary."""
     for kind in LAUNCH:
         monkeypatch.setitem(LAUNCH, kind, CHOICES[choice])
-    tile = CHOICES[choice].threads * CHOICES[choice].accesses * (16 // dtype.itemsize)
+    V = tiles * CHOICES[choice].threads * CHOICES[choice].accesses * (16 // dtype.itemsize) + columns
     n = 5 if CHOICES[choice].grid else 3
-    for V in (7, 257, 1031, 2 * tile, 5 * tile - 117):
-        logits, rows = make_logits(n, V, dtype, V), make_rows(n, V, V)
-        peeled = check("clip", logits, rows, FULL, RowTransform(1.3, 0.0, 0.7))
-        wider = torch.full((1, n, V + 3), 3.0, dtype=dtype)  # no boundary is where the logits' is
-        backend.fused(logits, rows, FULL, RowTransform(1.3, 0.0, 0.7), wider[..., :V])
-        assert (wider[..., V:] == 3.0).all()
-        if V % 16:  # else threads take other columns, and sums have another order
-            assert torch.equal(wider[..., :V], peeled)
+    logits, rows = make_logits(n, V, dtype, V), make_rows(n, V, V)
+    peeled = check("clip", logits, rows, FULL, RowTransform(1.3, 0.0, 0.7))
+    wider = torch.full((1, n, V + 3), 3.0, dtype=dtype)  # no boundary is where the logits' is
+    backend.fused(logits, rows, FULL, RowTransform(1.3, 0.0, 0.7), wider[..., :V])
+    assert (wider[..., V:] == 3.0).all()
+    if V % 16:  # else threads take other columns, and sums have another order
+        assert torch.equal(wider[..., :V], peeled)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter copies nothing ahead")
+@pytest.mark.parametrize("V", (8192, 8191))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tiles_that_are_copied_ahead_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    for V in (8192, 8191):
-        logits, rows, found = make_logits(2, V, dtype, 4), make_rows(2, V, 3), []
-        for stages in (1, 3):
-            for kind in LAUNCH:
-                monkeypatch.setitem(LAUNCH, kind, Choice(64, 2, ends=2, kept=1, stages=stages))
-            assert choose("fused", V, (logits, logits), 0).flags["STAGES"] == stages
-            own, out = logits.clone(), logits.clone()
-            fused = backend.fused(own, rows, FULL, PLAIN, own)
-            stats = backend.stats(logits, rows.targets, None, PLAIN, WITH_ENTROPY)
-            backend.pull(out, rows.targets, stats, slopes_of(stats, rows.advantages, rows.advantages), PLAIN, out)
-            found.append((own, out, stats.values, *fused[:3]))
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), V
+def test_tiles_that_are_copied_ahead_change_no_bit(dtype: torch.dtype, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, rows, found = make_logits(2, V, dtype, 4), make_rows(2, V, 3), []
+    for stages in (1, 3):
+        for kind in LAUNCH:
+            monkeypatch.setitem(LAUNCH, kind, Choice(64, 2, ends=2, kept=1, stages=stages))
+        assert choose("fused", V, (logits, logits), 0).flags["STAGES"] == stages
+        own, out = logits.clone(), logits.clone()
+        fused = backend.fused(own, rows, FULL, PLAIN, own)
+        stats = backend.stats(logits, rows.targets, None, PLAIN, WITH_ENTROPY)
+        backend.pull(out, rows.targets, stats, slopes_of(stats, rows.advantages, rows.advantages), PLAIN, out)
+        found.append((own, out, stats.values, *fused[:3]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_which_unaligned_gradients_go_by_16_bytes() -> None:
@@ -321,10 +323,10 @@ def test_which_unaligned_gradients_go_by_16_bytes() -> None:
 
 @pytest.mark.parametrize("into", DTYPES, ids=str)
 @pytest.mark.parametrize("of", DTYPES, ids=str)
-def test_what_is_promised_of_addresses_holds(of: torch.dtype, into: torch.dtype) -> None:
+@pytest.mark.parametrize("V", (1031, 1027, 1024))
+def test_what_is_promised_of_addresses_holds(V: int, of: torch.dtype, into: torch.dtype) -> None:
     """By `multiple_of`. Where it does not hold, an access is made that no GPU allows, as the executor reports."""
-    for V in (1024, 1027, 1031):
-        check("clip", make_logits(4, V, of), make_rows(4, V, 1), FULL, PLAIN, into)
+    check("clip", make_logits(4, V, of), make_rows(4, V, 1), FULL, PLAIN, into)
 
 
 @pytest.mark.parametrize("V", (1031, 20003))
@@ -401,7 +403,8 @@ def test_the_targets_gradient_is_right_where_p_is_near_1(dtype: torch.dtype, p: 
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_logits_of_minus_infinity(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("transform", (PLAIN, RowTransform(1.5, 0.0, 0.7)), ids=str)
+def test_logits_of_minus_infinity(transform: RowTransform, dtype: torch.dtype) -> None:
     rows = make_rows(5, 4099, 4)
     logits = make_logits(5, 4099, dtype)
     logits[0, :, :2048] = -math.inf
@@ -409,13 +412,12 @@ def test_logits_of_minus_infinity(dtype: torch.dtype) -> None:
     logits[0, 3, 1:] = -math.inf  # one survivor
     rows.targets.copy_(torch.tensor([4098, 3001, 2050, 0, 2053]))
     logits[0, torch.arange(5), rows.targets] = 0.25
-    check("clip", logits, rows, FULL, PLAIN)
-    check("clip", logits, rows, FULL, RowTransform(1.5, 0.0, 0.7))
+    check("clip", logits, rows, FULL, transform)
 
     logits[0, 2] = -math.inf
-    stats = backend.stats(logits, rows.targets, None, PLAIN, WITH_ENTROPY)
+    stats = backend.stats(logits, rows.targets, None, transform, WITH_ENTROPY)
     assert stats.max[2] == -math.inf and stats.logps[2].isnan() and stats.entropy[2].isnan()
-    fused = backend.fused(logits, rows, FULL, PLAIN, None)
+    fused = backend.fused(logits, rows, FULL, transform, None)
     assert fused.logps[2].isnan() and fused.entropy[2].isnan()
     assert fused.logps[[0, 1, 3, 4]].isfinite().all()
 
@@ -475,11 +477,11 @@ def test_rows_without_a_slope_are_not_read_again() -> None:
     assert (out[0, 1:] == 0).all() and (out[0, 0] != 0).all()
 
 
-def test_on_policy_is_a_ratio_of_1_with_its_gradient() -> None:
+@pytest.mark.parametrize("name", ("clip", "cispo", "custom"))
+def test_on_policy_is_a_ratio_of_1_with_its_gradient(name: str) -> None:
     rows = make_rows(4, 1000, 8, old=False)
     logits = make_logits(4, 1000, torch.float32)
-    for name in ("clip", "cispo", "custom"):
-        check(name, logits, rows, Objective(SURROGATES[name], beta=0.1, entropy_coef=0.05), PLAIN)
+    check(name, logits, rows, Objective(SURROGATES[name], beta=0.1, entropy_coef=0.05), PLAIN)
 
 
 @pytest.mark.parametrize("V", (1000, 1031))

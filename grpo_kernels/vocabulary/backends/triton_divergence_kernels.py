@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .triton_divergence_rows import _between, _exp, _finite, _fold_two, _logits, _mixed_terms, _rescaled, _slope_of_divergence
-from .triton_rows import _FLOOR, _NEG_INF, _dz_dx, _expm1, _k, _target_u, _u
+from .triton_rows import _FLOOR, _NEG_INF, _dz_dx, _expm1, _fma, _k, _target_u, _u
 from .triton_tiles import _columns, _load_end, _load_full, _row_offset, _write_zeros
 
 
@@ -156,17 +156,17 @@ def _mixed_kernel(
             zs = _logits(xs, start, V, cols, k, scale, softcap, False, SHAPE)
             ws = _logits(ys, start, V, cols, teacher_k, teacher_scale, teacher_softcap, False, TEACHER_SHAPE)
             for j in tl.static_range(ACCESSES):
-                a, c = _mixed_terms(zs[j], ws[j], base, teacher_base, log_sum, down, teacher_down, b, rest_of_b)
-                of_student += a
-                of_teacher += c
+                a, c, larger = _mixed_terms(zs[j], ws[j], base, teacher_base, log_sum, down, teacher_down, b, rest_of_b)
+                of_student = _fma(larger, a, of_student)
+                of_teacher = _fma(larger, c, of_teacher)
         xs = _load_end(row, end, V, cols, ACCESSES, "")
         ys = _load_end(teacher_row, end, V, cols, ACCESSES, "")
         zs = _logits(xs, end, V, cols, k, scale, softcap, True, SHAPE)
         ws = _logits(ys, end, V, cols, teacher_k, teacher_scale, teacher_softcap, True, TEACHER_SHAPE)
         for j in tl.static_range(ACCESSES):
-            a, c = _mixed_terms(zs[j], ws[j], base, teacher_base, log_sum, down, teacher_down, b, rest_of_b)
-            of_student += a
-            of_teacher += c
+            a, c, larger = _mixed_terms(zs[j], ws[j], base, teacher_base, log_sum, down, teacher_down, b, rest_of_b)
+            of_student = _fma(larger, a, of_student)
+            of_teacher = _fma(larger, c, of_teacher)
         nothing = 0.0 * log_sum  # NaN for rows that have no divergence
         tl.store(student_kl + i, tl.sum(tl.sum(of_student, axis=1), axis=0) + nothing)
         tl.store(teacher_kl + i, tl.sum(tl.sum(of_teacher, axis=1), axis=0) + nothing)

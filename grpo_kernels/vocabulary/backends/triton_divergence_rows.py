@@ -3,6 +3,8 @@
 Unlike in the kernels of one stream (triton_rows.py), exponents are relative to the maxima themselves, and multiplications and
 additions are fused only by `_fma`: the difference of two nearly equal rows is accurate only if z - w uses rounded z and w."""
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -11,17 +13,21 @@ from .triton_rows import _FLOOR, _LOG2E, _NEG_INF, _fma, _u
 _INF = tl.constexpr(float("inf"))
 #: The same constants and polynomials as in vocabulary/divergence.py and csrc/simd.h.
 _SMALL = tl.constexpr(0.5)
-_NEAR_MIXTURE = tl.constexpr(0.41)
-_NEAR_ONE = tl.constexpr(-0.29)
+#: Up to here log(1 + x) is a polynomial of x.
+_NEAR = tl.constexpr(0.41)
+#: Beyond this difference of log-probs the smaller of the two probabilities is negligible.
+_BEYOND = tl.constexpr(80.0)
+#: log 2 for each bit of an exponent, as bits of a whole number.
+_LN2_OF_BITS = tl.constexpr(math.log(2.0) / 2**23)
 
 
 @triton.jit
 def _psi(x):
-    """e^x - 1 - x for |x| <= _SMALL."""
-    p = _fma(x, 0.00019875608, 0.0013981997)
-    p = _fma(p, x, 0.008333452)
+    """e^-x - 1 + x for |x| <= _SMALL. Of -x, since a version of Triton subtracts from 0 to change a sign."""
+    p = _fma(x, -0.00019875608, 0.0013981997)
+    p = _fma(p, x, -0.008333452)
     p = _fma(p, x, 0.041665796)
-    p = _fma(p, x, 0.16666666)
+    p = _fma(p, x, -0.16666666)
     p = _fma(p, x, 0.5)
     return x * x * p
 
@@ -82,7 +88,7 @@ def _rescaled(m, n, to, teacher_to, s, t, cross, excess, w, q, FORWARD: tl.const
     else:
         own, other, own_sum, other_sum, a = f, g, s, t, apart
     near = tl.abs(a) <= _SMALL
-    psi = _psi(-a)
+    psi = _psi(a)
     of_cross = tl.where(near, own * (psi - a), other - own)
     of_sum = tl.where(near, own * psi, (other - own) + own * a)
     excess = tl.where(own == 0.0, other * other_sum, (other * excess - of_cross * cross) + of_sum * own_sum)
@@ -125,7 +131,7 @@ def _fold_two(m, n, s, t, cross, excess, w, q, zs, ws, FORWARD: tl.constexpr, KI
         s_tile += p
         t_tile += of_teacher
         cross_tile += first
-        excess_tile += tl.where(tl.abs(d) <= _SMALL, own * _psi(-d), (other - own) + first)
+        excess_tile += tl.where(tl.abs(d) <= _SMALL, own * _psi(d), (other - own) + first)
         if KIND >= 1:
             w_tile += p * tl.maximum(x, _FLOOR)
         if KIND >= 2:
@@ -142,47 +148,65 @@ def _fold_two(m, n, s, t, cross, excess, w, q, zs, ws, FORWARD: tl.constexpr, KI
 
 
 @triton.jit
-def _against(d, b, rest_of_b):
-    """For one column, from d = log p - log q and the mixture m = rest_of_b p + b q, M being the larger of p and q: whether M is p;
-    e^-|d|; log M - log m, and the same of the smaller one; the term of M in its KL to m divided by M, and the same of the
-    smaller."""
-    student_larger = (d >= 0.0) | (d != d)
-    distance = tl.abs(d)
-    ratio = _exp(-distance)
-    less = tl.where(distance <= _SMALL, _psi(-distance) - distance, ratio - 1.0)
-    share = tl.where(student_larger, b, rest_of_b)
-    rest_of_share = tl.where(student_larger, rest_of_b, b)
-    x = share * less
-    rest = _rest_of_log1p(x)
-    log = tl.where(x >= _NEAR_ONE, x - rest, tl.log(_fma(share, ratio, rest_of_share)))  # near -1 x lacks the digits of 1 + x
-    rest = tl.where(x >= _NEAR_ONE, rest, x - log)
-    y = -rest_of_share * less / ratio  # m over the smaller one, less 1
-    far = (y > _NEAR_MIXTURE) | (y != y)
-    rest_of_y = _rest_of_log1p(y)
-    beyond = -rest_of_share * less - tl.where(ratio == 0.0, 0.0, ratio * (log + distance))
-    log_of_smaller = tl.where(far, log + distance, y - rest_of_y)
-    return student_larger, ratio, -log, -log_of_smaller, rest, tl.where(far, beyond, ratio * rest_of_y)
+def _decay(x):
+    """e^-x, psi = e^-x - 1 + x, and e^-x - 1, for finite x."""
+    power = tl.exp2(x * -_LOG2E)
+    near = tl.abs(x) <= _SMALL
+    small = _psi(x)
+    less = tl.where(near, small - x, power - 1.0)
+    return power, tl.where(near, small, less + x), less
+
+
+@triton.jit
+def _log_parts(v, x):
+    """n, t and r with v = 2^n (1 + t) and r = t - log(1 + t), so that log v = n log 2 + (t - r); n as bits of an exponent. x is
+    v - 1 with digits that v lacks, and is t where n is 0: for v from sqrt(1/2) to sqrt(2)."""
+    bits = v.to(tl.int32, bitcast=True)
+    power = (bits - 0x3F3504F3) & -0x800000  # of 2, where exponents are
+    t = (bits - power).to(tl.float32, bitcast=True) - 1.0
+    t = tl.where(power == 0, x, t)
+    return power.to(tl.float32), t, _rest_of_log1p(t)
+
+
+@triton.jit
+def _log_against(d, b, rest_of_b):
+    """log p/m of columns, from d = log p - log q and the mixture m = rest_of_b p + b q. Where p is negligible, a finite number."""
+    power, _, less = _decay(tl.minimum(tl.maximum(d, -_BEYOND), _BEYOND))
+    n, t, rest = _log_parts(_fma(b, power, rest_of_b), b * less)
+    return _fma(n, -_LN2_OF_BITS, rest - t)
 
 
 @triton.jit
 def _mixed_terms(z, w, base, teacher_base, log_sums, down, teacher_down, b, rest_of_b):
-    """m - p + p log(p/m) and m - q + q log(q/m) of columns."""
+    """m - p + p log(p/m) and m - q + q log(q/m) of columns, both divided by the larger of p and q, and that.
+
+    Let M be the larger of p and q, r M the smaller one, x = m / M - 1 and y = m / (r M) - 1. The terms are M (x - log(1 + x)) and
+    r M (y - log(1 + y)), and log(1 + y) = log(1 + x) - log r: one logarithm gives both. That of 1 + x, but of 1 + y where M has the
+    smaller share of m, which may be so small that y would be lost."""
     d = _between(z, w, base, teacher_base) + log_sums
-    student_larger, _, _, _, of_larger, of_smaller = _against(d, b, rest_of_b)
+    student_larger = d >= 0.0
+    distance = tl.minimum(tl.abs(d), _BEYOND)
+    r, psi, less = _decay(distance)
+    share_of_larger = tl.where(student_larger, rest_of_b, b)
+    share_of_smaller = tl.where(student_larger, b, rest_of_b)
+    x = share_of_smaller * less
+    beside = share_of_larger * less
+    y = -beside * _exp(distance)
+    of_y = (share_of_larger < share_of_smaller) & (y <= _NEAR)
+    v = tl.where(of_y, 1.0, _fma(share_of_smaller, r, share_of_larger))
+    n, t, rest = _log_parts(v, tl.where(of_y, y, x))
+    of_larger = rest + tl.where(of_y, _fma(less, y, psi), _fma(n, -_LN2_OF_BITS, x - t))
+    of_smaller = tl.where(of_y, r * rest, _fma(beside, less, r * (of_larger - psi)))
     larger = _exp(tl.where(student_larger, z - base, w - teacher_base)) * tl.where(student_larger, down, teacher_down)
-    of_larger = tl.where(larger == 0.0, 0.0, larger * of_larger)
-    of_smaller = tl.where(larger == 0.0, 0.0, larger * of_smaller)
-    return tl.where(student_larger, of_larger, of_smaller), tl.where(student_larger, of_smaller, of_larger)
+    return tl.where(student_larger, of_larger, of_smaller), tl.where(student_larger, of_smaller, of_larger), larger
 
 
 @triton.jit
 def _slope_of_divergence(p, q, d, center, b, rest_of_b, DIRECTION: tl.constexpr):
     """d divergence / d z of columns, from probabilities and d = log p - log q."""
     if DIRECTION == "forward":
-        return tl.where(tl.abs(d) <= _SMALL, p * (d - _psi(-d)), p - q)
+        return tl.where(tl.abs(d) <= _SMALL, p * (d - _psi(d)), p - q)
     elif DIRECTION == "jsd":
-        student_larger, _, of_larger, of_smaller, _, _ = _against(d, b, rest_of_b)
-        found = rest_of_b * p * (tl.where(student_larger, of_larger, of_smaller) - center)
-        return tl.where(p == 0.0, 0.0, found)
+        return rest_of_b * p * (_log_against(d, b, rest_of_b) - center)
     else:
         return tl.where(p == 0.0, 0.0, p * (d - center))

@@ -30,15 +30,8 @@ Tensor = torch.Tensor
 SOURCE = Path(__file__).with_name("machine.c")
 #: Every operation rounds by itself, as in PTX; whole numbers wrap.
 FLAGS = (
-    "-O3",
-    "-march=native",
-    "-ffp-contract=off",
-    "-fno-trapping-math",
-    "-fno-strict-aliasing",
-    "-fwrapv",
-    "-shared",
-    "-fPIC",
-)
+    "-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-fno-strict-aliasing", "-fwrapv", "-shared", "-fPIC",
+)  # fmt: skip
 
 #: In the order of machine.c.
 FAULTS = (
