@@ -21,14 +21,13 @@ import pytest
 import torch
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
-from grpo_kernels.vocabulary.backends import cpu_products
 from support.cases import same_bits
-from support.linear_cases import assert_near, in_chunks
+from support.inside import in_chunks, our_products
 from support.processes import finish, start
 
 Tensor = torch.Tensor
 Fields = dict[str, Tensor]
-THREADS = (1, 2, 3, 7)
+THREADS = (1, 2, 7)
 OBJECTIVES = {
     "one pass": Objective.preset("dapo", beta=0.1, entropy_coef=0.01),
     "two passes": Objective.preset("gspo", aggregate="token-mean", beta=0.1),
@@ -128,46 +127,6 @@ def test_a_row_depends_on_no_other(vocab: int, dtype: torch.dtype, name: str, ba
     assert_same(rows_of(found, kept), rows_of(whole, kept), "beside masked rows of NaN")
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_old_log_probs_are_those_of_the_loss(dtype: torch.dtype, name: str, backend: str) -> None:
-    """Before the first update the ratio is 1, exactly."""
-    for n, vocab in ((9, 61), (9, 5003)):
-        found = from_logits(make_rows(n, vocab, dtype), name, backend)
-        assert same_bits(found["logps"], found["logps of layer 1"]) and found["logps"].any()
-
-
-@pytest.mark.parametrize("level", ["sequence", "sequence-sum"])
-def test_a_sequence_depends_on_no_other(level: str, backend: str) -> None:
-    """Ratios of whole sequences, padded and packed."""
-    objective = Objective(level=level, beta=0.1)  # type: ignore[arg-type]
-    b, t, vocab = 5, 7, 61
-    fields = {k: v.view(b, t, *v.shape[1:]) for k, v in make_rows(b * t, vocab).items()}
-    fields["advantages"] = fields["advantages"][:, 0]
-    fields["old"] = torch.log_softmax(fields["rows"], -1).gather(-1, fields["targets"][..., None])[..., 0] + 0.05
-
-    def gradient(index: Tensor | slice, packed: bool) -> Tensor:
-        part = {k: v[index].clone() for k, v in fields.items()}
-        if packed:
-            length = len(part["targets"])
-            part = {k: v if k == "advantages" else v.flatten(0, 1) for k, v in part.items()}
-            part["cu_seqlens"] = torch.arange(0, t * length + 1, t)
-        leaf = part.pop("rows").requires_grad_()
-        old, ref = part.pop("old"), part.pop("ref")
-        grpo_loss(
-            leaf, TokenBatch(**part, old_logps=old, ref_logps=ref), objective, normalizer=7.0, backend=backend
-        ).loss.backward()  # fmt: skip
-        assert leaf.grad is not None and leaf.grad.any()
-        return leaf.grad.view(-1, t, vocab)
-
-    order = torch.randperm(b)
-    for packed in (False, True):
-        whole = gradient(slice(None), packed)
-        assert same_bits(gradient(order, packed), whole[order])
-        for i in range(b):
-            assert same_bits(gradient(slice(i, i + 1), packed), whole[i : i + 1])
-
-
 def test_triton_rows_depend_on_no_other() -> None:
     """The kernels in the interpreter, their fused one on several numbers of multiprocessors."""
     pytest.importorskip("triton")
@@ -193,7 +152,7 @@ def from_hidden(fields: Fields, weight: Tensor, bias: Tensor | None, name: str, 
 
 
 PER_ROW = ("logps", "entropy", "logps of layer 1", "gradient of hidden", "gradient of hidden of layer 1")
-SIZES = [(45, 24, 61), (70, 96, 1031), (37, 256, 5003)]
+SIZES = [(45, 24, 61), (37, 96, 1031)]
 
 
 def make_head(vocab: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -201,21 +160,10 @@ def make_head(vocab: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_from_hidden_states_a_call_gives_the_same_bits_again(name: str, arithmetic: torch.dtype, backend: str) -> None:
-    for n, width, vocab in SIZES:
-        fields, head = make_rows(n, vocab, arithmetic, width), make_head(vocab, width, arithmetic)
-        for threads in THREADS:
-            torch.set_num_threads(threads)
-            first = from_hidden(fields, *head, name, backend)
-            assert all(x.isfinite().all() and x.any() for x in first.values())
-            assert_same(from_hidden(fields, *head, name, backend), first, (n, threads))
-
-
-@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_threads_from_hidden_states(name: str, with_bias: bool, arithmetic: torch.dtype, backend: str) -> None:
+def test_threads_from_hidden_states(name: str, arithmetic: torch.dtype, backend: str) -> None:
     """Bits where the C++ products make them, and with a library's the same numbers to rounding."""
-    ours = arithmetic in cpu_products.OPERANDS and cpu_products.available() is None
+    with_bias = name == "one pass"
+    ours = our_products(arithmetic)
     for n, width, vocab in SIZES:
         fields, (weight, bias) = make_rows(n, vocab, arithmetic, width), make_head(vocab, width, arithmetic)
         torch.set_num_threads(1)
@@ -227,10 +175,11 @@ def test_threads_from_hidden_states(name: str, with_bias: bool, arithmetic: torc
                 assert_same({k: v for k, v in found.items() if "bias" not in k}, expected, (n, threads))
             for what, value in found.items():
                 tolerance = 1e-5 if value.dtype == torch.float32 else 2 * torch.finfo(value.dtype).eps
-                assert_near(value, expected[what], tolerance, f"{what}, {threads} threads")
+                scale = expected[what].abs().max()
+                assert scale > 0 and (value - expected[what]).abs().max() <= tolerance * scale, f"{what}, {threads} threads"
 
 
-@pytest.mark.skipif(cpu_products.available() is not None, reason=f"no products here: {cpu_products.available()}")
+@pytest.mark.skipif(not our_products(torch.bfloat16), reason="this processor has no products of ours")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_with_our_products_a_row_depends_on_no_other(

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 from grpo_kernels import LossOutput, Objective, linear_grpo_loss, linear_logprobs
-from grpo_kernels.vocabulary import hidden as linear
-from grpo_kernels.vocabulary.blocks import Plan, Work
 from support import oracle
 from support.cases import LENGTHS, Case, around, assert_no_worse, inside_lengths, pack
 from support.oracle import Spec
@@ -154,37 +150,3 @@ def assert_gradients_near(a: Gradients, b: Gradients, relative: float) -> None:
     assert a.keys() == b.keys()
     for name in a:
         assert_near(a[name], b[name], relative, f"gradient of {name}")
-
-
-def in_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, block: int | None = None) -> None:
-    """Make the engine take `rows` rows at a time, less than its floor allows, so that small cases have several chunks. On a GPU
-    `block` rows are a block; None: each chunk is one."""
-    monkeypatch.setattr(Work, "plan", lambda *_, **__: Plan(rows, block or rows))
-
-
-def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the rows that take part in each of the three products from here on."""
-    rows: Counter[str] = Counter()
-    make = linear.products_for
-    rows_of = {"logits": ("hidden", 0), "d_hidden": ("d_logits", 0), "add_d_weight": ("d_logits", 1)}
-
-    def counted(*args: Any) -> Any:
-        products = make(*args)
-
-        def watch(name: str) -> None:
-            product = getattr(products, name)
-
-            def counting(*args: Any, **kwargs: Any) -> Any:
-                keyword, position = rows_of[name]
-                matrix = kwargs[keyword] if keyword in kwargs else args[position]
-                rows[name.removeprefix("add_")] += matrix.shape[0]
-                return product(*args, **kwargs)
-
-            setattr(products, name, counting)
-
-        for name in rows_of:
-            watch(name)
-        return products
-
-    monkeypatch.setattr(linear, "products_for", counted)
-    return rows

@@ -11,9 +11,14 @@ Masked rows are left out by indexing, never multiplied by 0, so that their value
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from support.recipes import Problem
 
 Tensor = torch.Tensor
 
@@ -135,6 +140,8 @@ def by_sign(positive: Tensor, yes: float, no: float) -> Tensor:
 def surrogate(spec: Spec, log_ratio: Tensor, logp: Tensor, advantage: Tensor, selected: Tensor | None = None) -> Tensor:
     """Per-token policy loss; autograd through it is the definition of the slope."""
     r = torch.exp(log_ratio)
+    if spec.surrogate == "none":
+        return 0.0 * logp
     if spec.surrogate == "policy-gradient":
         return -advantage * logp
     if spec.surrogate == "cispo":
@@ -221,7 +228,7 @@ def trusts(kind: str, low: float, high: float, logp: float, anchor: float, advan
     """Whether the policy has stayed near the anchor; a token without one is not trusted."""
     if math.isnan(anchor):
         return False
-    p, q = math.exp(logp), math.exp(anchor)
+    p, q = min(math.exp(logp), 1.0), math.exp(anchor)
     if kind == "tv":
         margin(p - q, high if advantage > 0 else -low)
         return p - q <= high if advantage > 0 else p - q >= -low
@@ -332,13 +339,16 @@ def objective(
     nll_weights: Tensor | None = None,
     groups: Tensor | None = None,
     selected: Tensor | None = None,
+    kl_logps: Tensor | None = None,
+    divergences: Tensor | None = None,
     normalizer: float | tuple[float | None, float | None, float | None] | None = None,
 ) -> Result:
     """The loss of flat log-probs and entropies [N], sequence by sequence.
 
     normalizer: of the policy term, or of (policy term, KL, bonus); None is the policy term's for a term that shares its
     aggregate, and that of this batch for others.
-    selected: bool [N], the tokens that Clip-Cov or KL-Cov take; None: see `selection`."""
+    selected: bool [N], the tokens that Clip-Cov or KL-Cov take; None: see `selection`.
+    kl_logps: [N], those that the KL compares; None: logps. divergences: [N], exact ones in place of a KL estimate."""
     dtype, rows = logps.dtype, logps.numel()
     trained = torch.ones(rows, dtype=torch.bool) if mask is None else mask.reshape(-1) != 0
     kept_rows = trained.tolist()
@@ -398,11 +408,15 @@ def objective(
         term = surrogate(spec, x.clamp(low, high), logp, a, None if selected is None else selected[at])
         weighted = torch.where(w == 0, 0.0, (1.0 if spec.surrogate == "vespo" else w) * term)
         policy_terms.append(torch.where(keep[0][at], weighted, 0.0))
-        if ref is not None:
-            # The product over a whole sequence would be far larger than the KL of a token, so the token's own ratio is used there.
-            kl_terms.append(kl_term(spec, logp, old_logp, ref[at], own if spec.level == "sequence-sum" else x))
+        if divergences is not None:
+            kl_terms.append(divergences[at])
             kl[at] = kl_terms[-1].detach()
-            for d, value in zip((ref[at] - logp).tolist(), kl_estimate("k3", logp, ref[at]).tolist(), strict=True):
+        elif ref is not None:
+            of_kl = logp if kl_logps is None else kl_logps[at]
+            # The product over a whole sequence would be far larger than the KL of a token, so the token's own ratio is used there.
+            kl_terms.append(kl_term(spec, of_kl, old_logp, ref[at], own if spec.level == "sequence-sum" else x))
+            kl[at] = kl_terms[-1].detach()
+            for d, value in zip((ref[at] - of_kl).tolist(), kl_estimate("k3", of_kl, ref[at]).tolist(), strict=True):
                 margin(d, -spec.clamp_log, spec.clamp_log, *((0.0,) if spec.kl == "abs" else ()))
                 margin(value, spec.clamp)
         entropy_terms.append(entropy[at])
@@ -527,3 +541,257 @@ def group_advantages(
         else:
             out.append(centred / (std(peers if scale == "group" else rewards) + eps))
     return out
+
+
+# ---- the answer to a problem (see recipes.py), and how far fp32 may be from it
+
+EPS = 2.0**-23
+#: Half a unit in the last place of the dtypes that gradients are stored in, relative and absolute.
+ROUNDING = {torch.float32: (2.0**-24, 1.2e-38), torch.bfloat16: (2.0**-9, 1.2e-38), torch.float16: (2.0**-12, 2.0**-25)}
+
+
+def project(leaves: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Logits [N, V] of hidden states, weight and bias, or the logits that are there."""
+    if "logits" in leaves:
+        return leaves["logits"].reshape(-1, leaves["logits"].shape[-1]).to(dtype)
+    hidden, weight, bias = (None if x is None else x.to(dtype) for x in map(leaves.get, ("hidden", "weight", "bias")))
+    assert hidden is not None and weight is not None
+    return torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+
+
+class Rows:
+    """The softmaxes of rows of logits [N, V] over the ids of `keep`.
+
+    noise   a seed for errors of fp32's size in what is computed."""
+
+    def __init__(
+        self, x: Tensor, ids: Tensor, transform: dict[str, object], sequences: list[list[int]], *, keep: Tensor | None = None,
+        noise: int | None = None,
+    ) -> None:  # fmt: skip
+        softcap, scale = transform["softcap"], transform["scale"]
+        z = x * scale
+        if softcap is not None:
+            z = softcap * torch.tanh(z / softcap)
+        z = z / to_rows(transform["temperature"], sequences, x.dtype)[:, None]  # type: ignore[arg-type]
+        z = z if keep is None else z.masked_fill(~keep, -math.inf)
+        if noise is None:
+            self.log_p = torch.log_softmax(z, -1)
+        else:
+            g, size = torch.Generator().manual_seed(noise), torch.where(z.isfinite(), z.detach().abs(), 0.0)
+            row = 2 + 2 * size.amax(1, keepdim=True) + math.log(x.shape[1])
+            self.log_p = torch.log_softmax(z + EPS * (1 + size) * signs(z, g), -1) + EPS * row * signs(row, g)
+        self.keep = self.log_p.detach() > -math.inf
+        self.chosen = self.log_p.gather(1, ids[:, None])[:, 0]
+        finite = torch.where(self.keep, self.log_p, 0.0)
+        self.p = torch.where(self.keep, finite.exp(), 0.0)
+        self.entropy = -(self.p * finite).sum(1)
+        self.sum_squares = self.p.square().sum(1)
+
+
+def signs(like: Tensor, g: torch.Generator) -> Tensor:
+    return torch.where(torch.rand(like.shape, generator=g) < 0.5, -1.0, 1.0).to(like.dtype)
+
+
+def listed_divergence(
+    log_p: Tensor, log_q: Tensor, ids: list[list[int]], kind: str, share: float, tail: str
+) -> Tensor:  # fmt: skip
+    """[N] from the log-probs [N, V] of both sides at the ids of each row, by the formulas of the four tails; 0 without ids."""
+    values = []
+    for p_row, q_row, listed in zip(log_p, log_q, ids, strict=True):
+        lp, lq = p_row[listed], q_row[listed]
+        p, q = lp.exp().sum(), lq.exp().sum()
+        if tail == "bin":
+            others = [i for i in range(len(p_row)) if i not in listed]
+            rest = p_row[others].exp().sum(), 1 - q
+            lp, lq = (torch.cat([x, mass.clamp(min=1e-7).log()[None]]) for x, mass in zip((lp, lq), rest, strict=True))
+        elif tail == "renormalise":
+            lp, lq = lp.log_softmax(0), lq.log_softmax(0)
+        value = divergence(lp[None], lq[None], kind, share)[0]
+        if tail == "generalised" and kind != "jsd":  # the masses of a mixture cancel
+            value = value + {"reverse": 1, "forward": -1}[kind] * (q - p)
+        values.append(value if listed else 0.0 * p)
+    return torch.stack(values) if values else log_p.sum(1)
+
+
+@dataclass
+class Answer:
+    """Values by name (0 in rows that are not trained), gradients of the leaves by name.
+
+    clear   no number is so near a bound that rounding may move it to the other side."""
+
+    values: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    clear: bool = True
+    sizes: Tensor | None = None  # [N, V]: what is added up in the gradient of each logit, were nothing to cancel
+
+
+def answer(p: Problem, noise: int | None = None) -> Answer:
+    """What the call of a problem returns, in float64, and the gradients of its leaves."""
+    r, leaves = p.recipe, {name: x.detach().double().requires_grad_() for name, x in p.clean.items()}
+    N, live = len(p.ids), p.trained.nonzero()[:, 0]
+    x = project(leaves, torch.float64)
+    if noise is not None and r.source == "hidden":
+        sizes = project({name: leaf.detach().abs() for name, leaf in leaves.items()}, torch.float64)
+        x = x + 8 * EPS * sizes * signs(sizes, torch.Generator().manual_seed(noise + 100))
+    place = {int(i): j for j, i in enumerate(live)}
+
+    def rows(x: Tensor, transform: dict[str, object], keep: Tensor | None) -> Rows:
+        temperature = to_rows(transform["temperature"], p.sequences, torch.float64)[live]  # type: ignore[arg-type]
+        own = {**transform, "temperature": temperature}
+        return Rows(
+            x[live], p.ids[live], own, [[i] for i in range(len(live))], keep=None if keep is None else keep[live], noise=noise
+        )
+
+    sets = rows(x, p.transform, p.keep)
+    whole = sets if p.keep is None else rows(x, p.transform, None)
+
+    def everywhere(value: Tensor) -> Tensor:
+        return torch.zeros(N, dtype=torch.float64).index_put((live,), value)
+
+    entropy = whole.entropy if r.over == "entropy" else sets.entropy
+    values = {"logps": everywhere(sets.chosen), "entropy": everywhere(entropy)}
+    if p.others:
+        over = (whole, None) if r.over == "reference" else (sets, p.keep)
+        values["divergence"] = everywhere(_divergences(p, *over, rows, live))
+        squared = to_rows(p.transform["temperature"], p.sequences, torch.float64) ** 2 if r.squared else 1.0  # type: ignore[arg-type]
+        of_loss = values["divergence"] * squared
+        if r.door == "divergence":
+            values["divergence"] = of_loss
+    total, clear = _total(p, values, of_loss if p.others else None, sets, whole, live, place, noise)
+    total = total * r.upstream
+    wanted = [leaf for name, leaf in leaves.items() if name != r.frozen]
+    names = [name for name in leaves if name != r.frozen]
+    softmaxes = list(dict.fromkeys((sets, whole)))
+    inner = [*(x.log_p for x in softmaxes), values["divergence"]] if p.others else [x.log_p for x in softmaxes]
+    found = torch.autograd.grad(total, [*wanted, *inner], materialize_grads=True, allow_unused=True)
+    gradients, slopes = found[: len(wanted)], [x.abs() for x in found[len(wanted) :]]
+    temperature = to_rows(p.transform["temperature"], p.sequences, torch.float64)[live, None]  # type: ignore[arg-type]
+    steep = abs(p.transform["scale"]) / temperature  # type: ignore[arg-type]
+    sizes = torch.zeros(N, x.shape[1], dtype=torch.float64)
+    for softmax, slope in zip(softmaxes, slopes, strict=False):
+        sizes[live] += (slope + softmax.p.detach() * slope.sum(1, keepdim=True)) * steep
+    if p.others:  # log-ratios of two near rows cancel
+        sizes[live] += sets.p.detach() * slopes[-1][live, None] * steep
+    if r.also in ("log_kept_mass", "all"):  # the difference of two log-probs of the target
+        sizes[live, p.ids[live]] += p.upstream["log_kept_mass"].reshape(-1)[live].abs() * steep[:, 0]
+    return Answer(
+        {name: value.detach() for name, value in values.items()}, dict(zip(names, gradients, strict=True)), clear, sizes
+    )
+
+
+def _divergences(p: Problem, ours: Rows, keep: Tensor | None, rows: Callable[..., Rows], live: Tensor) -> Tensor:
+    """[n] of the trained rows, over the ids of `keep`: the weighted sum over the second distributions."""
+    r = p.recipe
+    kind, _, share = r.exact.partition(" ")
+    mixture = float(share or 0.5) if kind == "jsd" else 0.0
+    total = torch.zeros(len(live), dtype=torch.float64)
+    for other in p.others:
+        theirs = rows(other.rows, other.transform, keep)
+        if other.ids is None:
+            value = divergence(ours.log_p, theirs.log_p.detach(), kind, mixture)
+        else:
+            listed = [other.ids[i] for i in live.tolist()]
+            value = listed_divergence(ours.log_p, theirs.log_p.detach().float().double(), listed, kind, mixture, r.tail)
+        weight = 1.0 if other.weight is None else other.weight
+        weight = weight.reshape(-1).double()[live] if isinstance(weight, Tensor) else weight
+        total = total + weight * value
+    return total
+
+
+def _total(
+    p: Problem, values: dict[str, Tensor], divergences: Tensor | None, sets: Rows, whole: Rows, live: Tensor,
+    place: dict[int, int], noise: int | None,
+) -> tuple[Tensor, bool]:  # fmt: skip
+    """(the scalar whose gradient is asked for, whether it is clear); adds to `values` what else the call returns."""
+    r, up = p.recipe, {name: x.reshape(-1) for name, x in p.upstream.items()}
+    if r.door == "divergence":
+        return (values["divergence"] * up["divergence"]).sum(), True
+    if r.door == "loss":
+        of_kl = None
+        if r.over == "reference" and p.spec.kl != "exact":
+            of_kl = torch.zeros_like(values["logps"]).index_put((live,), whole.chosen)
+        seen = {name: x for name, x in p.seen.items() if name != "cu_seqlens"}
+        if noise is not None:  # terms of a slope may cancel
+            g = torch.Generator().manual_seed(noise)
+            seen["advantages"] = seen["advantages"] * (1 + 2 * EPS * signs(seen["advantages"], g))
+        result = objective(
+            p.spec, values["logps"], values["entropy"], p.sequences, normalizer=r.normalizer, kl_logps=of_kl,
+            divergences=divergences, **seen,
+        )  # fmt: skip
+        values["loss"] = result.loss
+        return result.loss, result.margin > 1e-3
+    total = (values["logps"] * up["logps"]).sum()
+    if r.also not in ("nothing", "detached"):
+        total = total + (values["entropy"] * up["entropy"]).sum()
+    if r.also in ("sum_squares", "all"):
+        values["sum_squares"] = torch.zeros_like(values["logps"]).index_put((live,), sets.sum_squares)
+        total = total + (values["sum_squares"] * up["sum_squares"]).sum()
+    if r.also in ("log_kept_mass", "all"):
+        mass = torch.logsumexp(torch.where(sets.keep, whole.log_p, -math.inf), 1) if p.keep is not None else 0.0 * sets.chosen
+        mass = torch.where(own_sets(p, live), mass, 0.0)
+        values["log_kept_mass"] = torch.zeros_like(values["logps"]).index_put((live,), mass)
+        total = total + (values["log_kept_mass"] * up["log_kept_mass"]).sum()
+    if p.at is not None:
+        found, at = [], 0
+        for i, listed in enumerate(p.at):
+            for j in listed:
+                value = sets.log_p[place[i], j] if i in place else torch.zeros((), dtype=torch.float64)
+                found.append(value)
+                outside = p.keep is not None and not p.keep[i, j]  # a log-prob of -inf has no gradient only there
+                total = total + (0.0 if outside else value * up["at"][at])
+                at += 1
+        values["at"] = torch.stack(found) if found else torch.zeros(0, dtype=torch.float64)
+    return total, True
+
+
+def own_sets(p: Problem, live: Tensor) -> Tensor:
+    return torch.tensor([bool((p.sets or [[]] * len(p.ids))[i]) for i in live.tolist()], dtype=torch.bool)
+
+
+def rooms(p: Problem, exact: Answer) -> Answer:
+    """How far fp32 may be from each number: what errors of its size in every logit and log-prob do, some roundings of the number
+    and of what it is a sum of, and one of the dtype that a gradient is stored in."""
+    r, others = p.recipe, [answer(p, noise) for noise in (1, 2, 3)]
+    assert exact.sizes is not None
+    # Gradients of several passes are each in memory of the dtype. Slopes of listed ids cancel among themselves.
+    several = r.over != "kept" or len(r.others) > 1 or r.also in ("log_kept_mass", "all")
+    least = 1e-12 + ("listed" in r.others) * 1e-9 * max(1.0, r.upstream)
+
+    def room(x: Tensor, moved: list[Tensor], size: Tensor, dtype: torch.dtype) -> Tensor:
+        off = torch.stack([torch.where(y.isfinite() & x.isfinite(), y - x, 0.0).abs() for y in moved]).amax(0)
+        finite = torch.where(x.isfinite(), x, 0.0).abs()
+        relative, absolute = ROUNDING[dtype]
+        stored = relative * finite + absolute * max(1.0, r.upstream)  # in memory of 16 bits before the upstream gradient
+        stored = stored + 2 * (relative * size + absolute) if several else stored
+        return 16 * off + 12 * EPS * (finite + size) + 2.2 * stored + least
+
+    values = {
+        name: room(x, [o.values[name] for o in others], torch.zeros_like(x), torch.float32) for name, x in exact.values.items()
+    }
+    size = {"logits": exact.sizes.view(p.clean["logits"].shape)} if "logits" in p.clean else products(p, exact.sizes)
+    gradients = {
+        name: room(x, [o.gradients[name] for o in others], size[name], p.clean[name].dtype)
+        for name, x in exact.gradients.items()
+    }
+    if "hidden" in p.clean:
+        # Operands of 16 bits round the gradient of the logits.
+        dtypes = {x.dtype for x in p.clean.values()}
+        relative = 2.0**-8 if torch.bfloat16 in dtypes else 2.0**-10 if torch.float16 in dtypes else 0.0
+        of_logits = products(p, logit_gradient(p).abs())
+        gradients = {name: x + relative * of_logits[name] for name, x in gradients.items()}
+    return Answer(values, gradients)
+
+
+def logit_gradient(p: Problem) -> Tensor:
+    """[N, V] of a problem from hidden states."""
+    logits = project(p.clean, torch.float64)
+    return answer(replace(p, recipe=replace(p.recipe, source="logits", frozen="nothing"), clean={"logits": logits})).gradients[
+        "logits"
+    ]
+
+
+def products(p: Problem, of_logits: Tensor) -> dict[str, Tensor]:
+    """The gradients of hidden states and head that gradients >= 0 of the logits give when nothing cancels."""
+    hidden, weight = p.clean["hidden"].double().abs(), p.clean["weight"].double().abs()
+    of_weight = of_logits.T @ hidden.reshape(len(of_logits), -1)
+    return {"hidden": (of_logits @ weight).view(hidden.shape), "weight": of_weight, "bias": of_logits.sum(0)}

@@ -1,0 +1,307 @@
+"""Kept sets, further ids of a row, and second distributions: what their float64 answers in test_combinations.py do not ask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_kernels import (
+    Exact,
+    LogitTransform,
+    Objective,
+    Options,
+    TokenBatch,
+    TokenSets,
+    grpo_loss,
+    linear_grpo_loss,
+    token_divergence,
+    token_logprobs,
+)
+from grpo_kernels.losses import objective_loss
+from support import oracle
+from support.cases import same_bits
+
+Tensor = torch.Tensor
+DAPO = Objective.preset("dapo")
+
+
+# ---- sets
+
+
+def test_an_only_id_has_log_prob_zero_and_no_gradient_whatever_its_logit(backend: str) -> None:
+    hidden, weight = torch.full((2, 4), torch.nan, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    batch = TokenBatch(torch.tensor([3, 5]), torch.tensor([1.0, -2.0]), kept=TokenSets.from_lists([[3], [5]]))
+    out = linear_grpo_loss(hidden, weight, batch, DAPO, backend=backend)
+    out.loss.backward()
+    assert out.logps.tolist() == out.entropy.tolist() == [0.0, 0.0] and float(out.loss) == pytest.approx(0.5)
+    assert not hidden.grad.any() and not weight.grad.any()  # type: ignore[union-attr]
+
+
+def test_the_mass_of_a_set_does_not_depend_on_the_target(backend: str) -> None:
+    """A target without probability beside one that has some, in a set that lacks it, alone, and without a set."""
+    inf = torch.inf
+    logits = torch.tensor([[0.5, -inf, 1.0, 2.0, -1.0]]).repeat(5, 1).requires_grad_()
+    sets, targets = TokenSets.from_lists([[0, 1, 2], [0, 1, 2], [0, 2], [1], []]), torch.tensor([1, 0, 1, 1, 1])
+    logps, _, more = token_logprobs(logits, targets, kept=sets, also=("log_kept_mass",), backend=backend)  # type: ignore[misc]
+    exact = logits.detach().double().requires_grad_()
+    mass = exact.log_softmax(1)[:, [0, 2]].logsumexp(1)[:3]
+    found = more["log_kept_mass"]
+    assert logps.isneginf().tolist() == [True, False, True, False, True] and found[3:].tolist() == [-inf, 0.0]
+    torch.testing.assert_close(found[:3].double(), mass, rtol=1e-6, atol=1e-6)
+    (gradient,), (wanted,) = (torch.autograd.grad(x.sum(), leaf) for x, leaf in ((found[:3], logits), (mass, exact)))
+    torch.testing.assert_close(gradient.double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_sets_of_one_to_three_thousand_ids_in_one_call(backend: str) -> None:
+    """Rows are taken together by the length of their sets, and do not see each other."""
+    logits, targets = 3.0 * torch.randn(9, 4000), torch.randint(4000, (9,))
+    lists = [torch.randperm(4000)[:size].tolist() for size in (3, 3000, 70, 1, 500, 2, 64, 63, 0)]
+    keep = torch.zeros(9, 4000, dtype=torch.bool)
+    for row, ids in enumerate(lists):
+        keep[row, [*ids, int(targets[row])] if ids else slice(None)] = True
+    sets, leaf, exact = TokenSets.from_lists(lists), logits.clone().requires_grad_(), logits.double().requires_grad_()
+    logps, entropy = token_logprobs(leaf, targets, kept=sets, entropy=True, backend=backend)
+    _, chosen, h = oracle.log_probs(exact, targets, keep=keep)
+    torch.testing.assert_close(logps.double(), chosen, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), h, rtol=2e-6, atol=2e-6)  # type: ignore[union-attr]
+    ours, theirs = (
+        torch.autograd.grad(a.sum() + 0.3 * b.sum(), x)[0] for a, b, x in ((logps, entropy, leaf), (chosen, h, exact))
+    )
+    torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=2e-6)
+    for row in range(9):
+        one = slice(row, row + 1)
+        alone = token_logprobs(logits[one], targets[one], kept=sets[one], entropy=True, backend=backend)
+        torch.testing.assert_close(alone[0], logps[one].detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_rows_that_are_not_read_need_no_set(backend: str) -> None:
+    """A prompt is masked: its logits, all of them, may be anything."""
+    logits = torch.randn(3, 500)
+    logits[0] = torch.nan
+    leaf = logits.requires_grad_()
+    mask, kept = torch.tensor([False, True, True]), TokenSets.from_lists([[], [3, 4], [5]])
+    token_logprobs(leaf, torch.tensor([1, 3, 5]), mask=mask, kept=kept, backend=backend)[0].sum().backward()
+    assert leaf.grad is not None and leaf.grad.nonzero().tolist() == [[1, 3], [1, 4]]
+
+
+def test_the_order_of_ids_changes_nothing(backend: str) -> None:
+    logits, targets = torch.randn(2, 40), torch.tensor([7, 9])
+    found = [
+        token_logprobs(logits, targets, kept=TokenSets.from_lists(lists), entropy=True, backend=backend)
+        for lists in ([[1, 7, 30], [9, 2]], [[30, 1, 7], [2, 9]])
+    ]
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+
+
+def test_metrics_of_sets() -> None:
+    """Targets that missing="mask" takes out are counted; the kept mass is that of rows that have a set."""
+    logits = torch.randn(3, 6)
+    sets = TokenSets.from_lists([[1, 3], [3], []])
+    batch = TokenBatch(torch.tensor([1, 2, 4]), torch.ones(3), kept=sets, missing="mask")
+    out = grpo_loss(logits, batch, DAPO, options=Options(entropy_over="vocabulary"))
+    assert float(out.metrics["outside_set"]) == pytest.approx(1 / 3) and int(out.metrics["tokens"]) == 2
+    assert float(out.metrics["kept_mass"]) == pytest.approx(float(logits[0].softmax(0)[[1, 3]].sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("missing", ["include", "full", "mask"])
+def test_options_say_of_a_missing_target_what_the_batch_may(missing: str, backend: str) -> None:
+    logits, targets, sets = torch.randn(2, 6), torch.tensor([1, 2]), TokenSets.from_lists([[1, 4], [3, 5]])
+    batch = TokenBatch(targets, torch.ones(2), kept=sets)
+    by_option = grpo_loss(logits, batch, DAPO, options=Options(missing=missing), backend=backend)
+    by_batch = grpo_loss(logits, TokenBatch(targets, torch.ones(2), kept=sets, missing=missing), DAPO, backend=backend)
+    assert same_bits(by_option.loss, by_batch.loss) and same_bits(by_option.logps, by_batch.logps)
+    exact = {"include": [2, 3, 5], "full": [0, 1, 2, 3, 4, 5]}.get(missing)
+    wanted = torch.tensor(0.0) if exact is None else logits[1, exact].log_softmax(0)[exact.index(2)]
+    torch.testing.assert_close(by_option.logps[1], wanted)
+
+
+def test_torch_func_differentiates_over_sets_and_further_ids(backend: str) -> None:
+    logits, targets = torch.randn(3, 20), torch.tensor([1, 2, 3])
+    kept, at = TokenSets.from_lists([[1, 4, 6], [], [3, 9]]), TokenSets.from_lists([[4], [7, 8], [9]])
+
+    def total(x: Tensor) -> Tensor:
+        logps, _, more = token_logprobs(x, targets, kept=kept, at=at, backend=backend)  # type: ignore[misc]
+        return logps.sum() + (more["at"] * torch.arange(4)).sum()
+
+    leaf = logits.clone().requires_grad_()
+    total(leaf).backward()
+    assert leaf.grad is not None and leaf.grad.any()
+    torch.testing.assert_close(torch.func.grad(total)(logits), leaf.grad, rtol=1e-6, atol=1e-8)
+
+
+# ---- further ids
+
+
+def test_slopes_at_ids_of_a_certain_row_keep_their_digits(backend: str) -> None:
+    """bf16 logits of a row with p = 0.9999 at one id: 1 - p there, and the slopes of two ids may cancel in their sum."""
+    logits = torch.zeros(2, 40)
+    logits[:, 7] = 13.0
+    leaf = logits.bfloat16().requires_grad_()
+    _, _, more = token_logprobs(leaf, torch.tensor([3, 3]), at=TokenSets.from_lists([[7], [7, 9]]), backend=backend)  # type: ignore[misc]
+    more["at"].backward(torch.tensor([1.0, 1.0, -1.0]))
+    exact = leaf.detach().double().requires_grad_()
+    log_p = exact.log_softmax(1)
+    (log_p[0, 7] + log_p[1, 7] - log_p[1, 9]).backward()
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2**-8, atol=1e-12)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_largest_probability_and_its_id(dtype: torch.dtype, backend: str) -> None:
+    """Of ties the first; of a row of only -inf NaN; over a set the set's."""
+    logits = torch.randn(4, 50).to(dtype)
+    logits[1, [7, 30]] = logits[1].max() + 1
+    logits[3] = -torch.inf
+    sets = TokenSets.from_lists([[], [], [4, 9, 2], []])
+    _, _, more = token_logprobs(logits, torch.tensor([0, 1, 4, 3]), kept=sets, also=("top_prob", "top_id"), backend=backend)  # type: ignore[misc]
+    p = logits.double().softmax(1)
+    in_set = logits[2, [4, 9, 2]].double().softmax(0)
+    assert more["top_id"].tolist() == [int(p[0].argmax()), 7, [4, 9, 2][int(in_set.argmax())], 0]
+    wanted = torch.stack([p[0].max(), p[1].max(), in_set.max()])
+    torch.testing.assert_close(more["top_prob"][:3].double(), wanted, rtol=2e-6, atol=0)
+    assert more["top_prob"][3].isnan()
+
+
+# ---- second distributions
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
+def test_nearly_equal_rows_keep_the_digits_of_a_tiny_divergence(kind: str, backend: str) -> None:
+    """A divergence of 1e-10 is right to its digits, never negative, and 0 between equal rows."""
+    z = 4 * torch.randn(5, 3001)
+    w = z + 1e-5 * torch.randn(5, 3001)
+    w[0], w[1] = z[0], z[1] + 3.0
+    found = token_divergence(z, w, kind, options=Options(backend=backend))
+    exact = oracle.divergence(z.double().log_softmax(1), w.double().log_softmax(1), kind, 0.5)
+    assert (found >= 0).all() and found[0] == 0 and found[1] < 1e-12
+    torch.testing.assert_close(found[2:].double(), exact[2:], rtol=1e-4, atol=0)
+
+
+def test_a_divergence_is_infinite_where_the_other_side_cannot_follow(backend: str) -> None:
+    """Reverse where the policy chooses what the teacher cannot, forward the other way round, the jsd nowhere."""
+    z, w = torch.zeros(2, 4), torch.zeros(2, 4)
+    w[0, 1] = z[1, 1] = -torch.inf
+    found = {kind: token_divergence(z, w, kind, options=Options(backend=backend)) for kind in ("reverse", "forward", "jsd")}
+    assert found["reverse"].isinf().tolist() == [True, False] and found["forward"].isinf().tolist() == [False, True]
+    assert found["jsd"].isfinite().all() and (found["jsd"] > 0).all()
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
+def test_a_teacher_known_everywhere_by_its_ids_is_that_teacher(direction: str, backend: str) -> None:
+    """No tail is left; and one that agrees is at distance 0."""
+    z, w = torch.randn(3, 7), torch.randn(3, 7)
+    every = torch.arange(7).repeat(3, 1)
+    listed = TokenSets.from_padded(every, values=w.log_softmax(1))
+    options = Options(backend=backend)
+    for tail in ("ignore", "renormalise", "generalised"):
+        exact = Exact(direction, tail=tail)
+        torch.testing.assert_close(
+            token_divergence(z, listed, exact, options=options),
+            token_divergence(z, w, direction, options=options),
+            rtol=2e-5,
+            atol=1e-6,
+        )
+    own = TokenSets.from_padded(every[:, :3], values=z.log_softmax(1)[:, :3])
+    assert (token_divergence(z, own, Exact(direction), options=options).abs() < 1e-6).all()
+
+
+def test_soft_targets_are_a_forward_divergence_that_ignores_the_tail(backend: str) -> None:
+    z, ids, weights = torch.randn(4, 30), torch.randint(30, (4, 1)) + torch.arange(3) * 9 % 30, torch.rand(4, 3)
+    sets = TokenSets.from_padded(ids % 30, values=weights.log())
+    leaf, exact = z.clone().requires_grad_(), z.double().requires_grad_()
+    token_divergence(leaf, sets, Exact("forward", tail="ignore"), options=Options(backend=backend)).sum().backward()
+    (-(weights.double() * exact.log_softmax(1).gather(1, ids % 30)).sum()).backward()
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2e-5, atol=1e-7)  # type: ignore[union-attr]
+
+
+def test_one_teacher_of_weight_one_is_that_teacher(backend: str) -> None:
+    z, w, options = torch.randn(3, 4, 20), torch.randn(3, 4, 20), Options(backend=backend)
+    one = token_divergence(z, w, options=options)
+    assert same_bits(token_divergence(z, [(w, 1.0)], options=options), one)
+    assert same_bits(token_divergence(z, (w, LogitTransform()), options=options), one)
+    by_func = torch.func.grad(lambda x: token_divergence(x, [(w, 2.0)], options=options).sum())(z)
+    leaf = z.clone().requires_grad_()
+    token_divergence(leaf, [(w, 2.0)], options=options).sum().backward()
+    assert torch.equal(by_func, leaf.grad)  # type: ignore[arg-type]
+
+
+def test_a_head_of_the_reference_stands_for_its_log_probs(backend: str) -> None:
+    """For an estimate of the KL: a forward product in place of batch.ref_logps."""
+    hidden, weight, other = torch.randn(2, 5, 8), torch.randn(30, 8), torch.randn(30, 8)
+    targets, advantages = torch.randint(30, (2, 5)), torch.tensor([1.0, -1.0])
+    objective = Objective.preset("dapo", beta=0.3)
+    ref = token_logprobs(hidden @ other.T, targets)[0]
+    found, wanted = (hidden.clone().requires_grad_() for _ in range(2))
+    a = linear_grpo_loss(found, weight, TokenBatch(targets, advantages), objective, reference=(hidden, other), backend=backend)
+    b = linear_grpo_loss(wanted, weight, TokenBatch(targets, advantages, ref_logps=ref), objective, backend=backend)
+    (a.loss + b.loss).backward()
+    torch.testing.assert_close(a.loss, b.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_without_a_policy_term_advantages_do_not_matter(backend: str) -> None:
+    z, w, targets = torch.randn(2, 3, 9), torch.randn(2, 3, 9), torch.randint(9, (2, 3))
+    objective = Objective.preset("distillation")
+    found = [
+        grpo_loss(z, TokenBatch(targets, a), objective, ref_logits=w, backend=backend)
+        for a in (torch.zeros(2), torch.tensor([3.0, -2.0]))
+    ]
+    assert same_bits(found[0].loss, found[1].loss) and found[0].loss > 0
+    assert same_bits(found[0].metrics["kl"], found[1].metrics["kl"])
+
+
+def test_divergences_that_were_computed_elsewhere_enter_the_loss_of_log_probs(backend: str) -> None:
+    z, w, targets = torch.randn(2, 3, 9), torch.randn(2, 3, 9), torch.randint(9, (2, 3))
+    batch, objective = TokenBatch(targets, torch.tensor([1.0, -1.0])), Objective.preset("dapo", beta=0.3, kl=Exact())
+    whole = grpo_loss(z, batch, objective, ref_logits=w, backend=backend)
+    logps = token_logprobs(z, targets, backend=backend)[0]
+    apart = objective_loss(logps, batch, objective, divergence=token_divergence(z, w, options=Options(backend=backend)))
+    torch.testing.assert_close(apart.loss, whole.loss, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
+def test_the_mass_outside_of_a_teachers_ids_keeps_its_digits(direction: str, backend: str) -> None:
+    """A confident policy has a small probability outside, which 1 minus that inside would be the rounding of."""
+    z = torch.randn(8, 1000)
+    z[torch.arange(8), torch.randint(1000, (8,))] += 20.0
+    w = z + torch.randn(8, 1000)
+    values, ids = w.log_softmax(-1).topk(20)
+    sets, exact = TokenSets.from_padded(ids, values=values), Exact(direction)
+    leaf, wide = z.clone().requires_grad_(), z.double().requires_grad_()
+    found = token_divergence(leaf, sets, exact, options=Options(backend=backend))
+    log_q = torch.zeros(8, 1000, dtype=torch.float64).scatter(1, ids, values.double())
+    wanted = oracle.listed_divergence(wide.log_softmax(-1), log_q, ids.tolist(), direction, exact.share, "bin")
+    torch.testing.assert_close(found.double(), wanted.detach(), rtol=2e-6, atol=1e-9)
+    (gradient,), (expected,) = (torch.autograd.grad(x.sum(), y) for x, y in ((found, leaf), (wanted, wide)))
+    assert ((gradient - expected).norm(dim=-1) <= 1e-5 * expected.norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
+def test_ids_that_are_hardly_ever_chosen(direction: str) -> None:
+    """Renormalised, with probabilities of 0 in float64 too, on one side, the other and both; -inf on both changes nothing."""
+    z = torch.tensor([[0.0, -1000.0, -1001.5, -1003.0], [0.0, -1.0, 0.5, 0.2], [0.0, -900.0, -901.0, -902.0]]).requires_grad_()
+    values = torch.tensor([[-1.0, -1.5, -2.5], [-800.0, -801.0, -803.0], [-900.0, -902.0, -901.0]])
+    exact, wide = Exact(direction, tail="renormalise"), z.detach().double().requires_grad_()
+    found = token_divergence(z, TokenSets.from_padded(torch.tensor([[1, 2, 3]]).repeat(3, 1), values=values), exact)
+    p, q = wide.log_softmax(-1)[:, 1:].log_softmax(-1), values.double().log_softmax(-1)
+    wanted = oracle.divergence(p, q, direction, exact.share)
+    torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
+    (gradient,), (expected,) = (torch.autograd.grad(x.sum(), y) for x, y in ((found, z), (wanted, wide)))
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-6)
+    absent = torch.tensor([[0.3, 1.0, -0.4, -torch.inf, 0.5]])
+    ids, listed = torch.tensor([[0, 1, 3]]), torch.tensor([[-1.0, -2.0, -torch.inf]])
+    both = [token_divergence(absent, TokenSets.from_padded(ids[:, :k], values=listed[:, :k]), Exact(direction)) for k in (3, 2)]
+    torch.testing.assert_close(*both)
+
+
+def test_a_reference_that_was_made_in_inference_mode_or_written_to(backend: str) -> None:
+    with torch.inference_mode():
+        w = torch.randn(2, 3, 9)
+    leaf = torch.randn(2, 3, 9, requires_grad=True)
+    token_divergence(leaf, w, options=Options(backend=backend)).sum().backward()
+    assert leaf.grad is not None and leaf.grad.any()
+    second = torch.randn(2, 3, 9)
+    value = token_divergence(leaf, second, options=Options(backend=backend)).sum()
+    second.zero_()
+    with pytest.raises(RuntimeError, match="was written to between forward and backward"):
+        value.backward()

@@ -1,0 +1,97 @@
+"""What tests see and change of the package's inside, in one place: chunks, products, instruction sets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary import hidden as linear
+from grpo_kernels.vocabulary.backends import cpu_products
+from grpo_kernels.vocabulary.backends.cpu_module import _cpu
+from grpo_kernels.vocabulary.blocks import Plan, Work
+from grpo_kernels.vocabulary.rows import RowTransform
+from grpo_kernels.vocabulary.selection import starts
+
+
+def executors() -> list[str]:
+    """What can compute here: eager, and C++ with each instruction set."""
+    return ["eager", *(f"cpu {isa}" for isa in (_cpu.isas() if _cpu else ()))]
+
+
+@contextmanager
+def executor(name: str) -> Iterator[str]:
+    """Let an executor compute; gives the name of its backend."""
+    backend, _, isa = name.partition(" ")
+    if isa:
+        _cpu.use_isa(isa)
+    try:
+        yield backend
+    finally:
+        if isa:
+            _cpu.use_isa(_cpu.isas()[0])
+
+
+def our_products(dtype: torch.dtype) -> bool:
+    """Whether products from hidden states of this dtype are our own, whose sums do not depend on what else is there."""
+    return cpu_products.available() is None and dtype in cpu_products.OPERANDS
+
+
+def in_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, block: int | None = None) -> None:
+    """Make the engine take `rows` rows at a time, less than its floor allows, so that small cases have several chunks. On a GPU
+    `block` rows are a block; None: each chunk is one."""
+    monkeypatch.setattr(Work, "plan", lambda *_, **__: Plan(rows, block or rows))
+
+
+def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the rows that take part in each of the three products from here on."""
+    rows: Counter[str] = Counter()
+    make = linear.products_for
+    rows_of = {"logits": ("hidden", 0), "d_hidden": ("d_logits", 0), "add_d_weight": ("d_logits", 1)}
+
+    def counted(*args: Any) -> Any:
+        products = make(*args)
+
+        def watch(name: str) -> None:
+            product = getattr(products, name)
+
+            def counting(*args: Any, **kwargs: Any) -> Any:
+                keyword, position = rows_of[name]
+                matrix = kwargs[keyword] if keyword in kwargs else args[position]
+                rows[name.removeprefix("add_")] += matrix.shape[0]
+                return product(*args, **kwargs)
+
+            setattr(products, name, counting)
+
+        for name in rows_of:
+            watch(name)
+        return products
+
+    monkeypatch.setattr(linear, "products_for", counted)
+    return rows
+
+
+def drawn_columns(
+    logits: torch.Tensor, targets: torch.Tensor, backend: str, step: float, seed: int, first_row: int
+) -> torch.Tensor:
+    """bool [n, V]: the columns that `Sparse` takes of rows of fp32 logits [n, V]."""
+    module, transform = backends.load(backend), RowTransform(1.0, 0.0, 1.0)
+    stats = module.stats(logits[None], targets, None, transform, ("max", "sum", "target"))
+    drawn = module.select(logits, targets, stats, transform, step, starts(seed, torch.arange(len(logits)) + first_row))
+    n, vocab = logits.shape
+    return torch.zeros(n, vocab + 1, dtype=torch.bool).scatter_(1, drawn.ids.long() % (vocab + 1), True)[:, :-1]
+
+
+@contextmanager
+def nothing_is_drawn(backend: str) -> Iterator[None]:
+    def refused(*_: Any) -> None:
+        raise AssertionError("columns are drawn")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends.load(backend), "select", refused)
+        yield

@@ -1,0 +1,546 @@
+"""The case language: a call in words (`Recipe`), and its tensors (`Problem`)."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from itertools import combinations, product
+from typing import Any
+
+import torch
+
+from support import oracle
+from support.objectives import OBJECTIVES
+
+Tensor = torch.Tensor
+
+SPECS = {name: spec for name, (_, spec) in OBJECTIVES.items()}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A call in a few plain values, which print well. A value that has no meaning beside the others is put right by `legal`."""
+
+    door: str = "loss"  # loss, logprobs, divergence
+    source: str = "logits"  # logits, hidden
+    lengths: tuple[int, ...] = (4, 2, 0, 5)  # of the sequences
+    layout: str = "padded"  # padded, packed, without offsets
+    vocab: int = 61
+    dtype: str = "float32"
+    view: str = "whole"  # of logits, or of hidden states and weight, in memory
+    mask: str = "some"  # none, some, all of the tokens
+    spread: float = 3.0  # of the logits
+    extreme: str = "none"  # far: a target up to 700 below the rest; confident: an id 20 above; absent: logits of -inf
+    transform: str = "none"  # none, temperature, softcap, scale, everything, per sequence, per token
+    objective: str = "dapo"  # a key of specs.SPECS
+    given: str = "everything"  # on-policy: without old log-probs and weights; column: advantages [B, 1]; token: one a token
+    normalizer: Any = None  # None, a number, or one for policy term, KL and bonus
+    upstream: float = 1.0  # gradient that arrives at the loss
+    inplace: bool = False
+    skip_inactive: bool = False
+    bias: str = "none"  # none, plain, column: of a matrix
+    head: str = "of hidden"  # dtype of the weight beside fp32 hidden states: of hidden, bfloat16
+    frozen: str = "nothing"  # nothing, weight, hidden
+    kept: str = "none"  # rows with a set of ids: none, some, all, empty: sets without ids, whole: sets of the vocabulary
+    missing: str = "include"  # of a target that its set lacks: include, full, mask
+    over: str = "kept"  # what is taken over the vocabulary all the same: kept: nothing, entropy, reference
+    others: tuple[str, ...] = ()  # second distributions: whole, near, listed, own: with a transform of its own
+    exact: str = "reverse"  # reverse, forward, jsd, jsd .1
+    tail: str = "bin"  # of listed ids: bin, ignore, renormalise, generalised
+    squared: bool = False  # divergence times the temperature's square
+    also: str = "entropy"  # of log-probs: nothing, entropy, detached, sum_squares, at: further ids, log_kept_mass, all
+    weight_grad: str = "none"  # memory that the gradient of the weight is added to: none, float32, of weight
+    ranks: int = 1  # that the vocabulary is cut over
+    mode: str = "autograd"  # autograd, compile, func, checkpoint
+    seed: int = 0
+
+    def __str__(self) -> str:
+        changed = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Recipe({', '.join(changed)})"
+
+    @property
+    def draws_sets(self) -> bool:
+        return self.kept != "none"
+
+
+#: Values of each axis, for all pairs of them and for random recipes.
+AXES: dict[str, tuple[Any, ...]] = {
+    "door": ("loss", "logprobs", "loss", "divergence"),
+    "source": ("logits", "hidden"),
+    "lengths": ((4, 2, 0, 5), (1,), (3, 3), (1, 1, 7, 2, 4)),
+    "layout": ("padded", "packed", "without offsets"),
+    "vocab": (61, 2, 131, 1031, 1),
+    "dtype": tuple(DTYPES),
+    "view": ("whole", "transposed", "columns apart", "rows apart"),
+    "mask": ("some", "none", "all"),
+    "spread": (3.0, 0.05, 30.0),
+    "extreme": ("none", "far", "confident", "absent"),
+    "transform": ("none", "temperature", "softcap", "scale", "everything", "per sequence", "per token"),
+    "objective": tuple(SPECS),
+    "given": ("everything", "on-policy", "token", "column"),
+    "normalizer": (None, 7.0, (7.0, 3.0, None), (None, 3.0, 5.0)),
+    "upstream": (1.0, 0.5, 1024.0),
+    "inplace": (False, True),
+    "skip_inactive": (False, True),
+    "bias": ("none", "plain", "column"),
+    "head": ("of hidden", "bfloat16"),
+    "frozen": ("nothing", "weight", "hidden"),
+    "kept": ("none", "some", "all", "empty", "whole"),
+    "missing": ("include", "full", "mask"),
+    "over": ("kept", "entropy", "reference"),
+    "others": ((), ("whole",), ("near",), ("listed",), ("own", "listed"), ("whole", "near")),
+    "exact": ("reverse", "forward", "jsd", "jsd .1"),
+    "tail": ("bin", "ignore", "renormalise", "generalised"),
+    "squared": (False, True),
+    "also": ("entropy", "nothing", "detached", "sum_squares", "at", "log_kept_mass", "all"),
+    "weight_grad": ("none", "float32", "of weight"),
+}
+#: Objectives that differ in what they ask of the rest: levels, passes, filters, KLs, bonuses, selections, groups.
+KINDS = (
+    "dapo", "gspo, k3 by the ratio", "grpo, k3 and entropy", "vespo", "clip-cov", "entropy quantile, bonus of its own",
+    "dppo-kl to the sampler, k3", "off-policy sequences", "distillation", "dapo, exact", "distillation, exact",
+)  # fmt: skip
+#: Axes whose pairs are covered. The rest is drawn: it does not meet the numbers of a row.
+PAIRED = tuple(name for name in AXES if name not in ("lengths", "upstream", "normalizer", "given"))
+
+
+def legal(r: Recipe) -> Recipe:
+    """The recipe with every value that means nothing, or is refused, beside the others put back to what is plain."""
+    plain: dict[str, Any] = {}
+    spec = SPECS[r.objective]
+    if r.source == "logits":
+        plain |= {"bias": "none", "head": "of hidden", "frozen": "nothing", "weight_grad": "none"}
+    else:
+        plain |= {"inplace": False, "extreme": "none"}
+        if r.dtype != "float32":
+            plain["head"] = "of hidden"
+        if r.frozen != "nothing" or r.mode == "func":
+            plain["weight_grad"] = "none"
+    if r.door != "loss":
+        plain |= {"objective": "dapo", "given": "everything", "normalizer": None, "skip_inactive": False, "missing": "include"}
+        plain |= {"upstream": 1.0, "layout": "padded" if r.layout == "packed" else r.layout}
+        if r.door == "divergence":
+            plain |= {"over": "kept", "others": r.others or ("whole",), "also": "nothing"}
+        else:
+            plain |= {"others": (), "over": r.over if r.over == "entropy" else "kept"}
+    else:
+        plain["also"] = "nothing"
+        if r.layout == "without offsets" and (spec.level != "token" or not _counts_tokens(spec) or spec.off_policy is not None):
+            plain["layout"] = "packed"
+        if spec.beta and spec.kl != "exact":
+            plain["others"] = ()
+        if r.others and not spec.beta:
+            plain["objective"] = {"sequence": "gspo, exact"}.get(spec.level, "dapo, exact")
+        if not (plain.get("others", r.others)):
+            plain["over"] = r.over if r.over != "reference" or (spec.beta and not _by_ratio(spec)) else "kept"
+        if spec.kl == "exact" and spec.beta and not r.others:
+            plain["others"] = ("whole",)
+    now = replace(r, **plain)
+    plain = {}
+    if not now.draws_sets:
+        plain |= {"missing": "include", "over": "kept"}
+    if "listed" in now.others and now.draws_sets:
+        plain |= {"kept": "none", "missing": "include", "over": "kept"}
+    if now.over != "kept" or now.also in ("log_kept_mass", "all") or len(now.others) > 1 or now.mode in ("func", "compile"):
+        plain["inplace"] = False
+    if "listed" not in now.others:
+        plain["tail"] = "bin"
+    if not now.others:
+        plain |= {"exact": "reverse", "squared": False}
+    if (now.view == "transposed" and now.inplace) or now.view == "columns apart":
+        plain["inplace"] = False
+    if now.transform == "per sequence" and now.layout == "without offsets":
+        plain["transform"] = "temperature"
+    if now.extreme == "absent" and now.others:
+        plain["extreme"] = "none"
+    if now.vocab < 3:
+        plain["extreme"] = "none" if now.vocab == 1 else now.extreme
+    if now.ranks > 1:
+        plain |= {"vocab": max(now.vocab, 2 * now.ranks), "mode": "autograd"}
+    return replace(now, **plain)
+
+
+def _counts_tokens(spec: Any) -> bool:
+    return {spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate} <= {"token-mean", "token-sum", None}
+
+
+def _by_ratio(spec: Any) -> bool:
+    """Whether the KL is of a ratio, which over a set is none of the whole vocabulary."""
+    return spec.kl == "distillation" or spec.kl_weighting != "none"
+
+
+def covering(seed: int = 0, **fixed: Any) -> list[Recipe]:
+    """Recipes in which every two values of two axes meet, where they may. `fixed`: axes of one value.
+
+    A pair that is missing is put into a few random recipes, of which the one is taken that holds the most missing pairs."""
+    rng, axes = random.Random(seed), {name: dict.fromkeys(AXES[name]) for name in PAIRED if name not in fixed}
+    axes |= {"objective": dict.fromkeys(KINDS)} if "objective" in axes else {}
+    met: set[Any] = set()
+    found: list[Recipe] = []
+
+    def pairs(r: Recipe) -> set[Any]:
+        values = [(name, getattr(r, name)) for name in axes]
+        return set(combinations(values, 2))
+
+    for (a, of_a), (b, of_b) in combinations(axes.items(), 2):
+        for pair in product(((a, x) for x in of_a), ((b, x) for x in of_b)):
+            if pair in met:
+                continue
+            drawn = [random_recipe(rng, **{"objective": rng.choice(KINDS), **dict(pair), **fixed}) for _ in range(6)]
+            kept = [r for r in drawn if all(getattr(r, name) == value for name, value in (*pair, *fixed.items()))]
+            if kept:
+                found.append(max(kept, key=lambda r: len(pairs(r) - met)))
+                met |= pairs(found[-1])
+    return found
+
+
+def random_recipe(rng: random.Random, **fixed: Any) -> Recipe:
+    """One at random in which axes have the values `fixed`, where they may."""
+    chosen = {name: rng.choice(values) for name, values in AXES.items()}
+    # A plain value half of the time: what is unusual meets little else that is.
+    chosen = {name: value if rng.random() < 0.5 else getattr(Recipe(), name) for name, value in chosen.items()}
+    chosen["door"], chosen["source"] = rng.choice(AXES["door"]), rng.choice(AXES["source"])
+    return legal(Recipe(**{**chosen, "seed": rng.randrange(10**6), **fixed}))
+
+
+def smallest(recipe: Recipe, fails: Callable[[Recipe], bool]) -> Recipe:
+    """The recipe with as many plain values as it can have and still fail."""
+    for name in (*AXES, "mode", "ranks"):
+        plainer = legal(replace(recipe, **{name: getattr(Recipe(), name)}))
+        if plainer != recipe and fails(plainer):
+            recipe = plainer
+    return recipe
+
+
+# ---- the tensors of a recipe
+
+
+@dataclass
+class Other:
+    """A second distribution of each row."""
+
+    kind: str
+    rows: Tensor  # [N, V] logits as the caller has them, in float64
+    given: dict[str, Tensor]  # logits, or hidden and weight, as the caller gives them
+    transform: dict[str, Any]
+    ids: list[list[int]] | None = None  # of a teacher known at these ids only
+    weight: Any = None  # None, a number, or a tensor of the shape of targets
+
+
+@dataclass
+class Problem:
+    """All tensors of a call. `given` holds what the caller passes: NaN and rubbish where nobody may read; `clean` the same
+    values with 0 there, contiguous, which the oracle reads."""
+
+    recipe: Recipe
+    given: dict[str, Tensor]  # logits, or hidden, weight, bias
+    clean: dict[str, Tensor]
+    targets: Tensor  # as the caller passes them
+    ids: Tensor  # int64 [N], valid everywhere
+    sequences: list[list[int]]
+    fields: dict[str, Any]  # of a batch, as the caller passes them
+    seen: dict[str, Any]  # the same without rubbish
+    trained: Tensor  # bool [N]
+    transform: dict[str, Any]
+    temperature: Any  # as the caller passes it
+    sets: list[list[int]] | None = None
+    keep: Tensor | None = None  # bool [N, V]: what the softmax of each row runs over
+    others: list[Other] = field(default_factory=list)
+    at: list[list[int]] | None = None
+    upstream: dict[str, Tensor] = field(default_factory=dict)  # gradients that arrive at log-probs and statistics
+    columns: slice = field(default_factory=lambda: slice(None))  # of the vocabulary, that this rank has
+
+    @property
+    def spec(self) -> Any:
+        return SPECS[self.recipe.objective]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.targets.shape
+
+
+def of_sequences(p: Problem, sequences: list[int]) -> Problem:
+    """Some sequences of a padded problem, as a batch of their own."""
+    B, T = p.shape
+    rows = torch.arange(B * T).view(B, T)[sequences].reshape(-1)
+
+    def some(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: value if name in ("weight", "bias") else some(value) for name, value in x.items()}
+        return x[sequences].contiguous() if isinstance(x, Tensor) and x.dim() and len(x) == B else x
+
+    sets = None if p.sets is None else [p.sets[i] for i in rows]
+    at = None if p.at is None else [p.at[i] for i in rows]
+    named = torch.tensor([i for i, ids in enumerate(p.at or []) for _ in ids])
+    upstream = {**some({k: x for k, x in p.upstream.items() if k != "at"}), "at": p.upstream["at"]}
+    if at is not None:
+        upstream["at"] = torch.cat([p.upstream["at"][named == i] for i in rows])
+    others = [
+        replace(
+            o,
+            rows=o.rows[rows],
+            given=some(o.given),
+            weight=some(o.weight),
+            ids=None if o.ids is None else [o.ids[i] for i in rows],
+        )
+        for o in p.others
+    ]
+    return replace(
+        p, given=some(p.given), clean=some(p.clean), targets=some(p.targets), ids=p.ids[rows], fields=some(p.fields),
+        seen=some(p.seen), trained=p.trained[rows], temperature=some(p.temperature), upstream=upstream, others=others, sets=sets, at=at,
+        transform=some(p.transform), keep=None if p.keep is None else p.keep[rows],
+        sequences=[list(range(T * i, T * i + T)) for i in range(len(sequences))],
+    )  # fmt: skip
+
+
+def cut(p: Problem, rank: int) -> Problem:
+    """The problem as a rank sees it that has some columns of the vocabulary; the first rank has most."""
+    ends = [
+        0,
+        *(p.recipe.vocab - (p.recipe.ranks - i - 1) * (p.recipe.vocab // (2 * p.recipe.ranks)) for i in range(p.recipe.ranks)),
+    ]
+    columns = slice(ends[rank], ends[rank + 1])
+    others = [replace(other, given=sliced(other.given, columns)) for other in p.others]
+    return replace(p, given=sliced(p.given, columns), others=others, columns=columns)
+
+
+def sliced(tensors: dict[str, Tensor], columns: slice) -> dict[str, Tensor]:
+    """The part of logits, weight and bias that belongs to these columns of the vocabulary."""
+    part = {"logits": lambda x: x[..., columns], "weight": lambda x: x[columns], "bias": lambda x: x[columns]}
+    return {name: part[name](x) if name in part else x for name, x in tensors.items()}
+
+
+#: How rows lie in memory.
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda x: x,
+    "transposed": lambda x: x.transpose(0, -2 if x.dim() > 2 else -1).contiguous().transpose(0, -2 if x.dim() > 2 else -1),
+    "columns apart": lambda x: torch.stack([x, torch.full_like(x, math.nan)], -1)[..., 0],
+    "rows apart": lambda x: torch.cat([x, torch.full_like(x, math.nan)], -1)[..., : x.shape[-1]],
+}
+RUBBISH = (math.nan, math.inf, -math.inf, 1e30)
+
+
+@cache
+def problem(r: Recipe) -> Problem:
+    """The tensors of a recipe, the same at every call: nobody may write to them."""
+    g = torch.Generator().manual_seed(r.seed)
+    lengths, spec, V = torch.tensor(r.lengths), SPECS[r.objective], r.vocab
+    B, N = len(lengths), int(lengths.sum())
+    shape = (B, int(lengths.max())) if r.layout == "padded" else (N,)
+    n = math.prod(shape)
+    offsets = (
+        torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32) if r.layout == "packed" else None
+    )
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size or shape, generator=g, dtype=torch.float64)
+
+    def uniform(*size: int) -> Tensor:
+        return torch.rand(size or shape, generator=g, dtype=torch.float64)
+
+    inside = (torch.arange(shape[1]) < lengths[:, None]) if len(shape) == 2 else torch.ones(shape, dtype=torch.bool)
+    mask = {"none": inside, "some": inside & (uniform() < 0.75), "all": torch.zeros_like(inside)}[r.mask]
+    has_mask = r.mask != "none" or not bool(inside.all())
+    trained = mask.reshape(-1)
+    ids = torch.randint(V, (n,), generator=g)
+    transform = _transform(r, shape, uniform)
+    leaves, rows = _leaves(r, shape, ids, transform, normal, g)
+
+    sets = keep = None
+    if r.draws_sets:
+        sets, keep, outside = _sets(r, ids, g)
+        trained = trained & ~outside if r.missing == "mask" else trained
+    sequences = oracle.sequences_of(torch.zeros(shape), offsets)
+    probs = {
+        over: oracle.Rows(rows, ids, transform, sequences, keep=k).chosen.detach().reshape(shape)
+        for over, k in (("kept", keep), ("vocabulary", None))
+    }
+    seen = _fields(r, probs, sequences, normal, uniform)
+    rubbish = torch.tensor(RUBBISH).repeat(n // 4 + 1)[:n].view(shape)
+    whole = trained.view(shape)
+
+    def spoil(x: Any) -> Any:
+        return torch.where(whole, x, rubbish).float() if isinstance(x, Tensor) and x.shape == whole.shape else x
+
+    fields = {name: spoil(x.float() if isinstance(x, Tensor) else x) for name, x in seen.items()}
+    own: dict[str, Any] = {"mask": mask if has_mask else None, "cu_seqlens": offsets}
+    if "group-mean" in (spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate):
+        own["groups"] = torch.arange(len(sequences)) // 2
+    targets = (
+        torch.where(mask, ids.view(shape), V + 7 - 2000 * (torch.arange(n).view(shape) % 2)) if has_mask else ids.view(shape)
+    )
+    p = Problem(
+        r, {}, leaves, targets, ids, sequences, {**fields, **own}, {**seen, **own, "mask": whole}, trained, transform,
+        spoil(transform["temperature"]), sets, keep,
+    )  # fmt: skip
+    p.given = _poisoned(p, rubbish)
+    _add_others(p, rows, normal, uniform, g)
+    if r.also in ("at", "all"):
+        counts = torch.randint(0, min(V, 4) + 1, (n,), generator=g).tolist()
+        p.at = [torch.randperm(V, generator=g)[:count].tolist() for count in counts]
+    p.upstream = {name: normal() for name in ("logps", "entropy", "sum_squares", "log_kept_mass", "divergence")}
+    p.upstream["at"] = normal(sum(map(len, p.at or [])))
+    return p
+
+
+def _transform(r: Recipe, shape: tuple[int, ...], uniform: Callable[..., Tensor]) -> dict[str, Any]:
+    plain: dict[str, Any] = {"temperature": 1.0, "softcap": None, "scale": 1.0}
+    rows = {"per sequence": (len(r.lengths), 1) if len(shape) == 2 else (len(r.lengths),), "per token": shape}
+    if r.transform in rows:
+        return {**plain, "temperature": 0.4 + 1.6 * uniform(*rows[r.transform]).float()}
+    chosen = {
+        "none": {}, "temperature": {"temperature": 0.7}, "softcap": {"softcap": 15.0}, "scale": {"scale": -1.7},
+        "everything": {"temperature": 1.3, "softcap": 9.0, "scale": -0.8},
+    }  # fmt: skip
+    return {**plain, **chosen[r.transform]}
+
+
+def _leaves(
+    r: Recipe, shape: tuple[int, ...], ids: Tensor, transform: dict[str, Any], normal: Callable[..., Tensor], g: torch.Generator
+) -> tuple[dict[str, Tensor], Tensor]:
+    """(the tensors that get a gradient, rounded to their dtype; the logits [N, V] in float64)."""
+    V, dtype, n = r.vocab, DTYPES[r.dtype], ids.numel()
+    if r.source == "hidden":
+        width = 8
+        head = torch.bfloat16 if r.head == "bfloat16" else dtype
+        leaves = {"hidden": normal(*shape, width).to(dtype), "weight": (r.spread * width**-0.5 * normal(V, width)).to(head)}
+        if r.bias != "none":
+            leaves["bias"] = normal(V).to(head)
+        rows = oracle.project(leaves, torch.float64)
+        return leaves, rows.detach()
+    x = (r.spread * normal(n, V)).clamp(-6e4, 6e4)
+    sign = math.copysign(1.0, transform["scale"])
+    if r.extreme == "far":
+        below = torch.tensor([0.0, 60.0, 88.0, 100.0, 300.0, 700.0])[torch.randint(6, (n,), generator=g)]
+        x.scatter_add_(1, (ids if r.seed % 2 else torch.zeros_like(ids))[:, None], -sign * below[:, None].double())
+    elif r.extreme == "confident":
+        x.scatter_add_(1, torch.randint(V, (n, 1), generator=g), torch.full((n, 1), 20.0 * sign, dtype=torch.float64))
+    elif r.extreme == "absent":
+        gone = (torch.rand(n, V, generator=g) < 0.4).scatter(1, ids[:, None], False)
+        x.masked_fill_(gone, -sign * math.inf)
+    x = x.to(dtype)
+    return {"logits": x.view(*shape, V)}, x.double()
+
+
+def _sets(r: Recipe, ids: Tensor, g: torch.Generator) -> tuple[list[list[int]], Tensor, Tensor]:
+    """(ids of each row's set, bool [N, V] what each softmax runs over, bool [N] targets that their sets lack)."""
+    n, V = len(ids), r.vocab
+    sizes = torch.randint(1, min(V, 9) + 1, (n,), generator=g).tolist()
+    share = {"some": 0.6, "all": 1.1, "empty": 0.0, "whole": 1.1}[r.kept]
+    has = (torch.rand(n, generator=g) < share).tolist()
+    sets, keep = [], torch.zeros(n, V, dtype=torch.bool)
+    for i, target in enumerate(ids.tolist()):
+        order = torch.randperm(V, generator=g).tolist()
+        chosen = order if r.kept == "whole" else order[: sizes[i]]
+        if i % 3 == 0 and target not in chosen:  # a third of the targets is put in, a third left out, a third as it falls
+            chosen[-1] = target
+        elif i % 3 == 1 and target in chosen and V > 1 and r.kept != "whole":
+            chosen = [x for x in chosen if x != target] or [(target + 1) % V]
+        sets.append(chosen if has[i] else [])
+        keep[i, chosen if has[i] else slice(None)] = True
+    outside = ~keep.gather(1, ids[:, None])[:, 0]
+    if r.missing == "full":
+        keep |= outside[:, None]
+    if r.door == "divergence":  # no target belongs to a row
+        return sets, keep, outside & False
+    return sets, keep.scatter(1, ids[:, None], True), outside
+
+
+def _fields(
+    r: Recipe,
+    probs: dict[str, Tensor],
+    sequences: list[list[int]],
+    normal: Callable[..., Tensor],
+    uniform: Callable[..., Tensor],
+) -> dict[str, Any]:
+    spec, logps = SPECS[r.objective], probs["kept"]
+    packed = logps.dim() == 1
+    advantages = {"token": normal(), "column": normal(len(sequences), 1)}.get(r.given, normal(len(sequences), 1))
+    if r.layout == "without offsets":
+        advantages = normal()
+    elif r.given != "column" and r.given != "token" and len(sequences) != logps.numel():
+        advantages = advantages[:, 0]
+    advantages = torch.where(uniform(*advantages.shape) < 0.15, 0.0, advantages)
+    old = logps - torch.where(uniform() < 0.5, 0.1, 0.6) * normal()
+    old = old.clamp(-300.0, -1e-2) if spec.trust else old
+    kl_of = probs["vocabulary" if r.over == "reference" else "kept"]
+    seen = {
+        "advantages": advantages, "old_logps": old, "ref_logps": kl_of + 0.7 * normal(), "sampler_logps": (old + 0.3 * normal()).clamp(-300.0, -1e-2),
+        "weights": torch.where(uniform() < 0.1, 0.0, 0.3 + uniform()), "nll_weights": 0.1 * uniform(),
+    }  # fmt: skip
+    gone = {"on-policy": ("old_logps", "weights", "nll_weights"), "column": ("nll_weights",)}.get(r.given, ())
+    gone = (*gone, "ref_logps") if r.others else gone
+    assert packed or logps.dim() == 2
+    # In fp32, as the caller has them.
+    return {name: x.float().double() for name, x in seen.items() if name not in gone}
+
+
+def _poisoned(p: Problem, rubbish: Tensor) -> dict[str, Tensor]:
+    """What the caller passes: rubbish in rows that are not read, in logits and weights outside of all sets, between the rows."""
+    r, given = p.recipe, dict(p.clean)
+    read = p.trained
+    outside = None
+    if p.keep is not None and r.over == "kept" and r.also not in ("log_kept_mass", "all"):
+        single = (p.keep.sum(1) == 1) & torch.tensor([bool(x) for x in p.sets or []])
+        outside = ~p.keep | single[:, None]
+    if r.source == "logits":
+        x = given["logits"].reshape(len(read), -1).clone()
+        x[~read] = rubbish.reshape(-1, 1)[~read].to(x.dtype)
+        if outside is not None:
+            x = torch.where(outside, rubbish.reshape(-1, 1).to(x.dtype), x)
+        given["logits"] = VIEWS[r.view](x.view(given["logits"].shape))
+        return given
+    hidden, nobody = given["hidden"].clone(), None
+    if outside is not None:
+        read = read & ~outside.all(1)
+        nobody = outside[read].all(0) if bool(read.any()) else None
+    hidden[~read.view(p.shape)] = math.nan
+    given["hidden"] = VIEWS[r.view](hidden)
+    for name in ("weight", "bias"):
+        if name in given:
+            x = given[name].clone()
+            if nobody is not None and not p.recipe.others:
+                x[nobody] = math.nan
+            given[name] = VIEWS[r.view](x) if name == "weight" else x
+    if r.bias == "column":
+        given["bias"] = torch.stack([given["bias"], given["bias"]], 1)[:, 0]
+    return given
+
+
+def _add_others(
+    p: Problem, rows: Tensor, normal: Callable[..., Tensor], uniform: Callable[..., Tensor], g: torch.Generator
+) -> None:
+    r, (n, V) = p.recipe, rows.shape
+    for i, kind in enumerate(r.others):
+        own = {"temperature": 0.9, "softcap": 15.0, "scale": 1.3}
+        transform = own if kind == "own" else p.transform
+        if r.source == "hidden":
+            h, w = (
+                (p.clean["hidden"], p.clean["weight"])
+                if kind == "near"
+                else (normal(*p.shape, 5).bfloat16(), normal(V, 5).bfloat16())
+            )
+            h = (h.double() + 0.3 * normal(*h.shape)).to(h.dtype) if kind == "near" else h
+            other = {"hidden": h, "weight": w}
+            x = oracle.project(other, torch.float64)
+            hidden = h.clone()
+            hidden[~p.trained.view(p.shape)] = math.nan
+            given = {"hidden": VIEWS[r.view](hidden), "weight": w}
+        else:
+            dtype = (torch.float32, torch.bfloat16)[(i + r.seed) % 2]
+            x = (torch.where(rows.isfinite(), rows, 0.0) + 0.3 * normal(n, V) if kind == "near" else 3.0 * normal(n, V)).to(
+                dtype
+            )
+            logits = x.clone()
+            logits[~p.trained] = math.nan
+            given, x = {"logits": VIEWS[r.view](logits.view(*p.shape, V))}, x.double()
+        ids = None
+        if kind == "listed":
+            counts = torch.randint(0, min(V, 6) + 1, (n,), generator=g).tolist()
+            ids = [torch.randperm(V, generator=g)[:count].tolist() for count in counts]
+        weight = None if len(r.others) == 1 else 0.6 if i == 0 else torch.where(uniform() < 0.3, 0.0, uniform()).float()
+        p.others.append(Other(kind, x, given, transform, ids, weight))
