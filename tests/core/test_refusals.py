@@ -30,16 +30,17 @@ from grpo_kernels import (
     token_divergence,
     token_logprobs,
 )
-from grpo_kernels.batch import shift_targets
+from grpo_kernels.batch import shift_sets, shift_targets
 from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.formulas.filters import EntropyFloor, OffPolicySequences, TrustRegion
 from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.formulas.ops import ops
-from grpo_kernels.formulas.surrogates import A2po, Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, Sapo, Vespo
+from grpo_kernels.formulas.surrogates import A2po, Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, Vespo
 from grpo_kernels.head import FusedLMHead
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.presets import NUMERICS, PRESETS
 from grpo_kernels.rewards.estimators import ADVANTAGES, CORRECTIONS, Evidence
+from grpo_kernels.token_sets import check_sets
 from support.cases import snapshot
 from support.inside import values_unseen
 from support.meta_device import on_meta
@@ -421,10 +422,132 @@ CALLS: dict[str, Call] = {
     "scale|'std'|group, batch, none": lambda: group_advantages(ONES, group_size=3, scale="std"),
     "eps|-1.0|>= 0": lambda: group_advantages(ONES, group_size=3, eps=-1.0),
     "group_size|2|3": lambda: TokenBatch.from_rewards(IDS, ONES, group_size=2),
+    # sets beside a batch
+    "targets of shape [2, 3] has 6 tokens, but kept have 5 rows": lambda: check_sets("kept", FIVE, IDS[:2, :3], 10),
+    "targets is torch.float32: pass a tensor of integers": lambda: check_sets("kept", FIVE, torch.zeros(5), 10),
+    "kept are on cpu, but targets is on meta: pass sets.to('meta')": lambda: check_sets("kept", FIVE, on_meta(IDS.view(-1)[:5]), 10),
+    "kept holds id 9 in row 2: it is outside|[0, 9)": lambda: check_sets("kept", FIVE[1:], IDS[0], 9),
+    "ids holds id 9 in row 3": lambda: FIVE.mask(9),
+    "vocab=0: the size of the vocabulary is a whole number": lambda: FIVE.mask(0),
+    "targets of shape [4] has 4 tokens, but these sets have 5 rows": lambda: FIVE.contains(IDS[0]),
+    "targets of shape [3, 4] has 12 tokens, but sets have 5 rows": lambda: shift_sets(FIVE, IDS),
     # contexts
     "backend='cuda'": lambda: grpo_kernels.use(backend="cuda").__enter__(),
     "strict=1": lambda: grpo_kernels.use(strict=1).__enter__(),
 }  # fmt: skip
+
+FIVE, TWO = TokenSets.from_lists([[3, 1], [], [7], [2, 9, 4], []]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+MASK = torch.tensor([[0, 1, 1], [1, 0, 0]])
+RECORDS = {"generated": MASK}
+#: How sets of ids are made -> what is right of it, and what a message must say -> what is changed.
+SETS: list[tuple[Callable[..., Any], dict[str, Any], dict[str, dict[str, Any]]]] = [
+    (TokenSets, {"ids": torch.tensor([4, 6, 1]), "offsets": torch.tensor([0, 2, 3]), "values": torch.zeros(3)}, {
+        "ids is list: pass int32 or int64 [nnz]": {"ids": [1, 2, 3]},
+        "ids is torch.float32: pass int32 or int64": {"ids": ONES},
+        "ids has shape [3, 1]|TokenSets.from_padded": {"ids": IDS[:, :1]},
+        "ids has shape []": {"ids": torch.tensor(1)},
+        "offsets is torch.bool: pass int32 or int64 [rows + 1]": {"offsets": torch.tensor([False, True])},
+        "offsets has shape [0]: pass [rows + 1], a single 0 for no row": {"offsets": IDS[0, :0]},
+        "offsets has shape [1, 4]": {"offsets": IDS[:1]},
+        "offsets is on meta, but ids is on cpu: move one of them": {"offsets": torch.tensor([0, 3]).to("meta")},
+        "offsets[0]=1: the ids of row 0 start at 0": {"offsets": torch.tensor([1, 3])},
+        "offsets[1]=2, offsets[2]=1: row 1 ends before it starts|the number of ids, 3": {"offsets": torch.tensor([0, 2, 1, 3])},
+        "offsets[1]=9, offsets[2]=3: row 1 ends before it starts": {"offsets": torch.tensor([0, 9, 3])},
+        "offsets[2]=2, but there are 3 ids": {"offsets": torch.tensor([0, 1, 2])},
+        "offsets[2]=5, but there are 3 ids": {"offsets": torch.tensor([0, 1, 5])},
+        "ids is -1 in row 1 (ids[2]): ids are at least 0|from_padded": {"ids": torch.tensor([4, 6, -1])},
+        "ids is 4 twice in row 0 (offsets 0 to 2)": {"ids": torch.tensor([4, 4, 1])},
+        "values is list: pass a float tensor, one number for each id, or None": {"values": [0.0, 1.0, 2.0]},
+        "values is torch.int64: pass a float tensor": {"values": IDS[0, 1:]},
+        "values has shape [4], but ids has [3]: they must be the same": {"values": torch.zeros(4)},
+        "values is on meta, but ids is on cpu": {"values": torch.zeros(3, device="meta")},
+        "values is NaN in row 1 (values[2], id 1)": {"values": torch.tensor([0.0, -INF, NAN])},
+    }),
+    (TokenSets.whole, {}, {
+        f"rows={rows}: the number of rows is a whole number of at least 0": {"rows": rows} for rows in (-1, 2.5, True)
+    }),
+    (TokenSets.cat, {}, {
+        "parts is an empty list: pass a list of TokenSets": {"parts": []},
+        "parts is a list with a Tensor: pass a list of TokenSets": {"parts": [FIVE, IDS]},
+        "parts=['cpu', 'meta']: they are on different devices: move them to one": {"parts": [FIVE, FIVE.to("meta")]},
+        "parts[1] has no values, but others have": {"parts": [LISTED, FIVE]},
+    }),
+    (FIVE.with_values, {}, {
+        "values has shape [5], but ids has [6]": {"values": torch.zeros(5)},
+        "values is NaN in row 3 (values[3], id 2)": {"values": torch.tensor([0, 0, 0, NAN, 0, 0])},
+    }),
+    (TokenSets.from_counts, {"ids": torch.tensor([3, 4, 5])}, {
+        "counts is list: pass int32 or int64 [rows]": {"counts": [1, 2]},
+        "counts is torch.float32: pass int32 or int64 [rows]": {"counts": ONES},
+        "counts has shape [3, 4]: pass one number for each row, [rows]; of [B, T], counts.flatten()": {"counts": IDS},
+        "counts is -1 in row 1: a number of ids is at least 0": {"counts": torch.tensor([2, -1, 2])},
+        "counts adds up to 2, but there are 3 ids": {"counts": torch.tensor([1, 1])},
+        "counts adds up to 4, but there are 3 ids": {"counts": torch.tensor([1, 3])},
+        "counts is on meta, but ids is on cpu": {"counts": torch.tensor([1, 2]).to("meta")},
+    }),
+    (TokenSets.from_padded, {"ids": torch.tensor([[1, 2], [3, -1]])}, {
+        "ids has shape [4]: pass padded sets, [rows, K] or [B, T, K]": {"ids": IDS[0]},
+        "ids is torch.float32: pass int32 or int64 [rows, K]": {"ids": PER_TOKEN},
+        "values has shape [2], but ids has [2, 2]": {"values": torch.zeros(2)},
+        "values has shape list, but ids has [2, 2]": {"values": [0.0, 1.0]},
+        "values is NaN in row 0 (values[1], id 2)": {"values": torch.tensor([[0, NAN], [0, NAN]])},
+        "ids is -100 in row 1 (ids[2])": {"ids": torch.tensor([[1, 2], [-100, 3]])},
+    }),
+    (TokenSets.from_lists, {}, {
+        "lists is a Tensor: pass a list of lists": {"lists": PER_TOKEN},
+        "lists is a str: pass a list of lists": {"lists": "12"},
+        "lists is not one list of numbers for each row|generated=": {"lists": [1, 2]},
+        "lists is not one list of numbers for each row|generated= ": {"lists": [[[1], [2]], [[3]]]},
+        "lists holds torch.float32: pass lists of integer ids": {"lists": [[1.5]]},
+        "lists holds torch.bool: pass lists of integer ids": {"lists": [[True]]},
+        "lists holds ids up to 2147483648: from lists ids become int32": {"lists": [[2**31]]},
+        "ids is -1 in row 1": {"lists": [[1], [3, -1]]},
+        "ids is 3 twice in row 1": {"lists": [[], [3, 3]]},
+        "values has 1 rows, but lists has 2": {"lists": [[1], [2]], "values": [[0.5]]},
+        "values has 1 numbers in row 1, but lists has 2 ids there": {"lists": [[1], [2, 3]], "values": [[1.0], [1.0]]},
+        "values is NaN in row 1 (values[1], id 2)": {"lists": [[1], [2]], "values": [[1.0], [NAN]]},
+        "cu_seqlens is given without generated": {"lists": [[1]], "cu_seqlens": torch.tensor([0, 1])},
+        "generated is list: pass a bool tensor": {"lists": [[[1]]], "generated": [[True]]},
+        "generated has dtype torch.float32": {"lists": [[[1]]], "generated": PER_TOKEN},
+        "generated is shape [1, 2, 3]: pass a bool tensor": {"lists": [[[1]]], "generated": MASK[None]},
+        "lists has 1 sequences, but generated has 2": {"lists": [[[1], [2]]], **RECORDS},
+        "lists[0] has 1 records, but generated marks 2 tokens of sequence 0": {"lists": [[[1]], [[2]]], **RECORDS},
+        "lists[1] has 2 records, but generated marks 1 ": {"lists": [[[1], [2]], [[2], [3]]], **RECORDS},
+        "lists[0] has 1 records, but generated marks 2": {"lists": [[1]], "generated": MASK[0]},
+        "cu_seqlens=[0, 2]: it must rise": {"lists": [[[1]]], "generated": MASK[0], "cu_seqlens": torch.tensor([0, 2])},
+    }),
+    (TokenSets.from_logits, {"logits": TWO, "top_k": 1}, {
+        "logits is list: pass a float tensor [..., V]": {"logits": [[1.0]]},
+        "logits is torch.int64 [3, 4]": {"logits": IDS},
+        "logits is torch.float32 [2, 0]": {"logits": TWO[:, :0]},
+        "logits is torch.float32 []": {"logits": torch.tensor(1.0)},
+        "all -inf in row 1": {"logits": TWO.index_fill(1, torch.tensor(0), 0.0) / TWO[:, 1:]},
+        "all -inf in row 0": {"logits": torch.tensor([[-INF, -INF], [1.0, 0.0]])},
+        "top_k=1.5: it is a number of ids; None, 0 or -1 keeps all": {"top_k": 1.5},
+        "top_k=-2": {"top_k": -2},
+        "top_p=0.0: it is a probability above 0, at most 1; None keeps all. A greedy sampler is top_k=1": {"top_p": 0.0},
+        "top_p=1.01": {"top_p": 1.01},
+        "min_p=-0.1: it is a share of the largest probability in [0, 1]": {"min_p": -0.1},
+        "min_p=1.1": {"min_p": 1.1},
+        "order='trl': samplers truncate differently: pass \"vllm\" or \"sglang\"": {"order": "trl"},
+        "temperature=0.0": {"temperature": 0.0},
+        "temperature is 0.0 at row 1": {"temperature": torch.tensor([1.0, 0.0])},
+        "temperature has shape [3]": {"temperature": ONES},
+        "temperature is on meta, but the logits are on cpu": {"temperature": ONES[:2].to("meta")},
+        "targets is torch.int64 [3]: pass integers of the logits' leading shape, [2]": {"targets": IDS[:, 0]},
+        "targets is torch.float32 [2]": {"targets": ONES[:2]},
+    }),
+]  # fmt: skip
+
+#: Rows that are asked for -> what the message must say.
+ROWS: dict[str, Any] = {
+    "pass a slice, integers, or a bool of the shape of targets. For one row, ": 3,
+    "rows is torch.int64 []: pass a slice": torch.tensor(0),
+    "rows is torch.float32 [3]: pass a slice": ONES,
+    "row 5 is asked for, but there are 5": torch.tensor([0, 5]),
+    "row -6 is asked for, but there are 5": torch.tensor([-6]),
+    "the mask has 12 elements, but there are 5 rows": IDS > 3,
+}
 
 
 def head(*given: Any, **options: Any) -> Any:
@@ -458,6 +581,11 @@ def collected() -> list[Any]:
             for says, o, fields in LACKING
         ),
         *(("a call", says, call) for says, call in CALLS.items()),
+        *(
+            (f.__name__, says, part(f, **{**right, **wrong}))
+            for f, right, table in SETS for says, wrong in table.items()
+        ),
+        *(("rows of sets", says, part(FIVE.__getitem__, rows)) for says, rows in ROWS.items()),
     ]  # fmt: skip
     return [pytest.param(says, call, id=f"{i} {what}: {says}") for i, (what, says, call) in enumerate(found)]
 

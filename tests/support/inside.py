@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary import hidden as linear
+from grpo_kernels.vocabulary import native as native
 from grpo_kernels.vocabulary.backends.cpu_module import _cpu
 from grpo_kernels.vocabulary.blocks import Plan, Work
 
@@ -72,3 +74,25 @@ def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(linear, "products_for", counted)
     return rows
+
+
+def backends_that_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of backends whose statistics are asked for from here on."""
+    names: list[str] = []
+    if backends.unavailable("cpu"):
+        pytest.skip("needs two backends")
+    for name in ("eager", "cpu"):
+        module = backends.load(name)
+
+        def stats(*args: Any, right: Any = module.stats, name: str = name, **kwargs: Any) -> Any:
+            names.append(name)
+            return right(*args, **kwargs)
+
+        monkeypatch.setattr(module, "stats", stats)
+    return names
+
+
+def only_eager(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """No other backend can run, for this reason, and nobody has been warned of it yet."""
+    monkeypatch.setattr(backends, "unavailable", lambda name: None if name == "eager" else reason)
+    monkeypatch.setattr("grpo_kernels.checks._warned", set())
