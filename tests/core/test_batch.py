@@ -207,3 +207,28 @@ def test_marked_rows(kind: str, expected: list[int]) -> None:
     batch = TokenBatch(ids(3, 3), advantages, weights=weights, mask=mask, nll_weights=nll)
     marked: Callable[[str], Any] = batch.marked
     assert marked(kind).int().tolist() == expected and batch.count(kind) == sum(expected)
+
+
+# ---- rewards
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "cispo", "gspo", "sapo", "reinforce"])
+def test_no_advantage_is_no_gradient(name: str, backend: str) -> None:
+    """Groups of one and groups of equal rewards: not small, but zero, in the loss as in every bit of the gradient. Rewards of 1e30
+    are those of 1 where the scale is their deviation."""
+    logits, targets, old = torch.randn(4, 3, 9), torch.randint(9, (4, 3)), -torch.rand(4, 3)
+
+    def run(rewards: Tensor, size: int, **options: Any) -> tuple[Tensor, Tensor]:
+        leaf = logits.clone().requires_grad_()
+        batch = TokenBatch.from_rewards(targets, rewards, group_size=size, old_logps=old, **options)
+        out = grpo_loss(leaf, batch, Objective.preset(name), backend=backend)
+        out.loss.backward()
+        assert leaf.grad is not None and (out.logps < 0).all()
+        return out.loss.detach(), leaf.grad
+
+    for size in (1, 4):
+        loss, gradient = run(torch.full((4,), 0.1), size)
+        assert loss == 0 and not gradient.any()
+    rewards = torch.tensor([1.0, -1.0, 1.0, 1.0])
+    (loss, gradient), (huge, of_huge) = (run(x, 2, eps=0.0) for x in (rewards, 1e30 * rewards))
+    assert same_bits(loss, huge) and same_bits(gradient, of_huge) and gradient[:2].any() and not gradient[2:].any()

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from grpo_kernels.layout import overlap as overlap
 from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary import blocks as blocks
 from grpo_kernels.vocabulary import hidden as linear
 from grpo_kernels.vocabulary import native as native
 from grpo_kernels.vocabulary.backends.cpu_module import _cpu
@@ -96,3 +98,8 @@ def only_eager(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     """No other backend can run, for this reason, and nobody has been warned of it yet."""
     monkeypatch.setattr(backends, "unavailable", lambda name: None if name == "eager" else reason)
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
+
+
+def blocks_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager code takes one row of given logits at a time."""
+    monkeypatch.setattr(backends.load("eager"), "block_bytes", lambda device: 1)
