@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
+from grpo_kernels import Sparse
+from grpo_kernels.layout import logit_rows, whole_rows
 from grpo_kernels.layout import overlap as overlap
+from grpo_kernels.operators import TracedHidden, TracedLogits
 from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary import blocks as blocks
 from grpo_kernels.vocabulary import hidden as linear
 from grpo_kernels.vocabulary import native as native
 from grpo_kernels.vocabulary.backends.cpu_module import _cpu
 from grpo_kernels.vocabulary.blocks import Plan, Work
+from grpo_kernels.vocabulary.rows import partials_of
+from grpo_kernels.vocabulary.stage import VocabularyStage
 
 
 def executors() -> list[str]:
@@ -103,3 +109,31 @@ def only_eager(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
 def blocks_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager code takes one row of given logits at a time."""
     monkeypatch.setattr(backends.load("eager"), "block_bytes", lambda device: 1)
+
+
+def traced_stages(backend: str, dtype: torch.dtype) -> list[tuple[Callable[..., Any], bool]]:
+    """What puts operators into a graph: functions of (targets, tensors) that give log-probs and entropies of rows, and whether
+    they take hidden states, weight and bias, or logits."""
+
+    def stage(source: Any) -> Callable[..., Any]:
+        names = ("entropy",)
+        return lambda targets, *x: VocabularyStage.apply(
+            source, names, names, partials_of(names), targets, None, 1.0, 0.0, 0.7, *x
+        )
+
+    sources = (
+        TracedLogits(backend, False),
+        TracedHidden(backend, False, dtype),
+        TracedHidden(backend, False, dtype, Sparse(1 / 16)),
+    )
+    return [(stage(source), i > 0) for i, source in enumerate(sources)]
+
+
+def rows_of_logits(logits: torch.Tensor) -> torch.Tensor:
+    """Logits [B, T, V] as the stages take them."""
+    return logit_rows(logits, logits.shape[:2], logits.device, False)
+
+
+def rows_of_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+    """A head's tensors as the stages take them."""
+    return [whole_rows(hidden), whole_rows(weight), bias]
