@@ -61,6 +61,7 @@ def weights(objective: Objective, batch: TokenBatch, normalizer: Any = None) -> 
 
     def slopes(o: Objective, of: TokenBatch) -> tuple[Tensor, ...]:
         out = objective_loss(leaves[0], of, o, entropy=leaves[1], normalizer=normalizer).loss
+        assert out.isfinite()
         return torch.autograd.grad(out, leaves, allow_unused=True, materialize_grads=True)
 
     policy, (kl, entropy) = slopes(replace(linear, beta=0.0), batch)[0], slopes(linear, others)
