@@ -238,7 +238,7 @@ def test_an_adapter_on_the_head_is_refused_however_it_was_named(kind: str, targe
     pytest.importorskip("transformers")
     options = {"r": 2} if kind == "LoraConfig" else {"oft_block_size": 0, "r": 2}
     model = peft.get_peft_model(tiny_model(tie_word_embeddings=False), getattr(peft, kind)(target_modules=targets, **options))
-    with pytest.raises(ValueError, match="carries an adapter|merge the adapter"):
+    with pytest.raises(ValueError, match="carries an adapter"):
         FusedLMHead.install(model)
 
 
