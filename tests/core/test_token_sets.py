@@ -496,10 +496,13 @@ def test_strides_and_chunks(rules: dict[str, Any], monkeypatch: pytest.MonkeyPat
     expected, _ = oracle(full[:, :-1], "vllm", **rules)
     spoiled = full.clone()
     spoiled[2, 1, 0] = NAN
+    targets = torch.arange(24).view(3, 8) % 20
+    whole = kept(full, targets=targets, **rules)
     for chunk in (1, 60, 10_000):
         monkeypatch.setattr(token_set_rules, "CHUNK", chunk)
         for logits in (full[:, :-1], full[:, :-1].clone(), full[:, :-1].reshape(-1, 20), full.mT.contiguous().mT[:, :-1]):
             assert_facts(TokenSets.from_logits(logits, **rules), expected)
+        assert kept(full, targets=targets, **rules) == whole
         for x in (spoiled[:, :-1], spoiled.expand(2, 3, 8, 20)[1, :, :-1], spoiled[:, :7].clone()):
             with pytest.raises(ValueError, match="in row 15"):
                 TokenSets.from_logits(x, **rules)
