@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,243 +13,197 @@ from grpo_kernels import LossOutput, Objective, TokenBatch, grpo_loss, linear_gr
 from grpo_kernels.distributed import VocabShard, global_normalizer
 from grpo_kernels.formulas.filters import EntropyQuantile
 from grpo_kernels.losses import objective_loss
-from grpo_kernels.objective import AGGREGATES
 from grpo_kernels.rewards.corrections import importance_weights, off_policy_sequence_mask, rejection_mask
-from support.cases import OBJECTIVES, Case, assert_no_worse, build, near_a_kink, pack, share_answers
 from support.collectives import counted
-from support.linear_cases import assert_near, build_linear
-from support.oracle import Spec
+from support.doors import batch_of, compare, exact_of, objective_of, run
+from support.objectives import OBJECTIVES
+from support.oracle import Answer
 from support.processes import WHOLE_PRODUCTS
+from support.recipes import KINDS, Problem, Recipe, legal, problem, sliced
 
 Tensor = torch.Tensor
-SINGLE = {"advantages"}  # fields with one value per sequence
+LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)
 GROUPS = torch.tensor([0, 0, 1, 2, 2, 3, 4, 4])
+AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-mean", "token-sum", "constant")
+WHOLE_BATCH = ("clip-cov", "kl-cov", "entropy quantile, bonus of its own")  # they look at all tokens
 
 
-def owners(case: Case, ranks: int) -> dict[str, Tensor]:
-    """The rank of each token [N] of a packed case, by pattern."""
-    n = case.targets.numel()
-    at, offsets = torch.arange(n), case.fields["cu_seqlens"].long()
-    place = at - offsets[torch.searchsorted(offsets[1:], at, right=True)]
-    return {
-        "contiguous": torch.searchsorted(torch.linspace(0, n, ranks + 1)[1:].long(), at, right=True).clamp(max=ranks - 1),
-        "zigzag": torch.minimum(place % (2 * ranks), 2 * ranks - 1 - place % (2 * ranks)),
-        "all on the last": torch.full((n,), ranks - 1),
-    }
+def recipe(name: str, **changes: Any) -> Recipe:
+    """With the first seed for which no number lies at a bound."""
+    others = ("near",) if "exact" in name else ()
+    plain = {"objective": name, "layout": "packed", "lengths": LENGTHS, "others": others, **changes}
+    seeds = (legal(Recipe(**plain, seed=i)) for i in range(9))
+    return next(r for r in seeds if exact_of(r)[0].clear)
 
 
-def part(case: Case, mine: Tensor, **extra: Any) -> tuple[Tensor, TokenBatch]:
-    """This rank's logits [n, V] and batch: of each sequence the tokens that are its own."""
-    offsets = case.fields["cu_seqlens"].long()
-    lengths = torch.stack([mine[lo:hi].sum() for lo, hi in pairwise(offsets)])
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32)
-    fields = {k: v if k in SINGLE else v[mine] for k, v in case.fields.items() if k != "cu_seqlens"}
-    fields["advantages"] = fields["advantages"][:, None]  # as many tokens as sequences would read [B] as one per token
-    fields |= {"cu_seqlens": cu_seqlens, "groups": GROUPS, "context_group": dist.group.WORLD} | extra
-    return case.logits[mine].clone().requires_grad_(), TokenBatch(**fields)
+def owners(ranks: int) -> list[Tensor]:
+    """The rank of each token: in contiguous pieces, in zigzag within each sequence, all on the last."""
+    place = torch.cat([torch.arange(n) for n in LENGTHS])
+    n = len(place)
+    contiguous = torch.searchsorted(torch.linspace(0, n, ranks + 1)[1:].long(), torch.arange(n), right=True).clamp(
+        max=ranks - 1
+    )
+    zigzag = torch.minimum(place % (2 * ranks), 2 * ranks - 1 - place % (2 * ranks))
+    return [contiguous, zigzag, torch.full((n,), ranks - 1)]
 
 
-def parts(rank: int, ranks: int, case: Case) -> Iterator[tuple[str, Tensor]]:
-    for name, owner in owners(case, ranks).items():
-        yield name, owner == rank
+def part(p: Problem, mine: Tensor, **fields: Any) -> Problem:
+    """A packed problem as a rank sees it that has the tokens `mine`: of each sequence those that are its own."""
+    n, at = len(mine), mine.nonzero()[:, 0].tolist()
+
+    def some(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: value if name in ("weight", "bias") else some(value) for name, value in x.items()}
+        return x[mine] if isinstance(x, Tensor) and x.dim() and len(x) == n else x
+
+    counts = torch.stack([mine[lo:hi].sum() for lo, hi in pairwise(p.fields["cu_seqlens"].tolist())])
+    given = {k: some(v) for k, v in p.fields.items()}
+    if p.fields["advantages"].shape == (len(LENGTHS),):
+        given["advantages"] = p.fields["advantages"][:, None]  # as many tokens as sequences would read [B] as one a token
+    given["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to(torch.int32)
+    given |= {"groups": GROUPS, "context_group": dist.group.WORLD, **fields}
+    others = [
+        replace(
+            o,
+            rows=o.rows[mine],
+            given=some(o.given),
+            weight=some(o.weight),
+            ids=None if o.ids is None else [o.ids[i] for i in at],
+        )
+        for o in p.others
+    ]
+    sets = None if p.sets is None else [p.sets[i] for i in at]
+    return replace(
+        p, given=some(p.given), targets=p.targets[mine], fields=given, sets=sets, others=others, transform=some(p.transform),
+        temperature=some(p.temperature),
+    )  # fmt: skip
 
 
-def together(gradient: Tensor | None, mine: Tensor, shape: torch.Size) -> Tensor:
-    """The gradients of all ranks' rows, put into the order of the whole case."""
-    found = torch.zeros(shape)
-    assert gradient is not None
-    found[mine] = gradient
-    dist.all_reduce(found)
-    return found
+def together(p: Problem, found: Answer, mine: Tensor, group: Any = None) -> Answer:
+    """What all ranks found: rows in the order of the whole problem, all else summed."""
+
+    def put(x: Tensor, rows: bool) -> Tensor:
+        whole = torch.zeros(len(mine), *x.shape[1:]) if rows else x.detach().clone()
+        if rows:
+            whole[mine] = x
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    return Answer(
+        {name: put(x, name != "loss") for name, x in found.values.items()},
+        {name: put(x, name in ("logits", "hidden")) for name, x in found.gradients.items()},
+    )
 
 
-def summed(x: Tensor) -> Tensor:
-    x = x.detach().clone()
-    dist.all_reduce(x)
-    return x
-
-
-LOCAL = ("clip-cov", "kl-cov")  # they look at the whole batch
-
-
-def objectives() -> dict[str, tuple[Objective, Spec]]:
-    found = {}
-    for name, (make, spec) in OBJECTIVES.items():
-        if spec.surrogate not in LOCAL and spec.entropy_share is None:
-            found[name] = (make(), spec)
-    for aggregate in AGGREGATES:
-        if aggregate != "group-mean":
-            found[f"sequence level, {aggregate}"] = (
-                Objective(level="sequence", aggregate=aggregate, beta=0.2, entropy_coef=0.1, max_tokens=9),
-                Spec(level="sequence", aggregate=aggregate, beta=0.2, entropy_coef=0.1, max_tokens=9),
-            )
-    assert len(found) > 40
-    return found
+def agree(p: Problem, mine: Tensor, **fields: Any) -> None:
+    compare(p, together(p, run(part(p, mine, **fields)), mine))
 
 
 def check_every_objective(rank: int, ranks: int) -> None:
-    """Any cut gives the loss and gradient of whole sequences, with the default normaliser."""
-    case, specs = pack(build()), [spec for _, spec in objectives().values()]
-    share_answers(partial(ask, spec) for spec in specs for ask in (case.expected, case.naive))
-    for index, (name, (objective, spec)) in enumerate(objectives().items()):
-        if ranks == 4 and index % 4 == 3 and not WHOLE_PRODUCTS:
+    """Any cut gives the loss and gradients of whole sequences, with the default normaliser, from logits and from hidden states."""
+    for i, name in enumerate(name for name in OBJECTIVES if name not in WHOLE_BATCH):
+        if ranks == 4 and name not in KINDS and not WHOLE_PRODUCTS:
             continue  # which two ranks have
-        (exact, d_exact), (naive, d_naive) = case.expected(spec), case.naive(spec)
-        if near_a_kink(exact):
-            continue
-        cuts = list(parts(rank, ranks, case))
-        for kind, mine in cuts if index % 4 == 0 else [cuts[index % 2]]:
-            leaf, batch = part(case, mine)
-            out = grpo_loss(leaf, batch, objective)
+        p, cuts = problem(recipe(name, source=("logits", "hidden")[i % 2])), owners(ranks)
+        for owner in cuts if i % 4 == 0 else [cuts[i % 2]]:
+            agree(p, owner == rank)
+
+
+def check_sets_and_memory(rank: int, ranks: int) -> None:
+    """A rank has the sets of its own rows: beside rows without one, of targets that they lack; and memory to add to."""
+    for name in ("gspo, k3 by the ratio", "off-policy sequences", "grpo, k3 and entropy", "gspo, exact"):
+        for more in ({}, {"source": "hidden", "weight_grad": "float32"}):
+            p = problem(recipe(name, kept="some", others=("whole",) if "exact" in name else (), **more))
+            for owner in owners(ranks):
+                agree(p, owner == rank)
+
+
+def check_each_aggregate_of_sequence_ratios(rank: int, ranks: int) -> None:
+    """Also a mean over groups: as one rank has it."""
+    p = problem(recipe("dapo, k3"))
+    for aggregate in AGGREGATES:
+        objective = Objective(level="sequence", aggregate=aggregate, beta=0.2, entropy_coef=0.1, max_tokens=9)
+        whole = p.given["logits"].clone().requires_grad_()
+        expected = grpo_loss(whole, batch_of(p, groups=GROUPS), objective)
+        expected.loss.backward()
+        for owner in owners(ranks):
+            mine = owner == rank
+            q = part(p, mine)
+            leaf = q.given["logits"].clone().requires_grad_()
+            out = grpo_loss(leaf, batch_of(q), objective)
             out.loss.backward()
-            d_found = together(leaf.grad, mine, case.logits.shape)
-            what = f"{name}, {kind}"
-            assert_no_worse(summed(out.loss)[None], naive.loss[None], exact.loss[None], f"loss of {what}", tiny=2e-5)
-            assert_no_worse(d_found, d_naive, d_exact, f"gradient of {what}")
+            found = together(p, Answer({"loss": out.loss.detach()}, {"logits": leaf.grad}), mine)  # type: ignore[dict-item]
+            torch.testing.assert_close(found.gradients["logits"], whole.grad, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(found.values["loss"], expected.loss.detach(), rtol=2e-5, atol=1e-6)
 
 
-def check_group_mean(rank: int, ranks: int) -> None:
-    case, objective = pack(build()), Objective(aggregate="group-mean", beta=0.1)
-    whole = case.logits.clone().requires_grad_()
-    fields = case.fields | {"groups": GROUPS, "advantages": case.fields["advantages"][:, None]}
-    grpo_loss(whole, TokenBatch(**fields), objective).loss.backward()
-    assert whole.grad is not None
-    for kind, mine in parts(rank, ranks, case):
-        leaf, batch = part(case, mine)
-        grpo_loss(leaf, batch, objective).loss.backward()
-        assert_near(together(leaf.grad, mine, case.logits.shape), whole.grad, 1e-6, kind)
-
-
-def check_padded_parts(rank: int, ranks: int) -> None:
-    """Columns of a padded batch: a rank may have none."""
-    case = build()
-    columns = {2: [3, 4], 4: [2, 0, 4, 1]}[ranks]
-    lo = sum(columns[:rank])
-    piece = slice(lo, lo + columns[rank])
-    for objective, spec in ((Objective.preset("gspo", beta=0.1), Spec(eps_low=3e-4, eps_high=4e-4, level="sequence", beta=0.1,
-                             aggregate="seq-mean-token-mean")), (Objective(), Spec())):  # fmt: skip
-        (exact, d_exact), (naive, d_naive) = case.expected(spec), case.naive(spec)
-        fields = {k: v if k in SINGLE else v[:, piece] for k, v in case.fields.items()}
-        leaf = case.logits[:, piece].clone().requires_grad_()
-        out = grpo_loss(leaf, TokenBatch(**fields, context_group=dist.group.WORLD), objective)
-        out.loss.backward()
-        assert_no_worse(summed(out.loss)[None], naive.loss[None], exact.loss[None], "loss", tiny=2e-5)
-        found = torch.zeros_like(case.logits)
-        assert leaf.grad is not None
-        found[:, piece] = leaf.grad
-        dist.all_reduce(found)
-        assert_no_worse(found, d_naive, d_exact, "gradient")
-
-
-def check_from_hidden_and_from_logps(rank: int, ranks: int) -> None:
-    case = build_linear(packed=True)
-    spec = Spec(level="sequence-sum", aggregate="seq-mean-token-mean")
-    objective = Objective(level="sequence-sum", aggregate="seq-mean-token-mean")
-    (_, exact), (_, naive) = case.expected(spec), case.naive(spec)
-    for kind, mine in parts(rank, ranks, case.tokens):
-        leaves = {"hidden": case.hidden[mine].clone().requires_grad_(), "weight": case.weight.clone().requires_grad_()}
-        _, batch = part(case.tokens, mine)
-        linear_grpo_loss(leaves["hidden"], leaves["weight"], batch, objective, bias=case.bias).loss.backward()
-        assert leaves["weight"].grad is not None
-        assert_no_worse(summed(leaves["weight"].grad), naive["weight"], exact["weight"], f"weight, {kind}")
-        found = together(leaves["hidden"].grad, mine, case.hidden.shape)
-        assert_no_worse(found, naive["hidden"], exact["hidden"], f"hidden, {kind}")
-
-        logits = torch.nn.functional.linear(case.hidden.double(), case.weight.double(), case.bias.double())  # type: ignore[union-attr]
-        every = logits.log_softmax(-1).gather(1, case.tokens.targets[:, None])[:, 0].float()
-        whole = every.clone().requires_grad_()
-        objective_loss(whole, case.tokens.batch(), objective).loss.backward()
-        leaf = every[mine].clone().requires_grad_()
-        objective_loss(leaf, batch, objective).loss.backward()
-        assert whole.grad is not None
-        assert_near(together(leaf.grad, mine, every.shape), whole.grad, 1e-6, f"logps, {kind}")
-
-
-def check_kept_sets(rank: int, ranks: int) -> None:
-    """A rank has the sets of its own rows: beside rows without one, of targets that they lack, from logits and from hidden
-    states."""
-    case, linear = pack(build(kept=True)), build_linear(packed=True, kept=True)
-    for name in ("gspo, k3 by the ratio", "off-policy sequences", "grpo, k3 and entropy"):
-        make, spec = OBJECTIVES[name]
-        (exact, d_exact), (naive, d_naive) = case.expected(spec), case.naive(spec)
-        for kind, mine in parts(rank, ranks, case):
-            leaf, batch = part(case, mine)
-            out = grpo_loss(leaf, batch, make())
-            out.loss.backward()
-            assert_no_worse(summed(out.loss)[None], naive.loss[None], exact.loss[None], f"loss of {name}, {kind}", tiny=2e-5)
-            assert_no_worse(together(leaf.grad, mine, case.logits.shape), d_naive, d_exact, f"gradient of {name}, {kind}")
-        (exact, gradients), (naive, naive_gradients) = linear.expected(spec), linear.naive(spec)
-        for kind, mine in parts(rank, ranks, linear.tokens):
-            hidden, weight = linear.hidden[mine].clone().requires_grad_(), linear.weight.clone().requires_grad_()
-            _, batch = part(linear.tokens, mine)
-            total = torch.zeros_like(weight, requires_grad=False)
-            linear_grpo_loss(hidden, weight, batch, make(), bias=linear.bias, weight_grad=total).loss.backward()
-            assert_no_worse(summed(total), naive_gradients["weight"], gradients["weight"], f"weight of {name}, {kind}")
-            found = together(hidden.grad, mine, linear.hidden.shape)
-            assert_no_worse(found, naive_gradients["hidden"], gradients["hidden"], f"hidden of {name}, {kind}")
+def check_from_log_probs(rank: int, ranks: int) -> None:
+    p = problem(recipe("rloo"))
+    objective, logps = objective_of(p.recipe), exact_of(p.recipe)[0].values["logps"].float().view(p.shape)
+    whole = logps.clone().requires_grad_()
+    objective_loss(whole, batch_of(p), objective).loss.backward()
+    for owner in owners(ranks):
+        mine = owner == rank
+        leaf = logps[mine].clone().requires_grad_()
+        objective_loss(leaf, batch_of(part(p, mine)), objective).loss.backward()
+        found = together(p, Answer({}, {"logits": leaf.grad}), mine)  # type: ignore[dict-item]
+        torch.testing.assert_close(found.gradients["logits"], whole.grad, rtol=1e-5, atol=1e-7)
 
 
 def check_global_normalizer(rank: int, ranks: int) -> None:
     """Micro-batches of shared sequences: one denominator over all of them and all ranks."""
-    case = pack(build())
+    p = problem(recipe("dapo, k3"))
+    whole = batch_of(p, groups=GROUPS, advantages=p.fields["advantages"])
     for aggregate in AGGREGATES:
         objective = Objective(
             level="sequence", aggregate=aggregate, beta=0.2, max_tokens=9, count_empty=aggregate != "group-mean"
         )
-        advantages = case.fields["advantages"][:, None]
-        whole = TokenBatch(**case.fields | {"groups": GROUPS, "advantages": advantages})
-        for kind, mine in parts(rank, ranks, case):
-            _, batch = part(case, mine)
-            found = float(global_normalizer(objective, [batch, batch]))
-            expected = float(global_normalizer(objective, [whole, whole], reduce=False))
-            assert abs(found - expected) <= 1e-6 * expected, (aggregate, kind, found, expected)
+        expected = float(global_normalizer(objective, [whole, whole], reduce=False))
+        for owner in owners(ranks):
+            batch = batch_of(part(p, owner == rank))
+            assert abs(float(global_normalizer(objective, [batch, batch])) - expected) <= 1e-6 * expected, aggregate
 
 
 def check_metrics_are_no_collective(rank: int, ranks: int) -> None:
     """Metrics need no other rank: one rank may read them alone."""
-    case = pack(build())
-    for objective in (Objective.preset("gspo", beta=0.1), OBJECTIVES["off-policy sequences"][0]()):
-        _, mine = next(iter(parts(rank, ranks, case)))
-        leaf, batch = part(case, mine)
-        out = grpo_loss(leaf, batch, objective)
+    for name in ("gspo", "off-policy sequences"):
+        p = problem(recipe(name))
+        q = part(p, owners(ranks)[0] == rank)
+        out = grpo_loss(q.given["logits"], batch_of(q), objective_of(p.recipe))
         if rank == 0:
             assert all(x.isfinite() for x in out.metrics.values())
-        whole = grpo_loss(case.logits, case.batch(), objective)
+        whole = grpo_loss(p.given["logits"], batch_of(p), objective_of(p.recipe))
         dist.barrier()
-        means = out.metrics["ratio_mean"] * out.metrics["tokens"]
-        assert_near(summed(means), whole.metrics["ratio_mean"] * whole.metrics["tokens"], 1e-5, "ratio_mean")
+        means = (out.metrics["ratio_mean"] * out.metrics["tokens"]).clone()
+        dist.all_reduce(means)
+        torch.testing.assert_close(means, whole.metrics["ratio_mean"] * whole.metrics["tokens"], rtol=1e-5, atol=0)
 
 
 def check_collectives(rank: int, ranks: int) -> None:
     """Lengths once a batch, from hidden states contributing sequences as well; the ratio and its slope once a loss; none at token
     level."""
-    case = pack(build())
-    b = GROUPS.numel() * 8
-    _, mine = next(iter(parts(rank, ranks, case)))
-    gspo = Objective(level="sequence", aggregate="token-sum")
+    p = problem(recipe("dapo, k3"))
+    q, gspo = part(p, owners(ranks)[0] == rank), Objective(level="sequence", aggregate="token-sum")
 
     def from_hidden(leaf: Tensor, batch: TokenBatch, objective: Objective) -> LossOutput:
         return linear_grpo_loss(leaf, torch.eye(leaf.shape[-1]), batch, objective)
 
     for loss, once_a_batch in ((grpo_loss, 1), (from_hidden, 2)):
-        leaf, batch = part(case, mine)
+        leaf, batch = q.given["logits"].clone().requires_grad_(), batch_of(q)
         for first in (True, False):
             with counted() as sizes:
                 out = loss(leaf, batch, gspo)
                 out.loss.backward()
                 assert out.metrics["ratio_mean"] > 0
-            expected = [b] * (2 + once_a_batch * first)
-            assert sizes == {"all_gather": [], "all_reduce": expected}, sizes
-    leaf, batch = part(case, mine)
+            assert sizes == {"all_gather": [], "all_reduce": [8 * len(LENGTHS)] * (2 + once_a_batch * first)}, sizes
     with counted() as sizes:
-        grpo_loss(leaf, batch, Objective(aggregate="token-mean"), normalizer=20.0).loss.backward()
+        grpo_loss(leaf, batch_of(q), Objective(aggregate="token-mean"), normalizer=20.0).loss.backward()
     assert sizes == {"all_gather": [], "all_reduce": []}, sizes
 
 
 def check_corrections(rank: int, ranks: int) -> None:
-    case = pack(build())
-    whole = case.batch()
-    logps = case.fields["old_logps"] - 0.3
+    p = problem(recipe("dapo, k3"))
+    whole, logps = batch_of(p), p.seen["old_logps"].float() - 0.3
     makers = {
         "product": lambda b, now: importance_weights(b, level="sequence", high=2.0),
         "geometric": lambda b, now: importance_weights(b, level="geometric", mode="mask", low=0.5, high=2.0),
@@ -259,8 +212,9 @@ def check_corrections(rank: int, ranks: int) -> None:
         "mean": lambda b, now: rejection_mask(b, over="mean", low=0.8, high=1.5),
         "off-policy": lambda b, now: off_policy_sequence_mask(b, now, delta=0.1),
     }
-    for kind, mine in parts(rank, ranks, case):
-        _, batch = part(case, mine)
+    for kind, owner in enumerate(owners(ranks)):
+        mine = owner == rank
+        batch = batch_of(part(p, mine))
         for name, make in makers.items():
             expected = make(whole, logps)[mine]
             torch.testing.assert_close(make(batch, logps[mine]), expected, rtol=1e-6, atol=0, msg=f"{name}, {kind}")
@@ -268,67 +222,62 @@ def check_corrections(rank: int, ranks: int) -> None:
 
 def check_masked_rank(rank: int, ranks: int) -> None:
     """A rank whose tokens are all masked and hold anything, and a batch in which all tokens are masked."""
-    case = pack(build())
-    mine = owners(case, ranks)["contiguous"] == rank
-    first = owners(case, ranks)["contiguous"] == 0
-    mask = case.mask & ~first  # type: ignore[operator]
-    fields = case.fields | {"mask": mask}
-    spec, objective = (
-        Spec(level="sequence", aggregate="seq-mean-token-mean"),
-        Objective(level="sequence", aggregate="seq-mean-token-mean"),
-    )
-    masked = Case(case.logits, fields, {})
-    (exact, d_exact), (naive, d_naive) = masked.expected(spec), masked.naive(spec)
-    logits = torch.where(mask[:, None], case.logits, torch.nan)
-    leaf, batch = part(Case(logits, fields, {}), mine)
-    out = grpo_loss(leaf, batch, objective)
-    out.loss.backward()
-    assert rank != 0 or (float(out.loss) == 0.0 and leaf.grad is not None and not leaf.grad.any())
-    assert_no_worse(summed(out.loss)[None], naive.loss[None], exact.loss[None], "loss", tiny=2e-5)
-    assert_no_worse(together(leaf.grad, mine, case.logits.shape), d_naive, d_exact, "gradient")
-    nothing = Case(torch.full_like(case.logits, torch.nan), case.fields | {"mask": torch.zeros_like(mask)}, {})
-    leaf, batch = part(nothing, mine)
-    out = grpo_loss(leaf, batch, objective)
-    out.loss.backward()
-    assert float(out.loss) == 0.0 and leaf.grad is not None and not leaf.grad.any()
+    p, owner = problem(recipe("gspo")), owners(ranks)[0]
+    mine, objective = owner == rank, objective_of(p.recipe)
+    for mask in ((owner > 0) & p.trained, torch.zeros_like(mine)):
+        fields = {**p.fields, "mask": mask}
+        logits = torch.where(mask[:, None], p.given["logits"], torch.nan)
+        whole = logits.clone().requires_grad_()
+        expected = grpo_loss(whole, TokenBatch(p.targets, **fields), objective)
+        expected.loss.backward()
+        q = part(replace(p, given={"logits": logits}, fields=fields), mine)
+        leaf = q.given["logits"].clone().requires_grad_()
+        out = grpo_loss(leaf, batch_of(q), objective)
+        out.loss.backward()
+        assert leaf.grad is not None and (rank != 0 or (float(out.loss) == 0.0 and not leaf.grad.any()))
+        found = together(p, Answer({"loss": out.loss.detach()}, {"logits": leaf.grad}), mine)
+        torch.testing.assert_close(found.values["loss"], expected.loss.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.gradients["logits"], whole.grad, rtol=1e-5, atol=1e-7)
 
 
 def check_data_parallel_shards(rank: int, ranks: int) -> None:
-    """Whole sequences on each rank, of unequal numbers of tokens, one rank's all masked: the sum over ranks is the batch."""
-    case = build()
-    rows = {2: [slice(0, 2), slice(2, 8)], 4: [slice(0, 2), slice(2, 3), slice(3, 5), slice(5, 8)]}[ranks][
-        rank
-    ]  # row 2 is masked
+    """Whole sequences on each rank, of unequal numbers of tokens, one rank's without any: the sum over ranks is the batch."""
+    cuts = {2: [0, 3, 8], 4: [0, 2, 3, 4, 8]}[ranks]
     for name in ("dapo, k3", "grpo, k3 and entropy", "gspo", "luspo", "off-policy sequences"):
-        make, spec = OBJECTIVES[name]
-        objective = make()
-        (exact, d_exact), (naive, d_naive) = case.expected(spec), case.naive(spec)
-        batch = TokenBatch(**{k: v[rows] for k, v in case.fields.items()})
-        leaf = case.logits[rows].clone().requires_grad_()
+        p = problem(recipe(name))
+        offsets, objective = p.fields["cu_seqlens"].tolist(), objective_of(p.recipe)
+        lo, hi = (offsets[cut] for cut in cuts[rank : rank + 2])
+        mine, some = torch.zeros(len(p.ids), dtype=torch.bool), slice(*cuts[rank : rank + 2])
+        mine[lo:hi] = True
+        q = part(p, mine, context_group=None, groups=None)
+        own = {"cu_seqlens": torch.tensor(offsets[cuts[rank] : cuts[rank + 1] + 1]) - lo, "groups": None}
+        batch = batch_of(
+            q,
+            **own,
+            advantages=p.fields["advantages"][mine]
+            if len(p.fields["advantages"]) == len(mine)
+            else p.fields["advantages"][some],
+        )
+        leaf = q.given["logits"].clone().requires_grad_()
         with counted() as sizes:
             out = grpo_loss(leaf, batch, objective, normalizer=global_normalizer(objective, batch))
             out.loss.backward()
         assert sizes == {"all_gather": [], "all_reduce": [24]}, sizes
-        found = torch.zeros_like(case.logits)
-        assert leaf.grad is not None
-        found[rows] = leaf.grad
-        dist.all_reduce(found)
-        assert_no_worse(summed(out.loss)[None], naive.loss[None], exact.loss[None], f"loss of {name}", tiny=2e-5)
-        assert_no_worse(found, d_naive, d_exact, f"gradient of {name}")
+        compare(p, together(p, Answer({"loss": out.loss.detach()}, {"logits": leaf.grad}), mine))  # type: ignore[dict-item]
 
 
 def check_quantile_over_ranks(rank: int, ranks: int) -> None:
     """The one filter that looks at the whole batch has a group of its own."""
-    case = pack(build())
+    p = problem(recipe("entropy quantile, bonus of its own"))
     quantile = (EntropyQuantile(0.6, process_group=dist.group.WORLD),)
-    for options in ({}, {"entropy_coef": 0.2}, {"entropy_coef": 0.2, "entropy_aggregate": "token-mean"}):
-        objective, spec = Objective(filters=quantile, **options), Spec(entropy_share=0.6, **options)
-        (_, d_exact), (_, d_naive) = case.expected(spec), case.naive(spec)
-        for kind, mine in parts(rank, ranks, case):
-            leaf, batch = part(case, mine)
-            grpo_loss(leaf, batch, objective).loss.backward()
-            found = together(leaf.grad, mine, case.logits.shape)
-            assert_no_worse(found, d_naive, d_exact, f"{kind}, {options}")
+    objective = replace(objective_of(p.recipe), filters=quantile)
+    for owner in owners(ranks):
+        mine = owner == rank
+        q = part(p, mine)
+        leaf = q.given["logits"].clone().requires_grad_()
+        out = grpo_loss(leaf, batch_of(q), objective)
+        out.loss.backward()
+        compare(p, together(p, Answer({"loss": out.loss.detach()}, {"logits": leaf.grad}), mine))  # type: ignore[dict-item]
 
 
 def check_tensor_and_context_parallel(rank: int, ranks: int) -> None:
@@ -337,25 +286,11 @@ def check_tensor_and_context_parallel(rank: int, ranks: int) -> None:
         return
     tensor_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     context_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    tp, cp = tensor_groups[rank // 2], context_groups[rank % 2]
-    case = pack(build())
-    widths = [44, 17]
+    tp, cp, columns = tensor_groups[rank // 2], context_groups[rank % 2], (slice(0, 44), slice(44, 61))[rank % 2]
     for name in ("gspo", "grpo, k3 and entropy", "vespo"):
-        make, spec = OBJECTIVES[name]
-        (exact, d_exact), (naive, d_naive) = case.expected(spec), case.naive(spec)
-        mine = owners(case, 2)["zigzag"] == rank // 2
-        whole, batch = part(case, mine, context_group=cp)
-        leaf = whole.detach().split(widths, -1)[rank % 2].clone().requires_grad_()
-        out = grpo_loss(leaf, batch, make(), shard=VocabShard.of(leaf, tp, dim=-1))
-        out.loss.backward()
-        loss = out.loss.detach().clone()
-        dist.all_reduce(loss, group=cp)
-        assert_no_worse(loss[None], naive.loss[None], exact.loss[None], f"loss of {name}", tiny=2e-5)
-        found = torch.zeros_like(case.logits)
-        columns = slice(0, 44) if rank % 2 == 0 else slice(44, 61)
-        place = torch.zeros(mine.sum(), 61)
-        assert leaf.grad is not None
-        place[:, columns] = leaf.grad
-        found[mine] = place
-        dist.all_reduce(found)
-        assert_no_worse(found, d_naive, d_exact, f"gradient of {name}")
+        p = problem(recipe(name))
+        mine = owners(2)[1] == rank // 2
+        q = part(p, mine, context_group=cp)
+        q = replace(q, given=sliced(q.given, columns))
+        found = together(p, run(q, shard=VocabShard.of(q.given["logits"], tp, dim=-1)), mine, cp)
+        compare(replace(p, columns=columns), found)

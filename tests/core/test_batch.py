@@ -1,239 +1,234 @@
-"""The specs of a call: shapes that are accepted, flat rows, sequences, transforms."""
+"""TokenBatch: which shapes and dtypes mean the same, sequences, shifted targets, copies and other devices."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels import LogitTransform, Objective, TokenBatch, TokenSets, grpo_loss
+from grpo_kernels import LogitTransform, Objective, TokenBatch, TokenSets, grpo_loss, token_logprobs
+from grpo_kernels.batch import shift_targets
+from grpo_kernels.losses import objective_loss
+from support.cases import same_bits
 
-SHAPE = (3, 4)
+Tensor = torch.Tensor
 OFFSETS = [0, 2, 2, 7, 10]  # four sequences, the second empty
+OWNER = torch.tensor([0, 0, 2, 2, 2, 2, 2, 3, 3, 3])
+#: All terms; sums of sequences and of tokens.
+OBJECTIVE = Objective.preset("gspo", beta=0.1, kl_aggregate="token-mean")
 
 
-def ids(*shape: int) -> torch.Tensor:
+def ids(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 4)], ids=str)
-@pytest.mark.parametrize("field", ["advantages", "weights"])
-def test_values_per_sequence_or_token_padded(field: str, shape: tuple[int, ...]) -> None:
-    value = torch.randn(shape)
-    batch = TokenBatch(ids(*SHAPE), **{"advantages": torch.zeros(3), field: value})
-    column = value if len(shape) == 2 else value[:, None]
-    flat = batch.flat(field)
-    assert flat is not None and flat.dtype == torch.float32
-    assert flat.tolist() == [float(column[b, t if column.shape[1] > 1 else 0]) for b in range(3) for t in range(4)]
+def slopes(batch: TokenBatch, objective: Objective | None = None) -> Tensor:
+    """Of a loss, by the log-probs of all tokens: whatever a batch says shows in them."""
+    objective = objective or (OBJECTIVE if batch.ref_logps is not None else Objective())
+    logps = torch.linspace(-3.0, -0.5, batch.targets.numel()).view(batch.targets.shape).requires_grad_()
+    return torch.autograd.grad(objective_loss(logps, batch, objective).loss, logps)[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("shape", [(4,), (4, 1), (10,)], ids=str)
-def test_values_per_sequence_or_token_packed(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    value = torch.randn(shape)
-    batch = TokenBatch(ids(10), value, cu_seqlens=torch.tensor(OFFSETS, dtype=dtype))
-    flat = batch.flat("advantages")
-    assert flat is not None
-    owner = [b for b in range(4) for _ in range(OFFSETS[b], OFFSETS[b + 1])]
-    assert flat.tolist() == [float(value.reshape(-1)[i if shape == (10,) else owner[i]]) for i in range(10)]
+def batch_of(packed: bool, **changes: Any) -> TokenBatch:
+    """Every field given, one number a token."""
+    shape = (10,) if packed else (3, 4)
+    g = torch.Generator().manual_seed(4)
+    given = {name: torch.rand(shape, generator=g) for name in ("advantages", "weights", "nll_weights")}
+    given |= {name: -1 - torch.rand(shape, generator=g) for name in ("old_logps", "ref_logps", "sampler_logps")}
+    cuts = {"cu_seqlens": torch.tensor(OFFSETS)} if packed else {}
+    return TokenBatch(ids(*shape), **{**given, **cuts, **changes})
 
 
-def test_one_number_for_all() -> None:
-    batch = TokenBatch(ids(*SHAPE), torch.tensor(2.5))
-    flat = batch.flat("advantages")
-    assert flat is not None and flat.tolist() == [2.5] * 12
-
-
-def test_square_batches_are_not_transposed() -> None:
-    """B == T: [B] still means one value per sequence."""
-    batch = TokenBatch(ids(3, 3), torch.tensor([1.0, 2.0, 3.0]))
-    flat = batch.flat("advantages")
-    assert flat is not None and flat.tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_fields_become_fp32(dtype: torch.dtype) -> None:
-    value = torch.randn(SHAPE).to(dtype)
-    batch = TokenBatch(ids(*SHAPE), value, old_logps=value)
-    for name in ("advantages", "old_logps"):
-        flat = batch.flat(name)
-        assert flat is not None and flat.dtype == torch.float32 and torch.equal(flat, value.float().reshape(-1))
-
-
-def test_masked_values_read_as_zero() -> None:
-    mask = torch.tensor([[1, 0, 1, 0]] * 3)
-    poisoned = torch.where(mask.bool(), 1.5, torch.nan)
-    for given in (mask.bool(), mask, mask.to(torch.int32), mask.to(torch.uint8)):
-        names = ("old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights")
-        batch = TokenBatch(ids(*SHAPE), poisoned, mask=given, **dict.fromkeys(names, poisoned))
-        assert batch.mask is not None and batch.mask.dtype == torch.bool
-        for name in ("advantages", *names):
-            flat = batch.flat(name)
-            assert flat is not None and flat.tolist() == [1.5, 0, 1.5, 0] * 3
-    assert batch.flat("weights") is not None and TokenBatch(ids(*SHAPE), poisoned[:, 0]).flat("weights") is None
-
-
-def test_marked_rows() -> None:
-    """Tokens of a nonzero advantage and weight contribute, and those with an NLL weight; their sequences with them."""
-    advantages = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    weights, nll = torch.tensor([[1.0, 1.0, 0.0]] * 3), torch.zeros(3, 3)
-    nll[2, 1] = 0.5
-    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 1, 1]])
-    plain = TokenBatch(ids(3, 3), advantages, weights=weights, mask=mask)
-    with_nll = TokenBatch(ids(3, 3), advantages, weights=weights, mask=mask, nll_weights=nll)
-    for batch, kind, expected in (
-        (plain, "trained", [1, 1, 1, 1, 1, 1, 0, 1, 1]),
-        (plain, "contributing", [1, 0, 0, 0, 0, 0, 0, 0, 0]),
-        (plain, "sequences", [1, 1, 1, 0, 0, 0, 0, 0, 0]),
-        (with_nll, "contributing", [1, 0, 0, 0, 0, 0, 0, 1, 0]),
-        (with_nll, "sequences", [1, 1, 1, 0, 0, 0, 0, 1, 1]),
-    ):
-        marked = batch.marked(kind)
-        assert marked is not None and marked.int().tolist() == expected and batch.count(kind) == sum(expected)
-
-
-def test_groups() -> None:
-    batch = TokenBatch(ids(3, 2), torch.zeros(3), groups=torch.tensor([4, -1, 4]))
-    assert batch.same_group().tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
-    with pytest.raises(ValueError, match="groups is None"):
-        TokenBatch(ids(3, 2), torch.zeros(3)).same_group()
+@pytest.mark.parametrize("field", ["advantages", "weights", "nll_weights"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_number_of_a_sequence_is_that_of_its_tokens(packed: bool, field: str) -> None:
+    """[B], [B, 1] and one number for all, in dtypes that become fp32. Square batches are not transposed."""
+    number = torch.tensor([0.5, -1.0, 2.0, 0.25])[: 4 if packed else 3]
+    each = number[OWNER] if packed else number[:, None].expand(3, 4)
+    expected = slopes(batch_of(packed, **{field: each}))
+    for given in (number, number[:, None], number.double(), number.half(), number.bfloat16(), number.clone().requires_grad_()):
+        assert same_bits(slopes(batch_of(packed, **{field: given})), expected)
+    assert not same_bits(slopes(batch_of(packed, **{field: number[0]})), expected)
+    assert same_bits(
+        slopes(batch_of(packed, **{field: number[0]})), slopes(batch_of(packed, **{field: torch.full_like(each, 0.5)}))
+    )
+    square, values = ids(3, 3), torch.tensor([1.0, 2.0, 3.0])
+    assert same_bits(slopes(TokenBatch(square, values)), slopes(TokenBatch(square, values[:, None].expand(3, 3))))
 
 
 def test_as_many_rows_as_packed_sequences() -> None:
-    """A tensor of that length is one per token; [B, 1] says that it is one per sequence."""
-    offsets, values = torch.tensor([0, 2, 2, 3]), torch.tensor([1.0, 2.0, 3.0])
-    for advantages, expected in ((values, [1, 2, 3]), (values[:, None], [1, 1, 3])):
-        flat = TokenBatch(ids(3), advantages, cu_seqlens=offsets).flat("advantages")
-        assert flat is not None and flat.tolist() == expected
+    """A tensor of that length is one number a token; [B, 1] says that it is one a sequence."""
+    reinforce, offsets, values = Objective.preset("reinforce"), torch.tensor([0, 2, 2, 3]), torch.tensor([1.0, 2.0, 3.0])
+    for given, expected in ((values, [1, 2, 3]), (values[:, None], [1, 1, 3])):
+        found = slopes(TokenBatch(ids(3), given, cu_seqlens=offsets), reinforce)
+        torch.testing.assert_close(-3 * found, torch.tensor(expected).float())
 
 
-def test_sequence_sum_and_spread_padded() -> None:
-    batch = TokenBatch(ids(*SHAPE), torch.zeros(3))
-    values = torch.arange(12.0)
-    assert batch.sequence_sum(values).tolist() == [6, 22, 38]
-    assert batch.spread(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1] * 4 + [2] * 4 + [3] * 4
-    assert batch.rows == 12 and batch.sequences == 3
+@pytest.mark.parametrize("packed", [False, True])
+def test_masks_hide_rubbish_whatever_their_dtype(packed: bool) -> None:
+    mask = (torch.arange(10) % 3 != 1) if packed else torch.tensor([[1, 0, 1, 0]] * 3).bool()
+    plain = batch_of(packed, mask=mask)
+    names = ("advantages", "old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights")
+    poisoned = {name: torch.where(mask, getattr(plain, name), torch.nan) for name in names}
+    for given in (mask, mask.long(), mask.int(), mask.byte()):
+        batch = batch_of(packed, mask=given, **poisoned)
+        assert batch.mask is not None and batch.mask.dtype == torch.bool and same_bits(slopes(batch), slopes(plain))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_sequence_sum_and_spread_packed(dtype: torch.dtype) -> None:
-    batch = TokenBatch(ids(10), torch.zeros(4), cu_seqlens=torch.tensor(OFFSETS, dtype=dtype))
-    assert batch.sequence_sum(torch.arange(10.0)).tolist() == [1, 0, 20, 24]
-    assert batch.spread(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [1, 1, 3, 3, 3, 3, 3, 4, 4, 4]
-    assert batch.rows == 10 and batch.sequences == 4
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
+def test_integer_advantages_are_numbers(dtype: torch.dtype) -> None:
+    whole = torch.tensor([0, 1, 2], dtype=dtype)
+    batch = TokenBatch(ids(3, 4), whole)
+    assert batch.advantages.dtype == torch.float32 and same_bits(slopes(batch), slopes(TokenBatch(ids(3, 4), whole.float())))
+    assert replace(batch, mask=None).advantages is batch.advantages
 
 
-def test_sequence_sum_is_exact_enough() -> None:
-    """A sum of log-ratios in fp32 would be too inexact for GSPO's bounds of 3e-4."""
-    values = torch.full((1, 50_000), 1e-4) + torch.randn(1, 50_000) * 1e-6
-    for batch in (
-        TokenBatch(ids(1, 50_000), torch.zeros(1)),
-        TokenBatch(ids(50_000), torch.zeros(1), cu_seqlens=torch.tensor([0, 50_000])),
-    ):
-        assert float(batch.sequence_sum(values.reshape(-1))) == pytest.approx(float(values.double().sum()), rel=1e-12)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_offsets_of_both_integers_and_none(dtype: torch.dtype) -> None:
+    batch = batch_of(True)
+    assert same_bits(slopes(replace(batch, cu_seqlens=torch.tensor(OFFSETS, dtype=dtype))), slopes(batch))
+    assert (batch.rows, batch.sequences) == (10, 4) and replace(batch, cu_seqlens=None).sequences is None
+    assert (batch_of(False).rows, batch_of(False).sequences) == (12, 3)
+    for empty in ([0], [0, 0], [0, 0, 0]):
+        nothing = TokenBatch(ids(0), torch.zeros(len(empty) - 1), cu_seqlens=torch.tensor(empty))
+        assert nothing.sequences == len(empty) - 1 and slopes(nothing).shape == (0,)
 
 
-def test_packed_without_offsets() -> None:
-    batch = TokenBatch(ids(5), torch.randn(5))
-    assert batch.rows == 5 and batch.sequences is None
+def test_sums_of_sequences_are_exact_enough() -> None:
+    """A sum of log-ratios in fp32, one after another, would be wrong in the fifth digit."""
+    n = 50_000
+    moved = torch.full((1, n), 1e-4) + torch.randn(1, n) * 1e-6
+    ratio = float(moved.double().sum().exp())
+    for shape, cuts in (((1, n), {}), ((n,), {"cu_seqlens": torch.tensor([0, n])})):
+        batch = TokenBatch(ids(*shape), -torch.ones(1), old_logps=-moved.view(shape), **cuts)
+        out = objective_loss(torch.zeros(shape).requires_grad_(), batch, Objective.preset("rloo"))
+        assert float(out.metrics["ratio_mean"]) == pytest.approx(ratio, rel=1e-6)
+        assert float(out.loss.detach()) == pytest.approx(ratio, rel=1e-6)
 
 
-@pytest.mark.parametrize("offsets", [[0], [0, 0], [0, 0, 0]])
-def test_packed_and_empty(offsets: list[int]) -> None:
-    batch = TokenBatch(ids(0), torch.zeros(len(offsets) - 1), cu_seqlens=torch.tensor(offsets))
-    assert batch.sequences == len(offsets) - 1
-    assert batch.sequence_sum(torch.zeros(0)).tolist() == [0.0] * (len(offsets) - 1)
+def test_specs_are_frozen_and_are_printed_without_values() -> None:
+    transform = LogitTransform(torch.ones(3, 4))
+    for spec, name in ((batch_of(False), "targets"), (transform, "temperature")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(spec, name, 2.0)
+    out = grpo_loss(torch.randn(3, 4, 5), batch_of(False), Objective())
+    for printed in map(repr, (batch_of(True), out, out.rows, transform)):
+        assert "tensor(" not in printed and "\n" not in printed and "float32 [" in printed and "=None" not in printed
+    assert repr(TokenBatch(ids(3, 4), torch.ones(3))) == "TokenBatch(targets=int64 [3, 4], advantages=float32 [3])"
+    assert not hasattr(out, "backward") and copy.copy(out).loss is out.loss and copy.deepcopy(out.metrics) == out.metrics
+    assert type(out.metrics) is not dict and pickle.loads(pickle.dumps(out.metrics)).keys() == out.metrics.keys()
 
 
-def test_gradients_stay_out() -> None:
-    values = torch.randn(3, requires_grad=True)
-    flat = TokenBatch(ids(*SHAPE), values).flat("advantages")
-    assert flat is not None and not flat.requires_grad
-
-
-def test_specs_are_frozen() -> None:
-    batch = TokenBatch(ids(*SHAPE), torch.zeros(3))
-    with pytest.raises(FrozenInstanceError):
-        batch.targets = ids(2, 2)  # type: ignore[misc]
-    with pytest.raises(FrozenInstanceError):
-        LogitTransform().temperature = 2.0  # type: ignore[misc]
-
-
-def test_temperature_of_rows() -> None:
-    """One inverse per row, in the order of the rows; a number stays a number."""
-    device = torch.device("cpu")
-    shape = torch.Size(SHAPE)
-    assert LogitTransform(temperature=0.5).for_rows(shape, None, None, device).inv_temperature == 2.0
-    per_sequence = LogitTransform(temperature=torch.tensor([0.5, 1.0, 2.0])).for_rows(shape, None, None, device).inv_temperature
-    assert isinstance(per_sequence, torch.Tensor) and per_sequence.tolist() == [2.0] * 4 + [1.0] * 4 + [0.5] * 4
-    packed = LogitTransform(temperature=torch.tensor([0.5, 1.0, 2.0, 4.0])).for_rows(
-        torch.Size([10]), None, torch.tensor(OFFSETS), device
-    )
-    assert isinstance(packed.inv_temperature, torch.Tensor)
-    assert packed.inv_temperature.tolist() == [2.0] * 2 + [0.5] * 5 + [0.25] * 3
-    assert packed.at(slice(1, 4)).inv_temperature.tolist() == [2.0, 0.5, 0.5]  # type: ignore[union-attr]
-
-
-def test_transform_fields() -> None:
-    rows = LogitTransform(temperature=2.0, softcap=30.0, scale=0.5).for_rows(torch.Size([1]), None, None, torch.device("cpu"))
-    assert (rows.scale, rows.softcap, rows.inv_temperature) == (0.5, 30.0, 0.5)
-    assert LogitTransform().for_rows(torch.Size([1]), None, None, torch.device("cpu")).softcap == 0.0
+def test_any_leading_shape_of_log_probs() -> None:
+    logits, targets = torch.randn(2, 3, 4, 7), torch.randint(7, (2, 3, 4))
+    expected = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    torch.testing.assert_close(token_logprobs(logits, targets)[0], expected)
+    torch.testing.assert_close(token_logprobs(logits[0, 0, 0], targets[0, 0, 0])[0], expected[0, 0, 0])
 
 
 # ---- other places
 
 
 def full_batch(missing: str | None) -> TokenBatch:
-    """A batch with all fields that need no process group, of all dtypes that a field may have."""
-    g = torch.Generator().manual_seed(0)
-    logps, halves = torch.randn(10, generator=g), torch.rand(4, generator=g).to(torch.bfloat16)
-    return TokenBatch(
-        torch.arange(10, dtype=torch.int32), halves[:, None], mask=torch.arange(10) % 4 != 1, old_logps=logps.double(),
-        ref_logps=logps, weights=halves[:, None], cu_seqlens=torch.tensor(OFFSETS), sampler_logps=logps.half(),
-        nll_weights=logps, groups=torch.tensor([0, 0, 1, 1]), missing=missing,
-        kept=TokenSets.from_lists([[i, 11] if i % 3 else [11] for i in range(10)]).with_values(torch.arange(17.0)[:16]),
+    """Every field that needs no process group, of all dtypes that it may have."""
+    halves = torch.rand(4).to(torch.bfloat16)
+    kept = TokenSets.from_lists([[i, 11] if i % 3 else [11] for i in range(10)]).with_values(torch.arange(17.0)[:16])
+    given = batch_of(True, advantages=halves[:, None], weights=halves[:, None], groups=torch.tensor([0, 0, 1, 1]), kept=kept)
+    return replace(
+        given, targets=torch.arange(10, dtype=torch.int32), mask=torch.arange(10) % 4 != 1, old_logps=given.ref_logps.double(),
+        missing=missing,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("missing", [None, "mask", "full"])
 def test_a_batch_goes_to_another_device(missing: str | None) -> None:
-    """Fields, sets and what is kept beside them; dtypes stay. Loss and metrics of a copy are those of the batch."""
+    """Fields and sets; dtypes stay. The loss and the metrics of a copy are those of the batch."""
     batch, there = full_batch(missing), torch.device("meta")
-    counts = [batch.count(kind) for kind in ("trained", "contributing")]
+    batch.count("trained")  # what is kept beside the fields goes too
     moved = batch.to(there, non_blocking=True)
     for f in fields(TokenBatch):
         value, was = getattr(moved, f.name), getattr(batch, f.name)
-        if isinstance(was, torch.Tensor):
+        if isinstance(was, Tensor):
             assert (value.device, value.dtype, value.shape) == (there, was.dtype, was.shape), f.name
     assert isinstance(moved.kept, TokenSets) and moved.kept.ids.device == moved.kept.values.device == there  # type: ignore[union-attr]
-    tensors = [x for x in vars(moved).values() if isinstance(x, torch.Tensor)]
-    assert len(tensors) >= 9 and all(x.device == there for x in tensors)
-
-    copied = batch._apply(torch.clone)
-    assert [copied.count(kind) for kind in ("trained", "contributing")] == counts
-    logits = torch.randn(10, 12, generator=torch.Generator().manual_seed(1))
-    ours, theirs = (grpo_loss(logits, x, Objective.preset("dapo", beta=0.1), backend="eager") for x in (copied, batch))
-    assert torch.equal(ours.loss, theirs.loss) and ours.loss != 0
-    assert all(torch.equal(x, theirs.metrics[name]) for name, x in ours.metrics.items()) and theirs.metrics["outside_set"] > 0
-    batch.mask.zero_()  # type: ignore[union-attr]
-    assert torch.equal(copied.mask, full_batch(missing).mask)  # type: ignore[arg-type]
+    assert all(x.device == there for x in vars(moved).values() if isinstance(x, Tensor))
+    logits, objective = torch.randn(10, 12), Objective.preset("dapo", beta=0.1)
+    ours, theirs = (grpo_loss(logits, x, objective, backend="eager") for x in (copy.deepcopy(batch), batch))
+    assert torch.equal(ours.loss, theirs.loss) and ours.loss != 0 and theirs.metrics["outside_set"] > 0
+    assert all(torch.equal(x, theirs.metrics[name]) for name, x in ours.metrics.items())
 
 
 def test_a_batch_that_is_there_already_stays() -> None:
     batch = full_batch("mask")
     assert batch.to("cpu") is batch and batch.to(torch.device("cpu")) is batch.to(None) is batch
-    for wrong in (torch.bfloat16, "nowhere"):
-        with pytest.raises(ValueError, match=r"device=.*pass a device"):
-            batch.to(wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
-def test_integer_advantages_are_numbers(dtype: torch.dtype) -> None:
-    whole = torch.tensor([0, 1, 2], dtype=dtype)
-    batch, same = TokenBatch(ids(*SHAPE), whole), TokenBatch(ids(*SHAPE), whole.float())
-    assert batch.advantages.dtype == torch.float32
-    logits = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1))
-    ours, theirs = (grpo_loss(logits, x, Objective()).loss for x in (batch, same))
-    assert torch.equal(ours, theirs) and ours != 0
-    assert replace(batch, mask=None).advantages is batch.advantages
+# ---- targets of shifted ids
+
+
+def test_shift_never_crosses_a_sequence() -> None:
+    """Of padded ids, and of packed ones whose sequences are known in three ways; a mask is that of the tokens."""
+    at, cuts = torch.arange(10, 21), [0, 4, 4, 5, 11]
+    positions, segments = torch.tensor([0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5]), torch.tensor([7, 7, 7, 7, 2, 5, 5, 5, 5, 5, 5])
+    completion = torch.tensor([0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1]).bool()
+    expected = [row for lo, hi in pairwise(cuts) for row in [*range(lo + 1, hi), None][: hi - lo]]
+    known: list[dict[str, Tensor]] = [{"cu_seqlens": torch.tensor(cuts)}, {"segment_ids": segments}]
+    for given in (*known, {"cu_seqlens": torch.tensor(cuts).int()}, {"segment_ids": (positions == 0).cumsum(-1)}):
+        targets, mask = shift_targets(at, mask=completion, **given)
+        assert mask.tolist() == [row is not None and bool(completion[row]) for row in expected]
+        assert all(row is None or target == at[row] for target, row in zip(targets.tolist(), expected, strict=True))
+    two = {"segment_ids": torch.stack([segments, torch.zeros_like(segments)])}
+    assert shift_targets(at.repeat(2, 1), **two)[1].tolist() == [[row is not None for row in expected], [True] * 10 + [False]]
+    targets, mask = shift_targets(torch.tensor([[5, 6, 7, 8], [9, 1, 2, 3]]), mask=torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]]))
+    assert targets.tolist() == [[6, 7, 8, 0], [1, 2, 3, 0]]
+    assert mask.int().tolist() == [[0, 1, 1, 0], [1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (3, 0), (2, 1)])
+def test_shift_of_empty_and_single_token_sequences(shape: tuple[int, ...]) -> None:
+    targets, mask = shift_targets(ids(*shape))
+    assert targets.shape == shape and not mask.any()
+
+
+@pytest.mark.parametrize("kind, expected", [
+    ("trained", [1, 1, 1, 1, 1, 1, 0, 1, 1]), ("contributing", [1, 0, 0, 0, 0, 0, 0, 1, 0]), ("sequences", [1, 1, 1, 0, 0, 0, 0, 1, 1]),
+])  # fmt: skip
+def test_marked_rows(kind: str, expected: list[int]) -> None:
+    """Tokens of an advantage and a weight that are not 0 contribute, and those with an NLL weight; their sequences with them."""
+    advantages, weights = torch.tensor([[1.0, 0, 1], [0, 0, 0], [0, 0, 0]]), torch.tensor([[1.0, 1, 0]] * 3)
+    nll, mask = torch.zeros(3, 3), torch.tensor([[1, 1, 1], [1, 1, 1], [0, 1, 1]])
+    nll[2, 1] = 0.5
+    batch = TokenBatch(ids(3, 3), advantages, weights=weights, mask=mask, nll_weights=nll)
+    marked: Callable[[str], Any] = batch.marked
+    assert marked(kind).int().tolist() == expected and batch.count(kind) == sum(expected)
+
+
+# ---- rewards
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "cispo", "gspo", "sapo", "reinforce"])
+def test_no_advantage_is_no_gradient(name: str, backend: str) -> None:
+    """Groups of one and groups of equal rewards: not small, but zero, in the loss as in every bit of the gradient. Rewards of 1e30
+    are those of 1 where the scale is their deviation."""
+    logits, targets, old = torch.randn(4, 3, 9), torch.randint(9, (4, 3)), -torch.rand(4, 3)
+
+    def run(rewards: Tensor, size: int, **options: Any) -> tuple[Tensor, Tensor]:
+        leaf = logits.clone().requires_grad_()
+        batch = TokenBatch.from_rewards(targets, rewards, group_size=size, old_logps=old, **options)
+        out = grpo_loss(leaf, batch, Objective.preset(name), backend=backend)
+        out.loss.backward()
+        assert leaf.grad is not None and (out.logps < 0).all()
+        return out.loss.detach(), leaf.grad
+
+    for size in (1, 4):
+        loss, gradient = run(torch.full((4,), 0.1), size)
+        assert loss == 0 and not gradient.any()
+    rewards = torch.tensor([1.0, -1.0, 1.0, 1.0])
+    (loss, gradient), (huge, of_huge) = (run(x, 2, eps=0.0) for x in (rewards, 1e30 * rewards))
+    assert same_bits(loss, huge) and same_bits(gradient, of_huge) and gradient[:2].any() and not gradient[2:].any()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import (
+    Denominators,
     LogitTransform,
     Objective,
     Options,
@@ -28,16 +32,11 @@ from grpo_kernels import (
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.formulas.surrogates import Surrogate
 from grpo_kernels.head import FusedLMHead
-from grpo_kernels.layout import logit_rows, whole_rows
-from grpo_kernels.objective import Denominators
-from grpo_kernels.operators import TracedHidden, TracedLogits
-from grpo_kernels.vocabulary.rows import partials_of
-from grpo_kernels.vocabulary.stage import VocabularyStage
-from support.cases import OBJECTIVES, build, pack
-from support.linear_cases import build_linear
+from support.doors import batch_of, compare, objective_of, run
+from support.inside import rows_of_head, rows_of_logits, traced_stages
+from support.recipes import KINDS, Problem, Recipe, legal, problem
 
 Tensor = torch.Tensor
-OPS = torch.ops.grpo_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -50,564 +49,351 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def close(a: Tensor | None, b: Tensor | None, rtol: float = 1e-6) -> None:
-    assert a is not None and b is not None
+def close(a: Any, b: Any, rtol: float = 1e-6) -> None:
     torch.testing.assert_close(a, b, rtol=rtol, atol=1e-7)
 
 
-CHOSEN = (
-    "grpo, k3 and entropy",
-    "gspo, k3 by the ratio",
-    "clip-cov",
-    "entropy quantile, bonus of its own",
-    "vespo",
-    "distillation",
-)
+DEFAULT = Objective()
+graph = partial(torch.compile, fullgraph=True, backend="aot_eager")
 
 
-#: Padded and packed in turn; the whole product is for -m slow.
-LAYOUTS = [
-    pytest.param(packed, name, marks=[] if i in (0, packed, 2 + packed, 4 + packed) else [pytest.mark.slow])
-    for i, name in enumerate(CHOSEN)
-    for packed in (False, True)
+def plain(**changes: Any) -> Recipe:
+    return legal(Recipe(**changes))
+
+
+# ---- recipes
+
+#: What puts another program, other operators or another layout into a graph.
+GRAPHS = [
+    *(
+        plain(objective=kind, source=("logits", "hidden")[i % 2], layout=("padded", "packed")[i // 2 % 2])
+        for i, kind in enumerate(KINDS[:7:2])
+    ),
+    plain(objective="gspo", source="hidden", dtype="bfloat16", bias="plain", transform="everything"),
+    plain(objective="distillation", transform="per token"),
+    plain(objective="dapo, k3", source="hidden", frozen="weight", bias="column"),
+    plain(door="logprobs", also="entropy", transform="temperature"),
+    plain(door="logprobs", source="hidden", also="detached", bias="column"),
+]
+#: What is computed between two graphs.
+OUTSIDE = [
+    plain(door="logprobs", source="hidden", also="all", kept="some"),
+    plain(objective="dapo, entropy", kept="some", missing="full"),
+    plain(objective="dapo, exact", source="hidden", others=("whole",), exact="jsd"),
+    plain(door="divergence", exact="jsd", others=("own", "listed"), tail="ignore"),
+]
+#: The default compiler: gradients of views are stored in the layout that it expects.
+COMPILED = [
+    plain(objective="grpo, k3 and entropy", view="columns apart", dtype="bfloat16"),
+    plain(objective="gspo", source="hidden", view="transposed", bias="plain"),
 ]
 
 
-@pytest.mark.parametrize("packed, name", LAYOUTS)
-def test_grpo_loss_is_one_graph(name: str, packed: bool) -> None:
-    case = build(transform={"temperature": 0.8, "softcap": 9.0})
-    case = pack(case) if packed else case
-    objective = OBJECTIVES[name][0]()
-
-    def loss(logits: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
-        out = grpo_loss(2.0 * logits, batch, objective, transform=case.logit_transform(), backend="cpu")
-        return 3.0 * out.loss, out.logps, out.entropy
-
-    results = []
-    for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        leaf = case.logits.clone().requires_grad_()
-        values = run(leaf, case.batch())
-        values[0].backward()
-        results.append([v.detach() for v in values] + [leaf.grad])
-    for a, b in zip(*results, strict=True):
-        close(a, b)
-    assert results[0][-1] is not None and results[0][-1].abs().max() > 1e-3
+@pytest.mark.parametrize("recipe", GRAPHS, ids=str)
+def test_one_graph(recipe: Recipe) -> None:
+    compare(problem(recipe), run(problem(recipe), call=graph))
 
 
-def test_a_strict_graph_stops_at_nan() -> None:
-    """When it runs: there are no values while it is traced."""
-    case, objective = build(), Objective.preset("dapo")
-    f = case.fields
-
-    def loss(logits: Tensor, old: Tensor) -> Tensor:
-        batch = TokenBatch(f["targets"], f["advantages"], mask=f["mask"], old_logps=old)
-        return grpo_loss(logits, batch, objective, strict=True).loss
-
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(case.logits, f["old_logps"]), loss(case.logits, f["old_logps"]))
-    with pytest.raises(RuntimeError, match="old_logps is NaN at a trained token"):
-        compiled(case.logits, f["old_logps"] / torch.zeros(()) * 0)
+@pytest.mark.parametrize("recipe", OUTSIDE, ids=str)
+def test_beside_graphs(recipe: Recipe) -> None:
+    compare(problem(recipe), run(problem(recipe), call=partial(torch.compile, backend="aot_eager")))
 
 
-def test_a_batch_made_in_the_graph_and_metrics_outside() -> None:
-    case, objective = build(), Objective.preset("gspo", beta=0.1)
-    f = case.fields
-
-    def loss(logits: Tensor, old: Tensor, advantages: Tensor, tokens: Tensor) -> Any:
-        batch = TokenBatch(f["targets"], advantages, mask=f["mask"], old_logps=old, ref_logps=f["ref_logps"])
-        return grpo_loss(logits, batch, objective, normalizer=tokens)
-
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    arguments = (f["old_logps"], f["advantages"], torch.tensor(20.0))
-    outs = []
-    for run in (loss, compiled):
-        leaf = case.logits.clone().requires_grad_()
-        out = run(leaf, *arguments)
-        out.loss.backward()
-        outs.append((out, leaf.grad))
-    close(outs[0][1], outs[1][1])
-    expected, found = outs[0][0].metrics, outs[1][0].metrics
-    assert expected.keys() == found.keys()
-    for key in expected:
-        close(found[key], expected[key])
-    assert torch.equal(outs[1][0].rows.policy_weight, outs[0][0].rows.policy_weight)
+@pytest.mark.parametrize("recipe", COMPILED, ids=str)
+def test_inductor(recipe: Recipe) -> None:
+    compare(problem(recipe), run(problem(recipe), call=partial(torch.compile, fullgraph=True)))
 
 
-@pytest.mark.parametrize(
-    "dtype, name",
-    [
-        (torch.float32, "dapo, k3"),
-        (torch.bfloat16, "gspo"),
-        pytest.param(torch.bfloat16, "dapo, k3", marks=pytest.mark.slow),
-        pytest.param(torch.float32, "gspo", marks=pytest.mark.slow),
-    ],
-)
-def test_linear_grpo_loss_is_one_graph(name: str, dtype: torch.dtype) -> None:
-    case, objective = build_linear(dtype), OBJECTIVES[name][0]()
-
-    def loss(hidden: Tensor, weight: Tensor, bias: Tensor, batch: TokenBatch) -> Tensor:
-        return 0.5 * linear_grpo_loss(hidden.sin(), weight, batch, objective, bias=bias).loss
-
-    results = []
-    for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        leaves = case.leaves
-        value = run(leaves["hidden"], leaves["weight"], leaves["bias"], case.tokens.batch())
-        value.backward()
-        results.append([value.detach(), *(leaf.grad for leaf in leaves.values())])
-    for a, b in zip(*results, strict=True):
-        close(a, b, rtol=1e-6 if dtype == torch.float32 else 1e-2)
-
-
-def test_sparse_gradients_are_one_graph_for_all_seeds_and_lengths() -> None:
-    """One graph for the first length and seed, and one for all others."""
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor, options: Options) -> Tensor:
-        logps, entropy = linear_logprobs(hidden.sin(), weight, targets, entropy=True, options=options)
-        assert entropy is not None
-        return (logps - 0.1 * entropy).sum()
-
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(loss, fullgraph=True, backend=counter)
-    g = torch.Generator().manual_seed(0)
-    for seed, n in enumerate((5, 7, 11, 12)):
-        targets, results = torch.randint(61, (n,), generator=g), []
-        for run in (loss, compiled):
-            leaves = [torch.randn(*shape, generator=g.manual_seed(n)).requires_grad_() for shape in ((n, 8), (61, 8))]
-            value = run(*leaves, targets, Options(sparse=Sparse(1 / 16, 10 * seed)))
-            value.backward()
-            results.append([value.detach(), *(leaf.grad for leaf in leaves)])
-        for a, b in zip(*results, strict=True):
-            close(a, b)
-    assert counter.frame_count == 2
-    number = torch.zeros((), dtype=torch.int64)
-    for seed in (0, 30):  # a tensor, which the graph reads
-        number.fill_(seed)
-        drawn = compiled(*leaves, targets, Options(sparse=Sparse(1 / 16, number)))
-        want = torch.autograd.grad(loss(*leaves, targets, Options(sparse=Sparse(1 / 16, seed))), leaves)
-        for a, b in zip(torch.autograd.grad(drawn, leaves), want, strict=True):
-            close(a, b)
-    assert counter.frame_count <= 4
-
-
-def test_a_frozen_head_and_a_reference() -> None:
-    case, other, objective = build_linear(), build_linear(seed=35), Objective(beta=0.3)
-    fields = case.tokens.fields | {"ref_logps": None}
-
-    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        batch = TokenBatch(**fields)
-        reference = (other.hidden, other.weight, other.bias)
-        return linear_grpo_loss(hidden, weight, batch, objective, bias=bias, reference=reference).loss
-
-    results = []
-    for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        hidden = case.hidden.clone().requires_grad_()
-        value = run(hidden, case.weight, case.bias)
-        value.backward()
-        results.append((value.detach(), hidden.grad))
-    for a, b in zip(*results, strict=True):
-        close(a, b)
-
-
-@pytest.mark.parametrize("entropy", [False, True, "detached"])
-@pytest.mark.parametrize("linear", [False, True])
-def test_logprobs_are_one_graph(entropy: bool | str, linear: bool) -> None:
-    case = build_linear()
-    mask, targets = case.tokens.mask, case.tokens.targets
-    g = torch.Generator().manual_seed(5)
-    a, b = torch.randn(2, *targets.shape, generator=g)
-
-    def value(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        options: dict[str, Any] = {"mask": mask, "entropy": entropy, "transform": LogitTransform(0.9)}
-        if linear:
-            logps, H = linear_logprobs(hidden, weight, targets, bias=bias, **options)
-        else:
-            logps, H = token_logprobs(torch.nn.functional.linear(hidden, weight, bias), targets, **options)
-        total = (logps * a).sum()
-        return (total if H is None else total + (H * b).sum()), logps
-
-    results = []
-    for run in (value, torch.compile(value, fullgraph=True, backend="aot_eager")):
-        leaves = case.leaves
-        total, logps = run(leaves["hidden"], leaves["weight"], leaves["bias"])
-        total.backward()
-        results.append([total.detach(), logps.detach(), *(leaf.grad for leaf in leaves.values())])
-    for x, y in zip(*results, strict=True):
-        close(x, y, rtol=3e-6)
-
-
-def test_inductor() -> None:
-    """The default compiler, in bf16 under autocast, forward and backward."""
-    case, objective = build_linear(torch.bfloat16), Objective.preset("dapo", beta=0.04)
-    case.weight = case.weight.float()
-
-    def loss(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return linear_grpo_loss(torch.tanh(hidden), weight, batch, objective).loss
-
-    results = []
-    for run in (loss, torch.compile(loss, fullgraph=True)):
-        leaves = case.leaves
-        value = run(leaves["hidden"], leaves["weight"], case.tokens.batch())
-        value.backward()
-        results.append((value.detach(), leaves["hidden"].grad, leaves["weight"].grad))
-    for a, b in zip(*results, strict=True):
-        close(a, b, rtol=2e-2)
-
-
-GSPO, DAPO = (Objective.preset(name, entropy_coef=0.1) for name in ("gspo", "dapo"))
-
-
-def of_views(logits: Tensor, hidden: Tensor, matrix: Tensor, batch: TokenBatch) -> Tensor:
-    """All operators on views: logits [T, B, V], hidden states [T, B, H] and a head [H, V]."""
-    logits, hidden, weight = logits.transpose(0, 1), hidden.transpose(0, 1), matrix.t()
-    loss = grpo_loss(logits, batch, GSPO).loss + linear_grpo_loss(hidden, weight, batch, DAPO).loss
-    drawn = linear_logprobs(hidden.contiguous(), weight.contiguous(), batch.targets, options=Options(sparse=Sparse(1 / 16)))
-    for logps, _ in (token_logprobs(2.0 * logits, batch.targets), linear_logprobs(hidden.sin(), weight, batch.targets), drawn):
-        loss = loss + logps.sum()
-    return loss
-
-
-def test_inductor_with_views() -> None:
-    """Their gradients are stored in the layout that inductor expects."""
+def test_a_graph_over_views_and_a_checkpoint_under_autocast() -> None:
+    """The default compiler, on logits [T, B, V] and a head [H, V] that the graph turns round, run again in the backward."""
     g, (B, T, V, H) = torch.Generator().manual_seed(0), (3, 5, 17, 8)
     targets = torch.randint(V, (B, T), generator=g)
     batch = TokenBatch(targets, torch.randn(B, 1, generator=g), old_logps=-torch.rand(B, T, generator=g))
-    memory, results = [torch.randn(*shape, generator=g) for shape in ((T, B, V), (T, B, H), (H, V))], []
-    for run in (of_views, torch.compile(of_views, fullgraph=True)):
-        leaves = [x.clone().requires_grad_() for x in memory]
-        value = run(*leaves, batch)
-        value.backward()
-        results.append([value.detach(), *(leaf.grad for leaf in leaves)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-        assert a.abs().max() > 1e-3
+    gspo, dapo = (Objective.preset(name, entropy_coef=0.1) for name in ("gspo", "dapo"))
+
+    def value(logits: Tensor, hidden: Tensor, matrix: Tensor) -> Tensor:
+        logits, hidden, weight = logits.transpose(0, 1), hidden.transpose(0, 1), matrix.t()
+        drawn = linear_logprobs(hidden.contiguous(), weight.contiguous(), targets, options=Options(sparse=Sparse(1 / 16)))
+        loss = grpo_loss(logits, batch, gspo).loss + linear_grpo_loss(hidden, weight, batch, dapo).loss
+        others = (token_logprobs(2.0 * logits, targets), linear_logprobs(hidden.sin(), weight, targets), drawn)
+        return loss + sum(logps.sum() for logps, _ in others)
+
+    def autocast(*leaves: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return value(*leaves)
+
+    memory = [torch.randn(*shape, generator=g) for shape in ((T, B, V), (T, B, H), (H, V))]
+    again = torch.compile(lambda *x: checkpoint(value, *x, use_reentrant=False), fullgraph=True)
+    for function, compiled, rtol in ((value, again, 1e-4), (autocast, graph(autocast), 2e-2)):
+        results = []
+        for call in (function, compiled):
+            leaves = [x.clone().requires_grad_() for x in memory]
+            loss = call(*leaves)
+            loss.backward()
+            results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=rtol, atol=1e-6 if rtol < 1e-3 else 2e-2)
+            assert a is not None and a.abs().max() > 1e-3
+
+
+# ---- torch.func
+
+
+class ByFunc(torch.autograd.Function):
+    """A function whose values and gradients torch.func.vjp makes."""
+
+    @staticmethod
+    def forward(ctx: Any, f: Any, *front: Tensor) -> Any:
+        values, ctx.vjp = torch.func.vjp(f, *(x.detach() for x in front))
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, *ctx.vjp(gradients)
+
+
+def by_func(f: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*front: Tensor) -> Any:
+        names: list[Any] = []
+
+        def values(*x: Tensor) -> tuple[Tensor, ...]:
+            out = f(*x)
+            if isinstance(out, tuple) and isinstance(out[0], tuple):  # with names beside the values
+                out, of_them = out
+                names.append(of_them)
+            return out if isinstance(out, tuple) else (out,)
+
+        found = ByFunc.apply(values, *front)
+        return (found, names[0]) if names else found if len(found) > 1 else found[0]
+
+    return call
+
+
+@pytest.mark.parametrize("recipe", [r for r in GRAPHS + OUTSIDE if r.also != "detached" and r.bias == "none"], ids=str)
+def test_torch_func(recipe: Recipe, backend: str) -> None:
+    compare(problem(recipe), run(problem(recipe), backend=backend, call=by_func))
+
+
+def small(source: str = "logits", **changes: Any) -> tuple[Problem, dict[str, Tensor], TokenBatch]:
+    """A problem, what it gives, and its batch."""
+    p = problem(plain(source=source, mask="none", lengths=(5, 5, 5), **changes))
+    return p, p.given, batch_of(p)
+
+
+@pytest.mark.parametrize("source", ["logits", "hidden"])
+@pytest.mark.parametrize("name", ["dapo, entropy", "gspo"])
+def test_a_vjp_is_the_gradient_and_has_none_itself(name: str, source: str) -> None:
+    """torch.func.vjp calls the backward after its level has ended."""
+    p, _, batch = small("hidden", objective=name)
+    objective, scale = objective_of(p.recipe), torch.tensor(1.5)
+    hidden, weight = p.given["hidden"], p.given["weight"].clone().requires_grad_()
+
+    def function(h: Tensor) -> Tensor:
+        return (
+            grpo_loss(h @ weight.T, batch, objective) if source == "logits" else linear_grpo_loss(h, weight, batch, objective)
+        ).loss
+
+    leaf = hidden.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(function(leaf), leaf, scale)
+    for grad_mode in (True, False):
+        with torch.set_grad_enabled(grad_mode):
+            _, vjp = torch.func.vjp(function, hidden)
+            (found,) = vjp(scale)
+        close(found, expected, rtol=1e-5)
+        assert expected.abs().max() > 1e-3 and found.requires_grad == grad_mode  # with respect to the weight
+        if grad_mode:
+            with pytest.raises(RuntimeError, match="no second derivatives"):
+                found.square().sum().backward()
+
+
+@pytest.mark.parametrize("way", ["func", "compile"])
+def test_a_second_derivative_raises(way: str) -> None:
+    p, given, batch = small()
+    message = r"no second derivatives|does not currently support double backward|does not require grad"
+    for function in (lambda x: grpo_loss(x, batch, DEFAULT).loss, lambda x: token_logprobs(x, p.targets)[0].square().sum()):
+        with pytest.raises(RuntimeError, match=message):
+            if way == "func":
+                torch.func.grad(lambda x, f=function: torch.func.grad(f)(x).square().sum())(given["logits"])
+            else:
+                leaf = given["logits"].clone().requires_grad_()
+                (gradient,) = torch.autograd.grad(torch.compile(function, backend="aot_eager")(leaf), leaf, create_graph=True)
+                gradient.square().sum().backward()
+
+
+def test_autocast_does_not_reach_into_an_operator() -> None:
+    p, given, _ = small("hidden", dtype="float16")
+    with torch.autocast("cpu", torch.float16):
+
+        def value(weight: Tensor) -> Tensor:
+            return linear_logprobs(given["hidden"], weight, p.targets)[0].sum()
+
+        leaf = given["weight"].clone().requires_grad_()
+        assert torch.equal(torch.func.grad(value)(given["weight"]), torch.autograd.grad(value(leaf), leaf)[0])
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+def test_no_rows(shape: tuple[int, ...]) -> None:
+    targets, weight = torch.zeros(shape, dtype=torch.int64), torch.randn(7, 3)
+    for f, width in ((token_logprobs, 7), (lambda x, *given, **more: linear_logprobs(x, weight, *given, **more), 3)):
+
+        def value(x: Tensor, f: Any = f) -> Tensor:
+            logps, entropy = f(x, targets, entropy=True)
+            return logps.sum() + entropy.sum()
+
+        leaf = torch.zeros(*shape, width, requires_grad=True)
+        assert torch.func.grad(value)(leaf.detach()).shape == leaf.shape
+        graph(value)(leaf).backward()
+        assert leaf.grad is not None and leaf.grad.shape == leaf.shape
+
+
+def test_a_group_breaks_the_graph_and_torch_func_has_none() -> None:
+    _, given, batch = small()
+
+    def loss(logits: Tensor) -> Tensor:
+        return grpo_loss(logits, batch, DEFAULT, shard=VocabShard(0, logits.shape[-1])).loss
+
+    with pytest.raises(ValueError, match=r"shard is given under torch\.func"):
+        torch.func.grad(loss)(given["logits"])
+    leaves = [given["logits"].clone().requires_grad_() for _ in range(2)]
+    torch.compile(loss, backend="aot_eager")(leaves[0]).backward()
+    loss(leaves[1]).backward()
+    close(leaves[0].grad, leaves[1].grad)
+    with pytest.raises(Exception, match="disable"):
+        graph(loss)(given["logits"])
+
+
+# ---- what compiles again, and what a graph holds
 
 
 def test_lengths_and_new_tensors_compile_nothing() -> None:
-    """Two graphs for any number of rows: that of the first shape, and the symbolic one."""
-    counter = CompileCounterWithBackend("aot_eager")
+    """One graph for the first shape, and one more for each dimension that changes. A new but equal objective, a schedule of the
+    temperature or another normaliser cause none."""
 
     def loss(logits: Tensor, batch: TokenBatch, objective: Objective, temperature: Tensor, tokens: Tensor) -> Tensor:
         return grpo_loss(logits, batch, objective, transform=LogitTransform(temperature), normalizer=tokens).loss
 
+    packed, padded = [(n,) for n in (5, 7, 11, 12, 64, 3)], [(4, 5), (4, 7), (5, 9), (6, 4), (8, 8), (3, 11)]
+    for shapes, graphs in ((packed, 2), (padded, 3)):
+        torch.compiler.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(loss, fullgraph=True, backend=counter)
+        for shape in shapes:
+            old, mask = -2 - torch.rand(shape), torch.ones(shape, dtype=torch.bool)
+            batch = TokenBatch(torch.randint(17, shape), torch.randn(shape), old_logps=old, mask=mask)
+            given = batch, Objective.preset("dapo"), torch.tensor(0.5 + shape[0] / 10), torch.tensor(shape[0] + 1.0)
+            logits = torch.randn(*shape, 17)
+            leaves = [logits.clone().requires_grad_() for _ in range(2)]
+            values = [f(leaf, *given) for f, leaf in zip((loss, compiled), leaves, strict=True)]
+            torch.autograd.backward(values)
+            close(values[1], values[0])
+            close(leaves[1].grad, leaves[0].grad)
+        assert counter.frame_count == graphs
+
+
+def test_sparse_gradients_are_one_graph_for_all_seeds_and_lengths() -> None:
+    """One graph for the first length and seed, and one for all others; a seed that is a tensor is read when the graph runs."""
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor, options: Options) -> Tensor:
+        logps, entropy = linear_logprobs(hidden.sin(), weight, targets, entropy=True, options=options)
+        return (logps - 0.1 * entropy).sum()  # type: ignore[operator]
+
+    def gradients(f: Any, *given: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(f(*leaves, *given), leaves)
+
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(loss, fullgraph=True, backend=counter)
-    g = torch.Generator().manual_seed(0)
-    for n in (5, 7, 11, 12, 30, 64, 3):
-        logits, targets = torch.randn(n, 17, generator=g), torch.randint(17, (n,), generator=g)
-        old, advantages = -2 - torch.rand(n, generator=g), torch.randn(n, generator=g)
-        batch = TokenBatch(targets, advantages, old_logps=old, mask=torch.ones(n, dtype=torch.bool))
-        # A new but equal objective, a schedule of the temperature or another normaliser must not cause a compilation.
-        arguments = (batch, Objective.preset("dapo"), torch.tensor(0.5 + n / 10), torch.tensor(n + 1.0))
-        leaves = [logits.clone().requires_grad_() for _ in range(2)]
-        values = [run(leaf, *arguments) for run, leaf in zip((loss, compiled), leaves, strict=True)]
-        for value in values:
-            value.backward()
-        close(values[1], values[0])
-        close(leaves[1].grad, leaves[0].grad)
+    for seed, n in enumerate((5, 7, 11, 12)):
+        targets, options = torch.randint(61, (n,)), Options(sparse=Sparse(1 / 16, 10 * seed))
+        leaves = [torch.randn(*shape).requires_grad_() for shape in ((n, 8), (61, 8))]
+        close(gradients(compiled, targets, options), gradients(loss, targets, options))
     assert counter.frame_count == 2
-
-
-def test_padded_batches_of_any_shape_make_three_graphs() -> None:
-    """One graph for the first shape, and one more for each dimension that changes."""
-    counter, objective = CompileCounterWithBackend("aot_eager"), Objective.preset("grpo")
-    compiled = torch.compile(lambda x, b: grpo_loss(x, b, objective).loss, fullgraph=True, backend=counter)
-    g = torch.Generator().manual_seed(0)
-    for shape in ((4, 5), (4, 7), (5, 9), (6, 4), (8, 8), (3, 11), (7, 2)):
-        targets = torch.randint(17, shape, generator=g)
-        batch = TokenBatch(targets, torch.randn(shape[0], generator=g), mask=torch.ones(shape, dtype=torch.bool))
-        logits = torch.randn(*shape, 17, generator=g)
-        close(compiled(logits, batch), grpo_loss(logits, batch, objective).loss)
-    assert counter.frame_count == 3
+    number = torch.zeros((), dtype=torch.int64)
+    for seed in (0, 30):
+        drawn = gradients(compiled, targets, Options(sparse=Sparse(1 / 16, number.fill_(seed))))
+        close(drawn, gradients(loss, targets, Options(sparse=Sparse(1 / 16, seed))))
+    assert counter.frame_count <= 4
 
 
 def test_no_gradient_is_made_where_none_is_wanted() -> None:
-    case, objective = build(), Objective()
+    """Under no_grad, and of leaves without gradients: evaluation that forgot no_grad."""
+    _, given, batch = small()
+    q, of_hidden, _ = small("hidden")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def look(module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(module)
+        return module.forward
 
     def loss(logits: Tensor) -> Tensor:
-        return grpo_loss(logits, case.batch(), objective).loss
+        return grpo_loss(logits, batch, DEFAULT).loss
 
-    graphs = []
+    def values(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_grpo_loss(hidden, weight, batch_of(q), DEFAULT).loss + linear_logprobs(hidden, weight, q.targets)[0].sum()
 
-    def look(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(loss, fullgraph=True, backend=look)
+    compiled, other = (torch.compile(f, backend=look, fullgraph=True) for f in (loss, values))
     with torch.no_grad():
-        close(compiled(case.logits.clone().requires_grad_()), loss(case.logits))
-    compiled(case.logits)
-    assert len(graphs) == 2
-    for graph in graphs:
-        names = [str(n.target) for n in graph.graph.nodes]
-        assert any("grpo_kernels.stats" in name for name in names) and not any("pull" in name for name in names)
+        close(compiled(given["logits"].clone().requires_grad_()), loss(given["logits"]))
+    compiled(given["logits"])
+    found, expected = (f(of_hidden["hidden"], of_hidden["weight"]) for f in (other, values))
+    close(found, expected, rtol=1e-5)
+    assert not found.requires_grad and len(graphs) == 3
+    for each in graphs:
+        names = [str(n.target) for n in each.graph.nodes]
+        assert any("grpo_kernels" in name for name in names) and not any("pull" in name for name in names)
+
+
+def test_what_a_graph_reads_when_it_runs() -> None:
+    """A batch made in it, metrics in it and outside; NaN in strict mode; ids that do not exist."""
+    p, given, batch = small(objective="grpo, k3 and entropy")
+    objective = objective_of(p.recipe)
+
+    def loss(logits: Tensor, old: Tensor, tokens: Tensor, strict: bool = False) -> Any:
+        inner = TokenBatch(batch.targets, batch.advantages, mask=batch.mask, old_logps=old, ref_logps=batch.ref_logps)
+        out = grpo_loss(logits, inner, objective, normalizer=tokens, strict=strict)
+        return out.loss, out.metrics
+
+    compiled, old, tokens = graph(loss), batch.old_logps, torch.tensor(20.0)
+    assert old is not None
+    (found, metrics), (expected, others) = (f(given["logits"], old, tokens) for f in (compiled, loss))
+    close(found, expected)
+    close({**metrics}, {**others})
+    outside = graph(lambda x: grpo_loss(x, batch, objective))(given["logits"])
+    close({**outside.metrics}, {**grpo_loss(given["logits"], batch, objective).metrics})
+    assert torch.equal(compiled(given["logits"], old, tokens, True)[0], loss(given["logits"], old, tokens, True)[0])
+    with pytest.raises(RuntimeError, match="old_logps is NaN at a trained token"):
+        compiled(given["logits"], old / torch.zeros(()) * 0, tokens, True)
+    refusing = torch.compile(lambda x, b: grpo_loss(x, b, DEFAULT).loss, backend="aot_eager")
+    refusing(given["logits"], batch)
+    with pytest.raises(ValueError, match=r"outside the vocabulary \[0, 61\)"):
+        refusing(given["logits"], replace(batch, targets=torch.full_like(batch.targets, 61)))
+    with pytest.raises(ValueError, match=r"reference is list: pass \(hidden, weight\)"):
+        alone, with_kl, pair, weight = (
+            replace(batch, ref_logps=None),
+            Objective(beta=0.1),
+            [torch.ones(3, 5, 8), torch.ones(61, 8)],
+            torch.ones(61, 8),
+        )
+        broken = torch.compile(lambda x: linear_grpo_loss(x, weight, alone, with_kl, reference=pair).loss, backend="aot_eager")
+        broken(torch.ones(3, 5, 8))
 
 
 def test_a_model_with_a_fused_head_compiles() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = torch.nn.Linear(24, 24)
-            self.lm_head = FusedLMHead(torch.nn.Linear(24, 61))
+            self.body, self.lm_head = torch.nn.Linear(8, 8), FusedLMHead(torch.nn.Linear(8, 61))
 
-        def forward(self, x: Tensor, batch: TokenBatch, objective: Objective) -> Tensor:
-            return self.lm_head(torch.tanh(self.body(x)), batch, objective, temperature=0.7).loss
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lm_head(torch.tanh(self.body(x)), batch, gspo, temperature=0.7).loss
 
-    torch.manual_seed(0)
-    case, model, objective = build_linear(), Model(), Objective.preset("gspo")
-    results = []
-    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+    batch, gspo, model, results = small()[2], Objective.preset("gspo"), Model(), []
+    hidden = torch.randn(*batch.targets.shape, 8)
+    for call in (model, graph(model)):
         model.zero_grad()
-        loss = run(case.hidden, case.tokens.batch(), objective)
+        loss = call(hidden)
         loss.backward()
         results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])  # type: ignore[union-attr]
-    for a, b in zip(*results, strict=True):
-        close(a, b)
-
-
-# ---- torch.library's own checks
-
-
-class Calls(TorchDispatchMode):
-    """Calls of our operators: (name, arguments, results)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, tuple[Any, ...], Any]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if function.namespace == "grpo_kernels":
-            self.seen.append((function._opname, args, result))
-        return result
-
-
-def called(source: Any, tensors: tuple[Any, ...], targets: Tensor, read: Tensor | None = None) -> Calls:
-    """The operators of a stage, forward and backward."""
-    statistics, rows = ("entropy",), (targets, read, 1.0, 0.0, 0.7)
-    with Calls() as calls:
-        results = VocabularyStage.apply(source, statistics, statistics, partials_of(statistics), *rows, *tensors)
-        (results[0].sum() + results[1].sum()).backward()
-    return calls
-
-
-def sources(device: str = "auto", dtype: torch.dtype = torch.float32) -> Iterator[tuple[Any, bool]]:
-    """The sources that put operators into a graph, and whether they take hidden states."""
-    yield TracedLogits(device, False), False
-    yield TracedHidden(device, False, dtype), True
-    yield TracedHidden(device, False, dtype, Sparse(1 / 16)), True
-
-
-OPERATORS = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("grpo_kernels::")}
-
-
-@pytest.mark.parametrize("name", sorted(OPERATORS))
-def test_opcheck(name: str) -> None:
-    case = build_linear()
-    leaves, targets, read = case.leaves, case.tokens.targets.flatten(), case.tokens.mask.flatten()
-    hidden = (leaves["hidden"].flatten(0, 1), leaves["weight"], leaves["bias"])
-    logits = (case.logits(torch.float32)[0].detach().requires_grad_(),)
-    calls = [call for source, linear in sources() for call in called(source, hidden if linear else logits, targets, read).seen]
-    arguments = next(args for found, args, _ in calls if found == name)
-    given = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
-    found = torch.library.opcheck(getattr(OPS, name).default, given)
-    assert set(found.values()) == {"SUCCESS"}, found
-
-
-#: Views of memory of another layout: (the shape of the memory of [a, b, c], the view).
-VIEWS: dict[str, tuple[Callable[[int, int, int], tuple[int, ...]], Callable[[Tensor], Tensor]]] = {
-    "whole": (lambda a, b, c: (a, b, c), lambda x: x),
-    "rows in turn": (lambda a, b, c: (b, a, c), lambda x: x.transpose(0, 1)),
-    "columns first": (lambda a, b, c: (a, c, b), lambda x: x.transpose(1, 2)),
-    "columns of more": (lambda a, b, c: (a, b, c + 3), lambda x: x[..., 1:-2]),
-    "every other column": (lambda a, b, c: (a, b, 2 * c), lambda x: x[..., ::2]),
-    "one row for all": (lambda a, b, c: (1, 1, c), lambda x: x),
-}
-
-
-def seen_as(view: str, shape: tuple[int, int, int], dtype: torch.dtype, g: torch.Generator) -> Tensor:
-    of, through = VIEWS[view]
-    x = through(torch.randn(*of(*shape), generator=g).to(dtype))
-    return x.expand(shape) if view == "one row for all" else x
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("view", VIEWS)
-def test_fake_results_are_laid_out_like_real_ones(view: str, dtype: torch.dtype, backend: str) -> None:
-    """Of every operator: a compiler plans memory and kernels by what the fake one says."""
-    g, names, fake_mode = torch.Generator().manual_seed(0), set(), FakeTensorMode()
-    for A, T, V, H in ((2, 3, 7, 4), (1, 1, 7, 4), (3, 1, 1, 1), (0, 3, 7, 4)):
-        targets = torch.randint(V, (A * T,), generator=g)
-        logits = logit_rows(seen_as(view, (A, T, V), dtype, g), torch.Size((A, T)), targets.device, False)
-        hidden, weight = seen_as(view, (A, T, H), dtype, g).reshape(-1, H), seen_as(view, (1, V, H), dtype, g)[0]
-        bias = torch.randn(V, generator=g)
-        for source, linear in sources(backend, dtype):
-            of_head = [whole_rows(hidden), whole_rows(weight), bias]  # as `check_head` gives them to the sources
-            tensors = [x.detach() for x in (of_head if linear else [logits])]
-            for wanted in (range(len(tensors)), *([(0,), (1,)] if linear else [])):
-                for i, x in enumerate(tensors):
-                    x.requires_grad_(i in wanted)
-                for name, given, results in called(source, tuple(tensors), targets).seen:
-                    with fake_mode as mode:
-                        fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in given]
-                        fake = getattr(OPS, name)(*fakes)
-                    pairs = zip(*(x if isinstance(x, tuple) else (x,) for x in (results, fake)), strict=True)
-                    for real, planned in pairs:
-                        layouts = [(x.shape, x.stride(), x.storage_offset(), x.dtype, x.device) for x in (real, planned)]
-                        assert layouts[0] == layouts[1], (name, [x.shape for x in given if isinstance(x, Tensor)])
-                    names.add(name)
-    assert names == OPERATORS
-
-
-# ---- torch.func, and uses that are refused
-
-
-def test_gradients_by_torch_func() -> None:
-    case, objective = build(), Objective.preset("gspo", beta=0.1)
-    leaf = case.logits.clone().requires_grad_()
-    grpo_loss(leaf, case.batch(), objective).loss.backward()
-    found, value = torch.func.grad_and_value(lambda x: grpo_loss(x, case.batch(), objective).loss)(case.logits)
-    close(found, leaf.grad)
-    close(value, grpo_loss(case.logits, case.batch(), objective).loss)
-    logps = torch.func.grad(lambda x: token_logprobs(x, case.targets, mask=case.mask)[0].sum())(case.logits)
-    leaf = case.logits.clone().requires_grad_()
-    token_logprobs(leaf, case.targets, mask=case.mask)[0].sum().backward()
-    close(logps, leaf.grad)
-
-
-@pytest.mark.parametrize("grad_mode", [True, False])
-@pytest.mark.parametrize("linear", [False, True])
-def test_a_vjp_is_the_gradient_and_has_none_itself(linear: bool, grad_mode: bool) -> None:
-    """torch.func.vjp calls the backward after its level has ended."""
-    case, scale = build_linear(), torch.tensor(1.5)
-    hidden, weight, tokens = case.hidden, case.weight.clone().requires_grad_(), case.tokens
-
-    def functions() -> Iterator[Callable[[Tensor], Tensor]]:
-        for preset in ("dapo", "gspo"):
-            objective, batch = Objective.preset(preset, entropy_coef=0.1), tokens.batch()
-            if linear:
-                yield lambda h, b=batch, o=objective: linear_grpo_loss(h, weight, b, o).loss
-            else:
-                yield lambda h, b=batch, o=objective: grpo_loss(h @ weight.T, b, o).loss
-
-    for function in functions():
-        leaf = hidden.clone().requires_grad_()
-        (expected,) = torch.autograd.grad(function(leaf), leaf, scale)
-        with torch.set_grad_enabled(grad_mode):
-            _, vjp = torch.func.vjp(function, hidden)
-            (found,) = vjp(scale)
-        close(found, expected, rtol=1e-5)
-        assert expected.abs().max() > 1e-3
-        assert found.requires_grad == grad_mode  # with respect to the weight
-        if grad_mode:
-            with pytest.raises(RuntimeError, match="no second derivatives"):
-                found.square().sum().backward()
-
-
-@pytest.mark.parametrize("preset", ["dapo", pytest.param("gspo", marks=pytest.mark.slow)])
-def test_a_graph_over_hidden_states_and_a_head_without_gradients(preset: str) -> None:
-    """Evaluation that forgot no_grad."""
-    case, objective = build_linear(), Objective.preset(preset)
-
-    def values(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        logps, _ = linear_logprobs(hidden, weight, case.tokens.targets, mask=case.tokens.mask)
-        return linear_grpo_loss(hidden, weight, case.tokens.batch(), objective).loss, logps
-
-    compiled = torch.compile(values, fullgraph=True, backend="aot_eager")
-    for found, expected in zip(compiled(case.hidden, case.weight), values(case.hidden, case.weight), strict=True):
-        assert not found.requires_grad
-        close(found, expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize("shape", [(0,), pytest.param((0, 4), marks=pytest.mark.slow), (2, 0)])
-def test_no_rows(shape: tuple[int, ...]) -> None:
-    targets = torch.zeros(shape, dtype=torch.int64)
-    weight = torch.randn(7, 3)
-
-    def logits_value(x: Tensor) -> Tensor:
-        logps, entropy = token_logprobs(x, targets, entropy=True)
-        return logps.sum() + entropy.sum()  # type: ignore[union-attr]
-
-    def hidden_value(x: Tensor) -> Tensor:
-        logps, entropy = linear_logprobs(x, weight, targets, entropy=True)
-        return logps.sum() + entropy.sum()  # type: ignore[union-attr]
-
-    for value, width in ((logits_value, 7), (hidden_value, 3)):
-        x = torch.zeros(*shape, width)
-        assert torch.func.grad(value)(x).shape == x.shape
-        leaf = x.clone().requires_grad_()
-        torch.compile(value, fullgraph=True, backend="aot_eager")(leaf).backward()
-        assert leaf.grad is not None and leaf.grad.shape == x.shape
-
-
-@pytest.mark.parametrize("transform", ["none", "func", "compile"])
-def test_a_second_derivative_raises(transform: str) -> None:
-    case, objective = build(), Objective()
-
-    def functions() -> list[Callable[[Tensor], Tensor]]:
-        return [
-            lambda x: grpo_loss(x, case.batch(), objective).loss,
-            lambda x: token_logprobs(x, case.targets)[0].square().sum(),
-        ]
-
-    for function in functions():
-        with pytest.raises(
-            RuntimeError, match=r"no second derivatives|does not currently support double backward|does not require grad"
-        ):
-            if transform == "func":
-                torch.func.grad(lambda x, f=function: torch.func.grad(f)(x).square().sum())(case.logits)
-            else:
-                run = torch.compile(function, backend="aot_eager") if transform == "compile" else function
-                leaf = case.logits.clone().requires_grad_()
-                (gradient,) = torch.autograd.grad(run(leaf), leaf, create_graph=True)
-                gradient.square().sum().backward()
-
-
-def test_a_group_breaks_the_graph_and_torch_func_has_none() -> None:
-    case, objective = build(), Objective()
-
-    def loss(logits: Tensor) -> Tensor:
-        return grpo_loss(logits, case.batch(), objective, shard=VocabShard(0, 61)).loss
-
-    with pytest.raises(ValueError, match=r"shard is given under torch\.func"):
-        torch.func.grad(loss)(case.logits)
-    leaf = case.logits.clone().requires_grad_()
-    value = torch.compile(loss, backend="aot_eager")(leaf)
-    value.backward()
-    expected = case.logits.clone().requires_grad_()
-    loss(expected).backward()
-    close(leaf.grad, expected.grad)
-    with pytest.raises(Exception, match="disable"):
-        torch.compile(loss, backend="aot_eager", fullgraph=True)(case.logits)
-
-
-def test_metrics_in_the_graph() -> None:
-    case, objective = build(), Objective.preset("gspo", beta=0.1)
-
-    def metrics(logits: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
-        return grpo_loss(logits, batch, objective).metrics
-
-    found = torch.compile(metrics, fullgraph=True, backend="aot_eager")(case.logits, case.batch())
-    expected = metrics(case.logits, case.batch())
-    assert found.keys() == expected.keys()
-    for name in found:
-        close(found[name], expected[name])
-
-
-def test_autocast_does_not_reach_into_an_operator() -> None:
-    case = build_linear(torch.float16)
-    results = []
-    for way in ("autograd", "func"):
-        with torch.autocast("cpu", torch.float16):
-
-            def value(weight: Tensor) -> Tensor:
-                return linear_logprobs(case.hidden, weight, case.tokens.targets, mask=case.tokens.mask)[0].sum()
-
-            if way == "func":
-                results.append(torch.func.grad(value)(case.weight))
-            else:
-                leaf = case.weight.clone().requires_grad_()
-                results.append(torch.autograd.grad(value(leaf), leaf)[0])
-    assert torch.equal(*results)
+    close(*results)
 
 
 def TILTED(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
@@ -627,66 +413,100 @@ class Tilted(Surrogate):
         return (self.tilt,)
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_surrogates_that_differ_in_a_hidden_field_do_not_share_a_kernel(graph: bool) -> None:
-    case = build()
+def test_objectives_in_graphs_are_told_apart_and_not_forgotten() -> None:
+    """By fields that a repr does not show; beside thousands of others; with denominators of which one is None."""
+    _, given, batch = small()
+    batch = replace(batch, nll_weights=None)
 
-    def loss(x: Tensor, objective: Objective) -> Tensor:
-        return grpo_loss(x, case.batch(), objective).loss
+    def loss(x: Tensor, objective: Objective, normalizer: Any = None) -> Tensor:
+        return grpo_loss(x, batch, objective, normalizer=normalizer).loss
 
-    run = torch.compile(loss, fullgraph=True, backend="aot_eager") if graph else loss
-    plain, tilted = (run(case.logits, Objective(Tilted(tilt))) for tilt in (0.0, 2.0))
-    close(tilted, 3.0 * plain)
-    assert plain.abs() > 1e-3
-
-
-def test_an_objective_is_not_forgotten_after_thousands_of_others() -> None:
-    case, objective = build(), Objective.preset("dapo", beta=0.123)
-    compiled = torch.compile(lambda x: grpo_loss(x, case.batch(), objective).loss, fullgraph=True, backend="aot_eager")
-    before = compiled(case.logits)
-    schedule = [Objective.preset("dapo", beta=1e-4 * i) for i in range(1, 2001)]
-    close(compiled(case.logits), before)
-    assert len({o.beta for o in schedule}) == 2000
-
-
-@pytest.mark.parametrize("kl, entropy", [(None, 5.0), (4.0, None), pytest.param(4.0, 5.0, marks=pytest.mark.slow)])
-def test_denominators_with_none_are_those_of_eager_code(kl: float | None, entropy: float | None) -> None:
-    case = build()
-    objective = Objective(beta=0.1, kl_aggregate="token-sum", entropy_coef=0.1)
-    many: Any = Denominators(3.0, None if kl is None else torch.tensor(kl), entropy)  # type: ignore[arg-type]
-
-    def loss(x: Tensor) -> Tensor:
-        return grpo_loss(x, case.batch(), objective, normalizer=many).loss
-
-    close(torch.compile(loss, fullgraph=True, backend="aot_eager")(case.logits), loss(case.logits))
+    for f in (loss, graph(loss)):
+        plain_loss, tilted = (f(given["logits"], Objective(Tilted(tilt))) for tilt in (0.0, 2.0))
+        close(tilted, 3.0 * plain_loss)
+        assert plain_loss.abs() > 1e-3
+    objective, compiled = Objective.preset("dapo", entropy_coef=0.123), graph(loss)
+    before = compiled(given["logits"], objective)
+    schedule = [Objective.preset("dapo", entropy_coef=1e-4 * i) for i in range(1, 2001)]
+    close(compiled(given["logits"], objective), before)
+    assert len({o.entropy_coef for o in schedule}) == 2000
+    own = Objective(entropy_coef=0.1)
+    for many in (Denominators(3.0, None, 5.0), Denominators(3.0, torch.tensor(4.0), None)):
+        close(compiled(given["logits"], own, many), loss(given["logits"], own, many))
 
 
-@pytest.mark.parametrize("way", ["eager", "compile", "func"])
-def test_a_reference_is_refused_alike_in_every_way(way: str) -> None:
-    case = build_linear()
-    fields, pair = case.tokens.fields, (case.hidden, case.weight)
-    assert fields["ref_logps"] is not None
-    refused = {
-        "ref_logps are both given": (Objective(beta=0.1), pair, fields),
-        "with beta=0 nothing looks at it": (Objective(), pair, fields | {"ref_logps": None}),
-        r"reference is list: pass \(hidden, weight\)": (Objective(beta=0.1), list(pair), fields | {"ref_logps": None}),
-        r"reference is tuple: pass \(hidden, weight\)": (Objective(beta=0.1), pair[:1], fields | {"ref_logps": None}),
-    }
-    for message, (objective, reference, given) in refused.items():
-
-        def loss(x: Tensor, o: Any = objective, r: Any = reference, g: Any = given) -> Tensor:
-            return linear_grpo_loss(x, case.weight, TokenBatch(**g), o, reference=r).loss
-
-        run = {"eager": loss, "compile": torch.compile(loss, backend="aot_eager"), "func": torch.func.grad(loss)}[way]
-        with pytest.raises(ValueError, match=message.replace("ref_logps are", "batch.ref_logps are")):
-            run(case.hidden.clone())
+# ---- torch.library's own checks of every operator
 
 
-def test_bad_input_is_refused_when_the_graph_runs() -> None:
-    case, objective = build(), Objective()
-    compiled = torch.compile(lambda x, b: grpo_loss(x, b, objective).loss, backend="aot_eager")
-    compiled(case.logits, case.batch())
-    targets = case.targets.clone()
-    targets[0, 0] = 61
-    with pytest.raises(ValueError, match=r"outside the vocabulary \[0, 61\)"):
-        compiled(case.logits, case.batch(targets=targets))
+class Calls(TorchDispatchMode):
+    """Calls of our operators: (name, arguments, results)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[Any, ...], Any]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.namespace == "grpo_kernels":
+            self.seen.append((function._opname, args, result))
+        return result
+
+
+OPERATORS = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("grpo_kernels::")}
+
+
+def called(backend: str, logits: Tensor, head: list[Tensor], targets: Tensor, wanted: tuple[int, ...] = (0, 1, 2)) -> Calls:
+    """The operators of log-probs in a graph, forward and backward, from both sources, with dense and with sparse gradients."""
+    with Calls() as calls:
+        for stage, of_hidden in traced_stages(backend, head[0].dtype):
+            tensors = [x.detach() for x in (head if of_hidden else [logits])]
+            for i, x in enumerate(tensors):
+                x.requires_grad_(i in wanted or not of_hidden)
+            results = stage(targets, *tensors)
+            (results[0].sum() + results[1].sum()).backward()
+    return calls
+
+
+@pytest.mark.parametrize("name", sorted(OPERATORS))
+def test_opcheck(name: str) -> None:
+    head = [torch.randn(6, 8), torch.randn(61, 8), torch.randn(61)]
+    calls = called("auto", torch.randn(1, 6, 61), head, torch.randint(61, (6,)))
+    arguments = next(args for found, args, _ in calls.seen if found == name)
+    given = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
+    found = torch.library.opcheck(getattr(torch.ops.grpo_kernels, name).default, given)
+    assert set(found.values()) == {"SUCCESS"}, found
+
+
+#: Views of memory of another layout: (the shape of the memory of [a, b, c], the view).
+LAYOUTS: dict[str, tuple[Callable[[int, int, int], tuple[int, ...]], Callable[[Tensor], Tensor]]] = {
+    "whole": (lambda a, b, c: (a, b, c), lambda x: x),
+    "rows in turn": (lambda a, b, c: (b, a, c), lambda x: x.transpose(0, 1)),
+    "columns first": (lambda a, b, c: (a, c, b), lambda x: x.transpose(1, 2)),
+    "columns of more": (lambda a, b, c: (a, b, c + 3), lambda x: x[..., 1:-2]),
+    "every other column": (lambda a, b, c: (a, b, 2 * c), lambda x: x[..., ::2]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fake_results_are_laid_out_like_real_ones(layout: str, dtype: torch.dtype, backend: str) -> None:
+    """Of every operator: a compiler plans memory and kernels by what the fake one says."""
+    (of, view), names, fake_mode = LAYOUTS[layout], set(), FakeTensorMode()
+
+    def seen_as(*shape: int) -> Tensor:
+        return view(torch.randn(*of(*shape)).to(dtype))
+
+    for A, T, V, H in ((2, 3, 7, 4), (1, 1, 7, 4), (3, 1, 1, 1), (0, 3, 7, 4)):
+        targets, logits = torch.randint(V, (A * T,)), rows_of_logits(seen_as(A, T, V))
+        head = rows_of_head(seen_as(A, T, H).reshape(-1, H), seen_as(1, V, H)[0], torch.randn(V))
+        for wanted in ((0, 1, 2), (0,), (1,)):
+            for name, given, results in called(backend, logits, head, targets, wanted).seen:
+                with fake_mode as mode:
+                    fake = getattr(torch.ops.grpo_kernels, name)(
+                        *(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in given)
+                    )
+                for real, planned in zip(*(x if isinstance(x, tuple) else (x,) for x in (results, fake)), strict=True):
+                    mine, theirs = ((x.shape, x.stride(), x.storage_offset(), x.dtype, x.device) for x in (real, planned))
+                    assert mine == theirs, (name, [x.shape for x in given if isinstance(x, Tensor)])
+                names.add(name)
+    assert names == OPERATORS

@@ -145,22 +145,6 @@ def test_tied_and_frozen() -> None:
     assert model.lm_head.weight.grad is None and model.lm_head.bias.grad is not None and model.body.weight.grad is not None
 
 
-def test_wrong_calls() -> None:
-    head, (hidden, batch) = FusedLMHead(nn.Linear(H, V)), make_batch(4)
-    for arguments, options, message in (
-        ((), {"objective": OBJECTIVE}, "targets is None"), ((), {"normalizer": 3.0}, "targets is None"),
-        ((batch,), {}, "pass a TokenBatch with an Objective"), ((batch.targets, OBJECTIVE), {}, "targets is a Tensor"),
-        ((batch.targets,), {"metrics": True}, "metrics=True"), ((batch.targets[:, 1:],), {}, "hidden has shape"),
-        ((batch.targets,), {"temperature": 0.0}, "temperature"),
-        ((batch.targets,), {"transform": LogitTransform(scale=2.0)}, "transform is an option of this call"),
-        ((batch, OBJECTIVE), {"bias": head.bias}, "bias is an option"), ((batch.targets,), {"weight": None}, "weight is an"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            head(hidden, *arguments, **options)
-    with pytest.raises(TypeError, match="normaliser"):
-        head(hidden, batch, OBJECTIVE, normaliser=3.0)
-
-
 class LoraLinear(nn.Module):
     """What PEFT makes of a layer, in its attributes."""
 
@@ -244,6 +228,18 @@ def test_peft() -> None:
     tuned = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
     with pytest.raises(ValueError, match="head is a peft"):
         FusedLMHead.install(tuned)
+
+
+@pytest.mark.parametrize("targets", [r".*(q_proj|lm_head)", "lm_head", ["q_proj", "lm_head"]], ids=str)
+@pytest.mark.parametrize("kind", ["LoraConfig", "OFTConfig"])
+def test_an_adapter_on_the_head_is_refused_however_it_was_named(kind: str, targets: Any) -> None:
+    """By looking at the module, not at the names of a configuration."""
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    options = {"r": 2} if kind == "LoraConfig" else {"oft_block_size": 0, "r": 2}
+    model = peft.get_peft_model(tiny_model(tie_word_embeddings=False), getattr(peft, kind)(target_modules=targets, **options))
+    with pytest.raises(ValueError, match="carries an adapter"):
+        FusedLMHead.install(model)
 
 
 def tiny_model(**options: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, token_logprobs
+from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, linear_logprobs, token_logprobs
 from support.cases import same_bits
 
 Tensor = torch.Tensor
@@ -168,3 +168,21 @@ def test_a_temperature_divides_the_logits(temperature: Any, backend: str) -> Non
     found = log_probs(logits, targets, backend, transform=LogitTransform(temperature))
     for x, y in zip(found[:2], exactly(divided, targets), strict=False):
         torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=4e-6)
+
+
+def test_logits_that_fp16_could_not_hold(backend: str) -> None:
+    """From fp16 hidden states they are fp32."""
+    hidden, weight = (200.0 * torch.randn(4, 8)).half(), (200.0 * torch.randn(30, 8)).half()
+    exact = [x.double().requires_grad_() for x in (hidden, weight)]
+    logits = exact[0] @ exact[1].T
+    targets = logits.argmax(1).index_fill(0, torch.tensor(0), 3)
+    assert logits.abs().amax(1).min() > 65_504
+    logps = (logits / 1e4).log_softmax(1).gather(1, targets[:, None])[:, 0]
+    logps.sum().backward()
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    found, _ = linear_logprobs(*leaves, targets, transform=LogitTransform(1e4), backend=backend)
+    found.sum().backward()
+    torch.testing.assert_close(found.double(), logps, rtol=1e-5, atol=1e-5 * float(logps.detach().abs().max()))
+    for leaf, wide in zip(leaves, exact, strict=True):
+        assert leaf.grad is not None and wide.grad is not None
+        assert (leaf.grad.double() - wide.grad).abs().max() <= 2e-3 * wide.grad.abs().max()

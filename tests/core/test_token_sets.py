@@ -1,32 +1,127 @@
-"""TokenSets: its contents, its refusals, slicing and concatenation. The oracle is a list of lists."""
+"""TokenSets: made from every format and from logits, cut, joined, shifted, copied. The oracle is a list of lists."""
 
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import random
 from dataclasses import FrozenInstanceError
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_kernels import TokenSets
+from grpo_kernels import TokenSets, token_set_rules
+from grpo_kernels.batch import shift_sets, shift_targets
+from grpo_kernels.token_sets import check_sets
+from support.allocations import Allocations
+from support.inside import values_unseen
 from support.sets import ROWS, SOME, assert_facts, build, examples, ints, lists, number
 
 Tensor = torch.Tensor
-INF, NAN = float("inf"), float("nan")
+INF, NAN = math.inf, math.nan
+DTYPES = st.sampled_from([torch.int32, torch.int64])
+BOUND = st.none() | st.integers(-10, 10)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def assert_part(part: TokenSets, rows: list[list[int]], index: list[int], bound: bool = True) -> None:
+    """The rows of this index, with their values."""
+    assert_facts(part, [rows[i] for i in index], bound=bound)
+    assert part.values is not None and part.values.tolist() == [number(i, token) for i in index for token in rows[i]]
+
+
+def values_of(rows: list[list[int]]) -> list[list[float]]:
+    return [[number(i, token) for token in row] for i, row in enumerate(rows)]
+
+
+# ---- formats
+
+
 @examples
-@given(rows=ROWS)
-def test_facts(dtype: torch.dtype, rows: list[list[int]]) -> None:
-    sets = build(rows, dtype=dtype)
-    assert sets.ids.dtype == dtype
-    assert_facts(sets, rows)
+@given(rows=ROWS, dtype=DTYPES, fill=st.sampled_from([-1, -100, 41]), seed=st.integers(0, 1000))
+def test_every_format_gives_the_same_sets(rows: list[list[int]], dtype: torch.dtype, fill: int, seed: int) -> None:
+    """Ids and offsets, ids and counts, lists, padding wherever it stands in a row; and back."""
+    whole, numbers = [*range(len(rows))], values_of(rows)
+    sets = build(rows, True, dtype=dtype)
+    counts = torch.tensor([len(row) for row in rows], dtype=dtype)
+    ids, values = torch.full((len(rows), 8), fill, dtype=dtype), torch.full((len(rows), 8), NAN)
+    for i, row in enumerate(rows):
+        places = torch.randperm(8, generator=torch.Generator().manual_seed(seed + i))[: len(row)].sort().values
+        ids[i, places], values[i, places] = torch.tensor(row, dtype=dtype), torch.tensor(numbers[i])
+    of_lists = TokenSets.from_lists(rows, numbers)
+    made = [sets, TokenSets.from_counts(sets.ids, counts, sets.values), TokenSets.from_padded(ids, fill, values), of_lists]
+    for each in made:
+        assert_part(each, rows, whole, bound=False)
+    assert {x.ids.dtype for x in made[:3]} <= {dtype} and of_lists.ids.dtype == torch.int32
+    for plain in (TokenSets.from_counts(sets.ids, counts), TokenSets.from_lists([row or None for row in rows]), build(rows)):
+        assert_facts(plain, rows)
+        assert plain.values is None
+    assert sets.counts.tolist() == counts.tolist() and sets.row_of.tolist() == [i for i, row in enumerate(rows) for _ in row]
+    for other in (-1, 77):
+        padded, longest = sets.padded(other), max(map(len, rows), default=0)
+        assert padded.tolist() == [row + [other] * (longest - len(row)) for row in rows]
+        assert_facts(TokenSets.from_padded(padded, other), rows)
+    assert sets.mask(41).tolist() == [[not row or token in row for token in range(41)] for row in rows]
+
+
+def test_padding_of_a_batch_and_counts_of_bytes() -> None:
+    ids = torch.tensor([[[5, 2, -1], [-1, -1, -1]], [[7, -1, -1], [1, 3, 8]]])
+    expected = [[5, 2], [], [7], [1, 3, 8]]
+    assert_facts(TokenSets.from_padded(ids), expected)
+    assert_facts(TokenSets.from_padded(ids.transpose(0, 1)), [expected[i] for i in (0, 2, 1, 3)])  # a strided one
+    assert_facts(TokenSets.from_padded(ids[:, :, :0]), [[]] * 4)
+    sent = (torch.tensor(x, dtype=torch.int32).numpy().tobytes() for x in ([4, 2, 9], [0, 2, 0, 1]))  # as prime-rl does
+    assert_facts(
+        TokenSets.from_counts(*(torch.frombuffer(bytearray(x), dtype=torch.int32) for x in sent)), [[], [4, 2], [], [9]]
+    )
+    assert TokenSets.from_lists(SOME, device="meta").ids.device.type == "meta"
+
+
+@examples
+@given(
+    sequences=st.lists(st.none() | st.lists(st.tuples(st.booleans(), st.none() | st.just([2, 1]) | st.just([7]))), max_size=4),
+    data=st.data(),
+)
+def test_lists_of_sequences(sequences: list[Any], data: st.DataObject) -> None:
+    """Each token either has a record or was not generated. Sequences without records may have any mask."""
+    T = max((len(s) for s in sequences if s is not None), default=0) + 2
+    expected: list[list[list[int]]] = []
+    records: list[Any] = []
+    generated = torch.zeros(len(sequences), T, dtype=torch.bool)
+    for b, tokens in enumerate(sequences):
+        if tokens is None:
+            generated[b] = torch.tensor(data.draw(st.lists(st.booleans(), min_size=T, max_size=T)))
+        for t, (is_generated, _) in enumerate(tokens or []):
+            generated[b, t] = is_generated
+        own = [list(record or []) if is_generated else [] for is_generated, record in tokens or []]
+        expected.append(own + [[]] * (T - len(own)))
+        records.append(None if tokens is None else [record for is_generated, record in tokens if is_generated])
+    assert_facts(TokenSets.from_lists(records, generated=generated), [row for rows in expected for row in rows])
+    # Packed: the same rows, with each sequence cut to another length.
+    lengths = [T - (b % 2) for b in range(len(sequences))]
+    packed = torch.cat([generated.new_zeros(0), *(generated[b, :n] for b, n in enumerate(lengths))])
+    rows = [row for own, n in zip(expected, lengths, strict=True) for row in own[:n]]
+    assert_facts(TokenSets.from_lists(records, generated=packed, cu_seqlens=torch.tensor([0, *lengths]).cumsum(0)), rows)
+    if None not in records:
+        assert_facts(TokenSets.from_lists([record for own in records for record in own], generated=packed), rows)
+
+
+def test_records_of_an_engine_on_the_rows_of_targets() -> None:
+    """Two completions, prompts of two and three tokens: a record goes to the row that predicts its token."""
+    ids, completion = torch.tensor([[9, 9, 1, 2, 3], [9, 9, 9, 4, 0]]), torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 1, 0]])
+    targets, generated = shift_targets(ids, mask=completion)
+    values = [[[1, 2], [3], [4, 5, 6]], [[7, 8]]]
+    sets = TokenSets.from_lists([[[1, 5], [2], [3, 7, 6]], [[8, 4]]], values, generated=generated)
+    assert lists(sets) == [[], [1, 5], [2], [3, 7, 6], [], [], [], [8, 4], [], []]
+    assert sets.values is not None and sets.values.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    rows = zip(lists(sets), targets.flatten().tolist(), generated.flatten().tolist(), strict=True)
+    assert all((target in row) == marked for row, target, marked in rows)
 
 
 def test_fields() -> None:
@@ -38,42 +133,12 @@ def test_fields() -> None:
     assert sets == sets and build(SOME) != build(SOME)  # by identity, as a key wants it
     strided = TokenSets(torch.arange(8)[::2], torch.tensor([0, 4]))
     assert strided.ids.is_contiguous() and lists(strided) == [[0, 2, 4, 6]]
+    for rows in (3, 0):
+        assert_facts(TokenSets.whole(rows), [[]] * rows)
+    assert TokenSets.whole(2, device="meta").offsets.device.type == "meta"
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "ids: list": ({"ids": [1, 2, 3]}, r"ids is list: pass int32 or int64 \[nnz\]"),
-    "ids: float": ({"ids": torch.ones(3)}, r"ids is torch.float32: pass int32 or int64"),
-    "ids: padded": ({"ids": torch.ones(3, 1, dtype=torch.int64)}, r"ids has shape \[3, 1\].*TokenSets.from_padded"),
-    "ids: 0-d": ({"ids": torch.tensor(1)}, r"ids has shape \[\]"),
-    "offsets: bool": ({"offsets": torch.tensor([False, True])}, r"offsets is torch.bool: pass int32 or int64 \[rows \+ 1\]"),
-    "offsets: none": ({"offsets": ints()}, r"offsets has shape \[0\]: pass \[rows \+ 1\], a single 0 for no row"),
-    "offsets: 2-d": ({"offsets": ints(0, 3)[None]}, r"offsets has shape \[1, 2\]"),
-    "offsets: device": ({"offsets": ints(0, 3).to("meta")}, "offsets is on meta, but ids is on cpu: move one of them"),
-    "offsets: start": ({"offsets": ints(1, 3)}, r"offsets\[0\]=1: the ids of row 0 start at 0"),
-    "offsets: fall": ({"offsets": ints(0, 2, 1, 3)}, r"offsets\[1\]=2, offsets\[2\]=1: row 1 ends before it starts.*the number of ids, 3"),
-    "offsets: beyond": ({"offsets": ints(0, 9, 3)}, r"offsets\[1\]=9, offsets\[2\]=3: row 1 ends before it starts"),
-    "offsets: short": ({"offsets": ints(0, 1, 2)}, r"offsets\[2\]=2, but there are 3 ids"),
-    "offsets: long": ({"offsets": ints(0, 1, 5)}, r"offsets\[2\]=5, but there are 3 ids"),
-    "ids: negative": ({"ids": ints(4, 6, -1)}, r"ids is -1 in row 1 \(ids\[2\]\): ids are at least 0.*from_padded"),
-    "ids: twice": ({"ids": ints(4, 4, 1)}, r"ids is 4 twice in row 0 \(offsets 0 to 2\)"),
-    "ids: twice, apart": (
-        {"ids": ints(9, 5, 7, 5, 9), "offsets": ints(0, 1, 1, 5), "values": None}, r"ids is 5 twice in row 2 \(offsets 1 to 5\)",
-    ),
-    "values: list": ({"values": [0.0, 1.0, 2.0]}, "values is list: pass a float tensor, one number for each id, or None"),
-    "values: integer": ({"values": ints(1, 2, 3)}, "values is torch.int64: pass a float tensor"),
-    "values: shape": ({"values": torch.zeros(4)}, r"values has shape \[4\], but ids has \[3\]: they must be the same"),
-    "values: device": ({"values": torch.zeros(3, device="meta")}, "values is on meta, but ids is on cpu"),
-    "values: NaN": ({"values": torch.tensor([0.0, -INF, NAN])}, r"values is NaN in row 1 \(values\[2\], id 1\)"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
-    changes, message = REFUSED[name]
-    valid: dict[str, Any] = {"ids": ints(4, 6, 1), "offsets": ints(0, 2, 3), "values": torch.zeros(3)}
-    TokenSets(**valid)
-    with pytest.raises(ValueError, match=message):
-        TokenSets(**{**valid, **changes})
+# ---- ids that occur twice
 
 
 @examples
@@ -88,122 +153,384 @@ def test_an_id_twice_is_always_seen(rows: list[list[int]], seed: int) -> None:
         build([*rows[:row], spoiled, *rows[row + 1 :]])
 
 
-def test_ids_that_ascend_are_not_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+class Operators(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(function.__name__.partition(".")[0])
+        return function(*args, **(kwargs or {}))
+
+
+def test_ids_that_ascend_are_not_sorted_and_large_ones_do_not_overflow() -> None:
     """In their rows: as vLLM's do. Sorting is for those by weight, as SGLang's are."""
-    monkeypatch.setattr("grpo_kernels.token_set_checks.check_unique", lambda *_: pytest.fail("sorted"))
-    assert lists(build([[2, 5], [1, 9], [], [3]])) == [[2, 5], [1, 9], [], [3]]
-    with pytest.raises(pytest.fail.Exception, match="sorted"):
-        build([[2, 5], [9, 1]])
-
-
-def test_very_large_ids() -> None:
-    """No product of row and id that could overflow."""
+    for rows, sorts in (([[2, 5], [1, 9], [], [3]], False), ([[2, 5], [9, 1]], True)):
+        with Operators() as seen:
+            build(rows)
+        assert any("sort" in name for name in seen.names) == sorts
     big = 2**63 - 1
-    sets = TokenSets(ints(big, 0, big), ints(0, 2, 3))
-    assert sets.largest_id == big
+    assert TokenSets(ints(big, 0, big), ints(0, 2, 3)).largest_id == big
     with pytest.raises(ValueError, match=f"ids is {big} twice in row 1"):
         TokenSets(ints(0, big, 0, big), ints(0, 1, 4))
 
 
-def test_sets_of_the_whole_vocabulary() -> None:
-    assert_facts(TokenSets.whole(3), [[], [], []])
-    assert_facts(TokenSets.whole(0), [])
-    assert TokenSets.whole(2, device="meta").offsets.device.type == "meta"
-    for rows in (-1, 2.5, True):
-        with pytest.raises(ValueError, match=f"rows={rows}: the number of rows is a whole number of at least 0"):
-            TokenSets.whole(rows)  # type: ignore[arg-type]
+# ---- rows
 
 
 @examples
-@given(parts=st.lists(ROWS, min_size=1, max_size=4), values=st.booleans())
-def test_cat(parts: list[list[list[int]]], values: bool) -> None:
-    sets = TokenSets.cat([build(rows, values) for rows in parts])
-    assert_facts(sets, [row for rows in parts for row in rows])
+@given(rows=ROWS, start=BOUND, stop=BOUND, step=st.sampled_from([None, 1, 2, -1, -3]), data=st.data())
+@example(rows=SOME, start=3, stop=1, step=None, data=None)
+@example(rows=SOME, start=9, stop=20, step=None, data=None)
+def test_rows_are_taken_as_of_a_list(rows: list[list[int]], start: Any, stop: Any, step: Any, data: Any) -> None:
+    """Slices, indices and masks."""
+    sets, count = build(rows, True), len(rows)
+    assert_part(sets[slice(start, stop, step)], rows, [*range(count)[slice(start, stop, step)]])
+    if not count or data is None:
+        return
+    index = data.draw(st.lists(st.integers(-count, count - 1), max_size=6))
+    mask = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    for where in (index, torch.tensor(index, dtype=torch.int32), torch.tensor(index, dtype=torch.int64)):
+        assert_part(sets[where], rows, [i % count for i in index])
+    for where in (mask, torch.tensor(mask)):
+        assert_part(sets[where], rows, [i for i in range(count) if mask[i]])
+
+
+@examples
+@given(rows=ROWS, more=ROWS, cuts=st.lists(st.integers(0, 8), max_size=3), values=st.booleans())
+def test_parts_put_together_are_the_whole(rows: list[list[int]], more: list[list[int]], cuts: list[int], values: bool) -> None:
+    edges = [0, *sorted(min(cut, len(rows)) for cut in cuts), len(rows)]
+    sets, others = build(rows, values), build(more, values)
+    whole = TokenSets.cat([*(sets[a:b] for a, b in pairwise(edges)), others])
+    assert_facts(whole, rows + more, bound=True)
+    assert (whole.values is not None) == values and torch.equal(whole.offsets[: len(rows) + 1], sets.offsets)
     if values:
-        assert sets.values is not None
-        assert sets.values.tolist() == [number(i, token) for rows in parts for i, row in enumerate(rows) for token in row]
+        assert torch.equal(whole.values, torch.cat([sets.values, others.values]))  # type: ignore[arg-type, list-item]
+    wide = TokenSets.cat([build([[2**40]]), build([[1]], dtype=torch.int32)])
+    assert wide.ids.dtype == torch.int64 and lists(wide) == [[2**40], [1]]
 
 
-def test_cat_of_both_integers() -> None:
-    sets = TokenSets.cat([build([[2**40]]), build([[1]], dtype=torch.int32)])
-    assert sets.ids.dtype == torch.int64 and lists(sets) == [[2**40], [1]]
+@examples
+@given(rows=ROWS, dtype=DTYPES, ids=DTYPES, data=st.data())
+def test_contains(rows: list[list[int]], dtype: torch.dtype, ids: torch.dtype, data: st.DataObject) -> None:
+    """A row without ids holds everything, ids out of range too."""
+    targets = [data.draw(st.sampled_from([*row, -100, 0, 41])) for row in rows]
+    expected = [not row or target in row for row, target in zip(rows, targets, strict=True)]
+    assert build(rows, dtype=ids).contains(torch.tensor(targets, dtype=dtype)).tolist() == expected
 
 
-def test_cat_is_refused() -> None:
-    one = build(SOME)
-    for parts, message in (
-        ([], "parts is an empty list: pass a list of TokenSets"),
-        ([one, one.ids], "parts is a list with a Tensor: pass a list of TokenSets"),
-        ([one, one.to("meta")], r"parts=\['cpu', 'meta'\]: they are on different devices: move them to one"),
-        ([build(SOME, True), one], r"parts\[1\] has no values, but others have"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            TokenSets.cat(parts)  # type: ignore[arg-type]
+def test_targets_and_masks_of_a_batch() -> None:
+    sets = build([[3, 1], [], [7], [2, 9, 4]])
+    assert sets.contains(torch.tensor([[1, 5], [8, 2]])).tolist() == [True, True, False, True]
+    assert lists(sets[torch.tensor([[True, False], [False, True]])]) == [[3, 1], [2, 9, 4]]
+    check_sets("kept", build([[99], [3]])[1:], ints(0), 4)  # the larger id is in a row that was cut off
+    check_sets("kept", TokenSets.whole(2), ints(0, 0), 1)
 
 
-def test_moving_sets_to_a_device() -> None:
-    sets = build(SOME, True)
-    moved = sets.to("meta")
-    assert moved.values is not None
-    assert {x.device.type for x in (moved.ids, moved.offsets, moved.values)} == {"meta"}
-    facts = ("rows", "longest", "empty_rows", "largest_id")
-    assert [getattr(moved, name) for name in facts] == [getattr(sets, name) for name in facts] == [5, 3, 2, 9]
-    assert lists(sets.to(torch.device("cpu"))) == SOME
+@examples
+@given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4), data=st.data())
+def test_shifted_packed(lengths: list[int], data: st.DataObject) -> None:
+    """The target of a row is in the set of a row, wherever its token has a record."""
+    total = sum(lengths)
+    rows = data.draw(st.lists(st.lists(st.integers(0, 40), max_size=3, unique=True), min_size=total, max_size=total))
+    cuts = torch.tensor([0, *lengths]).cumsum(0)
+    index = [i for a, b in pairwise(cuts.tolist()) for i in [*range(a + 1, b), -1][: b - a]]
+    segments = torch.repeat_interleave(torch.tensor(lengths))
+    for known in ({"cu_seqlens": cuts}, {"cu_seqlens": cuts.int()}, {"segment_ids": segments}):
+        shifted = shift_sets(build(rows, True), torch.zeros(total, dtype=torch.int64), **known)
+        assert_facts(shifted, [rows[i] if i >= 0 else [] for i in index], bound=True)
+        assert shifted.values is not None
+        assert shifted.values.tolist() == [number(i, token) for i in index if i >= 0 for token in rows[i]]
 
 
-def test_pin_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self + 0)  # there is no GPU to pin for
-    sets = build(SOME, True)
-    pinned = sets.pin_memory()
-    assert_facts(pinned, SOME)
-    for name in ("ids", "offsets", "values"):
-        assert torch.equal(getattr(pinned, name), getattr(sets, name)) and getattr(pinned, name) is not getattr(sets, name)
+def test_shifted_padded() -> None:
+    """As the targets are: where a token of a completion has a record, its row has it."""
+    ids = torch.tensor([[8, 8, 1, 2], [8, 3, 4, 0]])
+    shifted = shift_sets(build([[8], [], [1, 5], [2], [7, 3], [6, 3], [4], []]), ids)
+    assert lists(shifted) == [[], [1, 5], [2], [], [6, 3], [4], [], []]
+    targets, mask = shift_targets(ids, mask=torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]]))
+    assert (shifted.contains(targets) | ~mask.flatten()).all()
 
 
-def test_values_can_be_replaced() -> None:
-    sets = build(SOME, True)
-    weights = torch.arange(6.0, requires_grad=True)
-    changed = sets.with_values(weights * 2)
-    assert_facts(changed, SOME)
-    assert changed.values is not None
-    changed.values.sum().backward()
-    assert weights.grad is not None and weights.grad.tolist() == [2.0] * 6
-    assert sets.with_values(None).values is None and sets.values is not None
-    for values, message in (
-        (torch.zeros(5), r"values has shape \[5\], but ids has \[6\]"),
-        (torch.tensor([0, 0, 0, NAN, 0, 0]), r"values is NaN in row 3 \(values\[3\], id 2\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            sets.with_values(values)
+# ---- copies, devices, modes
 
 
-@pytest.mark.parametrize("values", [False, True])
-def test_pickling(values: bool) -> None:
-    sets = build(SOME, values)
-    for other in (pickle.loads(pickle.dumps(sets)), copy.deepcopy(sets)):
-        assert type(other) is TokenSets and other is not sets
-        assert_facts(other, SOME)
-        if values:
-            assert sets.values is not None and torch.equal(other.values, sets.values)
-
-
-def test_a_deep_copy_has_no_gradient() -> None:
-    """One that is computed could not be copied with its history. A shallow copy has the tensors themselves."""
+def test_copies() -> None:
+    """A deep copy of values that are computed has no history; a shallow one has the tensors themselves. A slice is sent alone."""
     sets = build(SOME).with_values(torch.arange(6.0, requires_grad=True) * 2)
     shallow = copy.copy(sets)
-    assert_facts(shallow, SOME)
     assert shallow is not sets and shallow.values is sets.values and shallow.ids is sets.ids
     for other in (pickle.loads(pickle.dumps(sets)), copy.deepcopy(sets)):
+        assert_facts(other, SOME)
         assert other.values.tolist() == [0, 2, 4, 6, 8, 10] and not other.values.requires_grad
+    long = build([[*range(1000)], [3], []], True)
+    assert len(pickle.dumps(long[1:])) < len(pickle.dumps(long)) / 4
+    assert_part(pickle.loads(pickle.dumps(long[1:])), [[*range(1000)], [3], []], [1, 2])
+    assert pickle.loads(pickle.dumps(build(SOME))).values is None
+
+
+def test_values_can_be_replaced_and_carry_a_gradient() -> None:
+    sets, weights = build(SOME, True), torch.arange(6.0, requires_grad=True)
+    changed = sets.with_values(weights * 2)
+    assert_facts(changed, SOME)
+    assert changed.values is not None and sets.with_values(None).values is None and sets.values is not None
+    changed.values.sum().backward()
+    assert weights.grad is not None and weights.grad.tolist() == [2.0] * 6
+
+
+def test_devices_and_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self + 0)  # there is no GPU to pin for
+    sets = build(SOME, True)
+    pinned, moved = sets.pin_memory(), sets.to("meta")
+    for name in ("ids", "offsets", "values"):
+        mine, there = getattr(pinned, name), getattr(moved, name)
+        assert torch.equal(mine, getattr(sets, name)) and mine is not getattr(sets, name) and there.device.type == "meta"
+    assert [getattr(moved, name) for name in ("rows", "longest", "empty_rows", "largest_id")] == [5, 3, 2, 9]
+    assert lists(sets.to(torch.device("cpu"))) == SOME
 
 
 def test_sets_made_in_inference_mode_can_be_trained_on() -> None:
     with torch.inference_mode():
         made = TokenSets.cat([build(SOME, True), build(SOME, True)])
-        assert_facts(made, SOME + SOME)
-    assert made.values is not None
-    for x in (made.ids, made.offsets, made.values):
-        assert not x.is_inference()
+        assert lists(made[[3, 0]]) == [SOME[3], SOME[0]]
+    assert made.values is not None and not any(x.is_inference() for x in (made.ids, made.offsets, made.values))
     weight = torch.randn(10, requires_grad=True)
     (weight[made.ids] * made.values).sum().backward()
     assert weight.grad is not None and weight.grad[3] == 2 * number(0, 3)
+
+
+def use(sets: TokenSets, targets: Tensor) -> list[Tensor]:
+    """Everything that is promised not to wait for a device."""
+    part = TokenSets.cat([sets[2:], sets[:1], sets.with_values(sets.values)])
+    facts = (part.rows, part.longest, part.empty_rows, part.largest_id)
+    assert facts == (9, 3, 3, 9) and all(type(fact) is int for fact in facts)
+    check_sets("kept", sets, targets, 10)
+    asked = [part.ids, part.offsets, part.counts, part.row_of, part.padded(), part.mask(12), sets.contains(targets)]
+    return [*asked, sets.to(sets.ids.device).counts]
+
+
+def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta and fake tensors have no values that the host could ask for. What comes out has the shapes of the real thing."""
+    sets, targets, mode = build(SOME, True), ints(0, 1, 2, 3, 4), FakeTensorMode()
+    expected = [(x.shape, x.dtype) for x in use(sets, targets)]
+    assert [(x.shape, x.dtype) for x in use(sets.to("meta"), targets.to("meta"))] == expected
+    values_unseen(monkeypatch)
+    fakes = sets._apply(mode.from_tensor), mode.from_tensor(targets)
+    with mode:
+        assert [(x.shape, x.dtype) for x in use(*fakes)] == expected
+
+
+def test_compiled() -> None:
+    """What a loss asks of sets is one graph, of slices too, and new sizes compile nothing after the first few."""
+    graphs: list[Any] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def ask(sets: TokenSets, targets: Tensor, x: Tensor) -> Tensor:
+        check_sets("kept", sets, targets, 50)
+        sums = torch.zeros(sets.rows).index_add(0, sets.row_of, x[sets.ids])
+        return sums + sets.contains(targets) + sets.counts + sets.longest + 0.5 * sets.empty_rows
+
+    compiled, x, known = torch.compile(ask, backend=count, fullgraph=True), torch.randn(50), 0
+    for seed in range(8):
+        rows = [torch.randperm(40)[: (i * (seed + 2)) % (5 + seed)].tolist() for i in range(4 + seed)]
+        sets, targets = build([[1], *rows])[1:], torch.arange(len(rows))
+        torch.testing.assert_close(compiled(sets, targets, x), ask(sets, targets, x))
+        known = len(graphs) if seed == 2 else known
+    assert len(graphs) == known
+
+
+# ---- from logits: the ids that samplers keep, in the order of each sampler, in float64, one row at a time
+
+#: If a sum of probabilities is this near to top_p, or a probability to min_p, fp32 and fp64 may decide differently.
+MARGIN = 1e-5
+ORDERS = pytest.mark.parametrize("order", ["vllm", "sglang"])
+
+
+class Oracle:
+    """Of a row [V] of fp64 logits over the temperature those that stay, others -inf; `near` says how near a decision was."""
+
+    def __init__(self) -> None:
+        self.near = INF
+
+    def top_k(self, z: Tensor, k: int | None) -> Tensor:
+        if k is None or k < 1 or k >= len(z):
+            return z
+        return torch.where(z >= z.sort(descending=True).values[k - 1], z, -INF)
+
+    def top_p(self, z: Tensor, p: float | None) -> Tensor:
+        """Ascending, of equal ones those with the larger id first; a sum that stays at or below 1 - p goes."""
+        if p is None or p == 1:
+            return z
+        ascending = len(z) - 1 - z.flip(0).sort(stable=True).indices
+        sums = z.softmax(0)[ascending].cumsum(0)
+        self.near = min(self.near, float((sums - (1 - p))[sums > 0].abs().min()))
+        gone = sums <= 1 - p
+        gone[-1] = False
+        return z.index_fill(0, ascending[gone], -INF)
+
+    def min_p(self, z: Tensor, p: float | None) -> Tensor:
+        share = z.softmax(0) / z.softmax(0).max()
+        if p and (share < 1).any():
+            self.near = min(self.near, float((share[share < 1] - p).abs().min()))
+        return torch.where(share >= (p or 0.0), z, -INF)
+
+    def kept(self, logits: Tensor, order: str, temperature: float, k: Any, p: Any, m: Any) -> list[int]:
+        z = logits.double() / (max(temperature, 0.01) if order == "vllm" else temperature)
+        if order == "vllm":
+            z = self.top_p(self.top_k(self.min_p(z, m), k), p)
+        elif m:
+            z = self.min_p(self.top_p(self.top_k(z, k), p), m)
+        else:
+            z = torch.where(self.top_k(z, k) > -INF, self.top_p(z, p), -INF)
+        return (z > -INF).nonzero()[:, 0].tolist()
+
+
+def oracle(logits: Tensor, order: str, temperature: float = 1.0, **rules: Any) -> tuple[list[list[int]], float]:
+    one, given = Oracle(), [rules.get(name) for name in ("top_k", "top_p", "min_p")]
+    return [one.kept(row, order, temperature, *given) for row in logits.reshape(-1, logits.shape[-1])], one.near
+
+
+def kept(logits: Tensor, **rules: Any) -> list[list[int]]:
+    return lists(TokenSets.from_logits(logits, **rules))
+
+
+@ORDERS
+@examples
+@given(
+    # A coarse grid: many logits are equal.
+    rows=st.lists(st.lists(st.integers(-6, 6) | st.just(-INF), min_size=7, max_size=7), min_size=1, max_size=3),
+    grid=st.sampled_from([1.0, 0.5]),
+    temperature=st.sampled_from([1.0, 0.7, 2.0, 0.001]),
+    top_k=st.sampled_from([None, 0, -1, 1, 2, 3, 7, 9]),
+    top_p=st.sampled_from([None, 1.0, 0.05, 0.33, 0.71, 0.9, 0.999]),
+    min_p=st.sampled_from([None, 0.0, 0.01, 0.2, 0.77, 1.0]),
+)
+def test_as_the_samplers_do(order: str, rows: Any, grid: float, temperature: float, **rules: Any) -> None:
+    logits = torch.tensor(rows) * grid
+    assume((logits > -INF).any(-1).all())
+    expected, near = oracle(logits, order, temperature, **rules)
+    assume(near > MARGIN)
+    sets = TokenSets.from_logits(logits, temperature=temperature, order=order, **rules)
+    nothing = rules["top_k"] in (None, 0, -1, 7, 9) and rules["top_p"] in (None, 1) and not rules["min_p"]
+    assert_facts(sets, [[]] * len(rows) if nothing else expected)
+    assert sets.ids.dtype == torch.int32
+
+
+RULES: list[dict[str, Any]] = [{"top_k": 50}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.9, "min_p": 0.02}]
+
+
+@ORDERS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_of_a_model(order: str, dtype: torch.dtype, rules: dict[str, Any]) -> None:
+    """Flat and peaked rows of some thousand logits: the sort is of few in the one and of all in the other."""
+    sharpness = torch.tensor([0.01, 0.5, 1.0, 3.0, 8.0])
+    logits = (torch.randn(2, 5, 5003, generator=torch.Generator().manual_seed(1)) * sharpness[:, None]).to(dtype)
+    expected, near = oracle(logits, order, 0.8, **rules)
+    assert near > 1e-8 and len({len(row) for row in expected}) > (1 if rules.keys() == {"top_k"} and dtype.itemsize == 2 else 0)
+    assert kept(logits, temperature=0.8, order=order, **rules) == expected
+
+
+#: Logits, rules -> the ids that vLLM keeps, and SGLang if it keeps others.
+PROBS = [math.log(p) for p in (0.5, 0.25, 0.15, 0.1)]
+TIES, EQUAL = [0.0, 1.0, 1.0, 0.0, 1.0, 0.0], [2.0, 2.0, 2.0, 2.0, -INF, -INF]
+BY_HAND: dict[str, tuple[list[float], dict[str, Any], list[int], list[int] | None]] = {
+    "of the two largest .6 is the first, of all both": (PROBS, {"top_k": 2, "top_p": 0.6}, [0], [0, 1]),
+    "of those above .25 of the largest .8 is two, of all three": (PROBS, {"top_p": 0.8, "min_p": 0.25}, [0, 1], [0, 1, 2]),
+    "at top-k all that are equal stay": (TIES, {"top_k": 2}, [1, 2, 4], None),
+    "also beyond the first": (TIES, {"top_k": 4}, [0, 1, 2, 3, 4, 5], None),
+    "all at the top": (EQUAL, {"top_k": 2}, [0, 1, 2, 3], None),
+    "of equal ones those with small ids, as many as are needed": (EQUAL, {"top_p": 0.5}, [0, 1], None),
+    "one more": (EQUAL, {"top_p": 0.5001}, [0, 1, 2], None),
+    "a quarter": (EQUAL, {"top_p": 0.25}, [0], None),
+    "above three quarters": (EQUAL, {"top_p": 0.76}, [0, 1, 2, 3], None),
+    "min_p of 1": (TIES, {"min_p": 1.0}, [1, 2, 4], None),
+    "more ties than are looked at first": ([0.0] * 1000, {"top_p": 0.75}, [*range(750)], None),
+    "vLLM is never colder than 0.01": ([1.0, 0.999, 0.0], {"min_p": 0.5, "temperature": 1e-4}, [0, 1], [0]),
+    **{
+        f"banned ids, {rules}": ([1.0, -INF, 0.5, -INF, 0.2], rules, [0, 2, 4], None)
+        for rules in ({"top_k": 4}, {"top_p": 1 - 2**-53}, {"min_p": 1e-300}, {"top_k": 4, "min_p": 1e-300})
+    },
+    **{
+        f"nothing is left out, {rules}": (TIES, rules, [], None)
+        for rules in ({}, {"top_k": 6}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}, {"top_k": -1}, {"top_k": 7})
+    },
+}  # fmt: skip
+
+
+@ORDERS
+@pytest.mark.parametrize("name", BY_HAND)
+def test_by_hand(name: str, order: str) -> None:
+    logits, rules, vllm, sglang = BY_HAND[name]
+    assert kept(torch.tensor(logits), order=order, **rules) == [vllm if order == "vllm" or sglang is None else sglang]
+
+
+@ORDERS
+def test_targets_are_put_in(order: str) -> None:
+    logits, targets = torch.randn(2, 4, 9), torch.tensor([[0, 1, 8, -100], [9, 3, 2**40, 5]])
+    plain = kept(logits, top_k=2, order=order)
+    expected = [sorted({*row, x} if 0 <= x < 9 else row) for row, x in zip(plain, targets.flatten().tolist(), strict=True)]
+    assert expected != plain and kept(logits, top_k=2, order=order, targets=targets) == expected
+    assert_facts(TokenSets.from_logits(logits, targets=targets, order=order), [[]] * 8)
+
+
+@ORDERS
+def test_temperatures(order: str) -> None:
+    """One for each token or sequence."""
+    logits, each = torch.randn(2, 3, 50), torch.tensor([[0.3, 1.0, 2.0], [0.7, 0.001, 5.0]])
+    for temperature in (each, each[:, 0]):
+        wide = temperature if temperature.dim() == 2 else temperature[:, None].expand(2, 3)
+        expected = [oracle(logits[b, t], order, float(wide[b, t]), top_p=0.9)[0][0] for b in range(2) for t in range(3)]
+        assert kept(logits, top_p=0.9, temperature=temperature, order=order) == expected
+
+
+@pytest.mark.parametrize("rules", [{"top_k": 3}, {"top_p": 0.7, "min_p": 0.01}], ids=str)
+def test_strides_and_chunks(rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of any strides and leading shape, cut into chunks: the same sets; and a row is named as in the batch."""
+    full = torch.randn(3, 8, 20, generator=torch.Generator().manual_seed(5))
+    expected, _ = oracle(full[:, :-1], "vllm", **rules)
+    spoiled = full.clone()
+    spoiled[2, 1, 0] = NAN
+    targets = torch.arange(24).view(3, 8) % 20
+    whole = kept(full, targets=targets, **rules)
+    for chunk in (1, 60, 10_000):
+        monkeypatch.setattr(token_set_rules, "CHUNK", chunk)
+        for logits in (full[:, :-1], full[:, :-1].clone(), full[:, :-1].reshape(-1, 20), full.mT.contiguous().mT[:, :-1]):
+            assert_facts(TokenSets.from_logits(logits, **rules), expected)
+        assert kept(full, targets=targets, **rules) == whole
+        for x in (spoiled[:, :-1], spoiled.expand(2, 3, 8, 20)[1, :, :-1], spoiled[:, :7].clone()):
+            with pytest.raises(ValueError, match="in row 15"):
+                TokenSets.from_logits(x, **rules)
+    assert kept(full[0, 0], **rules) == expected[:1] and kept(full[None, :2, :-1], **rules) == expected[:14]
+    assert kept(full[:, :0], **rules) == kept(full[:0, :, 1:], **rules) == []
+
+
+@ORDERS
+@pytest.mark.parametrize("rules", [{"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.1}], ids=str)
+def test_no_copy_of_the_logits(order: str, rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they are a view: nothing is larger than a chunk of 4 rows, or the ids."""
+    monkeypatch.setattr(token_set_rules, "CHUNK", 4 * 500)
+    full = (torch.randn(4, 17, 500) * 4).bfloat16()
+    with Allocations() as made:
+        sets = TokenSets.from_logits(full[:, :-1], order=order, **rules)
+    largest = max(map(math.prod, made.shapes))
+    assert len(sets.ids) < 2000 and 500 <= largest <= max(4 * 500, 2 * len(sets.ids))
+
+
+def test_gradient_and_inference_and_ties_of_a_lone_top_k() -> None:
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(7)).requires_grad_()
+    expected = kept(logits, top_p=0.6)
+    with torch.inference_mode():
+        sets = TokenSets.from_logits(logits * 1, top_p=0.6, temperature=torch.ones(5))
+    assert lists(sets) == expected and not sets.ids.is_inference() and not sets.ids.requires_grad
+    for temperature in (0.7, 1.0):
+        assert kept(logits, top_k=6, temperature=temperature) == oracle(logits.detach(), "vllm", top_k=6)[0]
+        tied = logits.detach().clone()
+        tied[3] = 1.0
+        sets = TokenSets.from_logits(tied, top_k=6, temperature=temperature)
+        assert sets.mask(40).sum(-1).tolist() == [6, 6, 6, 40, 6] and (tied[3] == 1.0).all()

@@ -1,48 +1,41 @@
-"""`grpo_kernels.use` and the environment: the backend of calls that do not name one."""
+"""Where a call runs: the backend that it names, `grpo_kernels.use`, the environment, and DTensors as their local parts."""
 
 from __future__ import annotations
 
 import threading
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import Objective, grpo_loss, token_logprobs
-from grpo_kernels.vocabulary import backends
-from support.cases import build
+from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from support.cases import same_bits
+from support.inside import backends_that_run, only_eager
 
-CPU = torch.device("cpu")
-EAGER: ModuleType = backends.load("eager")
+Tensor = torch.Tensor
+IDS = torch.arange(12).view(3, 4)
+LOGITS, HIDDEN, WEIGHT, BIAS = torch.randn(3, 4, 13), torch.randn(3, 4, 8), torch.randn(13, 8), torch.randn(13)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BACKEND", "STRICT"):
+        monkeypatch.delenv(f"GRPO_KERNELS_{name}", raising=False)
 
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of backends whose statistics were asked for."""
-    names: list[str] = []
-    for name in ("eager", "cpu"):
-        module = backends.load(name)
-
-        def stats(*args: Any, right: Any = module.stats, name: str = name, **kwargs: Any) -> Any:
-            names.append(name)
-            return right(*args, **kwargs)
-
-        monkeypatch.setattr(module, "stats", stats)
-    monkeypatch.delenv("GRPO_KERNELS_BACKEND", raising=False)
-    monkeypatch.delenv("GRPO_KERNELS_STRICT", raising=False)
-    if backends.unavailable("cpu"):
-        pytest.skip("needs two backends")
-    return names
+    return backends_that_run(monkeypatch)
 
 
-def call(**options: Any) -> torch.Tensor:
-    case = build()
-    return token_logprobs(case.logits, case.targets, **options)[0]
+def call(**options: Any) -> Tensor:
+    return token_logprobs(LOGITS, IDS, **options)[0]
 
 
 def test_a_block_says_what_runs_and_blocks_nest(ran: list[str]) -> None:
+    """A call's own choice goes first; a block ends with an error, and holds in its own thread."""
     call()
     with grpo_kernels.use(backend="eager"):
         call()
@@ -51,24 +44,14 @@ def test_a_block_says_what_runs_and_blocks_nest(ran: list[str]) -> None:
             with grpo_kernels.use(strict=True):
                 call()
         call()
-        call(backend="cpu")  # the call's own goes first
-    call()
-    assert ran == ["cpu", "eager", "cpu", "cpu", "eager", "cpu", "cpu"]
-
-
-def test_a_block_ends_with_an_error(ran: list[str]) -> None:
-    with pytest.raises(ZeroDivisionError), grpo_kernels.use(backend="eager"):
-        1 / 0  # noqa: B018
-    call()
-    assert ran == ["cpu"]
-
-
-def test_a_block_holds_in_its_own_thread(ran: list[str]) -> None:
-    with grpo_kernels.use(backend="eager"):
+        call(backend="cpu")
         other = threading.Thread(target=call)
         other.start()
         other.join()
-    assert ran == ["cpu"]
+    with pytest.raises(ZeroDivisionError), grpo_kernels.use(backend="eager"):
+        1 / 0  # noqa: B018
+    call()
+    assert ran == ["cpu", "eager", "cpu", "cpu", "eager", "cpu", "cpu", "cpu"]
 
 
 def test_the_environment_says_it_too_and_a_block_goes_first(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,28 +65,77 @@ def test_the_environment_says_it_too_and_a_block_goes_first(ran: list[str], monk
     assert ran == ["eager", "cpu"]
 
 
-def test_strict_of_a_block_makes_a_fallback_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "unavailable", lambda name: None if name == "eager" else "a made-up reason")
-    monkeypatch.setattr("grpo_kernels.checks._warned", set())
-    monkeypatch.setenv("GRPO_KERNELS_STRICT", "1")
-    with grpo_kernels.use(strict=False):
-        with pytest.warns(RuntimeWarning, match="a made-up reason"):
-            call()
-        with pytest.raises(RuntimeError, match="a made-up reason"):
-            call(strict=True)
-        with grpo_kernels.use(strict=True), pytest.raises(RuntimeError, match="a made-up reason"):
-            call()
-
-
 def test_a_loss_in_a_graph_and_its_backward(ran: list[str]) -> None:
-    case, objective = build(), Objective()
-    compiled = torch.compile(lambda x: grpo_loss(x, case.batch(), objective).loss, fullgraph=True, backend="aot_eager")
+    batch, objective = TokenBatch(IDS, torch.ones(3)), Objective()
+    compiled = torch.compile(lambda x: grpo_loss(x, batch, objective).loss, fullgraph=True, backend="aot_eager")
     with grpo_kernels.use(backend="eager"):
-        compiled(case.logits.requires_grad_()).backward()
+        compiled(LOGITS.clone().requires_grad_()).backward()
     assert ran == ["eager"]
 
 
-@pytest.mark.parametrize(("options", "message"), [({"backend": "cuda"}, "backend='cuda'"), ({"strict": 1}, "strict=1")])
-def test_wrong_values_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message), grpo_kernels.use(**options):
-        pass
+def test_a_backend_that_is_asked_for_never_falls_back() -> None:
+    """RuntimeError, because the input is right and the machine is not; with the reason and the way out."""
+    with pytest.raises(RuntimeError, match=r'backend="triton" cannot run: .*backend="auto"'):
+        call(backend="triton")
+
+
+def test_a_fallback_warns_once_and_is_an_error_in_strict_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_eager(monkeypatch, "a made-up reason")
+    with pytest.warns(RuntimeWarning, match="a made-up reason") as caught:
+        first = call(backend="auto")
+        call(backend="auto")
+    assert len(caught) == 1 and caught[0].filename == __file__ and torch.equal(first, call(backend="eager"))
+    with pytest.raises(RuntimeError, match="a made-up reason"):
+        call(strict=True)
+    monkeypatch.setenv("GRPO_KERNELS_STRICT", "1")
+    with pytest.raises(RuntimeError, match="strict"):
+        call()
+    with grpo_kernels.use(strict=False):
+        call()
+        for strict in (call, lambda: call(strict=True)):
+            with grpo_kernels.use(strict=strict is call), pytest.raises(RuntimeError, match="a made-up reason"):
+                strict()
+
+
+# ---- DTensors
+
+LINEAR: dict[str, Callable[..., Any]] = {
+    "loss": lambda hidden, weight, bias: linear_grpo_loss(hidden, weight, TokenBatch(IDS, torch.ones(3)), Objective(), bias=bias).loss,
+    "log-probs": lambda hidden, weight, bias: linear_logprobs(hidden, weight, IDS, bias=bias)[0].square().sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_replicated_dtensors_are_taken_as_their_local_tensors(name: str, mesh: Any, backend: str) -> None:
+    """Plain, one of them or all: the same values, and gradients of the kind of their tensor."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    def gradients(*distributed: int) -> list[Tensor]:
+        leaves: list[Any] = [x.clone() for x in (HIDDEN, WEIGHT, BIAS)]
+        for i in distributed:
+            leaves[i] = distribute_tensor(leaves[i], mesh, [Replicate()])
+        leaves = [x.requires_grad_() for x in leaves]
+        with grpo_kernels.use(backend=backend):
+            LINEAR[name](*leaves).backward()
+        assert all(isinstance(x.grad, DTensor) == (i in distributed) for i, x in enumerate(leaves))
+        return [x.grad.full_tensor() if i in distributed else x.grad for i, x in enumerate(leaves)]
+
+    expected = gradients()
+    for distributed in ((0,), (1,), (2,), (1, 2), (0, 1, 2)):
+        assert all(map(same_bits, gradients(*distributed), expected)) and all(x.any() for x in expected), distributed
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_sharded_dtensors_are_refused_and_the_remedy_works(name: str, mesh: Any) -> None:
+    """With a gradient that lands in the shards."""
+    from torch.distributed.tensor import Partial, Shard, distribute_tensor
+
+    weight = distribute_tensor(WEIGHT.clone(), mesh, [Shard(0)]).requires_grad_()
+    bias = distribute_tensor(BIAS.clone(), mesh, [Shard(0)])
+    for what, given in (("weight", (weight, BIAS)), ("bias", (WEIGHT, bias))):
+        with pytest.raises(
+            ValueError, match=rf"{what} is a DTensor.*Shard\(dim=0\).*full_tensor\(grad_placements=\[Partial\(\)\]\)"
+        ):
+            LINEAR[name](HIDDEN, *given)
+    LINEAR[name](HIDDEN, weight.full_tensor(grad_placements=[Partial()]), BIAS).backward()
+    assert weight.grad is not None and weight.grad.placements == (Shard(0),) and weight.grad.to_local().any()

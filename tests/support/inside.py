@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from grpo_kernels import Sparse
+from grpo_kernels.layout import logit_rows, whole_rows
+from grpo_kernels.layout import overlap as overlap
+from grpo_kernels.operators import TracedHidden, TracedLogits
 from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary import blocks as blocks
 from grpo_kernels.vocabulary import hidden as linear
+from grpo_kernels.vocabulary import native as native
 from grpo_kernels.vocabulary.backends import cpu_products
 from grpo_kernels.vocabulary.backends.cpu_module import _cpu
 from grpo_kernels.vocabulary.blocks import Plan, Work
-from grpo_kernels.vocabulary.rows import RowTransform
+from grpo_kernels.vocabulary.rows import RowTransform, partials_of
 from grpo_kernels.vocabulary.selection import starts
+from grpo_kernels.vocabulary.stage import VocabularyStage
 
 
 def executors() -> list[str]:
@@ -46,6 +54,13 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, block: int | None = No
     """Make the engine take `rows` rows at a time, less than its floor allows, so that small cases have several chunks. On a GPU
     `block` rows are a block; None: each chunk is one."""
     monkeypatch.setattr(Work, "plan", lambda *_, **__: Plan(rows, block or rows))
+
+
+def values_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of tensors are not checked, as on a GPU, where the host would wait for them."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("grpo_kernels") and hasattr(module, "values_are_checked"):
+            monkeypatch.setattr(module, "values_are_checked", lambda _: False)
 
 
 def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -95,3 +110,58 @@ def nothing_is_drawn(backend: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends.load(backend), "select", refused)
         yield
+
+
+def backends_that_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of backends whose statistics are asked for from here on."""
+    names: list[str] = []
+    if backends.unavailable("cpu"):
+        pytest.skip("needs two backends")
+    for name in ("eager", "cpu"):
+        module = backends.load(name)
+
+        def stats(*args: Any, right: Any = module.stats, name: str = name, **kwargs: Any) -> Any:
+            names.append(name)
+            return right(*args, **kwargs)
+
+        monkeypatch.setattr(module, "stats", stats)
+    return names
+
+
+def only_eager(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """No other backend can run, for this reason, and nobody has been warned of it yet."""
+    monkeypatch.setattr(backends, "unavailable", lambda name: None if name == "eager" else reason)
+    monkeypatch.setattr("grpo_kernels.checks._warned", set())
+
+
+def blocks_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager code takes one row of given logits at a time."""
+    monkeypatch.setattr(backends.load("eager"), "block_bytes", lambda device: 1)
+
+
+def traced_stages(backend: str, dtype: torch.dtype) -> list[tuple[Callable[..., Any], bool]]:
+    """What puts operators into a graph: functions of (targets, tensors) that give log-probs and entropies of rows, and whether
+    they take hidden states, weight and bias, or logits."""
+
+    def stage(source: Any) -> Callable[..., Any]:
+        names = ("entropy",)
+        return lambda targets, *x: VocabularyStage.apply(
+            source, names, names, partials_of(names), targets, None, 1.0, 0.0, 0.7, *x
+        )
+
+    sources = (
+        TracedLogits(backend, False),
+        TracedHidden(backend, False, dtype),
+        TracedHidden(backend, False, dtype, Sparse(1 / 16)),
+    )
+    return [(stage(source), i > 0) for i, source in enumerate(sources)]
+
+
+def rows_of_logits(logits: torch.Tensor) -> torch.Tensor:
+    """Logits [B, T, V] as the stages take them."""
+    return logit_rows(logits, logits.shape[:2], logits.device, False)
+
+
+def rows_of_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+    """A head's tensors as the stages take them."""
+    return [whole_rows(hidden), whole_rows(weight), bias]

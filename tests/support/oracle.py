@@ -278,7 +278,7 @@ def filters(spec: Spec, tokens: Tokens, margin: Margin) -> tuple[list[bool], lis
 
 
 def selection(spec: Spec, tokens: Tokens, margin: Margin) -> list[bool]:
-    """Clip-Cov with share=1 (all that qualify, so that nothing is drawn by lot) and KL-Cov, token by token."""
+    """Clip-Cov (of those that qualify the first: with share=1, where all are taken, no lot is drawn) and KL-Cov, token by token."""
     n = len(tokens.logp)
     mean_a, mean_logp = (math.fsum(v) / max(n, 1) for v in (tokens.advantage, tokens.logp))
     cov = [(a - mean_a) * (logp - mean_logp) for a, logp in zip(tokens.advantage, tokens.logp, strict=True)]
@@ -288,14 +288,14 @@ def selection(spec: Spec, tokens: Tokens, margin: Margin) -> list[bool]:
         if count < n:
             margin(cov[order[count - 1]], cov[order[count]])
         return [i in order[:count] for i in range(n)]
-    assert spec.share == 1
     low, high = ratio_bounds(spec)
     old = tokens.logp if tokens.old is None else tokens.old
     out = []
     for i in range(n):
         r, a = math.exp(tokens.logp[i] - old[i]), tokens.advantage[i]
         margin(cov[i], *spec.band)
-        out.append(spec.band[0] < cov[i] < spec.band[1] and not (a > 0 and r > high) and not (a < 0 and r < low))
+        takes = spec.band[0] < cov[i] < spec.band[1] and not (a > 0 and r > high) and not (a < 0 and r < low)
+        out.append(takes and sum(out) < max(math.floor(spec.share * n), 1))
     return out
 
 
