@@ -44,6 +44,7 @@ class Recipe:
     skip_inactive: bool = False
     bias: str = "none"  # none, plain, column: of a matrix
     head: str = "of hidden"  # dtype of the weight beside fp32 hidden states: of hidden, bfloat16
+    width: int = 8  # of the hidden states
     frozen: str = "nothing"  # nothing, weight, hidden
     kept: str = "none"  # rows with a set of ids: none, some, all, empty: sets without ids, whole: sets of the vocabulary
     missing: str = "include"  # of a target that its set lacks: include, full, mask
@@ -88,6 +89,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "skip_inactive": (False, True),
     "bias": ("none", "plain", "column"),
     "head": ("of hidden", "bfloat16"),
+    "width": (8, 1, 600),
     "frozen": ("nothing", "weight", "hidden"),
     "kept": ("none", "some", "all", "empty", "whole"),
     "missing": ("include", "full", "mask"),
@@ -113,7 +115,7 @@ def legal(r: Recipe) -> Recipe:
     plain: dict[str, Any] = {}
     spec = SPECS[r.objective]
     if r.source == "logits":
-        plain |= {"bias": "none", "head": "of hidden", "frozen": "nothing", "weight_grad": "none"}
+        plain |= {"bias": "none", "head": "of hidden", "width": 8, "frozen": "nothing", "weight_grad": "none"}
     else:
         plain |= {"inplace": False, "extreme": "none"}
         if r.dtype != "float32":
@@ -121,10 +123,10 @@ def legal(r: Recipe) -> Recipe:
         if r.frozen != "nothing" or r.mode == "func":
             plain["weight_grad"] = "none"
     if r.door != "loss":
-        plain |= {"objective": "dapo", "given": "everything", "normalizer": None, "skip_inactive": False, "missing": "include"}
+        plain |= {"objective": "dapo", "given": "everything", "normalizer": None, "skip_inactive": False}
         plain |= {"upstream": 1.0, "layout": "padded" if r.layout == "packed" else r.layout}
         if r.door == "divergence":
-            plain |= {"over": "kept", "others": r.others or ("whole",), "also": "nothing"}
+            plain |= {"over": "kept", "others": r.others or ("whole",), "also": "nothing", "missing": "include"}
         else:
             plain |= {"others": (), "over": r.over if r.over == "entropy" else "kept"}
     else:
@@ -405,7 +407,7 @@ def _leaves(
     """(the tensors that get a gradient, rounded to their dtype; the logits [N, V] in float64)."""
     V, dtype, n = r.vocab, DTYPES[r.dtype], ids.numel()
     if r.source == "hidden":
-        width = 8
+        width = r.width
         head = torch.bfloat16 if r.head == "bfloat16" else dtype
         leaves = {"hidden": normal(*shape, width).to(dtype), "weight": (r.spread * width**-0.5 * normal(V, width)).to(head)}
         if r.bias != "none":
