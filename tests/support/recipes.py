@@ -74,7 +74,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "source": ("logits", "hidden"),
     "lengths": ((4, 2, 0, 5), (1,), (3, 3), (1, 1, 7, 2, 4)),
     "layout": ("padded", "packed", "without offsets"),
-    "vocab": (61, 2, 131, 1031, 1),
+    "vocab": (61, 2, 131, 2100, 1),
     "dtype": tuple(DTYPES),
     "view": ("whole", "transposed", "columns apart", "rows apart"),
     "mask": ("some", "none", "all"),
@@ -300,11 +300,10 @@ def of_sequences(p: Problem, sequences: list[int]) -> Problem:
 
 
 def cut(p: Problem, rank: int) -> Problem:
-    """The problem as a rank sees it that has some columns of the vocabulary; the first rank has most."""
-    ends = [
-        0,
-        *(p.recipe.vocab - (p.recipe.ranks - i - 1) * (p.recipe.vocab // (2 * p.recipe.ranks)) for i in range(p.recipe.ranks)),
-    ]
+    """The problem as a rank sees it that has some columns of the vocabulary. The first rank has most, of some recipes all."""
+    r = p.recipe
+    part = r.vocab // (2 * r.ranks) if r.seed % 4 else 0
+    ends = [0, *(r.vocab - (r.ranks - i - 1) * part for i in range(r.ranks))]
     columns = slice(ends[rank], ends[rank + 1])
     others = [replace(other, given=sliced(other.given, columns)) for other in p.others]
     return replace(p, given=sliced(p.given, columns), others=others, columns=columns)
@@ -544,5 +543,7 @@ def _add_others(
         if kind == "listed":
             counts = torch.randint(0, min(V, 6) + 1, (n,), generator=g).tolist()
             ids = [torch.randperm(V, generator=g)[:count].tolist() for count in counts]
-        weight = None if len(r.others) == 1 else 0.6 if i == 0 else torch.where(uniform() < 0.3, 0.0, uniform()).float()
+        weight: Any = None if len(r.others) == 1 else 0.6
+        if i:
+            weight = torch.where(uniform() < 0.3, 0.0, uniform()).float().masked_fill(~p.trained.view(p.shape), math.nan)
         p.others.append(Other(kind, x, given, transform, ids, weight))
