@@ -273,8 +273,8 @@ def test_divergences_that_were_computed_elsewhere_enter_the_loss_of_log_probs(ba
 @pytest.mark.parametrize("up", [8.0, 20.0])
 @pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
 def test_the_mass_outside_of_a_teachers_ids_keeps_its_digits(direction: str, up: float, backend: str) -> None:
-    """A confident policy has a small probability outside, which 1 minus that inside would be the rounding of. The teacher is sure of
-    about 20 ids, and of one row does not list the policy's."""
+    """A confident policy has a small probability outside, which 1 minus that inside would be the rounding of. The teacher is sure
+    of about 20 ids, and of one row does not list the policy's."""
     z, w, rows, sure = torch.randn(8, 1000), torch.randn(8, 1000), torch.arange(8), torch.randint(1000, (8,))
     w += 12.0 * (torch.rand(8, 1000) < 0.02)
     z[rows, sure] += up

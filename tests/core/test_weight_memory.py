@@ -97,6 +97,9 @@ def test_a_gradient_is_added_to_what_is_there(
     rounding = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
     scale = expected.float().abs().max() * rounding[dtypes[0]] + start.float().abs().max() * rounding[dtypes[1]]
     assert ((total.float() - start[:, :H].float()) - expected.float()).abs().max() <= 2 * scale
+    exact = torch.zeros(V, H)
+    case.run(name, backend, weight_grad=exact)
+    torch.testing.assert_close(expected.float(), exact, rtol=2.0**-8, atol=1e-5 * float(exact.abs().max()))
 
 
 def test_a_second_backward_adds_nothing(backend: str) -> None:
