@@ -99,7 +99,7 @@ def test_a_gradient_is_added_to_what_is_there(
     assert ((total.float() - start[:, :H].float()) - expected.float()).abs().max() <= 2 * scale
     exact = torch.zeros(V, H)
     case.run(name, backend, weight_grad=exact)
-    torch.testing.assert_close(expected.float(), exact, rtol=2.0**-8, atol=1e-5 * float(exact.abs().max()))
+    torch.testing.assert_close(expected.float(), exact, rtol=2.0**-7, atol=1e-5 * float(exact.abs().max()))
 
 
 def test_a_second_backward_adds_nothing(backend: str) -> None:
