@@ -122,6 +122,12 @@ def test_options_say_of_a_missing_target_what_the_batch_may(missing: str, backen
     torch.testing.assert_close(by_option.logps[1], wanted)
 
 
+def test_a_keyword_beside_options_counts(backend: str) -> None:
+    logits, batch = torch.randn(2, 6), TokenBatch(torch.tensor([1, 2]), torch.tensor([0.0, 1.0]))
+    out = grpo_loss(logits, batch, DAPO, skip_inactive=True, options=Options(backend=backend))
+    assert out.logps[0] == 0 and out.logps[1] < 0
+
+
 def test_torch_func_differentiates_over_sets_and_further_ids(backend: str) -> None:
     logits, targets = torch.randn(3, 20), torch.tensor([1, 2, 3])
     kept, at = TokenSets.from_lists([[1, 4, 6], [], [3, 9]]), TokenSets.from_lists([[4], [7, 8], [9]])

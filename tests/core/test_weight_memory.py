@@ -175,6 +175,18 @@ def test_loss_from_model_adds_to_it() -> None:
     torch.testing.assert_close(same, body)
 
 
+def test_a_large_gradient_over_many_ids_is_zero_elsewhere(backend: str) -> None:
+    """In memory that an earlier gradient has left, which is used again where many rows are to be written."""
+    lists = [list(range(i, 140_000, 7 * 20)) for i in range(20)]
+    batch = TokenBatch(torch.arange(20), torch.ones(20), kept=TokenSets.from_lists(lists))
+    hidden, weight = torch.randn(20, 64), torch.zeros(140_000, 64, requires_grad=True)  # 36 MB
+    for _ in range(2):
+        linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), backend=backend).loss.backward()
+        assert weight.grad is not None and weight.grad[:20].any(1).all() and not weight.grad.view(-1, 140, 64)[:, 20:].any()
+        weight.grad.fill_(1.0)
+        weight.grad = None
+
+
 def resident_bytes(x: Tensor) -> int:
     """How much of the memory of x is there, in whole pages."""
     storage = x.untyped_storage()

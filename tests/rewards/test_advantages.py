@@ -136,6 +136,9 @@ def test_batch_from_rewards() -> None:
         batch = TokenBatch.from_rewards(targets, rewards, mask=targets == 0, **options)
         assert torch.equal(batch.advantages, group_advantages(rewards, **options))
         assert batch.mask is not None and batch.mask.all()
+    packed, offsets = torch.zeros(6, dtype=torch.int64), torch.tensor([0, 2, 2, 3, 4, 6, 6])  # as many tokens as sequences
+    batch = TokenBatch.from_rewards(packed, rewards, group_size=3, cu_seqlens=offsets)
+    assert torch.equal(batch.flat("advantages"), batch.spread(group_advantages(rewards, group_size=3)))  # type: ignore[arg-type]
 
 
 # ---- baselines and scales beyond GRPO's
