@@ -32,10 +32,12 @@ def test_pairs(recipe: Recipe) -> None:
 def test_room_is_small_where_numbers_are_plain() -> None:
     """What is compared would not pass whatever came out."""
     plain = [
-        r for r in PAIRS if (r.spread, r.dtype, r.extreme, r.transform) == (3.0, "float32", "none", "none") and r.vocab > 2
+        r
+        for r in PAIRS
+        if (r.spread, r.dtype, r.width, r.extreme, r.transform) == (3.0, "float32", 8, "none", "none") and r.vocab > 2
     ]
     rooms = [(exact_of(r)[0].values["logps"], exact_of(r)[1].values["logps"]) for r in plain]
-    assert len(rooms) > 10 and all((room <= 1e-4 * (1 + exact.abs())).all() for exact, room in rooms)
+    assert len(rooms) > 10 and all((room <= 2e-4 * (1 + exact.abs())).all() for exact, room in rooms)
 
 
 @pytest.mark.parametrize("check_of_ranks", checks_of(RANKS))

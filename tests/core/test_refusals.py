@@ -741,7 +741,6 @@ def test_without_a_look_at_values_the_device_notices_nan(monkeypatch: pytest.Mon
         (lambda out: out.metric, AttributeError, r"'metric'. Did you mean metrics\?"),
         (lambda out: [*out], TypeError, r"no tuple.*out\.loss, out\.metrics"),
     ],
-    ids=str,
 )
 def test_what_a_loss_is_not_is_said_with_the_remedy(call: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):

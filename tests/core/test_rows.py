@@ -159,7 +159,9 @@ def test_log_ratios_of_a_thousand_stay_finite(objective: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize(
-    "temperature", [0.7, torch.tensor(0.7), torch.tensor([0.7, 1.3, 0.5]), torch.rand(3, 5) + 0.3], ids=str
+    "temperature",
+    [0.7, torch.tensor(0.7), torch.tensor([0.7, 1.3, 0.5]), torch.rand(3, 5) + 0.3],
+    ids=["number", "0-d", "[B]", "[B, T]"],
 )
 def test_a_temperature_divides_the_logits(temperature: Any, backend: str) -> None:
     logits, targets = 3 * torch.randn(3, 5, 33), torch.randint(33, (3, 5))

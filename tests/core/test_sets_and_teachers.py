@@ -7,6 +7,7 @@ import torch
 
 from grpo_kernels import (
     Exact,
+    Head,
     LogitTransform,
     Objective,
     Options,
@@ -96,12 +97,17 @@ def test_the_order_of_ids_changes_nothing(backend: str) -> None:
 
 def test_metrics_of_sets() -> None:
     """Targets that missing="mask" takes out are counted; the kept mass is that of rows that have a set."""
-    logits = torch.randn(3, 6)
-    sets = TokenSets.from_lists([[1, 3], [3], []])
-    batch = TokenBatch(torch.tensor([1, 2, 4]), torch.ones(3), kept=sets, missing="mask")
-    out = grpo_loss(logits, batch, DAPO, options=Options(entropy_over="vocabulary"))
+    logits, mask = torch.randn(4, 6), torch.tensor([True, True, True, False])
+    sets = TokenSets.from_lists([[1, 3], [3], [], [3]])
+    batch = TokenBatch(
+        torch.tensor([1, 2, 4, 5]), torch.ones(4), mask=mask, ref_logps=torch.randn(4), kept=sets, missing="mask"
+    )
+    options = Options(entropy_over="vocabulary", reference_over="vocabulary")
+    out = grpo_loss(logits, batch, Objective.preset("dapo", beta=0.1, kl="k1"), options=options)
     assert float(out.metrics["outside_set"]) == pytest.approx(1 / 3) and int(out.metrics["tokens"]) == 2
     assert float(out.metrics["kept_mass"]) == pytest.approx(float(logits[0].softmax(0)[[1, 3]].sum()), rel=1e-5)
+    kl = logits.log_softmax(1)[[0, 2], [1, 4]] - batch.ref_logps[[0, 2]]  # type: ignore[index]
+    assert float(out.metrics["kl"]) == pytest.approx(float(kl.mean()), rel=1e-5)
 
 
 @pytest.mark.parametrize("missing", ["include", "full", "mask"])
@@ -114,6 +120,12 @@ def test_options_say_of_a_missing_target_what_the_batch_may(missing: str, backen
     exact = {"include": [2, 3, 5], "full": [0, 1, 2, 3, 4, 5]}.get(missing)
     wanted = torch.tensor(0.0) if exact is None else logits[1, exact].log_softmax(0)[exact.index(2)]
     torch.testing.assert_close(by_option.logps[1], wanted)
+
+
+def test_a_keyword_beside_options_counts(backend: str) -> None:
+    logits, batch = torch.randn(2, 6), TokenBatch(torch.tensor([1, 2]), torch.tensor([0.0, 1.0]))
+    out = grpo_loss(logits, batch, DAPO, skip_inactive=True, options=Options(backend=backend))
+    assert out.logps[0] == 0 and out.logps[1] < 0
 
 
 def test_torch_func_differentiates_over_sets_and_further_ids(backend: str) -> None:
@@ -148,18 +160,19 @@ def test_slopes_at_ids_of_a_certain_row_keep_their_digits(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_largest_probability_and_its_id(dtype: torch.dtype, backend: str) -> None:
-    """Of ties the first; of a row of only -inf NaN; over a set the set's."""
-    logits = torch.randn(4, 50).to(dtype)
+    """Of ties the first; of a row of only -inf NaN; over a set the set's; of a masked row none."""
+    logits = torch.randn(5, 50).to(dtype)
     logits[1, [7, 30]] = logits[1].max() + 1
     logits[3] = -torch.inf
-    sets = TokenSets.from_lists([[], [], [4, 9, 2], []])
-    _, _, more = token_logprobs(logits, torch.tensor([0, 1, 4, 3]), kept=sets, also=("top_prob", "top_id"), backend=backend)  # type: ignore[misc]
+    sets, mask = TokenSets.from_lists([[], [], [4, 9, 2], [], []]), torch.arange(5) < 4
+    asked = {"kept": sets, "mask": mask, "also": ("top_prob", "top_id")}
+    _, _, more = token_logprobs(logits, torch.tensor([0, 1, 4, 3, 4]), backend=backend, **asked)  # type: ignore[call-overload]
     p = logits.double().softmax(1)
     in_set = logits[2, [4, 9, 2]].double().softmax(0)
-    assert more["top_id"].tolist() == [int(p[0].argmax()), 7, [4, 9, 2][int(in_set.argmax())], 0]
+    assert more["top_id"].tolist() == [int(p[0].argmax()), 7, [4, 9, 2][int(in_set.argmax())], 0, -1]
     wanted = torch.stack([p[0].max(), p[1].max(), in_set.max()])
     torch.testing.assert_close(more["top_prob"][:3].double(), wanted, rtol=2e-6, atol=0)
-    assert more["top_prob"][3].isnan()
+    assert more["top_prob"][3].isnan() and more["top_prob"][4] == 0
 
 
 # ---- second distributions
@@ -225,15 +238,19 @@ def test_one_teacher_of_weight_one_is_that_teacher(backend: str) -> None:
     assert torch.equal(by_func, leaf.grad)  # type: ignore[arg-type]
 
 
-def test_a_head_of_the_reference_stands_for_its_log_probs(backend: str) -> None:
-    """For an estimate of the KL: a forward product in place of batch.ref_logps."""
+@pytest.mark.parametrize("over", ["kept", "vocabulary"])
+def test_a_head_of_the_reference_stands_for_its_log_probs(over: str, backend: str) -> None:
+    """For an estimate of the KL: a forward product in place of batch.ref_logps, under a transform of its own, over sets or not."""
     hidden, weight, other = torch.randn(2, 5, 8), torch.randn(30, 8), torch.randn(30, 8)
     targets, advantages = torch.randint(30, (2, 5)), torch.tensor([1.0, -1.0])
     objective = Objective.preset("dapo", beta=0.3)
-    ref = token_logprobs(hidden @ other.T, targets)[0]
+    sets = TokenSets.from_lists([[int(t), (int(t) + 3) % 30] if i % 2 else [] for i, t in enumerate(targets.flatten())])
+    own, options = LogitTransform(0.6), Options(reference_over=over, backend=backend)
+    ref = token_logprobs(hidden @ other.T, targets, kept=sets if over == "kept" else None, transform=own)[0]
     found, wanted = (hidden.clone().requires_grad_() for _ in range(2))
-    a = linear_grpo_loss(found, weight, TokenBatch(targets, advantages), objective, reference=(hidden, other), backend=backend)
-    b = linear_grpo_loss(wanted, weight, TokenBatch(targets, advantages, ref_logps=ref), objective, backend=backend)
+    of_head, given = (TokenBatch(targets, advantages, ref_logps=x, kept=sets) for x in (None, ref))
+    a = linear_grpo_loss(found, weight, of_head, objective, reference=(hidden, Head(other, transform=own)), options=options)
+    b = linear_grpo_loss(wanted, weight, given, objective, options=options)
     (a.loss + b.loss).backward()
     torch.testing.assert_close(a.loss, b.loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-6)
@@ -259,12 +276,16 @@ def test_divergences_that_were_computed_elsewhere_enter_the_loss_of_log_probs(ba
     torch.testing.assert_close(apart.loss, whole.loss, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("up", [8.0, 20.0])
 @pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
-def test_the_mass_outside_of_a_teachers_ids_keeps_its_digits(direction: str, backend: str) -> None:
-    """A confident policy has a small probability outside, which 1 minus that inside would be the rounding of."""
-    z = torch.randn(8, 1000)
-    z[torch.arange(8), torch.randint(1000, (8,))] += 20.0
-    w = z + torch.randn(8, 1000)
+def test_the_mass_outside_of_a_teachers_ids_keeps_its_digits(direction: str, up: float, backend: str) -> None:
+    """A confident policy has a small probability outside, which 1 minus that inside would be the rounding of. The teacher is sure
+    of about 20 ids, and of one row does not list the policy's."""
+    z, w, rows, sure = torch.randn(8, 1000), torch.randn(8, 1000), torch.arange(8), torch.randint(1000, (8,))
+    w += 12.0 * (torch.rand(8, 1000) < 0.02)
+    z[rows, sure] += up
+    w[rows, sure] += 12.0
+    w[-1, sure[-1]] = -4.0
     values, ids = w.log_softmax(-1).topk(20)
     sets, exact = TokenSets.from_padded(ids, values=values), Exact(direction)
     leaf, wide = z.clone().requires_grad_(), z.double().requires_grad_()

@@ -114,12 +114,13 @@ def test_a_seed_draws_the_same_columns_whatever_else_changes(backend: str, monke
     assert_near(head.gradients(backend=backend), {name: x.double() for name, x in found.items()}, 1e-5)
 
 
-@pytest.mark.parametrize("preset", ["grpo", "gspo"])
+@pytest.mark.parametrize("preset", ["grpo", "gspo", "reinforce"])
 def test_a_loss_has_the_values_of_the_dense_one_and_the_gradient_of_its_log_probs(preset: str, backend: str) -> None:
-    head, objective = Head(), Objective.preset(preset, beta=0.1, entropy_coef=0.02, aggregate="token-mean")
-    batch = TokenBatch(
-        head.targets, head.d_logps, mask=head.mask, ref_logps=head.d_entropy - 4, cu_seqlens=torch.tensor([0, 9, N])
-    )
+    """Of reinforce rows without an advantage have no gradient, and come behind the others."""
+    terms = {} if preset == "reinforce" else {"beta": 0.1, "entropy_coef": 0.02}
+    head, objective = Head(), Objective.preset(preset, aggregate="token-mean", **terms)
+    advantages, offsets = head.d_logps.clamp(min=0), torch.tensor([0, 9, N])
+    batch = TokenBatch(head.targets, advantages, mask=head.mask, ref_logps=head.d_entropy - 4, cu_seqlens=offsets)
     found = []
     for options in (Options(backend=backend, sparse=Sparse(STEP, SEED)), Options(backend=backend)):
         leaves = [x.clone().requires_grad_() for x in head.given]

@@ -63,8 +63,8 @@ def normalizer_of(r: Recipe) -> Any:
     return Denominators(*r.normalizer) if isinstance(r.normalizer, tuple) else r.normalizer
 
 
-def other_of(p: Problem, other: Other) -> Any:
-    """The argument for a second distribution."""
+def other_of(p: Problem, other: Other, leaves: dict[str, Tensor]) -> Any:
+    """The argument for a second distribution; one that is near has the policy's own head."""
     if other.ids is not None:
         exact = oracle.Rows(other.rows, p.ids, p.transform, p.sequences).log_p
         values = [exact[i, j] for i, listed in enumerate(other.ids) for j in listed]
@@ -72,12 +72,12 @@ def other_of(p: Problem, other: Other) -> Any:
     own = LogitTransform(**other.transform) if other.kind == "own" else None
     if "logits" in other.given:
         return other.given["logits"] if own is None else (other.given["logits"], own)
-    weight = other.given["weight"]
+    weight = leaves["weight"].detach() if other.kind == "near" else other.given["weight"]
     return other.given["hidden"], weight if own is None else Head(weight, transform=own)
 
 
-def others_of(p: Problem) -> Any:
-    found = [other_of(p, other) for other in p.others]
+def others_of(p: Problem, leaves: dict[str, Tensor]) -> Any:
+    found = [other_of(p, other, leaves) for other in p.others]
     return found[0] if len(found) == 1 else [(x, other.weight) for x, other in zip(found, p.others, strict=True)]
 
 
@@ -133,7 +133,7 @@ def _beside(p: Problem, leaves: dict[str, Tensor], more: dict[str, Any]) -> dict
 def _loss(p: Problem, leaves: dict[str, Tensor], more: dict[str, Any], options: Options, call: Any) -> dict[str, Tensor]:
     r = p.recipe
     f, reference = (grpo_loss, "ref_logits") if r.source == "logits" else (linear_grpo_loss, "reference")
-    given = _beside(p, leaves, more) | ({reference: others_of(p)} if p.others else {})
+    given = _beside(p, leaves, more) | ({reference: others_of(p, leaves)} if p.others else {})
     front = [leaves["logits"]] if r.source == "logits" else [leaves["hidden"], leaves["weight"]]
     batch, objective = batch_of(p), objective_of(r)
     transform, normalizer = transform_of(p), normalizer_of(r)
@@ -184,7 +184,7 @@ def _divergence(p: Problem, leaves: dict[str, Tensor], more: dict[str, Any], opt
         given["kept"] = TokenSets.from_lists(p.sets)
     front = [leaves["logits"]] if r.source == "logits" else [leaves["hidden"], leaves["weight"]]
     f = token_divergence if r.source == "logits" else linear_divergence
-    others, exact, mask, transform = others_of(p), divergence_of(r), p.fields["mask"], transform_of(p)
+    others, exact, mask, transform = others_of(p, leaves), divergence_of(r), p.fields["mask"], transform_of(p)
 
     def compute(*front: Tensor) -> Tensor:
         return f(*front, others, exact, mask=mask, transform=transform, options=options, **given)

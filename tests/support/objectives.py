@@ -33,6 +33,11 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
     ),
     "cispo": (lambda: Objective.preset("cispo"), Spec("cispo", cap=5.0)),
     "reinforce": (lambda: Objective.preset("reinforce"), Spec("policy-gradient")),
+    "means of groups": (lambda: Objective(aggregate="group-mean"), Spec(aggregate="group-mean")),
+    "empty sequences do not count": (
+        lambda: Objective(aggregate="seq-mean-token-mean", count_empty=False),
+        Spec(aggregate="seq-mean-token-mean", count_empty=False),
+    ),
     "delta": (lambda: Objective(Clip(0.2, 0.28, delta=3.0)), Spec(eps_high=0.28, delta=3.0)),
     "delta below 1 + eps_high": (lambda: Objective(Clip(0.2, 0.28, delta=1.1)), Spec(eps_high=0.28, delta=1.1)),
     "grpo, k1": (lambda: Objective.preset("grpo", beta=0.3, kl="k1"), Spec(aggregate="seq-mean-token-mean", beta=0.3, kl="k1")),

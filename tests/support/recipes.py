@@ -44,6 +44,7 @@ class Recipe:
     skip_inactive: bool = False
     bias: str = "none"  # none, plain, column: of a matrix
     head: str = "of hidden"  # dtype of the weight beside fp32 hidden states: of hidden, bfloat16
+    width: int = 8  # of the hidden states
     frozen: str = "nothing"  # nothing, weight, hidden
     kept: str = "none"  # rows with a set of ids: none, some, all, empty: sets without ids, whole: sets of the vocabulary
     missing: str = "include"  # of a target that its set lacks: include, full, mask
@@ -73,7 +74,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "source": ("logits", "hidden"),
     "lengths": ((4, 2, 0, 5), (1,), (3, 3), (1, 1, 7, 2, 4)),
     "layout": ("padded", "packed", "without offsets"),
-    "vocab": (61, 2, 131, 1031, 1),
+    "vocab": (61, 2, 131, 2100, 1),
     "dtype": tuple(DTYPES),
     "view": ("whole", "transposed", "columns apart", "rows apart"),
     "mask": ("some", "none", "all"),
@@ -88,6 +89,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "skip_inactive": (False, True),
     "bias": ("none", "plain", "column"),
     "head": ("of hidden", "bfloat16"),
+    "width": (8, 1, 600),
     "frozen": ("nothing", "weight", "hidden"),
     "kept": ("none", "some", "all", "empty", "whole"),
     "missing": ("include", "full", "mask"),
@@ -113,7 +115,7 @@ def legal(r: Recipe) -> Recipe:
     plain: dict[str, Any] = {}
     spec = SPECS[r.objective]
     if r.source == "logits":
-        plain |= {"bias": "none", "head": "of hidden", "frozen": "nothing", "weight_grad": "none"}
+        plain |= {"bias": "none", "head": "of hidden", "width": 8, "frozen": "nothing", "weight_grad": "none"}
     else:
         plain |= {"inplace": False, "extreme": "none"}
         if r.dtype != "float32":
@@ -121,10 +123,10 @@ def legal(r: Recipe) -> Recipe:
         if r.frozen != "nothing" or r.mode == "func":
             plain["weight_grad"] = "none"
     if r.door != "loss":
-        plain |= {"objective": "dapo", "given": "everything", "normalizer": None, "skip_inactive": False, "missing": "include"}
+        plain |= {"objective": "dapo", "given": "everything", "normalizer": None, "skip_inactive": False}
         plain |= {"upstream": 1.0, "layout": "padded" if r.layout == "packed" else r.layout}
         if r.door == "divergence":
-            plain |= {"over": "kept", "others": r.others or ("whole",), "also": "nothing"}
+            plain |= {"over": "kept", "others": r.others or ("whole",), "also": "nothing", "missing": "include"}
         else:
             plain |= {"others": (), "over": r.over if r.over == "entropy" else "kept"}
     else:
@@ -298,11 +300,10 @@ def of_sequences(p: Problem, sequences: list[int]) -> Problem:
 
 
 def cut(p: Problem, rank: int) -> Problem:
-    """The problem as a rank sees it that has some columns of the vocabulary; the first rank has most."""
-    ends = [
-        0,
-        *(p.recipe.vocab - (p.recipe.ranks - i - 1) * (p.recipe.vocab // (2 * p.recipe.ranks)) for i in range(p.recipe.ranks)),
-    ]
+    """The problem as a rank sees it that has some columns of the vocabulary. The first rank has most, of some recipes all."""
+    r = p.recipe
+    part = r.vocab // (2 * r.ranks) if r.seed % 4 else 0
+    ends = [0, *(r.vocab - (r.ranks - i - 1) * part for i in range(r.ranks))]
     columns = slice(ends[rank], ends[rank + 1])
     others = [replace(other, given=sliced(other.given, columns)) for other in p.others]
     return replace(p, given=sliced(p.given, columns), others=others, columns=columns)
@@ -405,7 +406,7 @@ def _leaves(
     """(the tensors that get a gradient, rounded to their dtype; the logits [N, V] in float64)."""
     V, dtype, n = r.vocab, DTYPES[r.dtype], ids.numel()
     if r.source == "hidden":
-        width = 8
+        width = r.width
         head = torch.bfloat16 if r.head == "bfloat16" else dtype
         leaves = {"hidden": normal(*shape, width).to(dtype), "weight": (r.spread * width**-0.5 * normal(V, width)).to(head)}
         if r.bias != "none":
@@ -542,5 +543,7 @@ def _add_others(
         if kind == "listed":
             counts = torch.randint(0, min(V, 6) + 1, (n,), generator=g).tolist()
             ids = [torch.randperm(V, generator=g)[:count].tolist() for count in counts]
-        weight = None if len(r.others) == 1 else 0.6 if i == 0 else torch.where(uniform() < 0.3, 0.0, uniform()).float()
+        weight: Any = None if len(r.others) == 1 else 0.6
+        if i:
+            weight = torch.where(uniform() < 0.3, 0.0, uniform()).float().masked_fill(~p.trained.view(p.shape), math.nan)
         p.others.append(Other(kind, x, given, transform, ids, weight))
