@@ -61,7 +61,7 @@ def part(p: Problem, mine: Tensor, **fields: Any) -> Problem:
     if p.fields["advantages"].shape == (len(LENGTHS),):
         given["advantages"] = p.fields["advantages"][:, None]  # as many tokens as sequences would read [B] as one a token
     given["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to(torch.int32)
-    given |= {"groups": GROUPS, "context_group": dist.group.WORLD, **fields}
+    given |= {"groups": given.get("groups", GROUPS), "context_group": dist.group.WORLD, **fields}
     others = [
         replace(
             o,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fuzz import MANY
 
 from grpo_kernels import TokenBatch, group_advantages
 from grpo_kernels.formulas.kl import Kl
@@ -40,7 +41,6 @@ from grpo_kernels.rewards.returns import (
 )
 from support import advantage_oracle as oracle
 from support.advantage_oracle import close
-from support.fuzz import MANY
 from support.oracle import kl_estimate
 from support.pairs import label, pairs
 from support.refused import Refused, refusals
