@@ -20,9 +20,8 @@ test: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench,dev]"
-	$(BIN)/python -m benchmarks
-	$(BIN)/python -m benchmarks.plots
-	$(BIN)/python -m benchmarks.tables --write
+	status=0; $(BIN)/python -m benchmarks || status=$$?; \
+	$(BIN)/python -m benchmarks.plots && $(BIN)/python -m benchmarks.tables --write && exit $$status
 
 docs: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"

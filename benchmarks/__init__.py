@@ -1,5 +1,4 @@
-"""Benchmarks: `python -m benchmarks` runs the suites; side_by_side, roofline, resources, tables, plots are commands of their
-own."""
+"""Benchmarks: `python -m benchmarks` runs the suites; roofline, resources, tables, plots are commands of their own."""
 
 import os
 import sys

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
 from benchmarks.printing import DRAWN, entropy, ways, worst
 from benchmarks.roofline import render
 from benchmarks.suites import EAGER
@@ -27,17 +28,21 @@ SWEEPS = {
 # ---- parts of a result file
 
 
-def machines(folder: Path) -> list[str]:
-    """The folders that hold result files, the CPU's first."""
-    names = {path.parent.name for path in folder.glob("*/*.json")}
-    return sorted(names, key=lambda name: (name != "cpu", name))
+def machines(folder: Path, device: str | None = None) -> list[str]:
+    """The folders that hold result files of machines, those of CPUs first. device: only these."""
+    devices = {path.parent.name: results.load(path)["machine"]["device"] for path in folder.glob("*/*.json")}
+    return sorted(
+        (name for name in devices if device in (None, devices[name])), key=lambda name: (devices[name] != "cpu", name)
+    )
 
 
-def shapes(record: Record) -> list[list[Cell]]:
-    """The cells grouped by shape: those of one group differ in their dtype."""
+def shapes(records: list[Record]) -> list[list[Cell]]:
+    """The cells grouped by shape: those of one group differ in their machine or their dtype."""
     by_shape: dict[tuple, list[Cell]] = {}
-    for cell in record["cells"]:
-        by_shape.setdefault((cell["rows"], cell["hidden"], cell["vocab"], cell["active"], cell.get("entropy")), []).append(cell)
+    for record in records:
+        for cell in record["cells"]:
+            shape = (cell["rows"], cell["hidden"], cell["vocab"], cell["active"], cell.get("entropy"))
+            by_shape.setdefault(shape, []).append(cell | {"kind": record["machine"]["kind"]})
     return list(by_shape.values())
 
 
@@ -45,9 +50,10 @@ def shapes(record: Record) -> list[list[Cell]]:
 BATCH = 256
 
 
-def headline(record: Record) -> list[list[Cell]]:
-    """The cells of the shapes that are shown: the first and the last that have enough rows for a training batch."""
-    every = shapes(record)
+def headline(*records: Record) -> list[list[Cell]]:
+    """The cells of the shapes that are shown: the first and the last that have enough rows for a training batch. records: of one
+    suite, on several machines."""
+    every = shapes(list(records))
     enough = [cells for cells in every if cells[0]["rows"] >= BATCH] or every
     return [enough[0], enough[-1]] if enough[0][0]["rows"] < enough[-1][0]["rows"] else enough[:1]
 
@@ -75,12 +81,18 @@ def ratio(cell: Cell, row: Row) -> float | None:
     return row["ms"] / base if base else None
 
 
+def marks(cells: list[Cell], what: str = "dtype") -> list[str]:
+    """What tells each cell from the others: the field `what`, and the kind of machine if there are several."""
+    several = len({cell.get("kind") for cell in cells}) > 1
+    of = [DTYPES[cell["dtype"]] if what == "dtype" else f"{cell[what]:,}" for cell in cells]
+    return [f"{cell['kind']} {mark}" if several else mark for cell, mark in zip(cells, of, strict=True)]
+
+
 def reasons(cells: list[Cell], what: str = "dtype") -> str:
-    """The providers that were not timed, one line per reason. Their cells are named by the field `what`, unless it is all
-    of them. "" if all were timed."""
+    """The providers that were not timed, one line per reason. Their cells are named by `marks`, unless it is all of them. "" if
+    all were timed."""
     by_reason: dict[str, dict[str, list[str]]] = {}
-    for cell in cells:
-        mark = DTYPES[cell["dtype"]] if what == "dtype" else f"{cell[what]:,}"
+    for cell, mark in zip(cells, marks(cells, what), strict=True):
         for row in cell["providers"]:
             if row["status"] != "ok":
                 by_reason.setdefault(f"{row['status']}, {row['reason']}", {}).setdefault(row["name"], []).append(mark)
@@ -92,12 +104,18 @@ def named(names: dict[str, list[str]], every: int) -> str:
     return "; ".join(name if len(cells) == every else f"{name} [{', '.join(cells)}]" for name, cells in names.items())
 
 
-def source(record: Record, packages: bool = False) -> str:
-    """The machine and the command of a result file, in a line."""
+def processor(record: Record) -> str:
+    """What the figures of a result file depend on most."""
     m = record["machine"]
     parts = [m["name"]] if m["device"] == "cuda" else [m["name"], f"{m['threads']} threads"]
     parts += [m[x] for x in ("instruction set", "neighbour") if x in m]
-    parts += [f"torch {m['torch']}"]
+    return ", ".join(parts + [f"products by {x}" for x in [m.get("products")] if x not in (None, m.get("instruction set"))])
+
+
+def source(record: Record, packages: bool = False) -> str:
+    """The machine and the command of a result file, in a line."""
+    m = record["machine"]
+    parts = [processor(record), f"torch {m['torch']}"]
     if packages:
         parts += [f"{name} {version}" for name, version in m["versions"].items()]
     return f"{', '.join(parts)}; {record['date']}; `{record['command']}`."
@@ -133,11 +151,12 @@ def megabytes(row: Row) -> str:
 
 
 def comparison(cells: list[Cell]) -> str:
-    """Cells of one shape side by side: the providers that were timed, then the reasons of the others."""
+    """Cells of one shape side by side, of one machine or of several: the providers that were timed, then the reasons of the
+    others."""
     head = [size(cells[0])]
-    for cell in cells:
-        head += [f"{DTYPES[cell['dtype']]} ms", f"x {limit(cell)}", "extra MB"]
-    head.append("worst error " + " / ".join(DTYPES[cell["dtype"]] for cell in cells))
+    for cell, mark in zip(cells, marks(cells), strict=True):
+        head += [f"{mark} ms", f"x {limit(cell)}", "extra MB"]
+    head.append("worst error " + " / ".join(marks(cells)))
     lines = [head]
     for name in dict.fromkeys(row["name"] for cell in cells for row in cell["providers"]):
         line, errors, label = [], [], name

@@ -14,26 +14,40 @@ from pathlib import Path
 import torch
 
 import grpo_kernels.vocabulary.native
-from grpo_kernels.diagnosis.native import findings
+from grpo_kernels.diagnosis.machine import processor
+from grpo_kernels.diagnosis.native import best_isa, findings
 from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary.backends import cpu_products
 
 ENVIRONMENT = ("OMP_", "KMP_", "GOMP_", "MKL_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "PYTORCH_", "GRPO_KERNELS_")  # prefixes
 NATIVE = {"cpu": "cpu", "cuda": "triton"}  # the backend of the kernels on each device
 PACKAGES = ("triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels")
 
 
-def slug(device: str) -> str:
-    """The folder of a machine's results: "cpu", or the GPU's name."""
-    return "cpu" if device == "cpu" else re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+def kind(device: str) -> str:
+    """The kind of machine, which names the folder of its results: see `kind_of_cpu`, or the GPU's name."""
+    return kind_of_cpu(*processor()) if device == "cpu" else _hyphened(torch.cuda.get_device_name())
+
+
+def kind_of_cpu(model: str, flags: frozenset[str]) -> str:
+    """Maker, family and the best instructions for products: "amd-epyc-avx512bf16". Ratios to other implementations depend on these
+    far more than on the generation, of which a virtual machine often says nothing."""
+    brand = re.search(r"(?:amd|intel) [a-z]+", re.sub(r"\((r|tm)\)", "", model.lower()))
+    best = "amx" if flags >= {"amx_tile", "amx_bf16"} else best_isa(flags)
+    return _hyphened(f"{brand[0] if brand else model} {best or ''}")
+
+
+def _hyphened(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def machine(device: str) -> dict:
     """A description of the machine and the packages, for the result files."""
-    info = Path("/proc/cpuinfo").read_text().splitlines()
     reason = backends.unavailable(NATIVE[device])
     facts = {
         "device": device,
-        "cpu": next((x.split(":")[1].strip() for x in info if x.startswith("model name")), platform.machine()),
+        "kind": kind(device),
+        "cpu": processor()[0],
         "threads": torch.get_num_threads(),
         "environment": environment(),
         "huge pages": _huge_pages(),
@@ -55,6 +69,7 @@ def machine(device: str) -> dict:
         facts["name"] = facts["cpu"]
         if reason is None:
             facts["instruction set"] = grpo_kernels.vocabulary.native.load().isa()
+        facts["products"] = cpu_products.engine()
     return facts
 
 

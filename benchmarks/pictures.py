@@ -13,6 +13,7 @@ from benchmarks.cell_tables import (
     fixed,
     headline,
     limit,
+    marks,
     megabytes,
     named,
     ratio,
@@ -123,8 +124,7 @@ def _missing(record: Record, cells: list[Cell]) -> list[str]:
     """The providers that were skipped, failed or, in a sweep, wrong; and the cells, unless it is all of them."""
     field = SWEEPS[record["suite"]][0] if record["suite"] in SWEEPS else "dtype"
     by_reason: dict[str, dict[str, list[str]]] = {}
-    for cell in cells:
-        mark = DTYPES[cell["dtype"]] if field == "dtype" else f"{cell[field]:,}"
+    for cell, mark in zip(cells, marks(cells, field), strict=True):
         for row in cell["providers"]:
             if row["status"] != "ok" and (row["status"] != "wrong" or field != "dtype"):
                 by_reason.setdefault(row["status"], {}).setdefault(row["name"], []).append(mark)

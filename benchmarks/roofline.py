@@ -2,7 +2,7 @@
 
     python -m benchmarks.roofline [--gpu h200] [--rows 8192 --hidden 4096 --vocab 151936 --dtype bfloat16] [--markdown]
     python -m benchmarks.roofline --bandwidth 3.0 --flops 700           TB/s and dense TFLOP/s of your own
-    python -m benchmarks.roofline --results benchmarks/results/cpu      rates and times of a machine's result files
+    python -m benchmarks.roofline --results benchmarks/results/amd-epyc-avx512bf16      rates and times of a machine's result files
     python -m benchmarks.roofline --kernels [--write]                   what binds each row kernel on each GPU, see kernel_bounds.py
     python -m benchmarks.roofline --sparse [--write]    what sparse gradients would take on H100 and H200, see sparse_bounds.py
 

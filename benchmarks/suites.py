@@ -15,7 +15,7 @@ import torch
 from benchmarks import results
 from benchmarks.cases import CONTRACTS, Cell
 from benchmarks.harness import busy_neighbour
-from benchmarks.machine import machine, slug
+from benchmarks.machine import machine
 from benchmarks.measure import DeviceLost, measure
 from benchmarks.printing import LEGEND, table
 from benchmarks.providers import first_line, providers
@@ -257,15 +257,15 @@ class _Record:
 def run(
     suites: list[str], device: str, out: Path, *,
     quick: bool = False, first: bool = False, fresh: bool = False, busy: bool = False, choices: dict[str, Any] | None = None,
-) -> list[Path]:  # fmt: skip
-    """Measures the cells that the result files under `out` do not hold yet, prints each, and returns the paths. With
-    `fresh` it measures all of them, with `first` the first of each suite, without providers that compile for long; with `busy`
-    beside a process that keeps one core busy. `choices` are the settings of our launches, where they are not the package's (see
-    tune.apply). A cell that cannot be measured is left out; SystemExit at the end names it. If a provider breaks CUDA for this
-    process, that is recorded and the process exits with LOST_DEVICE. The same command then continues without that provider, until
-    the code or the machine changes. On a GPU a file is written after each provider."""
+) -> tuple[list[Path], list[str]]:  # fmt: skip
+    """Measures the cells that the result files under `out` do not hold yet, prints each, and returns the paths, and the cells
+    that could not be measured, each with the reason. With `fresh` it measures all of them, with `first` the first of each
+    suite, without providers that compile for long; with `busy` beside a process that keeps one core busy. `choices` are the
+    settings of our launches, where they are not the package's (see tune.apply). If a provider breaks CUDA for this process,
+    that is recorded and the process exits with LOST_DEVICE. The same command then continues without that provider, until the
+    code or the machine changes. On a GPU a file is written after each provider."""
     here = machine(device) | ({"neighbour": "one core busy"} if busy else {}) | ({"choices": choices} if choices else {})
-    folder = out / slug(device)
+    folder = out / here["kind"]
     print(heading(here), flush=True)
     paths, unmeasured = [], []
     for name in suites:
@@ -297,9 +297,7 @@ def run(
             record.done[mark] = cell | {"fingerprint": mark} | _origin(here)
             record.save()
             print(f"\n{table(cell)}", flush=True)
-    if unmeasured:
-        raise SystemExit("\n".join(["Cells without figures:", *unmeasured]))
-    return paths
+    return paths, unmeasured
 
 
 def _promptly(suite: Suite, planned: Planned) -> Planned:

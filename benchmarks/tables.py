@@ -82,10 +82,11 @@ def _call(part: Any) -> str:
 # ---- suites
 
 
-def picture(folder: Path, machine: str, suite: str, page: Path) -> str:
-    """A link from a page to the suite's plot; "" if there is none."""
-    path = folder / machine / "plots" / f"{suite}.svg"
-    return f"![{SUITES[suite].title}]({Path(os.path.relpath(path, page.parent)).as_posix()})" if path.exists() else ""
+def picture(folder: Path, machine: str, name: str, page: Path) -> str:
+    """A link from a page to the plot of a suite, or to the front; "" if there is none."""
+    path = folder / machine / "plots" / f"{name}.svg"
+    title = SUITES[name].title if name in SUITES else "Time and memory of every implementation in two cells of the table"
+    return f"![{title}]({Path(os.path.relpath(path, page.parent)).as_posix()})" if path.exists() else ""
 
 
 def absent(suite: str, device: str = "") -> str:
@@ -95,38 +96,40 @@ def absent(suite: str, device: str = "") -> str:
 # ---- blocks of pages
 
 
-def figures(folder: Path, machine: str, suite: str) -> str:
-    """The headline tables of a suite on one machine."""
-    record = results.load(folder / machine / f"{suite}.json")
-    return "\n\n".join([source(record), *map(comparison, headline(record))]) if record.get("cells") else absent(suite)
+def figures(folder: Path, suite: str, device: str = "cpu") -> str:
+    """The headline tables of a suite, with all machines that were measured side by side."""
+    records = (results.load(folder / name / f"{suite}.json") for name in machines(folder, device))
+    found = [record for record in records if record.get("cells")]
+    return "\n\n".join([*map(source, found), *map(comparison, headline(*found))]) if found else absent(suite)
 
 
-def divergences(folder: Path, machine: str) -> str:
-    """Every direction from hidden states, as multiples of the limit."""
+def divergences(folder: Path) -> str:
+    """Every direction from hidden states, as multiples of the limit, a table for each CPU that was measured."""
     suites = {"reverse": "divergence", "forward": "divergence-forward", "jsd": "divergence-jsd"}
-    records = {what: results.load(folder / machine / f"{suite}.json") for what, suite in suites.items()}
-    measured = {what: record for what, record in records.items() if record.get("cells")}
-    return multiples(measured) if measured else absent(" ".join(suites.values()))
+    parts = []
+    for name in machines(folder, "cpu"):
+        records = {what: results.load(folder / name / f"{suite}.json") for what, suite in suites.items()}
+        measured = {what: record for what, record in records.items() if record.get("cells")}
+        parts += [source(next(iter(measured.values()))), multiples(measured)] if measured else []
+    return "\n\n".join(parts) or absent(" ".join(suites.values()))
 
 
-def pictures(folder: Path, machine: str, page: Path = FIGURES) -> str:
-    links = [picture(folder, machine, suite, page) for suite in PICTURES]
+def pictures(folder: Path, device: str = "cpu", page: Path = FIGURES) -> str:
+    links = [picture(folder, name, suite, page) for suite in PICTURES for name in machines(folder, device)]
     return "\n\n".join(link for link in links if link) or "No plots yet: `python -m benchmarks.plots`."
 
 
 def gpus(folder: Path, page: Path = FIGURES) -> str:
     """Both contracts on every GPU that was measured."""
-    names = [name for name in machines(folder) if name != "cpu"]
-    if not names:
+    if not machines(folder, "cuda"):
         guide = Path(os.path.relpath(ROOT / "docs" / "gpu.md", page.parent)).as_posix()
         return (
             "**No GPU has run this package yet: its compiled kernels run in the tests, in an emulator of their PTX, which shows neither "
             "the last compile step, nor the order of memory that the hardware keeps, nor any time.** `python3 -m benchmarks.gpu_kit --out "
             f"DIR` checks, tunes and measures all of this on one, in four calls of ten minutes: [docs/gpu.md]({guide})."
         )
-    return "\n\n".join(
-        f"**{SUITES[suite].title}.** {figures(folder, name, suite)}" for name in names for suite in ("logits", "hidden")
-    ) + "".join(f"\n\n{pictures(folder, name, page)}" for name in names)
+    tables = [f"**{SUITES[suite].title}.** {figures(folder, suite, 'cuda')}" for suite in ("logits", "hidden")]
+    return "\n\n".join([*tables, pictures(folder, "cuda", page)])
 
 
 def estimate_h200() -> str:
@@ -137,15 +140,13 @@ def estimate_h200() -> str:
 
 
 def front_block(folder: Path) -> str:
-    """Our strongest and our weakest cell, on a GPU once one was measured."""
-    machine = next((name for name in reversed(machines(folder)) if front.standings(folder, name)), None)
-    if machine is None:
+    """Our strongest and our weakest cell on every machine that was measured, GPUs first."""
+    names = [name for name in reversed(machines(folder)) if front.standings(folder, name)]
+    if not names:
         return "Not measured yet: `python -m benchmarks`."
-    path = folder / machine / "plots" / f"{front.NAME}.svg"
-    link = f"![Time and memory of every implementation in the two cells below]({Path(os.path.relpath(path, README.parent)).as_posix()})\n\n"
-    sources = [f"- {which}: {source(standing.record)}" for which, standing in front.extremes(folder, machine)]
-    without = [] if any(name != "cpu" for name in machines(folder)) else ["", gpus(folder, README)]
-    return "\n".join([(link if path.exists() else "") + front.table(folder, machine), "", *sources, *without])
+    links = [picture(folder, name, front.NAME, README) for name in names]
+    without = [] if machines(folder, "cuda") else [gpus(folder, README)]
+    return "\n\n".join([*filter(None, links), front.table(folder, names), front.sources(folder, names), *without])
 
 
 def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
@@ -154,15 +155,15 @@ def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
         README: {"front": front_block(folder), "presets_by_surrogate": presets_by_surrogate()},
         OBJECTIVES: {"presets": presets()},
         DIVERGENCES: {
-            "divergences_cpu": divergences(folder, "cpu"),
-            "logits_divergence_cpu": figures(folder, "cpu", "logits-divergence"),
+            "divergences_cpu": divergences(folder),
+            "logits_divergence_cpu": figures(folder, "logits-divergence"),
         },
         FIGURES: {
-            "logits_cpu": figures(folder, "cpu", "logits"),
-            "hidden_cpu": figures(folder, "cpu", "hidden"),
-            "cross_entropy_cpu": figures(folder, "cpu", "cross-entropy"),
-            "kept_cpu": figures(folder, "cpu", "kept"),
-            "plots_cpu": pictures(folder, "cpu"),
+            "logits_cpu": figures(folder, "logits"),
+            "hidden_cpu": figures(folder, "hidden"),
+            "cross_entropy_cpu": figures(folder, "cross-entropy"),
+            "kept_cpu": figures(folder, "kept"),
+            "plots_cpu": pictures(folder),
             "gpus": gpus(folder),
             "estimate_h200": estimate_h200(),
         },
@@ -212,7 +213,7 @@ def report(folder: Path = RESULTS) -> str:
             out += [f"{record['contract'][0].upper()}{record['contract'][1:]}.", source(record, packages=True)]
             out.append(picture(folder, machine, name, REPORT))
             out += [sweep(record)] if name in SWEEPS else [details(cell) for cell in record["cells"]]
-    if not any(name != "cpu" for name in machines(folder)):
+    if not machines(folder, "cuda"):
         out += ["## GPUs", gpus(folder, REPORT)]
     return "\n\n".join(part for part in out if part) + "\n"
 

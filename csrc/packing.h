@@ -5,6 +5,7 @@
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 #include "products.h"
 #include "sizes.h"
@@ -26,7 +27,40 @@ inline __m512i load_bf16(const uint16_t* p, int64_t n) {
 }
 inline __m512 load_fp32(const float* p, int64_t n) { return n >= 16 ? _mm512_loadu_ps(p) : _mm512_maskz_loadu_ps(first16(n), p); }
 
-// The two types of operands. `load` reads 16 units of a row that has n elements left; units beyond the end are 0.
+// Memory of one call on one thread. `missing` is true if the allocation failed: the product then returns false and the binding raises.
+struct Scratch {
+    uint32_t* data;
+    bool missing;
+    explicit Scratch(int64_t elements)
+        : data(static_cast<uint32_t*>(aligned_alloc(64, size_t(ceil_div(elements, LANES)) * 64))), missing(!data && elements) {}
+    ~Scratch() { free(data); }
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+};
+
+// Memory that the next step reads in short strided pieces, which the hardware's prefetcher does not recognise. It is prefetched a few
+// cache lines at a time, between the tiles of the current step.
+struct Ahead {
+    const char* base = nullptr;
+    int64_t stride = 0, rows = 0, bytes = 0;  // bytes of each row
+    int64_t row = 0, at = 0;
+
+    template <class T> void plan(const T* first, int64_t row_stride, int64_t row_count, int64_t columns) {
+        base = reinterpret_cast<const char*>(first);
+        stride = row_stride * int64_t(sizeof(T)), rows = row_count, bytes = columns * int64_t(sizeof(T));
+        row = at = 0;
+    }
+    int64_t lines() const { return rows * ceil_div(bytes, 64); }
+    void fetch(int64_t count) {
+        for (; count > 0 && row < rows; count--) {
+            _mm_prefetch(base + row * stride + at, _MM_HINT_T1);
+            at += 64;
+            if (at >= bytes) at = 0, row++;
+        }
+    }
+};
+
+// The types of operands. `load` reads 16 units of a row that has n elements left; units beyond the end are 0.
 struct Bf16 {
     using Element = uint16_t;
     static constexpr int PER_UNIT = 2;
@@ -46,6 +80,16 @@ struct Fp32 {
     static __m512 add_product(__m512 sum, __m512i left, __m512i right) {
         return _mm512_fmadd_ps(_mm512_castsi512_ps(left), _mm512_castsi512_ps(right), sum);
     }
+};
+
+// bf16 operands in fp32 arithmetic: on Intel vdpbf16ps runs at half its rate.
+struct Widened : Fp32 {
+    using Element = uint16_t;
+    static __m512i widen(__m256i x) { return _mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16); }
+    static __m512i load(const uint16_t* p, int64_t n) {
+        return widen(n >= 16 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)) : _mm256_maskz_loadu_epi16(first16(n), p));
+    }
+    static __m512i load(const float* p, int64_t n) { return widen((__m256i)_mm512_cvtneps_pbh(load_fp32(p, n))); }  // rounded
 };
 
 template <class Op> int64_t units_of(int64_t n) { return ceil_div(n, Op::PER_UNIT); }
@@ -108,26 +152,22 @@ void pack_panel_of_rows(const typename Op::Element* from, int64_t stride, int64_
 }
 
 // Packs panels whose columns are columns of `from`; the rows of `from` are the inner dimension. Panels are panel_stride apart.
-inline void pack_panels_of_columns(const uint16_t* from, int64_t stride, int64_t columns, int64_t inner, uint32_t* panels,
-                                   int64_t panel_stride) {
-    for (int64_t u = 0; u < units_of<Bf16>(inner); u++) {
-        const uint16_t *even = from + 2 * u * stride, *odd = even + stride;
+template <class Op>
+void pack_panels_of_columns(const typename Op::Element* from, int64_t stride, int64_t columns, int64_t inner, uint32_t* panels,
+                            int64_t panel_stride) {
+    for (int64_t u = 0; u < units_of<Op>(inner); u++) {
+        const auto* row = from + Op::PER_UNIT * u * stride;
         const bool has_odd = 2 * u + 1 < inner;
-        for (int64_t j = 0; j < ceil_div(columns, PANEL_COLUMNS) * PANEL_COLUMNS; j += 32) {
-            const __m512i x = load_bf16(even + j, columns - j);
-            const Interleaved pairs = interleave(x, has_odd ? load_bf16(odd + j, columns - j) : _mm512_setzero_si512());
+        for (int64_t j = 0; j < ceil_div(columns, PANEL_COLUMNS) * PANEL_COLUMNS; j += LANES * Op::PER_UNIT) {
             uint32_t* to = panels + j / PANEL_COLUMNS * panel_stride + u * PANEL_COLUMNS + j % PANEL_COLUMNS;
-            _mm512_store_si512(to, pairs.low);
-            _mm512_store_si512(to + LANES, pairs.high);
-        }
-    }
-}
-inline void pack_panels_of_columns(const float* from, int64_t stride, int64_t columns, int64_t inner, uint32_t* panels,
-                                   int64_t panel_stride) {
-    for (int64_t u = 0; u < inner; u++) {
-        for (int64_t j = 0; j < ceil_div(columns, PANEL_COLUMNS) * PANEL_COLUMNS; j += LANES) {
-            _mm512_store_ps(panels + j / PANEL_COLUMNS * panel_stride + u * PANEL_COLUMNS + j % PANEL_COLUMNS,
-                            load_fp32(from + u * stride + j, columns - j));
+            const __m512i x = Op::load(row + j, columns - j);
+            if constexpr (Op::PER_UNIT == 2) {
+                const Interleaved pairs = interleave(x, has_odd ? Op::load(row + stride + j, columns - j) : _mm512_setzero_si512());
+                _mm512_store_si512(to, pairs.low);
+                _mm512_store_si512(to + LANES, pairs.high);
+            } else {
+                _mm512_store_si512(to, x);
+            }
         }
     }
 }

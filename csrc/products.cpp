@@ -3,7 +3,6 @@
 #include "products.h"
 
 #include <immintrin.h>
-#include <stdlib.h>
 
 #include "packing.h"
 
@@ -18,39 +17,6 @@ constexpr int64_t BLOCK_UNITS = 256;
 // Distance between rows of one block of the left operand. It is not a multiple of 4 KiB, so that rows do not evict each other from
 // the L1 cache.
 constexpr int64_t BLOCK_STRIDE = BLOCK_UNITS + LANES;
-
-// Memory of one call on one thread. `missing` is true if the allocation failed: the product then returns false and the binding raises.
-struct Scratch {
-    uint32_t* data;
-    bool missing;
-    explicit Scratch(int64_t elements)
-        : data(static_cast<uint32_t*>(aligned_alloc(64, size_t(ceil_div(elements, LANES)) * 64))), missing(!data && elements) {}
-    ~Scratch() { free(data); }
-    Scratch(const Scratch&) = delete;
-    Scratch& operator=(const Scratch&) = delete;
-};
-
-// Memory that the next step reads in short strided pieces, which the hardware's prefetcher does not recognise. It is prefetched a few
-// cache lines at a time, between the tiles of the current step.
-struct Ahead {
-    const char* base = nullptr;
-    int64_t stride = 0, rows = 0, bytes = 0;  // bytes of each row
-    int64_t row = 0, at = 0;
-
-    template <class T> void plan(const T* first, int64_t row_stride, int64_t row_count, int64_t columns) {
-        base = reinterpret_cast<const char*>(first);
-        stride = row_stride * int64_t(sizeof(T)), rows = row_count, bytes = columns * int64_t(sizeof(T));
-        row = at = 0;
-    }
-    int64_t lines() const { return rows * ceil_div(bytes, 64); }
-    void fetch(int64_t count) {
-        for (; count > 0 && row < rows; count--) {
-            _mm_prefetch(base + row * stride + at, _MM_HINT_T1);
-            at += 64;
-            if (at >= bytes) at = 0, row++;
-        }
-    }
-};
 
 // Where a tile is written: out = start + product. If `rounded` is given, the tile is written there, rounded to bf16.
 struct Destination {
@@ -144,8 +110,8 @@ template <class Op> struct Blocks {
     static int64_t size(int64_t inner, int64_t block) { return min(LENGTH, inner - block * LENGTH); }
 };
 
-int64_t hidden_pack_bytes(int64_t rows, int64_t width, bool is_bf16) {
-    return (is_bf16 ? Blocks<Bf16>::of(width) : Blocks<Fp32>::of(width)) * rows * BLOCK_STRIDE * 4;
+template <class Op16> int64_t hidden_pack_bytes(int64_t rows, int64_t width, bool is_bf16) {
+    return (is_bf16 ? Blocks<Op16>::of(width) : Blocks<Fp32>::of(width)) * rows * BLOCK_STRIDE * 4;
 }
 
 template <class Op> void pack_hidden_of(const LogitsProduct& job, int64_t begin, int64_t end) {
@@ -203,7 +169,7 @@ bool d_hidden_of(const HiddenGradProduct& job, int64_t begin, int64_t end, int64
         pack_rows<Op>(job.gradient.at<T>(begin, k), job.gradient.stride, rows, inner, left.data, BLOCK_STRIDE);
         for (int64_t group = first_column; group < last_column; group += HIDDEN_GROUP) {
             const int64_t width = min(HIDDEN_GROUP, last_column - group);
-            pack_panels_of_columns(job.weight.at<Element>(k, group), job.weight.stride, width, inner, panels.data, panel_stride);
+            pack_panels_of_columns<Op>(job.weight.at<Element>(k, group), job.weight.stride, width, inner, panels.data, panel_stride);
             // Prefetch what the next group packs: other columns of the same rows of the weight, or its next rows and their gradient.
             Ahead weight, gradient;
             const bool last = group + HIDDEN_GROUP >= last_column;
@@ -233,15 +199,15 @@ bool d_hidden_of(const HiddenGradProduct& job, int64_t begin, int64_t end, int64
 }
 
 // [panel of H][unit of N][column]
-int64_t hidden_panel_bytes(int64_t rows, int64_t width, bool is_bf16) {
-    const int64_t units = is_bf16 ? units_of<Bf16>(rows) : units_of<Fp32>(rows);
+template <class Op16> int64_t hidden_panel_bytes(int64_t rows, int64_t width, bool is_bf16) {
+    const int64_t units = is_bf16 ? units_of<Op16>(rows) : units_of<Fp32>(rows);
     return ceil_div(width, PANEL_COLUMNS) * units * PANEL_COLUMNS * 4;
 }
 
 template <class Op> void pack_hidden_panels_of(const WeightGradProduct& job, int64_t begin, int64_t end) {
     const int64_t panel_stride = units_of<Op>(job.rows) * PANEL_COLUMNS, h = begin * PANEL_COLUMNS;
-    pack_panels_of_columns(job.hidden.at<typename Op::Element>(0, h), job.hidden.stride,
-                           min(job.width, end * PANEL_COLUMNS) - h, job.rows, job.packed + begin * panel_stride, panel_stride);
+    pack_panels_of_columns<Op>(job.hidden.at<typename Op::Element>(0, h), job.hidden.stride,
+                               min(job.width, end * PANEL_COLUMNS) - h, job.rows, job.packed + begin * panel_stride, panel_stride);
 }
 
 // Rows of the weight whose gradient is packed at once. A panel of the hidden states is loaded into L1 once for all of them.
@@ -289,35 +255,40 @@ template <class Op, class T> bool d_weight_of(const WeightGradProduct& job, int6
     return true;
 }
 
-// ---- by the types of the operands
+// ---- by the types of the operands; Op16 multiplies those in bf16
 
-void pack_hidden(const LogitsProduct& job, int64_t begin, int64_t end) {
-    job.hidden.is_bf16 ? pack_hidden_of<Bf16>(job, begin, end) : pack_hidden_of<Fp32>(job, begin, end);
+template <class Op16> void pack_hidden(const LogitsProduct& job, int64_t begin, int64_t end) {
+    job.hidden.is_bf16 ? pack_hidden_of<Op16>(job, begin, end) : pack_hidden_of<Fp32>(job, begin, end);
 }
 
-bool logits(const LogitsProduct& job, int64_t begin, int64_t end) {
-    return job.weight.is_bf16 ? logits_of<Bf16>(job, begin, end) : logits_of<Fp32>(job, begin, end);
+template <class Op16> bool logits(const LogitsProduct& job, int64_t begin, int64_t end) {
+    return job.weight.is_bf16 ? logits_of<Op16>(job, begin, end) : logits_of<Fp32>(job, begin, end);
 }
 
+template <class Op16>
 bool d_hidden(const HiddenGradProduct& job, int64_t begin, int64_t end, int64_t first_column, int64_t last_column) {
     if (!job.weight.is_bf16) return d_hidden_of<Fp32, float>(job, begin, end, first_column, last_column);
-    return job.gradient.is_bf16 ? d_hidden_of<Bf16, uint16_t>(job, begin, end, first_column, last_column)
-                                : d_hidden_of<Bf16, float>(job, begin, end, first_column, last_column);
+    return job.gradient.is_bf16 ? d_hidden_of<Op16, uint16_t>(job, begin, end, first_column, last_column)
+                                : d_hidden_of<Op16, float>(job, begin, end, first_column, last_column);
 }
 
-void pack_hidden_panels(const WeightGradProduct& job, int64_t begin, int64_t end) {
-    job.hidden.is_bf16 ? pack_hidden_panels_of<Bf16>(job, begin, end) : pack_hidden_panels_of<Fp32>(job, begin, end);
+template <class Op16> void pack_hidden_panels(const WeightGradProduct& job, int64_t begin, int64_t end) {
+    job.hidden.is_bf16 ? pack_hidden_panels_of<Op16>(job, begin, end) : pack_hidden_panels_of<Fp32>(job, begin, end);
 }
 
-bool d_weight(const WeightGradProduct& job, int64_t begin, int64_t end) {
+template <class Op16> bool d_weight(const WeightGradProduct& job, int64_t begin, int64_t end) {
     if (!job.hidden.is_bf16) return d_weight_of<Fp32, float>(job, begin, end);
-    return job.gradient.is_bf16 ? d_weight_of<Bf16, uint16_t>(job, begin, end) : d_weight_of<Bf16, float>(job, begin, end);
+    return job.gradient.is_bf16 ? d_weight_of<Op16, uint16_t>(job, begin, end) : d_weight_of<Op16, float>(job, begin, end);
 }
+
+template <class Op16>
+constexpr Products TABLE = {
+    hidden_pack_bytes<Op16>,  pack_hidden<Op16>, logits<Op16>, d_hidden<Op16>, hidden_panel_bytes<Op16>, pack_hidden_panels<Op16>,
+    d_weight<Op16>, TILE_ROWS, 0};
 
 }  // namespace
 
-extern const Products products_avx512bf16;
-const Products products_avx512bf16 = {hidden_pack_bytes,  pack_hidden,        logits,  d_hidden,
-                                      hidden_panel_bytes, pack_hidden_panels, d_weight};
+extern const Products products_avx512bf16, products_fp32;
+const Products products_avx512bf16 = TABLE<Bf16>, products_fp32 = TABLE<Widened>;
 
 }  // namespace grpo

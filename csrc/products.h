@@ -2,7 +2,7 @@
 // the speed of the processor. Operands are row-major with unit stride within a row; strides are in elements.
 //
 // Every output element is a sum over blocks of fixed size along the inner dimension. So its value depends neither on the number of
-// threads nor on the number of rows.
+// threads nor on the number of rows. There is a table of them for each way to multiply.
 #pragma once
 #include <stdint.h>
 
@@ -63,7 +63,14 @@ struct Products {
     int64_t (*hidden_panel_bytes)(int64_t rows, int64_t width, bool is_bf16);
     void (*pack_hidden_panels)(const WeightGradProduct&, int64_t begin, int64_t end);  // panels of PANEL_COLUMNS of H
     bool (*d_weight)(const WeightGradProduct&, int64_t begin, int64_t end);            // rows of V
+
+    int64_t row_unit;  // ranges of rows of N are multiples of this
+    // d_hidden sums so many ids of the vocabulary apart, of PART_WIDTH columns of H, for threads to share: parts of a fixed size, added
+    // in order. Of H columns as many times more, so that the parts together take about 1 / 16 of the memory of the logits. 0: all.
+    int64_t part;
 };
+
+constexpr int64_t PART_WIDTH = 1024;
 
 constexpr int64_t PANEL_COLUMNS = 64;
 

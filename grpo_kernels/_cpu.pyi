@@ -59,16 +59,20 @@ def divergence_fused(
 ) -> None: ...  # fmt: skip
 def scale(data: int, dtype: int, count: int, factor: float, threads: int, /) -> None: ...
 def has_products() -> bool: ...
+def products() -> list[str]: ...
+def processor() -> tuple[str, int, int]: ...
+def ask_for_tiles() -> bool: ...
+def d_hidden_parts(engine: str, width: int, vocab: int, /) -> int: ...
 def logits_product(
-    is_bf16: bool, hidden: int, hidden_stride: int, weight: int, weight_stride: int, bias: int, out: int, out_stride: int,
+    engine: str, is_bf16: bool, hidden: int, hidden_stride: int, weight: int, weight_stride: int, bias: int, out: int, out_stride: int,
     rows: int, width: int, vocab: int, threads: int, /,
 ) -> None: ...  # fmt: skip
 def d_hidden(
-    gradient: int, gradient_is_bf16: bool, gradient_stride: int, weight: int, weight_is_bf16: bool, weight_stride: int,
-    out: int, out_stride: int, rows: int, width: int, vocab: int, threads: int, /,
+    engine: str, gradient: int, gradient_is_bf16: bool, gradient_stride: int,
+    weight: int, weight_is_bf16: bool, weight_stride: int, out: int, out_stride: int, rows: int, width: int, vocab: int, threads: int, /,
 ) -> None: ...  # fmt: skip
 def d_weight(
-    gradient: int, gradient_is_bf16: bool, gradient_stride: int, hidden: int, hidden_is_bf16: bool, hidden_stride: int,
+    engine: str, gradient: int, gradient_is_bf16: bool, gradient_stride: int, hidden: int, hidden_is_bf16: bool, hidden_stride: int,
     start: int, start_stride: int, out: int, out_is_bf16: bool, out_stride: int,
     rows: int, width: int, vocab: int, threads: int, /,
 ) -> None: ...  # fmt: skip

@@ -40,7 +40,7 @@ class Sparse:
     From hidden states only: logits that exist have no product to save. Refused are exact divergences, whose gradient p_j does not
     bound, and `at=`. Rows with a kept set go their own way, without sampling.
 
-    Dense products are never taken instead. They are faster where flat rows have about V / 30 columns or more (measured on a CPU:
+    Dense products are never taken instead. They are faster where flat rows have about V / 30 columns or more (on an AMD EPYC:
     V / 20 in fp32, V / 35 in bf16), which a step of 1/4096 reaches at a vocabulary of 128 thousand and one of 1/1024 at 32
     thousand: take a larger step there. The number of columns varies with what is drawn, so that a choice by it would be
     biased; and once it is known the logits are gone, and would have to be computed again.

@@ -3,7 +3,8 @@ fast it is, and what to repair.
 
 Exit code: 0 all is well; 1 there are problems; 2 wrong arguments. `advice` (slow settings, untested versions) does not
 change it. A step that is slower than plain PyTorch by more than 5 % in three quarters of the rounds is a problem; where rounds
-disagree, advice says that they do. --quick skips the timing of a step, so that speed is neither, and says so. If losses run on
+disagree, advice says that they do. On a CPU the matrix products of a step are timed first, by what makes them, by all others that
+can, and by torch.mm. --quick skips the timing of a step, so that speed is neither, and says so. If losses run on
 the CPU and the compiled module is missing or out of date, doctor reports that and stops; with --without-native it still tests
 the other backends. --json prints one object instead of the report:
 
@@ -13,6 +14,7 @@ the other backends. --json prints one object instead of the report:
     versions       {grpo_kernels, torch, cuda, hip, triton, python, os, libc, numpy, transformers, trl, ...: text or null}
     package        {path, kind: "checkout" | "editable install" | "install", shadows, source}
     native         {path, reason (why it is missing), compiler, isa (in use), isas, files}: the compiled module
+    products       {engine (null: the setting is wrong), engines: {name: why it cannot run here, or null}}: on the CPU
     cpu            {model, processors, affinity, cgroup_processors, usable_processors, torch_threads, interop_threads, load,
                    openmp, memory_available (bytes)}
     gpu            {available, reason (why not), other (an accelerator without kernels), driver,
@@ -23,8 +25,9 @@ the other backends. --json prints one object instead of the report:
     backends       {eager, cpu, triton: {available, reason, passed, value_error, gradient_error: {dtype}, seconds, warnings,
                    checks: [{case, level, dtype, vocab, errors, failure}]}}; only the first two if it is not available;
                    {} if doctor stopped before
-    step           [{level, rows, hidden, vocab, dtype, reason, timings: [{name, ms, extra_mb, runs, gain}]}], or null;
-                   gain: [lower quartile, median, upper quartile] of the times as fast as eager PyTorch, null for that one
+    step           [{level ("products", "logits", "hidden"), rows, hidden, vocab, dtype, reason,
+                   timings: [{name, ms, extra_mb, runs, gain}]}], or null; gain: [lower quartile, median, upper quartile] of the
+                   times as fast as the first, which is eager PyTorch or the products in use, null for that one
     environment    the environment variables that are set and affect the kernels
     settings       {variable: meaning}
 
@@ -47,6 +50,7 @@ import torch
 
 from .._version import __version__
 from ..vocabulary import backends
+from ..vocabulary.backends import cpu_products
 from . import Finding, environment, first_line, machine, native
 from .self_test import Report, self_test
 from .step import Step, Timing, measure
@@ -133,14 +137,17 @@ def tests(report: dict[str, Any], device: torch.device, step: bool, say: Any, kn
     say(f'  backend="auto" takes {auto} for {device.type} tensors.\n')
     if step and tested[auto]["passed"]:  # a backend that fails the checks is not timed
         report["step"] = []
-        for level in ("logits", "hidden"):
+        for level in ("products", "logits", "hidden") if device.type == "cpu" else ("logits", "hidden"):
             try:
                 timed = measure(level, auto, device)
             except Exception as error:  # most likely out of memory; the other findings still have to be reported
-                findings.append(Finding(f"a step from {level} failed: {first_line(error)}", remedy_for(str(error)), True))
+                findings.append(Finding(f"timing of {level} failed: {first_line(error)}", remedy_for(str(error)), True))
                 continue
             report["step"].append(asdict(timed))
-            findings += step_findings(timed, auto, known)
+            if level == "products":
+                findings += product_findings(timed)
+            else:
+                findings += step_findings(timed, auto, known if level == "logits" else [*known, *findings])
             say(_text_of_step(timed))
     return findings
 
@@ -154,6 +161,7 @@ def facts(device: torch.device) -> tuple[dict[str, Any], list[Finding]]:
         "versions": versions,
         "package": package,
         "native": module,
+        "products": {"engine": native.engine(), "engines": cpu_products.engines()},
         "cpu": cpu,
         "gpu": gpu,
         "distributed": machine.distributed(),
@@ -208,10 +216,9 @@ def step_findings(step: Step, auto: str, known: list[Finding]) -> list[Finding]:
     """What is slower than plain PyTorch, with the findings among `known` that may be why, and what could not be compared."""
     findings, again = [], "run again on an idle machine"
     for t in step.timings:
-        if not t.steady:
-            findings.append(
-                Finding(f"from {step.level}, the times of {t.name} spread too much to judge: {_spread(t)}", again, False)
-            )
+        if not t.steady and not t.slower:
+            problem = f"{step.what}: the times of {t.name} spread too much to judge, {_spread(t)}"
+            findings.append(Finding(problem, again, False))
         elif t.slower:
             causes = [f for f in known if f.slows]
             if auto == "eager":
@@ -222,7 +229,22 @@ def step_findings(step: Step, auto: str, known: list[Finding]) -> list[Finding]:
             way_out = "until then take log-probs of plain PyTorch and grpo_kernels.losses.objective_loss"
             remedy = "; ".join([*(f.remedy for f in causes), again, way_out])
             slow = f"{t.name} is slower than plain PyTorch: {t.ms:.0f} ms where that takes {step.timings[0].ms:.0f} ms"
-            findings.append(Finding(f"from {step.level}, {slow} ({_times(t)}): {why}", remedy, True))
+            findings.append(Finding(f"{step.what}: {slow} ({_times(t)}): {why}", remedy, True))
+    return findings
+
+
+def product_findings(step: Step) -> list[Finding]:
+    """What makes products sooner than those in use: the fastest that can be set, else torch.mm."""
+    faster = sorted((t for t in step.timings if t.faster), key=lambda t: (t.name not in cpu_products.ENGINES, t.ms))
+    findings = []
+    for t in faster[:1]:
+        used = step.timings[0]
+        problem = f"matrix products: {t.name} makes them in {t.ms:.0f} ms, {used.name}, which is in use, in {used.ms:.0f} ms"
+        remedy = f"set {cpu_products.SETTING}={t.name}"
+        if t.name not in cpu_products.ENGINES:
+            problem += "; its results are rounded to bf16, ours are fp32" if step.dtype == "bfloat16" else ""
+            remedy = "report this processor with the output of `python -m grpo_kernels doctor --json`"
+        findings.append(Finding(problem, remedy, False, slows=True))
     return findings
 
 
@@ -247,6 +269,10 @@ def _text_of_facts(report: dict[str, Any]) -> str:
         lines.append(f"  {module['path']}")
     else:
         lines.append(f"compiled module: missing ({module['reason']})")
+    unable = [
+        f"{name} cannot run here ({reason})" for name, reason in report["products"]["engines"].items() if reason is not None
+    ]
+    lines.append(f"matrix products on the CPU: {'; '.join([report['products']['engine'] or 'none', *unable])}")
     memory = f", {cpu['memory_available'] / 1e9:.1f} GB free" if cpu["memory_available"] else ""
     lines.append(
         f"CPU: {cpu['model']}, {cpu['torch_threads']} torch threads on {cpu['usable_processors']:g} of {cpu['processors']} "
@@ -292,12 +318,16 @@ def _text_of_backend(name: str, found: dict[str, Any]) -> str:
 def _text_of_step(step: Step) -> str:
     shape = " x ".join(f"{n:,}" for n in (step.rows, step.hidden, step.vocab) if n)
     if step.reason is not None:
-        return f"a step from {step.level} was not timed: {step.reason}"
-    lines = [f"a step from {step.level}, {shape}, {step.dtype} (loss and gradient, median of {step.timings[0].runs}):"]
+        return f"{step.what} was not timed: {step.reason}"
+    each = "all three, those in use first" if step.level == "products" else "loss and gradient"
+    lines = [f"{step.what}, {shape}, {step.dtype} ({each}, median of {step.timings[0].runs} in turns):"]
     for t in step.timings:
-        gain = "" if t.gain is None else f"  {_times(t)}" if t.steady else f"  too unsteady to compare: {_spread(t)}"
+        gain = (
+            "" if t.gain is None else f"  {_times(t)}" if t.steady or t.slower else f"  too unsteady to compare: {_spread(t)}"
+        )
         memory = "memory unknown" if t.extra_mb is None else f"{t.extra_mb:7,.0f} MB extra"
-        lines.append(f"  {t.name:20} {t.ms:9,.1f} ms  {memory}{gain}")
+        rate = f"  {6e-9 * step.rows * (step.hidden or 0) * step.vocab / t.ms:5.2f} TFLOP/s" if step.level == "products" else ""
+        lines.append(f"  {t.name:20} {t.ms:9,.1f} ms{rate}  {memory}{gain}")
     return "\n".join([*lines, ""])
 
 
@@ -318,6 +348,8 @@ def _text_of_findings(report: dict[str, Any]) -> str:
         if report[kind]:
             lines += ["", f"{kind}:", *(f"  {f['problem']}\n    -> {f['remedy']}" for f in report[kind])]
     well = "all is well" if report["step"] else "all is well, as far as was tested: no step was timed"
+    if any(not Timing(**t).steady for step in report["step"] or () if step["level"] != "products" for t in step["timings"]):
+        well = "all is well, as far as could be told: some times spread too much to compare, see above"
     return "\n".join([*lines, "", well if report["healthy"] else "there are problems, see above"])
 
 

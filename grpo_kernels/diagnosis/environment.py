@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..vocabulary.backends import BACKENDS
+from ..vocabulary.backends import BACKENDS, cpu_products
 from . import Finding, numbers
 
 OPTIONAL = ("numpy", "transformers", "trl", "accelerate", "deepspeed", "liger-kernel", "flash-attn", "verl", "vllm")
@@ -20,6 +20,7 @@ OLDEST_TORCH = (2, 9)
 
 SETTINGS = {
     "GRPO_KERNELS_BACKEND": "auto, eager, cpu or triton: what runs where a call leaves backend at auto",
+    cpu_products.SETTING: f"auto, {', '.join(cpu_products.ENGINES)}: who makes the matrix products of losses from hidden states on a CPU",
     "GRPO_KERNELS_STRICT": "1: a fallback to eager raises instead of warning",
     "GRPO_KERNELS_CHECK": "1: ids, temperatures and offsets are checked on a GPU too, which waits for it at each call",
     "GRPO_KERNELS_ANY_VERSION": "1: adapters do not compare their first step under a version of a trainer that was not tested",
@@ -95,6 +96,13 @@ def setting_findings(environ: Mapping[str, str]) -> list[Finding]:
             if value not in ("auto", *BACKENDS):
                 remedy = f"set it to one of {', '.join(('auto', *BACKENDS))}, or unset it"
                 findings.append(Finding(f"{name}={value} names no backend, and every call raises", remedy, True))
+        elif name == cpu_products.SETTING:
+            reasons = {"auto": None, **cpu_products.engines()}
+            reason = reasons.get(value or "auto", "there are no such products")
+            if reason is not None:
+                able = ", ".join(other for other, why in reasons.items() if why is None)
+                problem = f"{name}={value}: {reason}, and every loss from hidden states on a CPU raises"
+                findings.append(Finding(problem, f"set it to one of {able}, or unset it", True))
         elif name in SETTINGS and value not in ("", "0", "1"):
             findings.append(Finding(f"{name}={value} has no effect", f"set {name}=1, or unset it", False))
         elif name.startswith("GRPO_KERNELS_") and name not in SETTINGS and not name.startswith("GRPO_KERNELS_TEST"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..vocabulary.backends import cpu_products
 from ..vocabulary.native import PACKAGE, build_command, built_from, load, module_files, package, sources
 from . import Finding
 from .machine import processor
@@ -62,6 +63,14 @@ def module_findings(
         problem = f"the compiled module runs {found['isa']} code, but this processor has {best}"
         findings.append(Finding(problem, f"{command} (with GCC 10 or Clang 9, or newer)", False, slows=True))
     return findings
+
+
+def engine() -> str | None:
+    """What makes matrix products on the CPU; None if the setting names something that cannot."""
+    try:
+        return cpu_products.engine()
+    except ValueError:
+        return None
 
 
 def best_isa(flags: frozenset[str]) -> str | None:

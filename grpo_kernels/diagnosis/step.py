@@ -1,4 +1,5 @@
-"""Time and extra memory of one training step's loss and gradient at a model's size, compared with eager PyTorch."""
+"""Time and extra memory of one training step's loss and gradient at a model's size, compared with eager PyTorch; and of the matrix
+products in it by everything that can make them here."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from .. import Objective, TokenBatch, grpo_loss, linear_grpo_loss
+from ..vocabulary import products
 from ..vocabulary.backends import cpu_products
 from ..vocabulary.memory import release
 from .machine import memory_available
@@ -57,12 +59,19 @@ class Timing:
 
     @property
     def slower(self) -> bool:
-        return self.gain is not None and self.steady and self.gain[2] * MOST_TIMES < 1
+        """By more than 5 % in three quarters of the rounds, however they spread."""
+        return self.gain is not None and self.runs >= LEAST and self.gain[2] * MOST_TIMES < 1
+
+    @property
+    def faster(self) -> bool:
+        """As `slower`."""
+        return self.gain is not None and self.runs >= LEAST and self.gain[0] > MOST_TIMES
 
 
 @dataclass
 class Step:
-    """The contenders at one level, eager PyTorch first; `reason` says why there are none."""
+    """The contenders at one level, eager PyTorch first; at level "products" those in use come first. `reason` says why there are
+    none."""
 
     level: str
     rows: int
@@ -71,6 +80,10 @@ class Step:
     dtype: str
     timings: list[Timing] = field(default_factory=list)
     reason: str | None = None
+
+    @property
+    def what(self) -> str:
+        return "matrix products" if self.level == "products" else f"a step from {self.level}"
 
 
 class Output(torch.autograd.Function):
@@ -93,22 +106,29 @@ class Contender:
 
 
 def measure(level: str, backend: str, device: torch.device) -> Step:
-    """Eager PyTorch and `backend` at level "logits" or "hidden"."""
+    """Eager PyTorch and `backend` at level "logits" or "hidden"; at level "products" all products that can run on the CPU."""
     found = _shape(level, device)
     if found.reason is not None:
         return found
-    head = _head(found, device) if level == "hidden" else None
+    head = None if level == "logits" else _head(found, device)
+    if level == "products":
+        assert head is not None
+        found.rows = PROBE_ROWS
+        return _compared(found, makers_of_products(found, head.detach()), device)
     probe = contenders(replace(found, rows=PROBE_ROWS), backend, device, head)[0]
     timed(probe, device)
     affordable = int(EAGER_SECONDS / min(timed(probe, device) for _ in range(3)) * 1e3 * PROBE_ROWS)
     found.rows = max(PROBE_ROWS, min(found.rows, affordable)) // 32 * 32
     del probe
-    chosen = contenders(found, backend, device, head)
+    return _compared(found, contenders(found, backend, device, head), device)
+
+
+def _compared(found: Step, chosen: list[Contender], device: torch.device) -> Step:
     times = interleaved(chosen, device)
-    eager = times[chosen[0].name]
+    first = times[chosen[0].name]
     for c in chosen:
         own = times[c.name]
-        against = None if own is eager else gain(eager, own)
+        against = None if own is first else gain(first, own)
         found.timings.append(Timing(c.name, statistics.median(own), extra_memory(c, device), len(own), against))
     return found
 
@@ -120,14 +140,19 @@ def _shape(level: str, device: torch.device) -> Step:
     vocab, width = SIZES[kind]
     if free < 3 * HEAD_BYTES * vocab * width:
         vocab, width = SMALL_VOCAB, min(width, 1024)
-    # fp32 on a CPU: from hidden states if bf16 products are slow, from logits because trainers have fp32 logits there.
-    fp32 = device.type == "cpu" and (level == "logits" or cpu_products.available() is not None)
-    head = HEAD_BYTES * vocab * width if level == "hidden" else 0
+    # On a CPU logits are fp32, as trainers have them there; from hidden states bf16 is where plain PyTorch may be faster.
+    fp32 = device.type == "cpu" and (level == "logits" or not torch_has_bf16())
+    head = 0 if level == "logits" else HEAD_BYTES * vocab * width
     rows = min(MOST_ROWS[kind], int((free / 2 - head) / (LOGIT_BYTES * vocab)))
-    step = Step(level, rows, width if level == "hidden" else None, vocab, "float32" if fp32 else "bfloat16")
+    step = Step(level, rows, None if level == "logits" else width, vocab, "float32" if fp32 else "bfloat16")
     if rows < PROBE_ROWS:
         step.reason = f"only {free / 1e9:.1f} GB of memory are free"
     return step
+
+
+def torch_has_bf16() -> bool:
+    """Whether torch has products of bf16 for this CPU: without AVX-512 they take many times as long as those of fp32."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _head(step: Step, device: torch.device) -> Tensor:
@@ -186,6 +211,31 @@ def contenders(step: Step, backend: str, device: torch.device, head: Tensor | No
         Contender("grpo_loss", lambda: fused(logits, False)),
         Contender("grpo_loss, in place", lambda: fused(overwritten, True), lambda: overwritten.detach().copy_(logits)),
     ]
+
+
+def makers_of_products(step: Step, head: Tensor) -> list[Contender]:
+    """All that can make the three products of a step here, those in use first, and at the end torch.mm as eager PyTorch calls it,
+    which rounds results to the dtype of the operands."""
+    g = torch.Generator().manual_seed(2)
+    hidden = torch.randn(step.rows, head.shape[1], generator=g).to(head.dtype)
+    gradient = torch.randn(step.rows, 1013, generator=g).repeat(1, -(-step.vocab // 1013))[:, : step.vocab].to(head.dtype)
+    in_use = cpu_products.engine()
+    able = [name for name, reason in cpu_products.engines().items() if reason is None]
+
+    def maker(name: str) -> Contender:
+        with cpu_products.using(name):
+            made = products.products_for(head, None, head.dtype)
+            rows = hidden.to(made.dtype)
+            slopes = gradient.to(made.gradient_buffer(made.logits(rows), exact=False).dtype)
+
+        def run() -> object:
+            with cpu_products.using(name):
+                return made.logits(rows), made.d_hidden(slopes), made.add_d_weight(None, slopes, rows, last=True)
+
+        return Contender(name, run)
+
+    rounded = Contender("torch.mm", lambda: (hidden @ head.t(), gradient @ head, gradient.t() @ hidden))
+    return [*(maker(name) for name in sorted(able, key=lambda name: name != in_use)), rounded]
 
 
 def interleaved(chosen: list[Contender], device: torch.device) -> dict[str, list[float]]:

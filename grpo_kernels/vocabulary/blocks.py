@@ -41,6 +41,7 @@ class Work(NamedTuple):
     beside         columns of a teacher's logits, which are made with those of a chunk.
     scaled         whether rows of 16 bits are times powers of two (fp16): the gradient is fp32 in the memory of the logits
                    before, the products of d_weight are parts of it in fp32, of hidden states that are scaled too.
+    parts          sums in fp32 that the product of d_hidden makes beside its result, each of its size: CPUs with AMX.
     """
 
     vocab: int
@@ -52,6 +53,7 @@ class Work(NamedTuple):
     ranks: int = 1
     beside: int = 0
     scaled: bool = False
+    parts: int = 0
 
     def plan(self, device: str, rows: int, gathered: bool = True) -> Plan:
         """For `rows` rows on a type of device; `gathered` as in `peak`. The chunk does not depend on the number of rows. All
@@ -62,7 +64,7 @@ class Work(NamedTuple):
         size = chunk_bytes * min(self.ranks, MORE_FOR_RANKS) if self.apart else chunk_bytes + block_bytes
         if self.beside:  # with chunks half as large, adding up d_weight would cost more time, and of few rows more memory
             size *= 2
-        chunk = max(least, size // (4 * (self.vocab + self.beside)) // 64 * 64)
+        chunk = max(least, size // (4 * (self.vocab + self.beside + self.parts * self.width)) // 64 * 64)
         if not self.apart:
             return Plan(chunk, chunk)
         many = Plan(chunk, chunk * max(1, round(block_bytes / (2 * self.vocab * chunk))))
@@ -85,7 +87,8 @@ class Work(NamedTuple):
         logits, gradients = 4 * chunk * (self.vocab + self.beside), 2 * block * self.vocab if self.apart else 0
         hidden = 2 * self.width if gathered else 0  # of a row
         kept = (gradients or logits) + (block + chunk) * hidden  # what the products of a block are made of
-        widened = (4 + self.d_hidden % 4) * block * self.width if self.d_hidden else 0  # d_hidden in fp32, then as it is wanted
+        # d_hidden in fp32, then as it is wanted
+        widened = (4 * (1 + self.parts) + self.d_hidden % 4) * block * self.width if self.d_hidden else 0
         before = own if several else 0  # what earlier blocks have left
         rounding = handed if handed < own else 0
         parts = 2 * self.width * block + min(4 * weight, WEIGHT_BLOCK_BYTES) if self.scaled else 0

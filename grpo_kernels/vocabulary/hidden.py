@@ -18,7 +18,7 @@ import torch
 from ..layout import whole_rows
 from .backends import Backend, FusedRows, visit
 from .blocks import Work
-from .products import Products, keeps_rows, products_for
+from .products import Products, d_hidden_parts, keeps_rows, products_for
 from .rows import OUTSIDE, RowStats, RowTransform, Slopes, Teacher
 from .selection import Draws
 from .several import sums_outside
@@ -170,7 +170,7 @@ class Engine:
             head.vocab, head.weight.shape[1], keeps_rows(head.dtype, self.hidden.device),
             0 if self.d_hidden is None else self.d_hidden.element_size(), head.weight.element_size() if wanted[1] else 0,
             self.rounded, 1 if head.shard is None else head.shard.ranks, 0 if teacher is None else teacher.columns,
-            head.dtype == torch.float16,
+            head.dtype == torch.float16, d_hidden_parts(head.weight, head.vocab, head.dtype) if wanted[0] else 0,
         )  # fmt: skip
         self.chunk_rows = self.work.plan(self.hidden.device.type, 0).chunk
         self.block_rows = 0  # the most rows that a block of this pass has

@@ -30,10 +30,25 @@ def products_for(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Pro
     if dtype in (torch.bfloat16, torch.float16) and widens(weight.device):
         own = weight.to(dtype)
         return TensorCoreProducts(own, bias, weight.dtype) if dtype == torch.bfloat16 else HalfProducts(own, bias)
-    if weight.device.type == "cpu" and cpu_products.available() is None:
-        if dtype == torch.bfloat16 or weight.dtype == torch.float32:
-            return NativeProducts(weight, bias, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    native = _native(weight, dtype)
+    if native is not None:
+        return NativeProducts(weight, bias, native)
     return Products(weight, bias)  # no dtype is faster than fp32 here, so nothing is rounded, whatever `dtype` allows
+
+
+def _native(weight: Tensor, dtype: torch.dtype) -> torch.dtype | None:
+    """The type of the operands of our own products on a CPU; None: they are torch's."""
+    if weight.device.type != "cpu" or cpu_products.available() is not None:
+        return None
+    if dtype == torch.bfloat16:
+        return dtype
+    return torch.float32 if weight.dtype == torch.float32 else None
+
+
+def d_hidden_parts(weight: Tensor, vocab: int, dtype: torch.dtype) -> int:
+    """How many sums of its size in fp32 the product of d_hidden makes beside its result; `vocab`: of all ranks."""
+    native = _native(weight, dtype)
+    return 0 if native is None else cpu_products.d_hidden_parts(native, weight.shape[1], vocab)
 
 
 def keeps_rows(dtype: torch.dtype, device: torch.device) -> bool:
@@ -124,8 +139,8 @@ class Products:
 
 
 class NativeProducts(Products):
-    """CPUs with AVX512_BF16: bf16 or fp32 operands, fp32 results, by our own kernels. Libraries round results of bf16 operands, and
-    are slow at the transposed product for the gradient of the weight.
+    """CPUs with AVX512_BF16 or AMX: bf16 or fp32 operands, fp32 results, by our own kernels. Libraries round results of bf16
+    operands, and are slow at the transposed product for the gradient of the weight.
 
     With bf16 operands d_logits is bf16 as well, each row in the memory of its fp32 logits: row kernels write where they have
     already read."""

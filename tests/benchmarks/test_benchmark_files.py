@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +18,7 @@ pytest.importorskip("transformers")  # of the step
 pytest.importorskip("triton")
 
 from benchmarks import __main__ as command
-from benchmarks import harness, machine, results, side_by_side, suites
+from benchmarks import harness, machine, results, suites
 from benchmarks import measure as measuring
 from benchmarks.cases import Cell
 from benchmarks.cell_tables import source
@@ -49,8 +49,8 @@ class Planned:
         return measuring.describe(cell) | {"limit": None, "providers": [], "number": len(self.log)}
 
     def run(self, **how: bool) -> dict:
-        (path,) = suites.run(["test"], "cpu", self.out, **how)
-        assert path == self.out / "cpu" / "test.json"
+        (path,), self.unmeasured = suites.run(["test"], "cpu", self.out, **how)
+        assert path == self.out / machine.kind("cpu") / "test.json"
         return json.loads(path.read_text())
 
 
@@ -111,11 +111,39 @@ def test_the_machine_is_described_by_what_changes_times(monkeypatch: pytest.Monk
     assert (found["library"] == "none") == ("instruction set" not in found)
 
 
+AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "kind"),
+    [
+        ("AMD EPYC", {"avx512_bf16", *AVX512}, "amd-epyc-avx512bf16"),
+        ("AMD EPYC 7B13 64-Core Processor", {"avx2", "fma"}, "amd-epyc-avx2"),
+        ("Intel(R) Xeon(R) Platinum 8488C", {"avx512_bf16", "amx_tile", "amx_bf16", *AVX512}, "intel-xeon-amx"),
+        ("Intel(R) Xeon(R) Processor @ 2.70GHz", {"avx512_bf16", *AVX512}, "intel-xeon-avx512bf16"),
+        ("13th Gen Intel(R) Core(TM) i9-13900K", {"avx2", "fma"}, "intel-core-avx2"),
+        ("aarch64", set(), "aarch64"),
+    ],
+)
+def test_a_kind_of_cpu_is_its_maker_its_family_and_its_instructions(model: str, flags: set[str], kind: str) -> None:
+    assert machine.kind_of_cpu(model, frozenset(flags)) == kind
+
+
+def test_committed_results_are_in_the_folder_of_their_kind() -> None:
+    """For a CPU with AVX-512 the kernels' instructions name the folder, too; with AMX the products have further ones."""
+    for path in harness.RESULTS.glob("*/*.json"):
+        record = results.load(path)
+        for m in (record["machine"], *(cell["machine"] for cell in record["cells"])):
+            assert m["kind"] == path.parent.name, path
+            if m["device"] == "cpu" and not m["kind"].endswith("amx"):
+                assert m["kind"].endswith(m["instruction set"]), path
+
+
 def test_a_run_that_is_cut_off_goes_on(planned: Planned) -> None:
     planned.failure = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         planned.run()
-    left = results.load(planned.out / "cpu" / "test.json")
+    left = results.load(planned.out / machine.kind("cpu") / "test.json")
     assert [cell["dtype"] for cell in left["cells"]] == ["float32"]
     planned.failure = None
     found = planned.run()
@@ -186,7 +214,7 @@ def test_what_compiles_for_long_comes_last_and_each_is_saved_at_once(monkeypatch
 
 def test_an_unfinished_cell_is_measured_again(planned: Planned) -> None:
     planned.run()
-    path = planned.out / "cpu" / "test.json"
+    path = planned.out / machine.kind("cpu") / "test.json"
     record = json.loads(path.read_text())
     del record["cells"][1]["fingerprint"]
     path.write_text(json.dumps(record))
@@ -206,14 +234,14 @@ def test_the_first_cells_alone_without_those_who_compile_for_long(planned: Plann
     assert "grpo_kernels, in place" in names and "torch.compile" not in names and "TRL kernel + loss" in names
 
 
-def test_a_cell_that_cannot_be_measured_does_not_cost_the_others(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cell_that_cannot_be_measured_does_not_cost_the_others(planned: Planned) -> None:
     planned.cells.append(tiny("logits", torch.float16))
     planned.failure = MemoryError("no room")
-    with pytest.raises(SystemExit, match=r"bfloat16.*no room"):
-        planned.run()
+    planned.run()
+    assert re.search(r"bfloat16.*no room", "".join(planned.unmeasured)) and len(planned.unmeasured) == 1
     assert [cell.dtype for cell in planned.log] == [FP32, torch.float16]
     planned.failure = None
-    assert len(planned.run()["cells"]) == 3 and len(planned.log) == 3
+    assert len(planned.run()["cells"]) == 3 and len(planned.log) == 3 and not planned.unmeasured
 
 
 def test_a_contender_that_raises_while_timed_is_dropped() -> None:
@@ -267,7 +295,7 @@ def test_the_command_lists_all_suites(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_without_current_kernels_nothing_is_measured_unless_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = []
-    monkeypatch.setattr(command, "run", lambda *args, **options: calls.append(args) or [])
+    monkeypatch.setattr(command, "run", lambda *args, **options: calls.append(args) or ([], []))
     monkeypatch.setattr(machine, "findings", lambda needed: [Finding("it is stale", "build it", True, blocks=True)])
     options = ["--quick", "--device", "cpu", "--out", str(tmp_path)]
     with pytest.raises(SystemExit, match=r"Nothing was measured\.\nit is stale\n  -> build it"):
@@ -299,7 +327,7 @@ def test_a_busy_neighbour_keeps_a_core_busy_and_leaves_with_the_block() -> None:
 def test_figures_of_a_busy_machine_are_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[tuple[Path, bool]] = []
     monkeypatch.setattr(command, "require_kernels", lambda device: None)
-    monkeypatch.setattr(command, "run", lambda suites, device, out, *, busy, **rest: calls.append((out, busy)) or [])
+    monkeypatch.setattr(command, "run", lambda suites, device, out, *, busy, **rest: calls.append((out, busy)) or ([], []))
     command.main(["--device", "cpu"])
     command.main(["--device", "cpu", "--busy"])
     command.main(["--device", "cpu", "--busy", "--quick", "--out", str(tmp_path)])
@@ -321,25 +349,30 @@ def test_figures_of_a_busy_machine_are_apart(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(suites, "measure", measured)
     monkeypatch.setattr(suites, "table", lambda cell: "")
     for busy in (False, True):
-        (path,) = suites.run(["logits-forward"], "cpu", tmp_path, quick=True, busy=busy)
+        (path,), _ = suites.run(["logits-forward"], "cpu", tmp_path, quick=True, busy=busy)
         record = results.load(path)
         assert ("neighbour" in record["machine"]) is busy and ("one core busy" in source(record)) is busy
     assert beside == [False, False, True, True]
 
 
-def test_side_by_side_prints_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
-    side_by_side.main(rows=32, vocab=512, rounds=2)
-    printed = capsys.readouterr().out
-    assert printed.count("fused, in place") == 2 and printed.count("eager PyTorch") == 2 and "1.0x" in printed
-
-
-def test_side_by_side_says_why_there_is_no_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "unavailable", lambda name: None if name == "eager" else "no compiler here")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        side_by_side.main(rows=32, vocab=512, rounds=2)
-    printed = capsys.readouterr().out
-    assert printed.count("no compiler here") == 4 and printed.count("eager PyTorch") == 2, printed
+def test_the_command_ends_with_the_promise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[Path, str]] = []
+    answer: list[Any] = [(True, "none is slower"), ([], [])]
+    monkeypatch.setattr(command, "require_kernels", lambda device: None)
+    monkeypatch.setattr(command, "run", lambda *args, **how: answer[1])
+    monkeypatch.setattr(command.front, "promise", lambda *where: asked.append(where) or answer[0])
+    command.main(["--device", "cpu", "--out", str(tmp_path)])
+    assert capsys.readouterr().out.endswith("\nnone is slower\n") and asked == [(tmp_path, machine.kind("cpu"))]
+    for answer[:] in ([(False, "this is"), ([], [])], [(True, "none is slower"), ([], ["hidden: no room"])]):
+        with pytest.raises(SystemExit) as stop:
+            command.main(["--device", "cpu"])
+        out = capsys.readouterr().out
+        assert stop.value.code == 1 and out.endswith(f"\n{answer[0][1]}\n") and all(cell in out for cell in answer[1][1])
+    answer[:] = [(False, "this is"), ([], [])]
+    command.main(["--device", "cpu", "--without-native"])  # a rehearsal, where ours is not there
+    assert "this is" not in capsys.readouterr().out
 
 
 def test_the_crossover_compares_equal_losses(monkeypatch: pytest.MonkeyPatch) -> None:

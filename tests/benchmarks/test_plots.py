@@ -84,7 +84,7 @@ def test_every_provider_is_named_in_the_picture(record: Record, written: tuple) 
 
 
 def test_bars_are_times_over_the_limit(samples: Path) -> None:
-    record = results.load(samples / "cpu" / "hidden.json")
+    record = results.load(samples / "sample-cpu" / "hidden.json")
     cells = cell_tables.headline(record)[0]
     panels = pictures.picture(record).panels
     assert [panel.title for panel in panels] == ["fp32, 256 x 1,024 x 151,936", "bf16, 256 x 1,024 x 151,936"]
@@ -99,7 +99,7 @@ def test_bars_are_times_over_the_limit(samples: Path) -> None:
 
 
 def test_a_step_is_compared_with_eager_in_time_and_memory(samples: Path) -> None:
-    record = results.load(samples / "cpu" / "step.json")
+    record = results.load(samples / "sample-cpu" / "step.json")
     rows = {row["name"]: row for row in record["cells"][0]["providers"]}
     time, memory = pictures.picture(record).panels
     eager = rows["eager PyTorch"]["ms"]
@@ -109,7 +109,7 @@ def test_a_step_is_compared_with_eager_in_time_and_memory(samples: Path) -> None
 
 @pytest.mark.parametrize("suite", ["logits", "rows", "step"])
 def test_failures_of_all_or_of_the_baseline_are_drawn(suite: str, samples: Path) -> None:
-    record = results.load(samples / "cpu" / f"{suite}.json")
+    record = results.load(samples / "sample-cpu" / f"{suite}.json")
     rows = [row for cell in record["cells"] for row in cell["providers"]]
     for gone in ("eager PyTorch", *(row["name"] for row in rows)):
         for row in rows:
@@ -124,7 +124,7 @@ def test_failures_of_all_or_of_the_baseline_are_drawn(suite: str, samples: Path)
 
 
 def test_curves_are_the_times_and_the_memory_of_a_sweep(samples: Path) -> None:
-    record = results.load(samples / "cpu" / "length.json")
+    record = results.load(samples / "sample-cpu" / "length.json")
     time, memory = pictures.picture(record).panels
     for panel, key, unit in ((time, "ms", "time, ms (log)"), (memory, "extra_mb", "extra memory, MB (log)")):
         assert panel.y_axis == unit and panel.log
@@ -166,13 +166,13 @@ def test_only_these_colours_are_used(suite: str, samples: Path, tmp_path: Path) 
 
 
 def test_the_background_is_transparent(samples: Path, tmp_path: Path) -> None:
-    _, png = plots.save(pictures.picture(results.load(samples / "cpu" / "rows.json")), tmp_path / "picture")
+    _, png = plots.save(pictures.picture(results.load(samples / "sample-cpu" / "rows.json")), tmp_path / "picture")
     alpha = matplotlib.image.imread(png)[..., 3]
     assert (alpha == 0).mean() > 0.8
 
 
 def test_the_same_file_gives_the_same_pictures(samples: Path, tmp_path: Path) -> None:
-    shown = pictures.picture(results.load(samples / "cpu" / "active.json"))
+    shown = pictures.picture(results.load(samples / "sample-cpu" / "active.json"))
     for one, other in zip(plots.save(shown, tmp_path / "a"), plots.save(shown, tmp_path / "b"), strict=True):
         assert one.read_bytes() == other.read_bytes()
         assert described(one) == json.loads(plots.described(shown))
@@ -181,11 +181,11 @@ def test_the_same_file_gives_the_same_pictures(samples: Path, tmp_path: Path) ->
 def test_the_command_writes_beside_the_files_or_elsewhere(
     samples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("cpu/step", "cpu/length", "sample-gpu/step"):
+    for name in ("sample-cpu/step", "sample-cpu/length", "sample-gpu/step"):
         results.save(tmp_path / "in" / f"{name}.json", results.load(samples / f"{name}.json"))
     plots.main(["--results", str(tmp_path / "in"), "--out", str(tmp_path / "out")])
     names = {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*.*")}
-    drawn = ("cpu/step", "cpu/length", "cpu/front", "sample-gpu/step", "sample-gpu/front")
+    drawn = ("sample-cpu/step", "sample-cpu/length", "sample-cpu/front", "sample-gpu/step", "sample-gpu/front")
     assert names == {f"{x}{kind}" for x in drawn for kind in (".svg", ".png")}
     told = capsys.readouterr().out
     assert all(name in told for name in names)

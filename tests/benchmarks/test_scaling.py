@@ -59,7 +59,7 @@ def test_costs_of_the_other_schemes_by_hand() -> None:
 
 
 def test_eager_holds_what_the_benchmark_measured() -> None:
-    cells = load(scaling.PAGE.parent / "results" / "cpu" / "logits.json")["cells"]
+    cells = [cell for path in scaling.PAGE.parent.glob("results/*/logits.json") for cell in load(path)["cells"]]
     peaks = [
         1e6 * row["extra_mb"] / (cell["rows"] * cell["vocab"])
         for cell in cells

@@ -185,10 +185,9 @@ def test_a_checkout_never_runs_another_builds_module_and_says_what_to_do(
 
 def test_benchmarks_of_an_unbuilt_checkout_measure_nothing_and_say_what_to_do(checkout: Path, tmp_path: Path) -> None:
     describe(tmp_path, "0.0.1")
-    for command in ("benchmarks", "benchmarks.side_by_side"):
-        done = python("-m", command, source=checkout, site=tmp_path)
-        assert done.returncode == 1 and done.stdout == "", done.stdout
-        assert "Nothing was measured." in done.stderr and f"-> pip install -v --no-deps -e {checkout}" in done.stderr
+    done = python("-m", "benchmarks", source=checkout, site=tmp_path)
+    assert done.returncode == 1 and done.stdout == "", done.stdout
+    assert "Nothing was measured." in done.stderr and f"-> pip install -v --no-deps -e {checkout}" in done.stderr
 
 
 # ---- archives
@@ -274,8 +273,6 @@ def test_pip_install_and_then_the_commands_of_the_readme_in_the_same_folder(sdis
     done = command("-m", "grpo_kernels", "doctor", "--quick")
     assert done.returncode == 0 and f"(checkout, {checkout}" in done.stdout and str(site) in done.stdout, done.stdout
     assert "  cpu      ok: " in done.stdout and "missing" not in done.stdout
-    done = command("-m", "benchmarks.side_by_side")
-    assert done.returncode == 0 and "skipped" not in done.stdout and done.stdout.count("fused, in place") == 2, done.stderr
     with (checkout / "csrc" / "simd.h").open("a") as source:
         source.write("// changed\n")
     done = command("-m", "benchmarks", "--quick")

@@ -23,7 +23,7 @@ import grpo_kernels
 from grpo_kernels.diagnosis import Finding, doctor, environment, machine, native, self_test, step
 from grpo_kernels.formulas import kl
 from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.backends import FusedRows
+from grpo_kernels.vocabulary.backends import FusedRows, cpu_products
 from grpo_kernels.vocabulary.rows import RowStats, Slopes
 from support.processes import WITHOUT
 
@@ -70,7 +70,7 @@ def test_the_documented_keys_are_those_of_the_json_report(sound: None, capsys: p
     assert doctor.__doc__ is not None
     documented = re.findall(r"^    ([a-z]+) ", doctor.__doc__, re.MULTILINE)
     assert documented == sorted(report, key=documented.index) and len(documented) == len(report)
-    for name in ("package", "native", "cpu", "gpu", "distributed"):
+    for name in ("package", "native", "products", "cpu", "gpu", "distributed"):
         (described,) = re.findall(rf"^    {name} +\{{(.*?)\n    [a-z]", doctor.__doc__, re.MULTILINE | re.DOTALL)
         assert set(report[name]) <= set(re.findall(r"\w+", described)), name
     assert report["healthy"] is True and report["step"] is None and report["device"] == "cpu"
@@ -343,6 +343,80 @@ def test_contenders_compute_the_same(backend: str) -> None:
                     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6, msg=f"{contender.name}, run {run}")
 
 
+def test_all_that_can_make_products_make_the_same() -> None:
+    shape = step.Step("products", 64, 32, 5_021, "bfloat16")
+    head = step._head(shape, CPU).detach()
+    makers = step.makers_of_products(shape, head)
+    able = [name for name, reason in cpu_products.engines().items() if reason is None]
+    assert makers[0].name == cpu_products.engine() and sorted(m.name for m in makers) == sorted([*able, "torch.mm"])
+    *ours, wanted = (maker.run() for maker in makers)
+    for name, found in zip(makers, ours, strict=False):
+        for one, other in zip(found, wanted, strict=True):  # type: ignore[call-overload]
+            error = (one.float() - other.float()).norm() / other.float().norm()
+            assert other.abs().max() > 0 and error < 4e-3, name  # torch.mm rounds its results
+    assert cpu_products.engine() == makers[0].name
+    for name in able:
+        with cpu_products.using(name):
+            assert step.makers_of_products(shape, head)[0].name == name
+
+
+def test_a_step_from_hidden_states_on_a_cpu_is_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever makes ours, since plain PyTorch may be faster there; but not where its products of bf16 take minutes."""
+    monkeypatch.setattr(cpu_products, "available", lambda: "no AVX512_BF16")
+    for fast, dtype in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(step, "torch_has_bf16", lambda fast=fast: fast)
+        assert [step._shape(level, CPU).dtype for level in ("products", "hidden", "logits")] == [dtype, dtype, "float32"]
+    monkeypatch.undo()
+    assert step.torch_has_bf16() == ("avx512f" in machine.processor()[1])
+
+
+def test_products_are_shown_with_their_rates_and_what_is_faster_is_the_remedy(
+    sound: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(level: str, backend: str, device: torch.device) -> step.Step:
+        gains = {"avx512bf16": None, "fp32": (1.9, 2.0, 2.1), "torch": (0.4, 0.5, 0.6), "torch.mm": (2.9, 3.0, 3.1)}
+        if level != "products":
+            gains = {"eager PyTorch": None, "ours": (0.68, 0.7, 0.72) if level == "hidden" else (2.9, 3.0, 3.1)}
+        timings = [step.Timing(name, 100.0 / (gain[1] if gain else 1), None, 9, gain) for name, gain in gains.items()]
+        return step.Step(level, 64, 1000, 10_000, "bfloat16", timings)
+
+    monkeypatch.setattr(doctor, "self_test", lambda name, device: self_test.Report([], 0.0, []))
+    monkeypatch.setattr(doctor, "measure", measured)
+    monkeypatch.setattr(cpu_products, "engine", lambda: "avx512bf16")
+    monkeypatch.setattr(cpu_products, "engines", lambda: {"amx": "no tiles", "avx512bf16": None, "fp32": None, "torch": None})
+    assert doctor.main([]) == 1
+    out = capsys.readouterr().out
+    assert "matrix products on the CPU: avx512bf16; amx cannot run here (no tiles)" in out
+    assert re.search(r"^  avx512bf16 +100\.0 ms +0\.04 TFLOP/s", out, re.MULTILINE)  # 6 x 64 x 1,000 x 10,000 in 0.1 s
+    assert re.search(r"^  fp32 +50\.0 ms +0\.08 TFLOP/s +memory unknown +2\.0 times as fast", out, re.MULTILINE)
+    advice, problems_ = out.partition("advice:")[2].split("problems:")
+    assert "fp32 makes them in 50 ms, avx512bf16, which is in use, in 100 ms" in advice
+    assert "-> set GRPO_KERNELS_PRODUCTS=fp32\n" in advice and "torch.mm" not in advice
+    assert problems_.count("slower than plain PyTorch") == 1 and "a step from hidden: ours is slower" in problems_
+    assert "fp32 makes them in 50 ms" in problems_ and "-> set GRPO_KERNELS_PRODUCTS=fp32; " in problems_
+    assert "there are problems" in out and "all is well" not in out
+
+
+def test_a_setting_of_products_that_cannot_be_is_reported_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong() -> str:
+        raise ValueError("GRPO_KERNELS_PRODUCTS=amx: no tiles")
+
+    monkeypatch.setattr(cpu_products, "engine", wrong)
+    monkeypatch.setattr(cpu_products, "engines", lambda: {"amx": "no tiles", "torch": None})
+    monkeypatch.setenv(cpu_products.SETTING, "amx")
+    report, findings = doctor.facts(CPU)
+    assert report["products"] == {"engine": None, "engines": {"amx": "no tiles", "torch": None}}
+    assert "matrix products on the CPU: none; amx cannot run here (no tiles)" in doctor._text_of_facts(report)
+    assert any(f.grave and "GRPO_KERNELS_PRODUCTS=amx: no tiles, and every loss" in f.problem for f in findings)
+
+
+def test_torchs_products_are_no_remedy_where_they_round() -> None:
+    timings = [step.Timing("fp32", 100.0, None, 9), step.Timing("torch.mm", 40.0, None, 9, (2.4, 2.5, 2.6))]
+    (found,) = doctor.product_findings(step.Step("products", 64, 1000, 10_000, "bfloat16", timings))
+    assert found.slows and not found.grave and "its results are rounded to bf16" in found.problem
+    assert "PRODUCTS" not in found.remedy and "report this processor" in found.remedy
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is Linux's")
 def test_time_and_memory_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("grpo_kernels._cpu")
@@ -416,7 +490,8 @@ def test_a_stall_is_no_speed_up(stall: str, monkeypatch: pytest.MonkeyPatch) -> 
         ((0.68, 0.7, 0.72), 9, True, True),
         ((0.68, 0.7, 0.72), step.LEAST - 1, False, False),
         ((0.9, 0.94, 0.96), 9, True, False),
-        ((0.3, 0.5, 0.7), 9, False, False),
+        ((0.3, 0.5, 0.7), 9, False, True),
+        ((0.3, 0.9, 1.4), 9, False, False),
         ((1.0, 3.0, 69.7), 9, False, False),
         ((1.9, 2.0, 2.1), 9, True, False),
         (None, 9, True, False),
@@ -441,7 +516,7 @@ def test_a_step_that_fails_is_reported(sound: None, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(doctor, "measure", measure)
     report = doctor.examine(say=lambda text: None)
     assert [p["problem"] for p in report["problems"]] == [
-        f"a step from {level} failed: RuntimeError: CUDA out of memory. Tried" for level in ("logits", "hidden")
+        f"timing of {level} failed: RuntimeError: CUDA out of memory. Tried" for level in ("products", "logits", "hidden")
     ]
     assert "nvidia-smi" in report["problems"][0]["remedy"]
 
@@ -473,7 +548,7 @@ def test_slower_than_plain_pytorch_is_a_fault_with_reason_and_remedy(
     monkeypatch.setattr(doctor, "measure", timed_as((0.69, 0.7, 0.71), 14.0))
     assert doctor.main(["--json"]) == 1
     slow = [p for p in json.loads(capsys.readouterr().out)["problems"] if "slower" in p["problem"]]
-    assert len(slow) == 2 and slow[0]["problem"].startswith(f"from logits, {SLOW}") and why in slow[0]["problem"]
+    assert len(slow) == 2 and slow[0]["problem"].startswith(f"a step from logits: {SLOW}") and why in slow[0]["problem"]
     assert remedy in slow[0]["remedy"] and "objective_loss" in slow[0]["remedy"]
     assert doctor.main([]) == 1
     out = capsys.readouterr().out
@@ -488,7 +563,8 @@ def test_times_that_spread_are_not_judged(
     assert doctor.main([]) == 0
     out = capsys.readouterr().out
     assert "too unsteady to compare: 0.7 to 69.7 times as fast" in out and "2.0 times" not in out
-    assert "advice:\n  from logits, the times of grpo_loss spread too much to judge" in out and "idle machine" in out
+    assert "a step from logits: the times of grpo_loss spread too much to judge" in out and "idle machine" in out
+    assert "all is well, as far as could be told: some times spread too much" in out
 
 
 def test_without_a_step_it_says_that_nothing_was_timed(sound: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -776,11 +852,19 @@ def test_adapters_are_compared_with_the_versions_that_they_accept() -> None:
         ({"GRPO_KERNELS_STRICT": "1", "GRPO_KERNELS_CHECK": "0", "TRITON_INTERPRET": "", "OMP_NUM_THREADS": "3"}, None),
         ({"GRPO_KERNELS_BACKEND": "eager"}, None),
         ({"GRPO_KERNELS_BACKEND": "egaer"}, "grave: GRPO_KERNELS_BACKEND=egaer names no backend.*auto, eager, cpu, triton"),
+        ({"GRPO_KERNELS_PRODUCTS": "torch"}, None),
+        ({"GRPO_KERNELS_PRODUCTS": ""}, None),
+        (
+            {"GRPO_KERNELS_PRODUCTS": "amx"},
+            "grave: GRPO_KERNELS_PRODUCTS=amx: no tiles, and every.* -> set it to one of auto, torch,",
+        ),
+        ({"GRPO_KERNELS_PRODUCTS": "mkl"}, "grave: GRPO_KERNELS_PRODUCTS=mkl: there are no such products"),
         ({"GRPO_KERNELS_STRICT": "true"}, "GRPO_KERNELS_STRICT=true has no effect -> set GRPO_KERNELS_STRICT=1"),
         ({"GRPO_KERNELS_STRICKT": "1"}, "GRPO_KERNELS_STRICKT is not a setting.*GRPO_KERNELS_STRICT, GRPO_KERNELS_CHECK"),
     ],
 )
-def test_settings(environ: dict[str, str], expected: str | None) -> None:
+def test_settings(environ: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_products, "engines", lambda: {"amx": "no tiles", "torch": None})
     text = problems(environment.setting_findings(environ))
     assert (text == "") if expected is None else re.search(expected, text)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks import cell_tables, crossover, exact_kl_page, front, replay, results, sparse_training_page, swaps, tables
+from benchmarks.harness import RESULTS
 from benchmarks.suites import SUITES
 from grpo_kernels import Objective, TokenBatch, TokenSets, grpo_loss, linear_grpo_loss
 from grpo_kernels.batch import shift_targets
@@ -155,7 +156,7 @@ def cells_of(line: str) -> list[str]:
 
 
 def test_headline_table(samples: Path) -> None:
-    whole = tables.figures(samples, "cpu", "hidden")
+    whole = tables.figures(samples, "hidden")
     text, last = whole.rsplit("\n\n| 1,000 x 1,024 x 151,936 |", 1)
     assert "| grpo_kernels |" in last
     assert text.startswith("Sample CPU, 2 threads, avx2, torch 2.0; 2000-01-01; `python -m benchmarks --suite hidden`.")
@@ -163,7 +164,7 @@ def test_headline_table(samples: Path) -> None:
     head = ["fp32 ms", "x products", "extra MB", "bf16 ms", "x products", "extra MB", "worst error fp32 / bf16"]
     assert lines["256 x 1,024 x 151,936"] == head
     expected = []
-    for cell in cell_tables.headline(results.load(samples / "cpu" / "hidden.json"))[0]:
+    for cell in cell_tables.headline(results.load(samples / "sample-cpu" / "hidden.json"))[0]:
         ours = cell["providers"][0]
         expected += [cell_tables.figure(ours["ms"]), f"{ours['ms'] / cell['limit']['ms']:.2f}", f"{ours['extra_mb']:,.0f}"]
     assert lines["grpo_kernels"] == [*expected, "2e-06 / 2e-06"]
@@ -171,6 +172,77 @@ def test_headline_table(samples: Path) -> None:
     assert "eager PyTorch, 16-bit softmax" not in lines  # wrong in bf16, not for fp32
     assert "- wrong, d_logits is off by 2.0e-01, more than 3e-02: eager PyTorch, 16-bit softmax [bf16]" in text
     assert re.search(r"^- skipped, runs on cuda only: .*CCE, filtered .*; .*verl kernel \+ loss(;|$)", text, re.MULTILINE)
+
+
+def test_two_kinds_of_machine_stand_side_by_side(samples: Path, tmp_path: Path) -> None:
+    """The second is four times as fast, and so in every figure but the ratios."""
+    shutil.copytree(samples / "sample-cpu", tmp_path / "sample-cpu")
+    one = tables.blocks(tmp_path)
+    sample_results.write(tmp_path, sample_results.OTHER, faster=4.0)
+    both = tables.blocks(tmp_path)
+    assert cell_tables.machines(tmp_path, "cpu") == ["other-cpu", "sample-cpu"] and not cell_tables.machines(tmp_path, "cuda")
+    text = both[tables.FIGURES]["hidden_cpu"]
+    head, _, *lines = (cells_of(line) for line in text.splitlines() if line.startswith("|"))
+    assert head[1:13:3] == ["other-cpu fp32 ms", "other-cpu bf16 ms", "sample-cpu fp32 ms", "sample-cpu bf16 ms"]
+    assert head[2:13:3] == ["x products"] * 4
+    ours = next(line for line in lines if line[0] == "grpo_kernels")
+    cells = cell_tables.headline(results.load(tmp_path / "sample-cpu" / "hidden.json"))[0]
+    expected = [cell["providers"][0]["ms"] / by for by in (4, 1) for cell in cells]
+    assert ours[1:13:3] == [cell_tables.figure(ms) for ms in expected] and ours[2] == ours[8]
+    assert (
+        "wrong, d_logits is off by 2.0e-01, more than 3e-02: eager PyTorch, 16-bit softmax [other-cpu bf16, sample-cpu bf16]"
+        in text
+    )
+    sources = [line.partition(", 2 threads")[0] for line in text.splitlines() if "; `python" in line]
+    assert sources == ["Other CPU", "Sample CPU"]
+    front_lines = [cells_of(line) for line in both[README]["front"].splitlines() if line.startswith("|")][2:]
+    assert [line[0].split(":")[0] for line in front_lines] == [
+        f"{name}, 2 threads, {isa}, {which}"
+        for name, isa in (("Sample CPU", "avx2"), ("Other CPU", "avx512, products by amx")) for which in ("strongest", "weakest")
+    ]  # fmt: skip
+    alone = [cells_of(line) for line in one[README]["front"].splitlines() if line.startswith("|")][2:]
+    assert alone == front_lines[:2] and [line[-1] for line in alone] == [line[-1] for line in front_lines[2:]]
+    for suite in ("divergences_cpu", "logits_divergence_cpu"):
+        shown = both[tables.DIVERGENCES][suite]
+        assert "Other CPU" in shown and "Sample CPU" in shown and "Other CPU" not in one[tables.DIVERGENCES][suite]
+    assert all(f"## {kind}\n" in tables.report(tmp_path) for kind in ("other-cpu", "sample-cpu"))
+
+
+def test_a_promise_is_broken_by_what_a_user_of_pytorch_would_have_sooner(samples: Path, tmp_path: Path) -> None:
+    """Only by that: not by another project, not below 64 rows, not by what is wrong, not by our own eager backend."""
+    assert front.promise(samples, "sample-cpu")[0]
+    path = tmp_path / "sample-cpu" / "hidden.json"
+
+    def said(changes: dict[str, float], rows: int = 64, **wrong: str) -> tuple[bool, str]:
+        """The promise of one cell, whose providers take so many times the fastest of ours."""
+        record = results.load(samples / "sample-cpu" / "hidden.json")
+        cell = record["cells"][0] | {"rows": rows}
+        ms = next(row["ms"] for row in cell["providers"] if row["name"] == "grpo_kernels")
+        for row in cell["providers"]:
+            row |= ({"ms": changes[row["name"]] * ms} if row["name"] in changes else {}) | (
+                wrong if row["name"] in changes else {}
+            )
+        results.save(path, record | {"cells": [cell]})
+        return front.promise(tmp_path, "sample-cpu")
+
+    kept, text = said({"eager PyTorch": 0.96})
+    assert kept and "none of 1 cells of 64 rows or more on sample-cpu" in text
+    for name in ("eager PyTorch", "torch.compile", "torch linear_cross_entropy + loss"):
+        kept, text = said({name: 0.5})
+        assert not kept and "1 of 1 cells" in text and f"{name} " in text and "2.00 times as long" in text
+        assert "GRPO_KERNELS_PRODUCTS" in text and "doctor" in text
+    assert said({"TRL fused head + loss": 0.5})[0]
+    assert said({"eager PyTorch": 0.5}, status="wrong", reason="off")[0]
+    assert not said({"eager PyTorch": 0.5, "grpo_kernels, eager backend": 0.4})[0]
+    assert said({"eager PyTorch": 0.5, "grpo_kernels, layer 1 + loss": 0.5})[0]
+    kept, text = said({"eager PyTorch": 0.5}, rows=48)
+    assert kept and "none of 0 cells" in text
+
+
+@pytest.mark.parametrize("machine", cell_tables.machines(RESULTS))
+def test_the_promise_is_kept_on_every_machine_that_was_measured(machine: str) -> None:
+    kept, text = front.promise(RESULTS, machine)
+    assert kept and "none of 0" not in text, text
 
 
 def test_report_has_every_suite_and_names_everybody(samples: Path) -> None:
@@ -190,7 +262,7 @@ def test_report_has_every_suite_and_names_everybody(samples: Path) -> None:
 
 
 def test_sweep_table_names_missing_contenders(samples: Path) -> None:
-    text = cell_tables.sweep(results.load(samples / "cpu" / "length.json"))
+    text = cell_tables.sweep(results.load(samples / "sample-cpu" / "length.json"))
     assert (
         "| ms (x limit) by tokens in the batch (one sequence from 65,536 on), fp32, H = 128, V = 32,768 | 4,096 | 16,384 | 65,536 |"
         in text
@@ -201,7 +273,7 @@ def test_sweep_table_names_missing_contenders(samples: Path) -> None:
 
 
 def test_a_step_is_compared_with_eager(samples: Path) -> None:
-    (cell,) = results.load(samples / "cpu" / "step.json")["cells"]
+    (cell,) = results.load(samples / "sample-cpu" / "step.json")["cells"]
     lines = [cells_of(line) for line in cell_tables.details(cell).splitlines()]
     assert lines[0][5] == "x eager PyTorch" and "% of limit" not in lines[0]
     assert next(line for line in lines if line[0] == "eager PyTorch")[5] == "1.00"
@@ -225,7 +297,7 @@ def test_gpus_are_shown_once_measured(samples: Path) -> None:
 
 
 def test_what_a_limit_is_the_sum_of_is_shown(samples: Path) -> None:
-    cell = results.load(samples / "cpu" / "hidden.json")["cells"][0]
+    cell = results.load(samples / "sample-cpu" / "hidden.json")["cells"][0]
     assert (
         "products (limit), ms: logits 1 by torch.mm (oneDNN 2, ours 3, ours in chunks 4); d_hidden 1 by torch.mm ("
         in cell_tables.details(cell)
@@ -262,22 +334,22 @@ def test_the_command_writes_pages_and_the_report(samples: Path, tmp_path: Path, 
 def test_the_front_shows_the_strongest_and_the_weakest_cell(samples: Path) -> None:
     """Found again from the result files, without the rule's code."""
     ratios = []
-    for path in (samples / "cpu").glob("*.json"):
+    for path in (samples / "sample-cpu").glob("*.json"):
         for cell in results.load(path)["cells"] if path.stem not in ("kept", "sparse") else ():
             right = [r for r in cell["providers"] if r["status"] == "ok" and "limit" not in r["name"] and not r.get("limit")]
             ours, others = ([r["ms"] for r in right if r["name"].startswith("grpo_kernels") == own] for own in (True, False))
             if ours and others:
                 ratios.append(min(others) / min(ours))
-    (strongest, weakest) = (standing.ratio for _, standing in front.extremes(samples, "cpu"))
+    (strongest, weakest) = (standing.ratio for _, standing in front.extremes(samples, "sample-cpu"))
     assert (strongest, weakest) == (max(ratios), min(ratios)) and strongest > weakest
-    lines = [cells_of(line)[-1] for line in front.table(samples, "cpu").splitlines()[2:]]
+    lines = [cells_of(line)[-1] for line in front.table(samples, ["sample-cpu"]).splitlines()[2:]]
     assert lines == [f"x {strongest:.2f}", f"x {weakest:.2f}"]
 
 
 def test_the_front_leaves_out_few_rows_and_what_was_not_checked(samples: Path, tmp_path: Path) -> None:
-    before = [standing.ratio for _, standing in front.extremes(samples, "cpu")]
-    shutil.copytree(samples / "cpu", tmp_path / "cpu")
-    path = tmp_path / "cpu" / "hidden.json"
+    before = [standing.ratio for _, standing in front.extremes(samples, "sample-cpu")]
+    shutil.copytree(samples / "sample-cpu", tmp_path / "sample-cpu")
+    path = tmp_path / "sample-cpu" / "hidden.json"
     record = results.load(path)
     cell = copy.deepcopy(record["cells"][0])
     ours = next(row for row in cell["providers"] if row["name"].startswith("grpo_kernels"))
@@ -286,7 +358,7 @@ def test_the_front_leaves_out_few_rows_and_what_was_not_checked(samples: Path, t
     for row in few["providers"]:
         row |= {"ms": 1000 * ours["ms"]} if "errors" in row and not row["name"].startswith("grpo_kernels") else {}
     path.write_text(json.dumps(record | {"cells": [*record["cells"], cell, few]}))
-    assert [standing.ratio for _, standing in front.extremes(tmp_path, "cpu")] == before
+    assert [standing.ratio for _, standing in front.extremes(tmp_path, "sample-cpu")] == before
 
 
 # ---- the tree

@@ -13,15 +13,16 @@ from benchmarks.providers import Provider, providers
 from benchmarks.suites import SUITES, Planned
 
 MACHINES = {
-    "cpu": {"device": "cpu", "name": "Sample CPU", "threads": 2, "instruction set": "avx2", "torch": "2.0", "versions": {"trl": "1.0"}},
-    "sample-gpu": {"device": "cuda", "name": "Sample GPU", "threads": 8, "torch": "2.0", "versions": {"trl": "1.0"}},
-}  # fmt: skip
+    "sample-cpu": {"device": "cpu", "name": "Sample CPU", "threads": 2, "instruction set": "avx2"},
+    "sample-gpu": {"device": "cuda", "name": "Sample GPU", "threads": 8},
+}
+OTHER = {"other-cpu": {"device": "cpu", "name": "Other CPU", "threads": 2, "instruction set": "avx512", "products": "amx"}}
 LONG = 20_000  # rows above which eager PyTorch does not fit
 
 
-def write(folder: Path) -> Path:
-    """<machine>/<suite>.json for all suites on a CPU and on a GPU."""
-    for machine, about in MACHINES.items():
+def write(folder: Path, machines: dict[str, dict] = MACHINES, faster: float = 1.0) -> Path:
+    """<machine>/<suite>.json for all suites on these machines. faster: divides all times."""
+    for kind, about in machines.items():
         for name, suite in SUITES.items():
             record = {
                 "suite": name,
@@ -29,18 +30,26 @@ def write(folder: Path) -> Path:
                 "contract": CONTRACTS[suite.contract],
                 "command": f"python -m benchmarks --suite {name}",
                 "date": "2000-01-01",
-                "machine": about,
-                "cells": [_cell(planned, about["device"]) for planned in suite.plan(about["device"], False)],
+                "machine": {"kind": kind, "torch": "2.0", "versions": {"trl": "1.0"}} | about,
+                "cells": [_cell(planned, about["device"], faster) for planned in suite.plan(about["device"], False)],
             }
-            results.save(folder / machine / f"{name}.json", record)
+            results.save(folder / kind / f"{name}.json", record)
     return folder
 
 
-def _cell(planned: Planned, device: str) -> dict:
+def _cell(planned: Planned, device: str, faster: float) -> dict:
     cell, only = planned
     taking_part = [p for p in providers(cell.contract) if (only is None or p.limit or p.name in only) and not p.part]
     ways = [p for p in providers(cell.contract) if p.part and device in p.devices]
-    floor = 1e-7 * cell.rows * cell.vocab * (1 + (cell.hidden or 0) / 100) * cell.dtype.itemsize * (0.3 + 0.7 * cell.active)
+    floor = (
+        1e-7
+        / faster
+        * cell.rows
+        * cell.vocab
+        * (1 + (cell.hidden or 0) / 100)
+        * cell.dtype.itemsize
+        * (0.3 + 0.7 * cell.active)
+    )
     rows = []
     for i, p in enumerate(taking_part):
         row = {"name": p.name} | ({"limit": True} if p.limit else {})

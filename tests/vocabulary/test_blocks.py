@@ -62,6 +62,16 @@ def test_where_gradients_lie_in_the_logits_a_block_is_a_chunk() -> None:
         assert size - 64 * 4 * 151936 < 4 * 151936 * plan.chunk <= size
 
 
+def test_sums_of_d_hidden_beside_its_result_are_counted() -> None:
+    """On a CPU with AMX: in the rows of a chunk and in the peak of its product."""
+    work = QWEN._replace(apart=False, d_weight=0)
+    beside = work._replace(parts=3)
+    plan, smaller = work.plan("cpu", 0), beside.plan("cpu", 0)
+    assert plan.chunk == 256 and smaller.chunk == 192  # 160 MiB / 4 / 151,936 = 276; / (151,936 + 3 * 4096) = 255
+    assert beside.peak(smaller, 192) == work.peak(smaller, 192) + 3 * 192 * 4096 * 4
+    assert beside._replace(d_hidden=0).peak(smaller, 192) == work._replace(d_hidden=0).peak(smaller, 192)
+
+
 # ---- memory
 
 

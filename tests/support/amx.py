@@ -1,0 +1,87 @@
+"""AMX for tests: the processor's, or on others the emulator of amx_emulator.cpp, which executes what the compiler made of
+csrc/products_amx.cpp. As a plugin it makes tiles the engine of every product of a test run:
+
+    GRPO_KERNELS_PRODUCTS=amx python -m pytest -p support.amx tests/vocabulary/test_linear_engine.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+INTEL = ("GenuineIntel", 1 << 22 | 1 << 24, 1 << 17 | 1 << 18)  # a processor with AMX, and a system that saves its tiles
+
+
+@functools.cache
+def emulator() -> Path | None:
+    """The compiled emulator, for a process to load and to install; None without a compiler."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return None
+    library = Path(tempfile.mkdtemp()) / "amx_emulator.so"
+    source = Path(__file__).with_name("amx_emulator.cpp")
+    flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-o"]
+    subprocess.run([compiler, *flags, library, source], check=True, capture_output=True)
+    return library
+
+
+@functools.cache
+def install(library: Path) -> Any:
+    """Loads the emulator: from now on tile instructions run in this process."""
+    loaded = ctypes.CDLL(str(library))
+    assert loaded.amx_install() == 0
+    loaded.amx_executed.restype = loaded.amx_configured.restype = ctypes.c_long
+    return loaded
+
+
+@contextmanager
+def processor(found: tuple[str, int, int], allowed: bool = True, agree: bool | None = True) -> Iterator[None]:
+    """Another answer of CPUID and of the system; `agree`: what comparing its tiles gives, None: they are compared."""
+    from grpo_kernels.vocabulary.backends import cpu_products
+
+    with ExitStack() as patches:
+        for owner, name, value in (
+            (cpu_products._cpu, "processor", lambda: found),
+            (cpu_products._cpu, "ask_for_tiles", lambda: allowed),
+            (cpu_products, "_tiles_agree", cpu_products._tiles_agree if agree is None else lambda: agree),
+            (cpu_products, "_chosen", None),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, value))
+        cpu_products.engines.cache_clear()
+        try:
+            yield
+        finally:
+            cpu_products.engines.cache_clear()
+
+
+@contextmanager
+def tiles(agree: bool | None = True) -> Iterator[Any]:
+    """Where products may take the engine "amx"; gives the emulator, None on a processor with AMX. Skips where there is neither."""
+    from grpo_kernels.vocabulary.backends import cpu_products
+
+    if cpu_products.engines()["amx"] is None:
+        yield None
+        return
+    library = emulator()
+    if library is None or "amx" not in cpu_products._cpu.products():
+        pytest.skip("no AMX here, and no compiler with AMX for its emulation")
+    loaded = install(library)
+    with processor(INTEL, agree=agree):
+        yield loaded
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Later than pytest's own handler of SIGILL."""
+    stack = ExitStack()
+    stack.enter_context(tiles())
+    session.config.add_cleanup(stack.close)
