@@ -70,19 +70,18 @@ NEEDS = [
         "verl#2656 verl#2899 unsloth#10616 cce#59",
         """
         test_needs_inputs::test_vocabularies_of_real_models test_token_logprobs::test_probabilities_sum_to_one
-        test_token_logprobs::test_large_odd_vocabularies triton_cases::test_every_objective
+        test_token_logprobs::test_large_odd_vocabularies triton_recipes::test_an_objective_is_what_its_paper_says
         """,
-        gpu="gpu_cases::test_log_probs gpu_cases::test_objectives",
+        gpu="triton_recipes::test_pairs triton_recipes::test_an_objective_is_what_its_paper_says",
     ),
     Need(
         "A running maximum that starts at 0, absent lanes that count as 0",
         "verl#7439 NovaSky-AI/SkyRL#2141",
         """
         test_token_logprobs::test_shifted_logits test_token_logprobs::test_scattered_minus_infinity
-        test_token_logprobs::test_row_of_only_minus_infinity_is_nan triton_cases::test_shifted_logits
-        triton_cases::test_logits_of_minus_infinity test_vocab_parallel::test_parts_merge_to_the_whole
+        test_token_logprobs::test_row_of_only_minus_infinity_is_nan test_row_kernels::test_hard_rows test_two_row_kernels::test_parts_of_rows_merge
         """,
-        gpu="gpu_cases::test_extreme_logits",
+        gpu="test_row_kernels::test_hard_rows",
         says=(("grpo_kernels/logprobs.py", "A row of only -inf gives NaN, as torch.log_softmax does."),),
     ),
     Need(
@@ -91,7 +90,7 @@ NEEDS = [
         """
         test_token_logprobs::test_strided_logits test_token_logprobs::test_vocabulary_with_a_stride
         test_token_logprobs::test_other_layouts_of_small_tensors test_grpo_loss_autograd::test_strided_inputs
-        test_grpo_loss_autograd::test_expanded_logits test_linear_engine::test_strided_inputs test_cpu_kernels::test_strides
+        test_grpo_loss_autograd::test_expanded_logits test_linear_engine::test_strided_inputs test_row_kernels::test_where_rows_lie
         """,
     ),
     Need(
@@ -154,7 +153,7 @@ NEEDS = [
         "trl#3029 trl#4159 slime#557 ms-swift#8427 OpenRLHF/OpenRLHF#1319 verl#6110",
         """
         test_token_logprobs::test_temperature_equals_dividing_the_logits test_token_logprobs::test_temperature_kinds
-        test_batch::test_temperature_of_rows test_bad_input::test_value_error test_cpu_kernels::test_temperature_per_row
+        test_batch::test_temperature_of_rows test_bad_input::test_value_error test_row_kernels::test_values_and_gradients
         """,
     ),
     Need(
@@ -190,7 +189,7 @@ NEEDS = [
         test_token_logprobs::test_masked_rows_may_hold_anything test_grpo_loss_autograd::test_masked_rows_may_hold_anything
         test_linear_logprobs::test_masked_rows_may_hold_anything test_linear_grpo_loss::test_masked_rows_may_hold_anything
         test_corrections::test_what_is_masked_has_no_effect
-        triton_cases::test_rows_that_are_not_read_are_zero_whatever_they_hold
+        test_row_kernels::test_rows_that_are_not_read
         """,
     ),
     Need(
@@ -222,13 +221,13 @@ NEEDS = [
         test_linear_grpo_loss::test_mixed_dtypes test_cpu_products::test_the_result_is_not_rounded_to_bf16
         test_token_logprobs::test_peaked_rows
         """,
-        gpu="gpu_cases::test_products gpu_cases::test_from_hidden_states",
+        gpu="triton_recipes::test_products triton_recipes::test_pairs",
     ),
     Need(
         "The gradient of the weight summed in bf16 over chunks",
         "liger#1391 liger#1454 cce#14 allenai/OLMo-core#370 axolotl-ai-cloud/axolotl#1601",
         "test_linear_engine::test_chunk_count_changes_only_rounding test_cpu_products::test_d_weight",
-        gpu="gpu_cases::test_products gpu_cases::test_from_hidden_states",
+        gpu="triton_recipes::test_products triton_recipes::test_pairs",
     ),
     Need(
         "The log-prob of a token depends on its batch",
@@ -244,7 +243,7 @@ NEEDS = [
         test_needs_sources::test_no_atomics_and_nothing_that_tunes_itself
         """,
         gpu="""
-        gpu_cases::test_runs_are_bitwise_repeatable
+        triton_recipes::test_the_same_bits_again
         test_linear_logprobs::test_old_and_reference_log_probs_are_those_of_the_loss
         """,
         says=(("docs/numerics.md", "From hidden states matrix libraries may choose their kernel by the number of rows."),),
@@ -274,8 +273,8 @@ NEEDS = [
         "prime-rl#1525 allenai/open-instruct#605 RL-Align/RL-Kernel#161",
         """
         test_token_logprobs::test_masked_rows_may_hold_anything test_bad_input::test_value_error
-        test_linear_bad_input::test_value_error test_cpu_kernels::test_target_out_of_range
-        triton_cases::test_nan_and_wild_targets_are_seen_in_rows_that_are_read test_sanitizers::test_hostile_calls
+        test_linear_bad_input::test_value_error test_row_kernels::test_what_cannot_be_computed_shows_in_its_row
+        test_sanitizers::test_hostile_calls
         """,
         gpu="benchmarks/gpu_stages.py::memcheck",
     ),
@@ -287,7 +286,7 @@ NEEDS = [
         test_needs_inputs::test_rows_behind_element_2_to_the_31
         test_needs_sources::test_program_ids_are_64_bit_and_on_the_axis_that_has_room
         """,
-        gpu="gpu_cases::test_offsets_beyond_32_bits",
+        gpu="triton_recipes::test_offsets_beyond_32_bits",
     ),
     Need(
         "A grid that ends at 65 535 rows",
@@ -413,13 +412,13 @@ NEEDS = [
         "trl#7087 trl#7179 trl#5854 unsloth-zoo#840",
         """
         test_linear_engine::test_rows_in_products test_grpo_loss::test_packed_equals_padded
-        test_linear_grpo_loss::test_packed_equals_padded test_cpu_kernels::test_unread_rows_are_not_looked_at
+        test_linear_grpo_loss::test_packed_equals_padded test_row_kernels::test_rows_that_are_not_read
         """,
     ),
     Need(
         "A vocabulary that is sharded over ranks",
         "areal#664 areal#1322 axolotl-ai-cloud/axolotl#2977 cce#59 liger#1371",
-        "test_vocab_parallel::test_on_ranks test_vocab_parallel::test_parts_merge_to_the_whole",
+        "test_vocab_parallel::test_on_ranks test_two_row_kernels::test_parts_of_rows_merge",
     ),
     # ---- installing
     Need(
@@ -443,7 +442,7 @@ NEEDS = [
         "A new loss has to wait for a kernel",
         "liger#1057 liger#1073 liger#1320 trl#3435",
         """
-        test_grpo_loss::test_custom_surrogate test_grpo_loss::test_custom_kl triton_cases::test_every_objective
+        test_grpo_loss::test_custom_surrogate test_grpo_loss::test_custom_kl triton_recipes::test_an_objective_is_what_its_paper_says
         triton_cases::test_the_family_compiles_to_what_torch_runs test_filters::test_a_filter_of_yours_is_not_passed_over
         """,
     ),
