@@ -23,9 +23,10 @@ import pytest
 import torch
 
 from support import meta_device, on_device
-from support.cases import OBJECTIVES
+from support.objectives import OBJECTIVES
 from support.on_device import OnDevice
 from support.processes import for_its_own_pytest
+from support.ptx import runs
 
 pytest.importorskip("triton")
 
@@ -407,7 +408,7 @@ def test_groups_of_cases_that_there_are() -> None:
     for cases in CASES.values():
         assert all((ROOT / "tests" / file).is_file() for file in cases.files) and cases.processes > 0
     known = {file for cases in CASES.values() for file in cases.files}
-    written = {str(file.relative_to(ROOT / "tests")) for file in (ROOT / "tests").glob("*/*triton_cases.py")}
+    written = {f"vocabulary/{file.name}" for file in (*runs.CASES, *runs.ONCE)}
     assert written - known == set()
     assert "-n" not in gpu_correctness.pytest_command(3, rehearse=True)
 
@@ -425,21 +426,18 @@ def collected(*arguments: str) -> list[str]:
 def test_a_run_that_is_cut_off_has_seen_every_kernel_and_objective() -> None:
     """The first wave covers all values of all parameters: kernels first, then objectives with a kernel of their own, then the
     rest."""
-    found = collected(
-        *(f"tests/{file}" for file in ("vocabulary/triton_cases.py", "core/gpu_cases.py", "core/test_grpo_loss.py"))
+    found = collected(*(f"tests/vocabulary/{file}.py" for file in ("triton_cases", "test_row_kernels", "triton_recipes")))
+    again = next(
+        i for i in range(1, len(found)) if found[i].startswith("triton_cases") and not found[i - 1].startswith("triton_cases")
     )
-    again = next(i for i in range(1, len(found)) if found[i].startswith("triton") and not found[i - 1].startswith("triton"))
     first = found[:again]
-    assert again < len(found) / 2 and len(set(found)) == len(found)
+    assert again < len(found) and len(set(found)) == len(found)
     assert {test.split("[")[0] for test in first} == {test.split("[")[0] for test in found}
-    assert {test for test in found if "family" in test} <= set(first)
-    for where in ("gpu_cases.py::test_objectives", "test_grpo_loss.py::test_objective_matches_oracle"):
-        names = [test.split("triton-")[1] for test in first if test.startswith(where)]
-        order = [next(name for name in OBJECTIVES if text.rpartition("-torch")[0] in (name, f"{name}-1040", f"{name}-1031"))
-                 for text in names]  # fmt: skip
-        assert set(order) == OBJECTIVES.keys()
-        several = [not OBJECTIVES[name][0]().one_pass for name in order]
-        assert several == sorted(several) and any(several)
+    assert {test for test in found if "family" in test and "off-policy" in test} <= set(first)
+    names = [test.rpartition("[")[2].rstrip("]") for test in first if "recipes.py::test_an_objective" in test]
+    assert set(names) == OBJECTIVES.keys()
+    several = [not OBJECTIVES[name][0]().one_pass for name in names if "exact" not in name]
+    assert several == sorted(several) and any(several)
 
 
 def test_tensors_are_made_on_the_device() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fuzz import MANY, few
 
 from grpo_kernels import TokenBatch, group_advantages
 from grpo_kernels.rewards.corrections import importance_weights, rejection_mask
@@ -18,7 +19,6 @@ from grpo_kernels.rewards.returns import discounted_returns, gae
 from support.advantage_oracle import gae as plain_gae
 from support.advantage_oracle import group_advantages as plain_advantages
 from support.advantage_oracle import returns_to_go
-from support.fuzz import MANY, few
 
 Tensor = torch.Tensor
 

@@ -149,10 +149,7 @@ def test_addresses_and_undefined_behaviour(tmp_path: Path) -> None:
     }
     module = build(tmp_path, "address,undefined")
     fuzz(module, 4, 1000, **environment)
-    tests = [
-        str(HERE / name)
-        for name in ("test_row_kernels.py", "test_two_row_kernels.py", "test_cpu_products.py")
-    ]
+    tests = [str(HERE / name) for name in ("test_row_kernels.py", "test_two_row_kernels.py", "test_cpu_products.py")]
     # Of the sparse products those of this module in this process, and no backend twice.
     tests += [str(HERE / "test_sparse.py"), "-k", "not (eager or triton)"]
     run_tests(module, *tests, **environment)

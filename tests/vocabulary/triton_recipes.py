@@ -1,5 +1,7 @@
-"""Recipes run by the Triton backend against float64: every objective, and calls in which every two values of two axes meet. Run as triton_cases.py is. On a GPU their vocabularies are of a real size, and products are those of a GPU; elsewhere
-stand-ins for these make the same calls."""
+"""Recipes run by the Triton backend against float64: every objective, and calls in which every two values of two axes meet.
+
+Run as triton_cases.py is. On a GPU vocabularies are of a real size, and products are those of a GPU; elsewhere stand-ins for these
+make the same calls."""
 
 from __future__ import annotations
 
