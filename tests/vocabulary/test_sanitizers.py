@@ -60,8 +60,7 @@ extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads,
 WITHOUT_THREADS = """
 import resource, sys
 import numpy as np
-from fuzz_kernels import load
-from guarded_memory import FP16, PAGE
+from fuzz_kernels import FP16, PAGE, load
 module = load(sys.argv[1])
 rows, vocab = 400, 16384
 logits = np.random.default_rng(0).standard_normal((rows, vocab)).astype(np.float16)
