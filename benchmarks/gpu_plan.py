@@ -47,26 +47,24 @@ class Cases(NamedTuple):
 CASES = {
     "Triton kernels": Cases(
         (
-            "vocabulary/triton_cases.py", "vocabulary/sparse_triton_cases.py", "vocabulary/divergence_triton_cases.py",
-            "vocabulary/selection_triton_cases.py", "vocabulary/large_triton_cases.py",
+            "vocabulary/triton_cases.py", "vocabulary/test_row_kernels.py", "vocabulary/test_two_row_kernels.py",
+            "vocabulary/test_sparse.py", "vocabulary/test_selection.py",
         ),
         12, 0.25,
     ),
-    "real sizes": Cases(("core/gpu_cases.py", "core/gpu_divergence_cases.py"), 3, 0.4),
+    "real sizes": Cases(("vocabulary/triton_recipes.py",), 3, 0.4),
     "objectives": Cases(
         (
-            "core/test_grpo_loss.py", "core/test_linear_grpo_loss.py", "core/test_token_logprobs.py", "core/test_linear_logprobs.py",
-            "core/test_grpo_loss_autograd.py", "core/test_token_logprobs_autograd.py", "vocabulary/test_linear_engine.py",
-            "core/test_sparse_gradients.py", "core/test_distributed.py",
+            "core/test_objectives.py", "core/test_combinations.py", "core/test_relations.py", "core/test_rows.py",
+            "core/test_autograd.py", "core/test_sparse_gradients.py", "core/test_distributed.py",
         ),
         12, 0.35,
     ),
 }  # fmt: skip
 #: The part of each group that a rehearsal runs.
 REHEARSED = (
-    "range_of_rows or no_rows or (products and bf16-no and plain) or (log_probs and 1031) or zero_advantage_rows or one_token "
-    "or (hidden_states_over_sets and gspo and float32) or nothing_to_do or (divergences_of_hidden and jsd) or known_at "
-    "or (divergences_of_logits and reverse and 1031) or slopes_of_everything or tiles_of_any_size or a_frozen_part_gets"
+    "nothing_to_do or which_unaligned or (test_products and bf16) or (an_objective_is and gspo) or same_bits_again or slope "
+    "or offsets_beyond or (shares_near and triton) or no_bit"
 )
 
 #: Suites of the benchmarks, the most important first: the first cell of each in call 1, those of the targets, all others.

@@ -28,8 +28,8 @@ COMMAND = "python tests/repository/versions.py"
 QUICK = (
     "core/test_token_logprobs.py", "core/test_grpo_loss.py", "core/test_linear_logprobs.py", "core/test_linear_grpo_loss.py",
     "core/test_kept.py", "core/test_divergences.py", "core/test_compile.py",
-    "vocabulary/test_cpu_kernels.py", "vocabulary/test_cpu_fused.py", "vocabulary/test_linear_engine.py",
-    "vocabulary/test_triton_interpreter.py", "vocabulary/test_triton_compile.py", "benchmarks/test_resources.py::test_budgets",
+    "vocabulary/test_row_kernels.py", "vocabulary/test_two_row_kernels.py", "vocabulary/test_linear_engine.py",
+    "vocabulary/test_triton_compiled.py", "vocabulary/test_triton_compile.py", "benchmarks/test_resources.py::test_budgets",
 )  # fmt: skip
 
 Record = dict[str, dict[str, dict[str, Any]]]  # part -> line -> fields

@@ -110,7 +110,9 @@ def for_its_own_pytest() -> dict[str, str]:
 def interpreted(cases: Path) -> None:
     """Asserts that all cases of a file pass in Triton's interpreter and none is skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(cases)]
-    environment = for_its_own_pytest() | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = for_its_own_pytest() | {
+        "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path), "GRPO_KERNELS_TEST_BACKENDS": "triton",
+    }  # fmt: skip
     root = Path(__file__).parents[2]
     run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=1800)
     assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout[-6000:]}\n{run.stderr[-2000:]}"

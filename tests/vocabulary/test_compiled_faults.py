@@ -22,10 +22,9 @@ from triton.runtime.jit import JITFunction
 from benchmarks.launches import token_rows
 from grpo_kernels.objective import Objective
 from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.rows import RowTransform
+from grpo_kernels.vocabulary.rows import RowTransform, partials_of
 from support.ptx.launches import executing
 from support.ptx.program import FAULTS, Fault, Program, UnknownInstruction
-from support.rows import LOGPS
 
 OUTSIDE, MISALIGNED, APART, SHARED, DEVICE, PROGRAMS, NOTHING, UNDER_WAY = FAULTS
 
@@ -144,7 +143,7 @@ def test_every_barrier_of_a_kernel_is_needed() -> None:
 
     def stats(change: Any) -> list[Any]:
         with executing("sm_90", change=change) as launches:
-            backend.stats(logits, targets, None, RowTransform(1.0, 0.0, 1.0), LOGPS)
+            backend.stats(logits, targets, None, RowTransform(1.0, 0.0, 1.0), partials_of(()))
         return launches
 
     (sound,) = stats(lambda ptx: ptx)

@@ -1,12 +1,10 @@
 """The products of bf16 and of fp32 operands against float64 products of the same operands.
 
 The rule: an error is at most a few fp32 roundings of the sum of the absolute terms; a result rounded to bf16 is 1000 times
-worse than that."""
+worse than that. Strides, and what lies past an end: fuzz_kernels.py."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -170,65 +168,6 @@ def test_an_fp32_gradient_counts_as_its_bf16_rounding() -> None:
     rounded = gradient.bfloat16()
     assert torch.equal(d_hidden_of(gradient, weight), d_hidden_of(rounded, weight))
     assert torch.equal(d_weight_of(gradient, hidden), d_weight_of(rounded, hidden))
-
-
-def inner_part(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """A matrix of NaN inside a larger one: odd stride, odd offset."""
-    return torch.full((rows + 2, columns + 5), torch.nan, dtype=dtype)[1 : rows + 1, 3 : columns + 3]
-
-
-def frame_is_nan(part: Tensor) -> bool:
-    whole = part._base
-    assert whole is not None
-    return int(whole.isnan().sum()) == whole.numel() - part.numel()
-
-
-def test_strided_operands_and_results(kind: tuple[torch.dtype, torch.dtype]) -> None:
-    (dtype, of_gradient), n, h, v = kind, 29, 581, 1091
-    hidden, weight, gradient = operands(n, h, v, dtype)
-    gradient = gradient.to(of_gradient)
-    part_hidden = inner_part(n, h, dtype).copy_(hidden)
-    part_weight = inner_part(v, h, dtype).copy_(weight)
-    part_gradient = inner_part(n, v, of_gradient).copy_(gradient)
-    out, d_hidden, d_weight = (inner_part(a, b, torch.float32) for a, b in ((n, v), (n, h), (v, h)))
-    start, rounded = inner_part(v, h, torch.float32).copy_(torch.randn(v, h)), inner_part(v, h, torch.bfloat16)
-    cpu_products.logits(part_hidden, part_weight, None, out)
-    cpu_products.d_hidden(part_gradient, part_weight, d_hidden)
-    cpu_products.d_weight(part_gradient, part_hidden, None, d_weight)
-    cpu_products.d_weight(part_gradient, part_hidden, start, rounded)
-    assert torch.equal(out, logits_of(hidden, weight)) and frame_is_nan(out)
-    assert torch.equal(d_hidden, d_hidden_of(gradient, weight)) and frame_is_nan(d_hidden)
-    assert torch.equal(d_weight, d_weight_of(gradient, hidden)) and frame_is_nan(d_weight)
-    total = start.clone()
-    cpu_products.d_weight(gradient, hidden, total, total)
-    assert torch.equal(rounded, total.bfloat16()) and frame_is_nan(rounded) and frame_is_nan(start)
-
-
-@pytest.mark.parametrize("n, h, v", [(1, 7, 131), (7, 63, 65), (65, 1000, 131), (3, 640, 1045)])
-def test_nothing_is_read_past_an_end(n: int, h: int, v: int, kind: tuple[torch.dtype, torch.dtype]) -> None:
-    """Every operand and result ends where a protected page begins: one byte too far and the process dies."""
-    (dtype, of_gradient), libc = kind, ctypes.CDLL(None)
-
-    def at_end_of_page(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        size = rows * columns * dtype.itemsize
-        readable = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = mmap.mmap(-1, readable + mmap.PAGESIZE)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        assert libc.mprotect(ctypes.c_void_p(address + readable), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-        tensor = torch.frombuffer(memory, dtype=dtype, count=rows * columns, offset=readable - size)
-        return tensor.view(rows, columns).copy_(torch.randn(rows, columns))
-
-    hidden, weight = at_end_of_page(n, h, dtype), at_end_of_page(v, h, dtype)
-    gradient, bias = at_end_of_page(n, v, of_gradient), at_end_of_page(1, v, torch.float32)[0]
-    out, d_hidden, d_weight = (at_end_of_page(a, b, torch.float32) for a, b in ((n, v), (n, h), (v, h)))
-    rounded = at_end_of_page(v, h, torch.bfloat16)
-    cpu_products.logits(hidden, weight, bias, out)
-    cpu_products.d_hidden(gradient, weight, d_hidden)
-    cpu_products.d_weight(gradient, hidden, d_weight, rounded)
-    cpu_products.d_weight(gradient, hidden, d_weight, d_weight)
-    assert torch.equal(rounded, d_weight.bfloat16())
-    assert torch.equal(out, logits_of(hidden, weight, bias))
-    assert torch.equal(d_hidden, d_hidden_of(gradient, weight))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels import Exact, Objective, Options, Sparse, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Exact, Objective, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs
 from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.vocabulary.backends import cpu, cpu_products
 from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, Teacher, partials_of
@@ -185,67 +186,22 @@ def test_a_wrong_tensor_does_not_reach_a_triton_kernel() -> None:
     assert not_refused(triton, functions | of_slots, ("too short",), False) == []
 
 
-# ---- heads of any strides
-
-KINDS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "kept": {"kept": TokenSets.from_lists([[i, i + 7, 39] if i % 3 else [] for i in range(N)])},
-    "only kept": {"kept": TokenSets.from_lists([[i, i + 7, 39] for i in range(N)])},
-    "at": {"at": TokenSets.from_lists([[i, 20 + i] for i in range(N)])},
-    "sparse": {"options": Options(sparse=Sparse(0.05))},
-}
-STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda x: x.t().contiguous().t(),
-    "every other column": lambda x: torch.stack([x, torch.full_like(x, torch.nan)], -1).flatten(-2)[:, ::2],
-    "rows apart": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], 1)[:, : x.shape[1]],
-}
-
-
-def of_head(
-    kind: str, backend: str, dtype: torch.dtype, strided: tuple[str, ...] = (), how: str = "transposed"
-) -> list[Tensor]:
-    """Log-probs and gradients; `strided`: leaves whose memory has other strides."""
-    g = torch.Generator().manual_seed(5)
-    plain = {
-        "hidden": torch.randn(N, H, generator=g),
-        "weight": torch.randn(V, H, generator=g),
-        "bias": torch.randn(V, generator=g),
-    }
-    leaves = {name: x.to(dtype) for name, x in plain.items()}
-    leaves = {name: (STRIDED[how](x) if name in strided else x).detach().requires_grad_() for name, x in leaves.items()}
-    logps, _, *more = linear_logprobs(
-        leaves["hidden"], leaves["weight"], torch.arange(N) * 5, bias=leaves["bias"], backend=backend, **KINDS[kind]
-    )
-    loss = (logps * torch.arange(1.0, N + 1)).sum() + (more[0]["at"].sum() if more else 0.0)
-    loss.backward()
-    return [logps.detach(), *(x.grad for x in leaves.values() if x.grad is not None)]
-
-
-@pytest.mark.parametrize("how", STRIDED)
-@pytest.mark.parametrize("kind", KINDS)
-def test_heads_of_any_strides(kind: str, how: str, backend: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        want = of_head(kind, backend, dtype)
-        assert len(want) == 4 and all(x.any() for x in want)
-        for strided in (("weight",), ("hidden",), ("hidden", "weight")):
-            found = of_head(kind, backend, dtype, strided, how)
-            assert all(map(same_bits, found, want)), (dtype, strided)
+# ---- heads of any strides; those of the policy: `view` of recipes
 
 
 def test_a_reference_of_any_strides(backend: str) -> None:
     """Its log-probs of sampled tokens over sets, and its whole distribution."""
-    hidden, weight = torch.randn(N, H), torch.randn(V, H)
-    for objective, fields in (
-        (Objective.preset("grpo", beta=0.3), {"kept": KINDS["kept"]["kept"]}),
-        (Objective.preset("grpo", beta=0.3, kl=Exact("jsd")), {}),
-        (Objective.preset("grpo", beta=0.3, kl=Exact("jsd")), {"kept": KINDS["kept"]["kept"]}),
-    ):
+    hidden, weight, sets = (
+        torch.randn(N, H),
+        torch.randn(V, H),
+        TokenSets.from_lists([[i, i + 7, 39] if i % 3 else [] for i in range(N)]),
+    )
+    for kl, fields in (("k3", {"kept": sets}), (Exact("jsd"), {}), (Exact("jsd"), {"kept": sets})):
         batch = TokenBatch(torch.arange(N)[None], torch.ones(1), **fields)  # type: ignore[arg-type]
         found = []
-        for own in (lambda x: x, STRIDED["transposed"]):
-            leaf = torch.ones(1, N, H, requires_grad=True)
-            reference = (own(hidden)[None], own(weight))
-            linear_grpo_loss(leaf, weight, batch, objective, reference=reference, backend=backend).loss.backward()
+        for head in (weight, weight.t().contiguous().t()):
+            leaf, objective = torch.ones(1, N, H, requires_grad=True), Objective.preset("grpo", beta=0.3, kl=kl)
+            linear_grpo_loss(leaf, weight, batch, objective, reference=(hidden[None], head), backend=backend).loss.backward()
             found.append(leaf.grad)
         assert found[0].any() and same_bits(*found)
 
@@ -253,14 +209,11 @@ def test_a_reference_of_any_strides(backend: str) -> None:
 def test_main_grad_of_a_transposed_parameter(backend: str) -> None:
     """The flag is that of the parameter, of which kernels take a copy."""
     weight: Any = torch.nn.Parameter(torch.randn(H, V).t())
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(V, H), False
     hidden, targets = torch.randn(N, H), torch.arange(N)
-    for kind in ("dense", "only kept"):
-        sets = KINDS[kind]
-        (want,) = torch.autograd.grad(linear_logprobs(hidden, weight, targets, backend=backend, **sets)[0].sum(), weight)
-        weight.main_grad.zero_()
-        weight.grad_added_to_main_grad = False
-        linear_logprobs(hidden, weight, targets, weight_grad=weight.main_grad, backend=backend, **sets)[0].sum().backward()
+    for options in ({}, {"kept": TokenSets.from_lists([[i, i + 7, 39] for i in range(N)])}):
+        (want,) = torch.autograd.grad(linear_logprobs(hidden, weight, targets, backend=backend, **options)[0].sum(), weight)
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(V, H), False
+        linear_logprobs(hidden, weight, targets, weight_grad=weight.main_grad, backend=backend, **options)[0].sum().backward()
         assert weight.grad_added_to_main_grad is True
         torch.testing.assert_close(weight.main_grad, want)
 
@@ -269,15 +222,9 @@ def test_main_grad_of_a_transposed_parameter(backend: str) -> None:
 
 OPTIMISED = """
 assert False, "assertions are on"
-import sys, torch
-from vocabulary.test_raw_pointers import KINDS, everything_not_refused, of_head
+from vocabulary.test_raw_pointers import everything_not_refused
 for line in everything_not_refused():
     print("not refused,", line)
-for kind in KINDS:
-    for strided in (("weight",), ("hidden",)):
-        pairs = zip(of_head(kind, "cpu", torch.float32, strided), of_head(kind, "cpu", torch.float32))
-        if not all(torch.equal(x, y) for x, y in pairs):
-            print("wrong,", kind, strided)
 """
 
 
@@ -286,3 +233,39 @@ def test_python_without_assertions() -> None:
     process = start(OPTIMISED, PYTHONOPTIMIZE="1")
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 0 and output == "", output
+
+
+# ---- calls of the binding; those of one stream: fuzz_kernels.refusals
+
+
+@no_module
+def test_calls_over_two_streams_that_cannot_be_right_are_refused() -> None:
+    from grpo_kernels import _cpu
+
+    x, targets, memory = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64), torch.zeros(9, 2)
+    stream, short = (_cpu.Stream(x.data_ptr(), 0, n, 8 * n, 8, 1.0, 0.0, 1.0, 0) for n in (2, 1))
+    at = [row.data_ptr() for row in memory]
+    nothing, one = _cpu.Program("nothing", 0, 2, [], [0, 0, 0]), _cpu.Program("one", 0, 2, [], [0])
+
+    def stats(direction: int, cross: int) -> None:
+        _cpu.divergence_stats(
+            stream, stream, direction, 8, 0, 2, targets.data_ptr(), 0, *at[:3], 0, 0, 0, *at[3:5], cross, at[6], 1
+        )
+
+    def loss(program: Any, direction: int, dtype: int, last: int) -> None:
+        outs = (*at[:3], last)
+        _cpu.divergence_fused(
+            program, [], [], False, stream, stream, direction, 0.0, 0, dtype, 16, 8, 8, 2, targets.data_ptr(), 0, 0, *outs, 1
+        )  # type: ignore[call-arg]
+
+    stats(1, at[5])
+    loss(nothing, 0, 0, at[3])
+    assert (memory[3] == 0).all() and (memory[0] == -math.log(8)).all()
+    for call, words in (
+        (lambda: stats(3, at[5]), "direction=3"), (lambda: stats(1, 0), "cross=0"),
+        (lambda: _cpu.divergence_mixed(stream, short, 0.5, 8, 0, 2, 0, *at[:7], 1), "inner_count=1"),
+        (lambda: loss(nothing, 3, 0, at[3]), "direction=3"), (lambda: loss(nothing, 0, 0, 0), "divergence=0"),
+        (lambda: loss(nothing, 0, 7, at[3]), "out_dtype=7"), (lambda: loss(one, 0, 0, at[3]), "does not give a loss and two slopes"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            call()

@@ -60,8 +60,7 @@ extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads,
 WITHOUT_THREADS = """
 import resource, sys
 import numpy as np
-from fuzz_kernels import load
-from guarded_memory import FP16, PAGE
+from fuzz_kernels import FP16, PAGE, load
 module = load(sys.argv[1])
 rows, vocab = 400, 16384
 logits = np.random.default_rng(0).standard_normal((rows, vocab)).astype(np.float16)
@@ -149,18 +148,9 @@ def test_addresses_and_undefined_behaviour(tmp_path: Path) -> None:
     }
     module = build(tmp_path, "address,undefined")
     fuzz(module, 4, 1000, **environment)
-    tests = [
-        str(HERE / name)
-        for name in (
-            "test_cpu_kernels.py",
-            "test_cpu_fused.py",
-            "test_cpu_products.py",
-            "test_divergence_cpu.py",
-            "test_divergence_fused.py",
-        )
-    ]
+    tests = [str(HERE / name) for name in ("test_row_kernels.py", "test_two_row_kernels.py", "test_cpu_products.py")]
     # Of the sparse products those of this module in this process, and no backend twice.
-    tests += [str(HERE / "test_sparse.py"), "-k", "not (eager or triton or beyond_a_matrix)"]
+    tests += [str(HERE / "test_sparse.py"), "-k", "not (eager or triton)"]
     run_tests(module, *tests, **environment)
 
 
@@ -174,13 +164,7 @@ def test_races(tmp_path: Path) -> None:
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fsanitize=thread", "-x", "c++", "-", "-o", str(team)]
     subprocess.run(["g++", *flags], input=TEAM, text=True, check=True)
     environment |= {"LD_PRELOAD": f"{environment['LD_PRELOAD']}:{team}", "OMP_NUM_THREADS": "1"}
-    names = (
-        "test_cpu_kernels.py",
-        "test_cpu_products.py",
-        "test_divergence_cpu.py",
-        "test_divergence_fused.py",
-        "test_selection.py",
-    )
+    names = ("test_row_kernels.py", "test_two_row_kernels.py", "test_cpu_products.py", "test_selection.py")
     # Without those that limit the memory of a process, which the sanitizer's own has no room in.
     tests = [*(str(HERE / name) for name in names), "-k", "cpu and not (triton or memory)"]
     run_tests(module, "threads=4", *tests, **environment)

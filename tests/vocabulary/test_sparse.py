@@ -1,8 +1,8 @@
-"""The sparse products of the eager and the C++ backend against float64. Triton's: sparse_triton_cases.py."""
+"""The sparse products of every backend and instruction set against float64; Triton's as test_row_kernels.py. Matrices between
+protected pages: fuzz_kernels.py."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,95 +10,170 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary.backends import eager_sparse
 from grpo_kernels.vocabulary.sparse import Slots, write_at
-from support import sparse_cases as cases
-from support.processes import finish, start
-from support.sparse_cases import DTYPES, WIDTHS
+from support.kernel_rows import DTYPES, EPS, KERNELS, TRITON, UNIT, kernels
+from support.largest import note
+from support.slots import matrix, random_slots, slots_of, values_for
 
 Tensor = torch.Tensor
 
 
-def kernels() -> list[str]:
-    """The eager backend, and the C++ one once for each instruction set that this processor has."""
-    from grpo_kernels.vocabulary.backends import cpu
-
-    return ["eager"] if cpu.available() is not None else ["eager", *(f"cpu {isa}" for isa in cpu._cpu.isas())]
-
-
-@pytest.fixture(params=kernels())
+@pytest.fixture(params=KERNELS)
 def module(request: pytest.FixtureRequest) -> Iterator[Any]:
-    name, _, isa = request.param.partition(" ")
-    module = backends.load(name)
-    if isa:
-        module._cpu.use_isa(isa)
-    yield module
-    if isa:
-        module._cpu.use_isa(module._cpu.isas()[0])
+    with kernels(request.param) as module:
+        yield module
 
 
-@pytest.mark.parametrize("gap", (0, 6))
-@pytest.mark.parametrize("width", WIDTHS)
-def test_logits(module: Any, width: int, gap: int) -> None:
-    for hidden_dtype, weight_dtype in itertools.product(DTYPES, DTYPES):
-        cases.check_logits(module, 23, width, hidden_dtype, weight_dtype, gap)
+def close(got: Tensor, want: Tensor, size: Tensor, terms: float) -> None:
+    """fp32 roundings of a sum whose terms have magnitudes of `size` in all, then one of the store."""
+    stored = UNIT[got.dtype] * want.abs() * (got.dtype != torch.float32) + (2.0**-24 if got.dtype == torch.float16 else 0.0)
+    beyond = (got.double() - want).abs() - stored
+    note("sparse products", beyond / size)
+    assert (beyond <= EPS * (terms + 1) * size).all(), beyond.max()
 
 
-@pytest.mark.parametrize("gap", (0, 6))
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("of", ("weight", "hidden"))
-def test_sums(module: Any, of: str, width: int, gap: int) -> None:
-    for dtype, out_dtype in itertools.product(DTYPES, DTYPES):
-        cases.check_sums(module, of, 23, width, dtype, out_dtype, gap)
+def check(module: Any, slots: Slots, hidden: Tensor, weight: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
+    """The three products; rows that no slot with a value names are left alone."""
+    values, (n, width) = values_for(slots), hidden.shape
+    used = slots.ids >= 0
+    x, w = hidden.double()[slots.rows], weight.double()[slots.ids.clamp(min=0)]
+    got = module.slot_logits(hidden, weight, slots)
+    assert got.dtype == torch.float32 and (got[~used] == -torch.inf).all()
+    close(got[used], (x * w).sum(1)[used], (x * w).abs().sum(1)[used], 4 + width / 8)
+    counted = used & (values != 0)
+    by_row, by_id, v = slots.rows[counted], slots.ids[counted], values.double()[counted, None]
+    for add, to, source, terms, out, kept in (
+        (module.add_weight_rows, by_row, weight, v * w[counted], d_hidden, 0.0),
+        (module.add_hidden_rows, by_id, hidden, v * x[counted], d_weight, 1.0),
+    ):
+        before, named = out.clone(), torch.zeros(len(out), dtype=torch.bool).index_fill(0, to, True)
+        add(values, slots, source, out)
+        want, size = (
+            (before.double() * kept).index_add(0, to, terms),
+            (before.double().abs() * kept).index_add(0, to, terms.abs()),
+        )
+        assert torch.equal(out[~named], before[~named]) and (not len(slots.ids) or named.any())
+        close(out[named], want[named], size[named], n)
 
 
-@pytest.mark.parametrize("of", ("weight", "hidden"))
-def test_sums_over_many_ids(module: Any, of: str) -> None:
-    cases.check_sums(module, of, 400, 40, torch.float32, torch.float32, 0, vocab=70_000)
+@pytest.mark.parametrize(
+    "width, gap", [(20, 6), (1, 0)] if TRITON else [(w, 6 * (i % 2)) for i, w in enumerate((1, 3, 16, 33, 64, 100, 513, 2100))]
+)
+def test_products(module: Any, width: int, gap: int) -> None:
+    """Of every two dtypes, at tails of every vector, wider than what C++ sums up at a time; rows apart."""
+    n = 5 if width > 1000 else 23
+    for dtype in DTYPES:
+        for other in (dtype, DTYPES[DTYPES.index(dtype) - 1]):
+            hidden, weight = matrix(n, width, dtype, 1, gap), matrix(40, width, other, 2, gap)
+            check(
+                module, random_slots(n, 40), hidden, weight, matrix(n, width, other, 3, gap), matrix(40, width, dtype, 4, gap)
+            )
+
+
+def test_many_ids_and_one_in_all_rows(module: Any) -> None:
+    n, vocab = (60, 300) if TRITON else (500, 70_000)
+    check(module, random_slots(n, vocab), *(matrix(rows, 20, torch.float32, i) for i, rows in enumerate((n, vocab, n, vocab))))
+    heavy = slots_of([[2, 0] if i % 2 else [i % 4 + 3, 2] for i in range(n)])
+    check(module, heavy, *(matrix(rows, 20, torch.float32, i) for i, rows in enumerate((n, 8, n, 8))))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_no_slot_names_is_not_read(module: Any, dtype: torch.dtype) -> None:
-    cases.check_poison(module, dtype)
-
-
-def test_nan_goes_through(module: Any) -> None:
-    cases.check_nan_goes_through(module)
+    """Nor is what a value of 0 multiplies. NaN of what is read goes through."""
+    slots = slots_of([[3, -1, 5], [], [-1, -1], [3, 4], [1, 3]])
+    values = torch.tensor([0.5, torch.nan, 2.0, 1.0, torch.nan, -1.0, 0.0, 0.0, 0.25])
+    hidden, weight = torch.full((5, 37), torch.nan).to(dtype), torch.full((7, 37), torch.nan).to(dtype)
+    hidden[[0, 3, 4]], weight[[1, 3, 4, 5]] = matrix(3, 37, dtype, 1), matrix(4, 37, dtype, 2)
+    assert not module.slot_logits(hidden, weight, slots).isnan().any()
+    hidden[3] = weight[1] = weight[4] = torch.nan
+    values[5] = 0.0  # with those of slots 6 and 7: row 3, ids 1 and 4
+    d_hidden, d_weight = torch.full((5, 37), torch.nan), torch.full((7, 37), torch.nan)
+    d_hidden[[0, 3, 4]], d_weight[[3, 5]] = 0.0, 0.0
+    module.add_weight_rows(values, slots, weight, d_hidden)
+    module.add_hidden_rows(values, slots, hidden, d_weight)
+    for out, live in ((d_hidden, [0, 4]), (d_weight, [3, 5])):
+        assert out[live].isfinite().all() and (out[live] != 0).any(1).all()
+    assert d_hidden[[1, 2]].isnan().all() and d_weight[[0, 1, 2, 4, 6]].isnan().all() and not d_hidden[3].any()
+    slots, hidden, weight = slots_of([[0, 2], [1]]), matrix(2, 19, dtype, 1), matrix(3, 19, dtype, 2)
+    d_hidden, d_weight = torch.zeros(2, 19, dtype=dtype), torch.zeros(3, 19, dtype=dtype)
+    module.add_weight_rows(torch.tensor([torch.nan, 1.0, 2.0]), slots, weight, d_hidden)
+    module.add_hidden_rows(torch.tensor([torch.nan, 1.0, 2.0]), slots, hidden, d_weight)
+    assert d_hidden.isnan().all(1).tolist() == [True, False] and d_weight.isnan().all(1).tolist() == [True, False, False]
+    weight[2, 18], d_hidden = torch.nan, torch.zeros(2, 19, dtype=dtype)
+    module.add_weight_rows(torch.ones(3), slots, weight, d_hidden)
+    assert d_hidden.isnan().nonzero().tolist() == [[0, 18]]
+    assert module.slot_logits(hidden, weight, slots).isnan().tolist() == [False, True, False]
 
 
 def test_nothing_to_do(module: Any) -> None:
-    cases.check_nothing(module)
+    """No slots, no rows, only slots that are not used."""
+    for lists in ([], [[], []], [[-1], [-1, -1]]):
+        slots, n = slots_of(lists), len(lists)
+        hidden, weight = torch.full((n, 5), torch.nan), torch.full((4, 5), torch.nan)
+        assert torch.equal(module.slot_logits(hidden, weight, slots), torch.full(slots.ids.shape, -torch.inf))
+        for value in (0.0, 1.0):
+            values, d_hidden, d_weight = torch.full(slots.ids.shape, value), torch.ones(n, 5), torch.ones(4, 5)
+            module.add_weight_rows(values, slots, weight, d_hidden)
+            module.add_hidden_rows(values, slots, hidden, d_weight)
+            assert (d_hidden == 1).all() and (d_weight == 1).all()
+
+
+def check_one_rounding(module: Any, dtype: torch.dtype) -> None:
+    n, eps, out = 64, torch.finfo(dtype).eps, torch.ones(2, 21, dtype=dtype)
+    module.add_hidden_rows(torch.full((n,), eps / 4), slots_of([[1]] * n), torch.ones(n, 21, dtype=dtype), out)
+    assert (out[1] == 1 + eps * n / 4).all() and (out[0] == 1).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_are_rounded_once(module: Any, dtype: torch.dtype) -> None:
-    cases.check_one_rounding(module, dtype)
+    """Terms that are each too small for the sum's dtype still count."""
+    check_one_rounding(module, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_id_that_is_in_all_rows(module: Any, dtype: torch.dtype) -> None:
-    cases.check_heavy_id(module, 500, 70, dtype)
+def results(module: Any, values: Tensor, slots: Slots, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three products, the sums into zeros."""
+    d_hidden, d_weight = torch.zeros(hidden.shape), torch.zeros(weight.shape)
+    module.add_weight_rows(values, slots, weight, d_hidden)
+    module.add_hidden_rows(values, slots, hidden, d_weight)
+    return module.slot_logits(hidden, weight, slots), d_hidden, d_weight
 
 
-@pytest.mark.parametrize("width", (1, 16, 77))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_are_independent(module: Any, dtype: torch.dtype, width: int) -> None:
-    cases.check_rows_are_independent(module, dtype, width)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_rows_are_independent(module: Any, dtype: torch.dtype) -> None:
+    """Each row, each id and each slot alone gives the same bits as all together."""
+    for width in (20,) if TRITON else (1, 16, 77):
+        n, vocab = 12, 9
+        slots = random_slots(n, vocab, seed=3)
+        values, hidden, weight = values_for(slots), matrix(n, width, dtype, 1), matrix(vocab, width, dtype, 2)
+        logits, d_hidden, d_weight = results(module, values, slots, hidden, weight)
+        for i, (lo, hi) in enumerate(zip(slots.offsets.tolist(), slots.offsets.tolist()[1:], strict=False)):
+            one, row = slots_of([slots.ids[lo:hi].tolist()]), torch.zeros(1, width)
+            module.add_weight_rows(values[lo:hi].clone(), one, weight, row)
+            assert torch.equal(module.slot_logits(hidden[i : i + 1], weight, one), logits[lo:hi]) and torch.equal(
+                row, d_hidden[i : i + 1]
+            )
+        for j in range(vocab):
+            of_id = torch.zeros(vocab, width)
+            module.add_hidden_rows(values, slots._replace(ids=torch.where(slots.ids == j, j, -1)), hidden, of_id)
+            assert torch.equal(of_id[j], d_weight[j]), j
+        for s in range(0, slots.ids.numel(), 3):  # moved to another place of a longer row
+            moved = module.slot_logits(hidden[slots.rows[s] : slots.rows[s] + 1], weight, slots_of([[0, int(slots.ids[s])]]))
+            assert torch.equal(moved[1], logits[s]), s
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_threads_change_no_bit(module: Any, dtype: torch.dtype) -> None:
-    slots, width = cases.random_slots(600, 50), 1100
-    values, hidden, weight = cases.values_for(slots), cases.matrix(600, width, dtype, 1), cases.matrix(50, width, dtype, 2)
-    assert_threads_change_no_bit(module, values, slots, hidden, weight)
+    n, width = (60, 40) if TRITON else (600, 1100)
+    slots = random_slots(n, 50)
+    assert_threads_change_no_bit(module, values_for(slots), slots, matrix(n, width, dtype, 1), matrix(50, width, dtype, 2))
 
 
 def assert_threads_change_no_bit(module: Any, *arguments: Any) -> list[Tensor]:
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        found.append(cases.results(module, *arguments))
+        found.append(results(module, *arguments))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
     return list(found[0])
@@ -106,7 +181,7 @@ def assert_threads_change_no_bit(module: Any, *arguments: Any) -> list[Tensor]:
 
 def test_slots_of_an_id_keep_their_order_when_threads_sort(module: Any) -> None:
     """The order of an id's slots counts: 2^24 + 1 - 2^24 is 0 in fp32, and 2^24 - 2^24 + 1 is 1."""
-    n, vocab = 90_000, 3000
+    n, vocab = (600, 40) if TRITON else (90_000, 3000)
     g = torch.Generator().manual_seed(1)
     ids, rows = torch.randint(0, vocab, (n,), generator=g), torch.arange(n)
     ids[5:9] = ids[-1] = 17
@@ -123,63 +198,17 @@ def test_slots_of_an_id_keep_their_order_when_threads_sort(module: Any) -> None:
     assert ((d_weight[:, 0] - exact).abs()[18:] <= 1e-6 * size[18:]).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_wide_rows(module: Any, dtype: torch.dtype) -> None:
-    """Wider than what C++ sums up at a time."""
-    cases.check_logits(module, 5, 2100, dtype, dtype, 2)
-    cases.check_sums(module, "weight", 7, 2100, dtype, dtype, 2)
-    cases.check_sums(module, "hidden", 7, 2100, dtype, dtype, 2)
-
-
-#: Matrices whose last element is the last of a readable page. What reads or writes beyond it ends the process.
-GUARDED = """
-import itertools, sys
-import numpy, torch
-from grpo_kernels.vocabulary.backends import cpu
-from guarded_memory import Memory
-from support import sparse_cases as cases
-
-def guarded(memory, x):
-    buffer = memory.take(x.numel() * x.element_size())
-    ends_a_page = buffer.bytes.ctypes.data + len(buffer.bytes) == buffer.pages.ctypes.data + len(buffer.pages)
-    moved = torch.frombuffer(buffer.bytes, dtype=x.dtype).view(x.shape).copy_(x)
-    return moved, ends_a_page
-
-memory, slots, ends = Memory(1 << 22), cases.random_slots(9, 12), 0
-for isa, width in itertools.product(sys.argv[1:], (1, 7, 15, 17, 31, 64, 65, 100, 127, 1030)):
-    cpu._cpu.use_isa(isa)
-    for dtype in cases.DTYPES:
-        for seed in range(3):
-            memory.reset(numpy.random.default_rng(seed))
-            made = [cases.matrix(n, width, dtype, n) for n in (9, 12)] * 2
-            (hidden, a), (weight, b), (d_hidden, c), (d_weight, d) = (guarded(memory, x) for x in made)
-            ends += a + b + c + d
-            cpu.slot_logits(hidden, weight, slots)
-            cpu.add_weight_rows(cases.values_for(slots), slots, weight, d_hidden)
-            cpu.add_hidden_rows(cases.values_for(slots), slots, hidden, d_weight)
-assert ends > 60 * len(sys.argv[1:])
-"""
-
-
-def test_nothing_beyond_a_matrix_is_touched() -> None:
-    pytest.importorskip("numpy")
-    isas = [name.partition(" ")[2] for name in kernels() if name != "eager"]
-    if not isas:
-        pytest.skip("no C++ backend")
-    finish(start(GUARDED, *isas))
-
-
 def test_blocks_of_eager_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group may lie in several blocks, one of a single slot among them: rounded once all the same, and the same bits."""
-    slots = cases.random_slots(60, 9)
-    values, hidden, weight = cases.values_for(slots), *(cases.matrix(n, 8, torch.float32, n) for n in (60, 9))
-    whole = cases.results(eager_sparse, values, slots, hidden, weight)
+    slots = random_slots(60, 9)
+    values, hidden, weight = values_for(slots), *(matrix(n, 8, torch.float32, n) for n in (60, 9))
+    whole = results(eager_sparse, values, slots, hidden, weight)
     for rows in (1, 2, 7):
         monkeypatch.setattr(eager_sparse, "block_bytes", lambda device, rows=rows: 16 * 8 * rows)
-        parts = cases.results(eager_sparse, values, slots, hidden, weight)
+        parts = results(eager_sparse, values, slots, hidden, weight)
         assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True)), rows
         for dtype in DTYPES:
-            cases.check_one_rounding(eager_sparse, dtype)
+            check_one_rounding(eager_sparse, dtype)
 
 
 @pytest.mark.parametrize("used", ["some", "the last", "none"])
@@ -203,10 +232,10 @@ def test_values_are_written_where_slots_are_used(used: str) -> None:
 
 def test_eager_asks_for_no_value() -> None:
     """Fake tensors have none."""
-    slots = cases.random_slots(12, 9)
-    arguments = (cases.values_for(slots), slots, cases.matrix(12, 8, torch.float32, 1), cases.matrix(9, 8, torch.float32, 2))
+    slots = random_slots(12, 9)
+    arguments = (values_for(slots), slots, matrix(12, 8, torch.float32, 1), matrix(9, 8, torch.float32, 2))
     mode = FakeTensorMode()
     values, slots, hidden, weight = torch.utils._pytree.tree_map(mode.from_tensor, arguments)
     with mode:
-        logits, d_hidden, d_weight = cases.results(eager_sparse, values, slots, hidden, weight)
+        logits, d_hidden, d_weight = results(eager_sparse, values, slots, hidden, weight)
     assert (logits.shape, d_hidden.shape, d_weight.shape) == (values.shape, (12, 8), (9, 8))

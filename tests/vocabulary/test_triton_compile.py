@@ -14,17 +14,20 @@ import torch
 
 from grpo_kernels.formulas.surrogates import Cispo, Clip, Custom, PolicyGradient, Surrogate
 from grpo_kernels.objective import Objective
-from grpo_kernels.vocabulary.rows import RowTransform
-from support.rows import WITH_ENTROPY, slopes_of
+from grpo_kernels.vocabulary.rows import RowTransform, Teacher
+from support.kernel_rows import Rows, visited
+from support.slots import random_slots, values_for
 
 pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from benchmarks.assembly import LOAD, STORE, accesses, bits, blocks, code
-from benchmarks.launches import Case, compiling, device_name, token_rows
+from benchmarks.assembly import LOAD, STORE, accesses, bits, blocks, code, loops, taken
+from benchmarks.launches import TARGETS, Case, compiling, device_name, token_rows
 from benchmarks.other_launches import Beside
 from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.vocabulary.backends import triton_sparse as sparse
+from grpo_kernels.vocabulary.backends.triton_divergence import _mixed_kernel, _two_pull_kernel, _two_stats_kernel
 
 pytestmark = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
@@ -164,11 +167,7 @@ def test_no_length_and_no_schedule_compiles_again(columns: int) -> None:
             transform = RowTransform(draw.choice((1.0, 16.0, draw.random())), draw.choice((1.0, 30.0)), draw.choice((1.0, 0.5)))
             rows = token_rows(n, objective, offset=draw.randint(0, 3))
             backend.fused(logits, rows, objective, transform, logits)
-            stats = backend.stats(logits, rows.targets, rows.read, transform, WITH_ENTROPY)
-            lo, hi = (0, n) if call % 3 else (n // 3, n - n // 4)
-            part = stats.at(slice(lo, hi))
-            vector = torch.zeros(n)[lo:hi]
-            backend.pull(logits, rows.targets[lo:hi], part, slopes_of(part, vector, vector), transform, logits, rows=(lo, hi))
+            visited(backend, Rows(logits, transform), logits, (0, n) if call % 3 else (n // 3, n - n // 4))
             backend.scale_(torch.zeros(n, columns, dtype=torch.bfloat16), torch.ones(()))
             if call == 0:
                 first = variants("sm_90")
@@ -247,3 +246,112 @@ def test_annotations_are_not_compiled(tmp_path: Path) -> None:
         logits = torch.zeros(1, 2, 64)
         backend.fused(logits, token_rows(2, objective), objective, PLAIN, logits)
         assert len(launches) == 1 and launches[0][1].asm["cubin"]
+
+
+# ---- two streams
+
+
+def test_no_length_and_no_mixture_compiles_again() -> None:
+    device, draw, counts = device_name("sm_90"), random.Random(0), []
+    with compiling("sm_90"):
+        for n in (1, 16, *(draw.randint(2, 70) for _ in range(5))):
+            transform = RowTransform(draw.choice((1.0, 16.0, draw.random())), draw.choice((1.0, 30.0)), draw.choice((1.0, 0.5)))
+            logits, teacher = torch.zeros(2, 1, n, 1040, dtype=torch.bfloat16).unbind()
+            visited(backend, Rows(logits, transform, Teacher(teacher, transform, "jsd", 0.5)))
+            counts.append(
+                [len(kernel.device_caches[device][0]) for kernel in (_two_stats_kernel, _mixed_kernel, _two_pull_kernel)]
+            )
+    assert all(count == counts[0] for count in counts[1:]), counts
+
+
+# ---- sparse products
+
+SPARSE_KERNELS = (
+    sparse._slot_logits_kernel, sparse._add_weight_rows_kernel, sparse._add_hidden_rows_kernel, sparse._add_pieces_kernel,
+)  # fmt: skip
+
+#: Dtypes of hidden states and weight.
+PAIRS = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.float16),
+)
+
+
+def launch_sparse(n: int, vocab: int, width: int, hidden: torch.dtype, weight: torch.dtype, gap: int = 0) -> None:
+    slots = random_slots(n, vocab)
+    x, y = (torch.zeros(rows, width + gap, dtype=dtype)[:, :width] for rows, dtype in ((n, hidden), (vocab, weight)))
+    sparse.slot_logits(x, y, slots)
+    sparse.add_weight_rows(values_for(slots), slots, y, x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse, "PIECE", 4)  # so that an id may be cut
+        sparse.add_hidden_rows(values_for(slots), slots, x, y)
+
+
+@pytest.mark.parametrize("gap", (0, 1))
+@pytest.mark.parametrize("target", TARGETS)
+def test_budgets_of_sparse_products(target: str, gap: int) -> None:
+    """No spills, no fp64, at least four programs of 128 threads by registers and, where rows are aligned, wide accesses."""
+    for hidden, weight in PAIRS[: 2 if gap else 4]:
+        with compiling(target) as launches:
+            launch_sparse(7, 40, 64, hidden, weight, gap)
+        assert [name for name, _ in launches] == [kernel.__name__ for kernel in SPARSE_KERNELS]
+        for name, kernel in launches:
+            assembly, used = code(kernel), taken(kernel)
+            said = (target, name, hidden, weight, used)
+            assert used["spilled"] == used["stack"] == 0 and used["registers"] <= 128, said
+            assert not re.search(r"\.f64|_f64", assembly), said
+            if gap == 0 and hidden == weight:
+                loads = max(width for loop in loops(assembly) for width in accesses(LOAD, loop))
+                stores = max(bits(m[0]) for m in re.finditer(STORE, assembly))
+                assert (loads, stores) == (128, 32 if kernel is launches[0][1] else 128), (*said, loads, stores)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_program_without_an_id_ends_after_one_load(target: str) -> None:
+    with compiling(target) as launches:
+        launch_sparse(7, 40, 64, torch.bfloat16, torch.float32)
+    body, successors = blocks(code(launches[2][1]))
+    # The fewest accesses on a way from the entry to each block, and from there to the end.
+    fewest, stack = {0: accesses(f"{LOAD}|{STORE}", body[0])}, [0]
+    while stack:
+        at = stack.pop()
+        for block in successors[at]:
+            found = fewest[at] + accesses(f"{LOAD}|{STORE}", body[block])
+            if block not in fewest or len(found) < len(fewest[block]):
+                fewest[block] = found
+                stack.append(block)
+    ends = [fewest[i] for i, block in enumerate(body) if i in fewest and any(re.match(r"ret;|s_endpgm", x) for x in block)]
+    assert min(ends, key=len) == ([] if target == "gfx942" else [64]), ends  # AMD: by a scalar load
+
+
+@pytest.mark.parametrize("vocab", (3, 200))
+def test_there_are_programs_for_as_many_ids_as_there_can_be(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of padded slots no more than the vocabulary has ids; the places are those where the used ones begin."""
+    width, grids = 64, []
+    monkeypatch.setattr(sparse, "run", lambda kernel, launch, grid, *_: grids.append(grid(launch(0))))
+    g = torch.Generator().manual_seed(0)
+    for m in (1, 40, 400, 8000):
+        ids = torch.randint(-vocab, vocab, (m,), generator=g).clamp(min=-1).to(torch.int32).sort().values
+        found = sparse.first_places(ids, min(m, vocab)).tolist()
+        listed = ids.tolist()
+        want = [listed.index(i) for i in sorted(set(listed)) if i >= 0]
+        assert found == want + [m] * (min(m, vocab) - len(want))
+        slots = sparse.Slots(ids.to(torch.int64), torch.tensor([0, m]), torch.zeros(m, dtype=torch.int64))
+        with compiling("sm_90"):
+            sparse.add_hidden_rows(torch.ones(m), slots, torch.zeros(1, width), torch.zeros(vocab, width))
+        # A block of columns has them all; of many slots, an id may have programs for every PIECE of its own.
+        cut = [m // sparse.PIECE] * 2 if m >= 2 * sparse.PIECE else [0]
+        assert grids == [min(m, vocab) + cut[0], *cut[1:]], m
+        grids.clear()
+
+
+@pytest.mark.parametrize("gap", (0, 3))
+def test_no_size_of_a_sparse_product_compiles_again(gap: int) -> None:
+    device, draw, counts = device_name("sm_90"), random.Random(0), []
+    with compiling("sm_90"):
+        for n, vocab, width in ((40, 48, 64), (1, 16, 16), (16, 17, 1024), *((draw.randint(2, 99), 50, 48) for _ in range(5))):
+            launch_sparse(n, vocab, width, torch.bfloat16, torch.bfloat16, gap)
+            counts.append([len(kernel.device_caches[device][0]) for kernel in SPARSE_KERNELS])
+    assert all(count == counts[0] for count in counts[1:]), counts

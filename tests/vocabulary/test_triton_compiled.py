@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 import triton
 
+from support.processes import interpreted
 from support.ptx.runs import CASES, ORDERS, TARGETS, all_cases, executed, known
 
 FOLDERS = {"installed": "", "3.6": os.environ.get("GRPO_KERNELS_TRITON_36", "")}
@@ -25,10 +26,8 @@ builds = pytest.mark.skipif(shutil.which("cc") is None, reason="the machine of t
 
 
 @builds
-@pytest.mark.skipif(
-    not known(triton.__version__), reason="the executor has not read what this version emits: test_triton_interpreter"
-)
-@pytest.mark.parametrize("cases", [CASES[:1], CASES[1:]], ids=["one stream", "two streams and columns"])
+@pytest.mark.skipif(not known(triton.__version__), reason="the executor has not read what this version emits")
+@pytest.mark.parametrize("cases", [CASES[:2], CASES[2:]], ids=["one stream", "two streams and columns"])
 def test_the_first_case_of_each_test(cases: list[Path]) -> None:
     executed(cases, "sm_90", 0, first=True)
 
@@ -42,3 +41,11 @@ def test_all_cases(version: str, target: str, order: int) -> None:
     if version != "installed" and not FOLDERS[version]:
         pytest.skip("GRPO_KERNELS_TRITON_36 names no folder")
     all_cases(target, order, FOLDERS[version])
+
+
+@pytest.mark.skipif(known(triton.__version__), reason="the executor runs them")
+@pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
+def test_in_the_interpreter(cases: Path) -> None:
+    """For versions of Triton whose code the executor has not read."""
+    pytest.importorskip("numpy")
+    interpreted(cases)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from support.processes import interpreted
-from support.rows import LOGPS
 
 pytest.importorskip("triton")
 
@@ -27,7 +26,7 @@ from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.vocabulary.backends import triton_choices, triton_launch
 from grpo_kernels.vocabulary.backends.triton_launch import KernelFailure
-from grpo_kernels.vocabulary.rows import RowTransform
+from grpo_kernels.vocabulary.rows import RowTransform, partials_of
 
 compiles = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
@@ -147,8 +146,8 @@ def test_refused_by_the_assembler(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         with pytest.warns(
             RuntimeWarning, match=r"stats does not run with a tile of 1024 x 4 .*PTXASError: .*no-such-option.* 256 x 4"
         ):
-            backend.stats(logits, targets, None, PLAIN, LOGPS)
-        backend.stats(logits, targets, None, PLAIN, LOGPS)
+            backend.stats(logits, targets, None, PLAIN, partials_of(()))
+        backend.stats(logits, targets, None, PLAIN, partials_of(()))
     assert [kernel.metadata.num_warps for _, kernel in launches] == [8, 8] and launches[0][1] is launches[1][1]
     assert asked == [512, 512, 256]  # two accesses, one, half the threads; then what is known to run, which is not made again
     triton_choices._launch.cache_clear()
@@ -180,7 +179,7 @@ def test_a_failed_pass_is_told_from_a_failed_launch(where: str, monkeypatch: pyt
 
         monkeypatch.setattr(JITFunction, "run", launch)
         with pytest.raises(RuntimeError) as raised:
-            backend.stats(logits, targets, None, PLAIN, LOGPS)
+            backend.stats(logits, targets, None, PLAIN, partials_of(()))
         monkeypatch.setattr(JITFunction, "run", compile_only)
     if where == "launch":
         assert raised.value is error and len(made) == 1 and not triton_launch._remembered

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,15 +14,17 @@ import torch
 import triton
 from triton.runtime.errors import PTXASError
 from triton.runtime.interpreter import InterpretedFunction
-from triton_cases import FULL, PLAIN, check, make_logits, make_rows
 
-from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss, token_logprobs
+from grpo_kernels import Objective, TokenBatch, grpo_loss, token_logprobs
 from grpo_kernels.formulas.surrogates import Custom
 from grpo_kernels.vocabulary import backends
 from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.vocabulary.backends import triton_launch
 from grpo_kernels.vocabulary.backends.triton_launch import KernelFailure
-from support.rows import LOGPS, WITH_ENTROPY
+from grpo_kernels.vocabulary.rows import partials_of
+from support.doors import batch_of, compare, objective_of, run
+from support.kernel_rows import PLAIN, Rows, check, fused, visited
+from support.recipes import Recipe, problem
 
 Tensor = torch.Tensor
 KERNELS = ("stats", "pull", "fused", "scale")
@@ -71,37 +73,13 @@ def messages(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
 
 
-def case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, TokenBatch]:
-    """(hidden [2, 4, 8], weight [1031, 8], batch)."""
-    g = torch.Generator().manual_seed(3)
-    hidden, weight = torch.randn(2, 4, 8, generator=g).to(dtype), torch.randn(1031, 8, generator=g).to(dtype)
-    mask = torch.rand(2, 4, generator=g) < 0.8
-    base = -math.log(1031) + torch.randn(3, 2, 4, generator=g)
-    targets = torch.randint(1031, (2, 4), generator=g)
-    return hidden, weight, TokenBatch(targets, base[0] + 7, mask=mask, old_logps=base[1], ref_logps=base[2])
+#: What visits rows once, and what visits them twice.
+ONE_VISIT = Recipe(objective="dapo, k3", vocab=1031, lengths=(4, 3), upstream=0.5)
+SEQUENCES = replace(ONE_VISIT, objective="gspo, k3 by the ratio")
 
 
-OBJECTIVES = {"one visit": Objective.preset("dapo", beta=0.04), "sequences": Objective.preset("gspo", beta=0.04)}
-
-
-def exact(objective: Objective, logits: Tensor, batch: TokenBatch) -> Tensor:
-    """The loss from float64 logits, by the papers' formulas."""
-    assert batch.old_logps is not None and batch.ref_logps is not None and batch.mask is not None
-    mask = batch.mask.double()
-    logps = logits.log_softmax(-1).gather(-1, batch.targets[..., None])[..., 0]
-    x, d = logps - batch.old_logps, batch.ref_logps - logps
-    if objective.level == "sequence":
-        x = ((x * mask).sum(1) / mask.sum(1))[:, None].expand_as(x)
-    ratio, advantages = x.exp(), batch.advantages.double()
-    bounds = (1 - 3e-4, 1 + 4e-4) if objective.level == "sequence" else (1 - 0.2, 1 + 0.28)
-    losses = -torch.min(ratio * advantages, ratio.clamp(*bounds) * advantages) + 0.04 * (d.exp() - d - 1)
-    if objective.level == "sequence":
-        return ((losses * mask).sum(1) / mask.sum(1)).mean()
-    return (losses * mask).sum() / mask.sum()
-
-
-def assert_right(got: Tensor, want: Tensor) -> None:
-    assert want.norm() > 1e-3 and (got.double() - want).norm() <= 3e-6 * want.norm()
+def right(recipe: Recipe = ONE_VISIT, **options: Any) -> None:
+    compare(problem(recipe), run(problem(recipe), **options))
 
 
 @pytest.mark.parametrize(
@@ -118,9 +96,14 @@ def assert_right(got: Tensor, want: Tensor) -> None:
 def test_a_smaller_tile_is_right_and_remembered(above: int, dtype: torch.dtype, refuse: Refuse) -> None:
     V = 9000
     launches = refuse(*KERNELS, above=above)
-    logits, rows = make_logits(3, V, dtype), make_rows(3, V, 1)
+    r = Rows(torch.randn(1, 3, V).to(dtype))
+
+    def check_both(r: Rows) -> None:
+        check(r.only("logps", "entropy"), fused(backend, r.only("logps", "entropy")))
+        check(r, visited(backend, r))
+
     with pytest.warns(RuntimeWarning) as caught:
-        check("clip", logits, rows, FULL, PLAIN)
+        check_both(r)
     full = {name: max(lanes for kernel, lanes in launches if kernel == name) for name in ("fused", "stats", "pull")}
     tried = {(name, lanes >> i) for name, lanes in full.items() for i in range(6) if lanes >> i >= above}
     assert full["fused"] > above and set(launches) == tried
@@ -139,8 +122,8 @@ def test_a_smaller_tile_is_right_and_remembered(above: int, dtype: torch.dtype, 
     launches.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        check("clip", logits, rows, FULL, PLAIN)
-        check("clip", logits[:, :2], rows[:2], FULL, PLAIN)  # no length asks again
+        check_both(r)
+        check_both(Rows(r.logits[:, :2]))  # no length asks again
     assert {lanes for _, lanes in launches} == {above}
 
 
@@ -157,97 +140,62 @@ def test_scaling_with_a_smaller_tile(refuse: Refuse) -> None:
     assert launches == {("scale", 1024): 1, ("scale", 512): 2}
 
 
-@pytest.mark.parametrize("inplace", (False, True))
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(
+    "recipe, used", [(ONE_VISIT, {"fused", "scale"}), (SEQUENCES, {"stats", "pull"})], ids=["one visit", "sequences"]
+)
 @pytest.mark.parametrize("kernels", [*((name,) for name in KERNELS), ("fused", "pull"), KERNELS], ids=" ".join)
 def test_eager_takes_the_calls_of_a_kernel_that_cannot_run(
-    kernels: tuple[str, ...], name: str, inplace: bool, refuse: Refuse
+    kernels: tuple[str, ...], recipe: Recipe, used: set[str], refuse: Refuse
 ) -> None:
-    objective = OBJECTIVES[name]
-    hidden, weight, batch = case()
-    logits = hidden @ weight.T
-    reference = logits.double().requires_grad_()
-    value = exact(objective, reference, batch)
-    (want,) = torch.autograd.grad(0.5 * value, reference)
-
-    def run() -> None:
-        given = logits.clone().requires_grad_()
-        out = grpo_loss(given * 1.0, batch, objective, inplace=inplace)
-        (gradient,) = torch.autograd.grad(0.5 * out.loss, given)
-        assert_right(gradient, want)
-        assert abs(out.loss.item() - value.item()) <= 1e-6 * max(1.0, abs(value.item()))
-
+    """Each says so once, and is not tried again."""
     launches = refuse(*kernels)
-    used = {"one visit": {"fused", "scale"}, "sequences": {"stats", "pull"}}[name]  # whose slopes take the upstream factor
-    if "fused" in kernels:
-        used |= {"stats", "pull"}
+    used = used | ({"stats", "pull"} if "fused" in kernels else set())  # whose slopes take the upstream factor
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run()
+        right(replace(recipe, inplace=True))
         refused = {key for key in launches if key[0] in kernels}
         launches.clear()
-        run()
+        right(recipe)
     assert not refused & set(launches) and {name for name, _ in refused} == used & set(kernels)
     found = messages(caught)
     assert len(found) == len(used & set(kernels)) == len(set(found))
     for kernel in used & set(kernels):
         (message,) = (m for m in found if f"kernel {kernel} " in m)
         instead = "second visit" if kernel == "fused" else "eager PyTorch"
-        for words in (instead, " x 4 ", REASON, "python -m grpo_kernels doctor"):
-            assert words in message, message
+        assert all(words in message for words in (instead, " x 4 ", REASON, "python -m grpo_kernels doctor")), message
 
 
 def test_from_hidden_states_and_layer_1(refuse: Refuse) -> None:
-    hidden, weight, batch = case()
-    objective = OBJECTIVES["one visit"]
-    leaves = [x.double().requires_grad_() for x in (hidden, weight)]
-    want = torch.autograd.grad(exact(objective, leaves[0] @ leaves[1].T, batch), leaves)
-    x = (hidden @ weight.T).double().requires_grad_()
-    logps = x.log_softmax(-1)
-    chosen, entropy = logps.gather(-1, batch.targets[..., None])[..., 0], -(logps.exp() * logps).sum(-1)
-    (slope,) = torch.autograd.grad((chosen * batch.advantages + 0.3 * entropy).sum(), x)
     refuse(*KERNELS)
     with pytest.warns(RuntimeWarning) as caught:
-        ours = [x.clone().requires_grad_() for x in (hidden, weight)]
-        for got, right in zip(torch.autograd.grad(linear_grpo_loss(*ours, batch, objective).loss, ours), want, strict=True):
-            assert_right(got, right)
-        given = (hidden @ weight.T).requires_grad_()
-        values = token_logprobs(given, batch.targets, entropy=True)
-        (got,) = torch.autograd.grad((values[0] * batch.advantages + 0.3 * values[1]).sum(), given)  # type: ignore[operator]
-    assert_right(values[0], chosen.detach())
-    assert_right(values[1], entropy.detach())  # type: ignore[arg-type]
-    assert_right(got, slope)
+        right(replace(ONE_VISIT, source="hidden"))
+        right(Recipe(door="logprobs", vocab=1031))
     assert {m.split("kernel ")[1].split()[0] for m in messages(caught.list)} == set(KERNELS)
 
 
 @pytest.mark.parametrize("how", ("strict", "environment", "by name"))
 def test_no_fallback_where_none_is_allowed(how: str, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits are left as they are. A smaller tile is no fallback."""
     if how == "environment":
         monkeypatch.setenv("GRPO_KERNELS_STRICT", "1")
     options: dict[str, Any] = {"strict": {"strict": True}, "environment": {}, "by name": {"backend": "triton"}}[how]
-    hidden, weight, batch = case()
-    logits = hidden @ weight.T
-    before, version = logits.clone(), logits._version
-    launches = refuse("fused", "stats", above=0)
+    p = problem(replace(ONE_VISIT, mask="none", lengths=(4,)))
+    logits, batch, objective = p.given["logits"].clone(), batch_of(p), objective_of(p.recipe)
+    before, version, launches = logits.clone(), logits._version, refuse("fused", "stats", above=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="kernel fused does not run") as refusal:
-                grpo_loss(logits, batch, OBJECTIVES["one visit"], inplace=True, **options)
+                grpo_loss(logits, batch, objective, inplace=True, **options)
             assert all(words in str(refusal.value) for words in (REASON, "512 x 4 down to 128 x 4", 'backend="auto"', "doctor"))
         with pytest.raises(RuntimeError, match="kernel stats does not run"):
-            token_logprobs(logits, batch.targets, **options)
-    assert launches == {("fused", 512): 1, ("fused", 256): 1, ("fused", 128): 1} | {
-        ("stats", 512): 1, ("stats", 256): 1, ("stats", 128): 1,
-    }  # fmt: skip
+            token_logprobs(logits, p.targets, **options)
+    assert launches == {(kernel, lanes): 1 for kernel in ("fused", "stats") for lanes in (512, 256, 128)}
     assert torch.equal(logits, before) and logits._version == version
-    # A smaller tile is no fallback.
     triton_launch._remembered.clear()
     refuse("fused", above=128)
     with pytest.warns(RuntimeWarning, match="runs with 128 x 4"):
-        out = grpo_loss(logits, batch, OBJECTIVES["one visit"], inplace=True, **options)
-    want = exact(OBJECTIVES["one visit"], before.double(), batch)
-    assert abs(out.loss.item() - want.item()) < 1e-6 * max(1.0, abs(want.item()))
+        right(replace(ONE_VISIT, inplace=True), **options)
 
 
 DEVICE_ERRORS = (
@@ -266,12 +214,11 @@ DEVICE_ERRORS = (
 )
 def test_an_error_of_the_device_is_not_swallowed(error: Exception, compiling: bool, refuse: Refuse) -> None:
     """Also where compiling raises it, unless it may be the compiler's own."""
-    hidden, weight, batch = case()
     launches = refuse(*KERNELS, error=error, compiling=compiling)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         with pytest.raises(type(error)) as raised:
-            grpo_loss(hidden @ weight.T, batch, OBJECTIVES["one visit"])
+            right()
     assert raised.value is error and not triton_launch._remembered and launches == {("fused", 512): 1}
 
 
@@ -287,14 +234,11 @@ def test_an_error_of_the_device_is_not_swallowed(error: Exception, compiling: bo
     ids=lambda error: type(error).__name__,
 )
 def test_what_the_compiler_refuses_goes_elsewhere(error: Exception, refuse: Refuse) -> None:
-    hidden, weight, batch = case()
     refuse(*KERNELS, error=error, compiling=True)
     with pytest.warns(RuntimeWarning) as caught:
-        out = grpo_loss(hidden @ weight.T, batch, OBJECTIVES["one visit"])
-    want = exact(OBJECTIVES["one visit"], (hidden @ weight.T).double(), batch)
-    assert abs(out.loss.item() - want.item()) < 1e-6 * max(1.0, abs(want.item()))
+        right()
     gist = {"PTXASError": "ptxas fatal", "CompilationError": "the culprit"}.get(type(error).__name__, str(error))
-    assert len(messages(caught.list)) == 2 and all(
+    assert len(messages(caught.list)) == len(KERNELS) and all(
         f"{type(error).__name__}: " in m and gist in m and "\n" not in m for m in messages(caught.list)
     )
 
@@ -302,7 +246,7 @@ def test_what_the_compiler_refuses_goes_elsewhere(error: Exception, refuse: Refu
 def test_short_rows_have_no_smaller_tile(refuse: Refuse) -> None:
     launches = refuse("stats")
     with pytest.raises(KernelFailure, match="tiles of 32 x 4 logits: OutOfResources"):
-        backend.stats(make_logits(2, 7, torch.float32), torch.zeros(2, dtype=torch.int64), None, PLAIN, LOGPS)
+        backend.stats(torch.randn(1, 2, 7), torch.zeros(2, dtype=torch.int64), None, PLAIN, partials_of(()))
     assert launches == {("stats", 32): 1}
 
 
@@ -311,11 +255,11 @@ def test_another_kernel_is_tried_anew(refuse: Refuse) -> None:
     launches = refuse("stats", above=128)
     targets = torch.zeros(2, dtype=torch.int64)
     calls: list[tuple[Tensor, Any, tuple[str, ...]]] = [
-        (make_logits(2, 1024, torch.float32), PLAIN, LOGPS), (make_logits(2, 2048, torch.bfloat16), PLAIN, LOGPS),
-        (make_logits(2, 2048, torch.float16), PLAIN, LOGPS),
-        (make_logits(2, 1023, torch.float32), PLAIN, LOGPS),
-        (make_logits(2, 1024, torch.float32), PLAIN._replace(softcap=3.0), LOGPS),
-        (make_logits(2, 1024, torch.float32), PLAIN, WITH_ENTROPY),
+        (torch.randn(1, 2, 1024).to(torch.float32), PLAIN, partials_of(())), (torch.randn(1, 2, 2048).to(torch.bfloat16), PLAIN, partials_of(())),
+        (torch.randn(1, 2, 2048).to(torch.float16), PLAIN, partials_of(())),
+        (torch.randn(1, 2, 1023).to(torch.float32), PLAIN, partials_of(())),
+        (torch.randn(1, 2, 1024).to(torch.float32), PLAIN._replace(softcap=3.0), partials_of(())),
+        (torch.randn(1, 2, 1024).to(torch.float32), PLAIN, partials_of(("entropy",))),
     ]  # fmt: skip
     with pytest.warns(RuntimeWarning):
         for _ in range(2):
@@ -330,23 +274,21 @@ def test_a_formula_that_triton_cannot_compile_runs_under_torch(refuse: Refuse) -
     def closure(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
         return -advantage * logp * width, -advantage * width
 
-    hidden, weight, batch = case()
-    logits = (hidden @ weight.T).requires_grad_()
-    objective = Objective(Custom(closure), aggregate="token-mean")
-    launches = refuse()
+    objective, launches = Objective(Custom(closure)), refuse()
+    leaf, targets, advantages = torch.randn(7, 1031, requires_grad=True), torch.randint(1031, (7,)), torch.randn(7)
+    batch = TokenBatch(targets, advantages)
     with pytest.warns(RuntimeWarning) as caught:
         for _ in range(2):
-            (got,) = torch.autograd.grad(grpo_loss(logits, batch, objective).loss, logits)
+            (got,) = torch.autograd.grad(grpo_loss(leaf, batch, objective).loss, leaf)
     (message,) = messages(caught.list)
     assert "closure closes over width" in message and "second visit" in message
     assert {name for name, _ in launches} >= {"stats", "pull"} and not any(n == "fused" for n, _ in launches)
-    x = logits.detach().double().requires_grad_()
-    logps = x.log_softmax(-1).gather(-1, batch.targets[..., None])[..., 0]
-    loss = -(batch.advantages * logps * width)[batch.mask].sum() / batch.mask.sum()  # type: ignore[union-attr]
-    assert_right(got, torch.autograd.grad(loss, x)[0])
+    x = leaf.detach().double().requires_grad_()
+    loss = -(advantages * x.log_softmax(-1).gather(-1, targets[:, None])[:, 0] * width).mean()
+    torch.testing.assert_close(got.double(), torch.autograd.grad(loss, x)[0], rtol=1e-5, atol=1e-8)
     for options in ({"strict": True}, {"backend": "triton"}):
         with pytest.raises(ValueError, match="closure closes over width"):
-            grpo_loss(logits, batch, objective, **options)  # type: ignore[arg-type]
+            grpo_loss(leaf, batch, objective, **options)  # type: ignore[arg-type]
 
 
 def test_a_value_error_that_is_no_refused_formula_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,8 +298,7 @@ def test_a_value_error_that_is_no_refused_formula_is_not_taken_for_one(monkeypat
         raise ValueError("something else is wrong")
 
     monkeypatch.setattr(backend, "fused", broken)
-    hidden, weight, batch = case()
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         with pytest.raises(ValueError, match="something else is wrong"):
-            grpo_loss(hidden @ weight.T, batch, OBJECTIVES["one visit"])
+            right()

@@ -17,9 +17,12 @@ from support.processes import for_its_own_pytest
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "tests" / "vocabulary"
-CASES = [FOLDER / f"{name}triton_cases.py" for name in ("", "divergence_", "selection_", "sparse_")]
+CASES = [
+    FOLDER / f"{name}.py"
+    for name in ("triton_cases", "test_row_kernels", "test_two_row_kernels", "test_selection", "test_sparse")
+]
 #: What takes longer, or runs the same kernels by calls of the package: in one order only.
-ONCE = [FOLDER / "large_triton_cases.py", *(ROOT / "tests" / "core" / f"gpu_{name}cases.py" for name in ("", "divergence_"))]
+ONCE = [FOLDER / "triton_recipes.py"]
 #: Orders of warps: as they are, reversed, shuffled by a seed.
 TARGETS, ORDERS = ("sm_90", "sm_100"), (0, 1, 7)
 

@@ -1,0 +1,222 @@
+"""Rows of logits as kernels behind their binding take them, what they make of them, and the same in float64.
+
+With GRPO_KERNELS_TEST_BACKENDS=triton the kernels are Triton's: in its interpreter, as compiled (support/ptx), or on a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_kernels import Objective
+from grpo_kernels.formulas.surrogates import PolicyGradient
+from grpo_kernels.formulas.token_stage import TokenRows
+from grpo_kernels.vocabulary import backends
+from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, Teacher, partials_of
+from support import oracle
+from support.inside import executor, executors
+from support.largest import note
+
+Tensor = torch.Tensor
+
+TRITON = "triton" in os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "").split()
+KERNELS = ["triton"] if TRITON else executors()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: One unit in the last place of 1: Triton's interpreter truncates.
+UNIT = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+EPS = UNIT[torch.float32]
+PLAIN, COOL, CAPPED = RowTransform(1.0, 0.0, 1.0), RowTransform(1.0, 0.0, 0.8), RowTransform(-0.7, 9.0, 1.3)
+TRANSFORMS = {"plain": PLAIN, "temperature": COOL, "softcap": RowTransform(1.0, 5.0, 1.0), "everything": CAPPED}
+KINDS = [("reverse", 0.0), ("forward", 0.0), ("jsd", 0.5), ("jsd", 0.1)]
+
+
+@contextmanager
+def kernels(name: str) -> Iterator[Any]:
+    """The module of a backend, with one instruction set. Tiles of Triton are small, so that short rows have several."""
+    with executor(name) as backend, pytest.MonkeyPatch.context() as patch:
+        if backend == "triton":
+            from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH
+
+            for kind in LAUNCH.keys() - {"slots"}:
+                patch.setitem(LAUNCH, kind, LAUNCH[kind]._replace(threads=32, accesses=1))
+        yield backends.load(backend)
+
+
+def transformed(x: Tensor, transform: RowTransform) -> Tensor:
+    """z of rows [n, V] in x's dtype, by the formula."""
+    t = transform.inv_temperature
+    x = x * transform.scale
+    x = transform.softcap * torch.tanh(x / transform.softcap) if transform.softcap else x
+    return x * (t.to(x.dtype)[:, None] if isinstance(t, Tensor) else t)
+
+
+@dataclass
+class Rows:
+    """A call. Targets and slopes, which are d loss / d statistic, are random; a row that is not read has no slope."""
+
+    logits: Tensor  # [A, T, V]
+    transform: RowTransform = PLAIN
+    teacher: Teacher | None = None
+    read: Tensor | None = None
+    targets: Tensor = field(default_factory=lambda: torch.empty(0))
+    slopes: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.slopes:
+            n, vocab = self.count, self.logits.shape[-1]
+            self.targets = torch.randint(max(vocab, 1), (n,)) if self.targets.dtype != torch.int64 else self.targets
+            names = ("logps", "entropy", "sum_squares") + ("divergence",) * (self.teacher is not None)
+            live = torch.ones(n) if self.read is None else self.read.float()
+            self.slopes = {name: torch.randn(n) * live for name in names}
+
+    @property
+    def count(self) -> int:
+        return self.logits.shape[0] * self.logits.shape[1]
+
+    def only(self, *names: str) -> Rows:
+        """With slopes of these statistics alone."""
+        return replace(self, slopes={name: self.slopes[name] for name in names})
+
+
+# ---- by the kernels
+
+
+def stats_of(module: Any, r: Rows, part: tuple[int, int] | None = None) -> RowStats:
+    of = slice(*part) if part else slice(None)
+    names = partials_of(
+        ("entropy", "sum_squares", "top_id") + ("divergence",) * (r.teacher is not None), r.teacher.kind if r.teacher else ""
+    )
+    teacher = None if r.teacher is None else r.teacher.at(of)
+    read = None if r.read is None else r.read[of]
+    return backends.visit(module, r.logits, r.targets[of], read, r.transform.at(of), names, teacher, part)
+
+
+def values_of(stats: RowStats, r: Rows) -> dict[str, Tensor]:
+    found = {name: getattr(stats, name) for name in ("logps", "entropy", "sum_squares", "top_prob")}
+    return found if r.teacher is None else {**found, "divergence": stats.divergence}
+
+
+def slopes_of(stats: RowStats, slopes: dict[str, Tensor]) -> Slopes:
+    values = {name: getattr(stats, name) for name in ("entropy", "sum_squares") if name in slopes}
+    return Slopes.of(values, slopes)
+
+
+def visited(
+    module: Any, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """(statistics, gradient) in two visits: the statistics, and what is pulled through them."""
+    stats, of = stats_of(module, r, part), slice(*part) if part else slice(None)
+    out = torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format) if out is None else out
+    slopes = slopes_of(stats, {name: x[of] for name, x in r.slopes.items()})
+    teacher = None if r.teacher is None else r.teacher.at(of)
+    module.pull(r.logits, r.targets[of], stats, slopes, r.transform.at(of), out, rows=part, teacher=teacher)
+    return values_of(stats, r), out
+
+
+def token_rows(r: Rows) -> tuple[TokenRows, Objective]:
+    """A loss that has the slopes of log-prob, entropy and divergence."""
+    n, bonus = r.count, r.slopes.get("entropy")
+    rows = TokenRows(
+        r.targets, r.read, advantages=-r.slopes["logps"], policy_weight=torch.ones(n), divergence_weight=r.slopes.get("divergence"),
+        entropy_weight=None if bonus is None else -bonus,
+    )  # fmt: skip
+    return rows, Objective(PolicyGradient(), entropy_coef=0.0 if bonus is None else 0.3)
+
+
+def fused(module: Any, r: Rows, out: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
+    """(values, gradient) of the loss in one call."""
+    out = torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format) if out is None else out
+    found = module.fused(r.logits, *token_rows(r), r.transform, out, teacher=r.teacher)
+    return {name: x for name, x in found._asdict().items() if x is not None}, out
+
+
+# ---- in float64
+
+
+def exact(r: Rows, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], Tensor]:
+    """(statistics and losses, gradient [n, V]) by autograd in a dtype; 0 where a row is not read."""
+    live = torch.ones(r.count, dtype=torch.bool) if r.read is None else r.read
+    leaf = r.logits.detach().reshape(r.count, -1)[live].to(dtype).requires_grad_()
+    log_p = transformed(leaf, r.transform.at(live)).log_softmax(-1)
+    p = log_p.exp()
+    finite = log_p.masked_fill(p == 0, 0.0)
+    found = {
+        "logps": log_p.gather(1, r.targets[live][:, None])[:, 0], "entropy": -(p * finite).sum(-1),
+        "sum_squares": p.square().sum(-1), "top_prob": p.amax(-1),
+    }  # fmt: skip
+    if r.teacher is not None:
+        w = r.teacher.logits.reshape(r.count, -1)[live].to(dtype)
+        log_q = transformed(w, r.teacher.transform.at(live)).log_softmax(-1)
+        found["divergence"] = oracle.divergence(log_p, log_q, r.teacher.kind, r.teacher.mixture)
+    slopes = {name: x[live].to(dtype) for name, x in r.slopes.items()}
+    found["losses"] = sum(
+        torch.where(slopes[name] == 0, 0.0, slopes[name] * found[name]) for name in slopes if name != "sum_squares"
+    )  # type: ignore[assignment]
+    (gradient,) = torch.autograd.grad(sum((slopes[name] * found[name]).sum() for name in slopes), leaf)  # type: ignore[union-attr]
+
+    def spread(x: Tensor) -> Tensor:
+        return torch.zeros(r.count, *x.shape[1:], dtype=torch.float64).masked_scatter(
+            live.view(-1, *[1] * (x.dim() - 1)), x.detach().double()
+        )
+
+    return {name: spread(x) for name, x in found.items()}, spread(gradient)
+
+
+def check(r: Rows, found: tuple[dict[str, Tensor], Tensor], what: str = "") -> None:
+    """No further from float64 than a careful computation in fp32, but for a rounding or two."""
+    (values, gradient), (right, steep), (naive, theirs) = found, exact(r), exact(r, torch.float32)
+    for name, x in values.items():
+        y, off = right[name], (naive[name] - right[name]).abs()
+        infinite = y.isinf() | y.isnan()
+        assert torch.equal(x.isinf(), y.isinf()), (what, name)
+        slack = 1.5 * off[~infinite].amax() if (~infinite).any() else 0.0
+        room = slack + 8 * EPS * (1 + y.abs()) if name != "divergence" else off + 3e-6 * y + 1e-12
+        error = (x.double() - y).abs()
+        assert (error <= room)[~infinite].all(), f"{what} {name}: off by {(error - room)[~infinite].max():.3g} beyond the room"
+        assert name not in ("divergence", "entropy", "sum_squares") or (x[~infinite] >= 0).all()
+        note(name, (error / (1 + y.abs()))[~infinite])
+    gradient, exactly = gradient.reshape(r.count, -1), steep
+    z = transformed(r.logits.double().reshape(r.count, -1), r.transform)
+    counts = z.isfinite() & (z > z.nan_to_num(neginf=-1e300).amax(-1, keepdim=True) - 200.0)  # others have no probability
+    size = torch.where(counts, z.abs(), 0.0).amax(-1, keepdim=True).clamp(min=1.0)
+    t, slopes = r.transform.inv_temperature, {name: x.double().abs() for name, x in r.slopes.items()}
+    of_slopes = sum(x if name == "logps" else x * (1 + right[name].abs()) for name, x in slopes.items())
+    t = (t.double() if isinstance(t, Tensor) else torch.tensor(t)).view(-1, 1)
+    unit = EPS * (4 + size) * of_slopes.view(-1, 1) * abs(r.transform.scale) * t.abs()  # type: ignore[union-attr]
+    if r.teacher is not None:  # the divergence is taken off each log-ratio, which cancels where it is large
+        unit = unit + 1e-6 * exactly.abs().amax(-1, keepdim=True)
+    stored = UNIT[gradient.dtype] * exactly.abs() + (2.0**-24 if gradient.dtype == torch.float16 else 0.0)
+    room = stored + (theirs - exactly).abs().amax(-1, keepdim=True) + unit
+    fine = exactly.isfinite().all(-1)
+    error = (gradient.double() - exactly).abs()
+    note("gradients", ((error - stored) / (of_slopes.view(-1, 1) + 1e-30))[fine])  # type: ignore[union-attr]
+    assert (error <= room)[fine].all(), f"{what} gradient: {(error - room)[fine].max():.3g} beyond the room"
+
+
+def same(found: tuple[dict[str, Tensor], Tensor], expected: tuple[dict[str, Tensor], Tensor], what: Any = "") -> None:
+    """The same bits, NaN as NaN."""
+    for name, x in found[0].items():
+        assert torch.equal(x.nan_to_num(7e30), expected[0][name].nan_to_num(7e30)), (what, name)
+    assert torch.equal(found[1].nan_to_num(7e30), expected[1].nan_to_num(7e30)), (what, "gradient")
+
+
+def row_pairs(vocab: int) -> tuple[Tensor, Tensor]:
+    """fp32 [10, vocab] twice: flat, peaked, nearly one-hot rows, nearly disjoint ones, equal ones, some far from 0, and a teacher
+    that agrees but for one id; two maxima stand late in a row."""
+    flat, peaked = torch.randn(2, vocab) * 0.1, torch.randn(2, vocab) * 6.0
+    one_hot, other, half = torch.zeros(vocab), torch.zeros(vocab), torch.arange(vocab) < vocab // 2
+    one_hot[vocab // 2], other[vocab - 1] = 25.0, 25.0
+    best = torch.where(torch.arange(vocab) == int(peaked[1].argmax()), 2.0, 0.0)
+    z = [flat[0], peaked[0], flat[0], one_hot, peaked[0], one_hot, torch.where(half, 0.0, -60.0)]
+    w = [flat[1], peaked[1], peaked[1], flat[0], one_hot, other, torch.where(half, -60.0, 0.0)]
+    z, w = (
+        torch.stack([*z, peaked[0], peaked[0] + 80.0, peaked[1]]),
+        torch.stack([*w, peaked[0], peaked[0] - 3 + flat[1], peaked[1] + best]),
+    )
+    z[1, -1], w[2, -1] = z.max() + 3.0, w.max() + 3.0
+    return z, w

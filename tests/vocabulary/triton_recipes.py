@@ -1,0 +1,156 @@
+"""Recipes run by the Triton backend against float64: every objective, and calls in which every two values of two axes meet.
+
+Run as triton_cases.py is. On a GPU vocabularies are of a real size, and products are those of a GPU; elsewhere stand-ins for these
+make the same calls."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_kernels import Objective, TokenBatch, grpo_loss
+from grpo_kernels.vocabulary.products import HalfProducts, Products, TensorCoreProducts
+from support import oracle
+from support.cases import same_bits
+from support.doors import check, exact_of, run
+from support.gpu_products import of_a_gpu
+from support.inside import in_chunks
+from support.objectives import OBJECTIVES
+from support.recipes import Recipe, covering, legal, problem
+
+Tensor = torch.Tensor
+ON_GPU = torch.zeros(()).device.type == "cuda"
+VOCABULARIES = (151_936, 129_921) if ON_GPU else (272, 131)
+LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)
+
+
+@pytest.fixture(autouse=True)
+def sixteen_bit_products() -> Iterator[None]:
+    with contextlib.nullcontext() if ON_GPU else of_a_gpu():
+        yield
+    problem.cache_clear()
+    exact_of.cache_clear()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_is_what_its_paper_says(name: str) -> None:
+    """From logits and from hidden states, of an aligned and an odd vocabulary."""
+    layout, others = ("padded", "packed")[len(name) % 2], ("near",) if "exact" in name else ()
+    for i, source in enumerate(("logits", "hidden")):
+        vocab, inplace = VOCABULARIES[(len(name) + i) % 2], not i
+        check(
+            Recipe(source=source, objective=name, lengths=LENGTHS, layout=layout, others=others, vocab=vocab, inplace=inplace),
+            backend="triton",
+        )
+
+
+def of_triton(r: Recipe) -> Recipe:
+    """Triton's interpreter truncates bf16, and no stand-in rounds as a GPU does: fp32 there."""
+    return legal(replace(r, vocab=VOCABULARIES[r.seed % 2], **({} if ON_GPU else {"dtype": "float32", "head": "of hidden"})))
+
+
+PAIRS = list(dict.fromkeys(of_triton(r) for r in covering(seed=7)))[:: 1 if ON_GPU else 5]
+
+
+@pytest.mark.parametrize("recipe", PAIRS, ids=str)
+def test_pairs(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of four rows, of which two are a block."""
+    in_chunks(monkeypatch, 4, 8)
+    check(recipe, backend="triton")
+
+
+@pytest.mark.parametrize("recipe", [Recipe(objective=name, vocab=VOCABULARIES[0], source=source, lengths=LENGTHS)
+                                    for name in ("dapo, k3", "gspo") for source in ("logits", "hidden")], ids=str)  # fmt: skip
+def test_the_same_bits_again(recipe: Recipe) -> None:
+    first, again = (run(problem(recipe), backend="triton") for _ in range(2))
+    assert all(same_bits(x, again.values[name]) for name, x in first.values.items())
+    assert all(same_bits(x, again.gradients[name]) for name, x in first.gradients.items())
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_offsets_beyond_32_bits(inplace: bool, record_property: Callable[[str, object], None]) -> None:
+    """More than 2^31 logits, every row of their gradient compared."""
+    n, vocab = (14_400, 151_936) if ON_GPU else (48, 1040)
+    source = torch.empty(n, vocab, dtype=torch.bfloat16).normal_(std=2.0)
+    targets = torch.randint(vocab, (n,))
+    fields = {"advantages": torch.randn(n), "ref_logps": torch.randn(n) - math.log(vocab) - 2.0}
+    leaf = source.clone().requires_grad_()
+    out = grpo_loss(
+        leaf * 1.0, TokenBatch(targets, **fields), Objective.preset("dapo", beta=0.04), inplace=inplace, backend="triton"
+    )
+    (gradient,) = torch.autograd.grad(out.loss, leaf)
+    assert (source.numel() > 2**31) == ON_GPU
+    total, worst, spec = 0.0, 0.0, oracle.Spec(eps_high=0.28, beta=0.04)
+    for lo in range(0, n, 240):
+        part = slice(lo, lo + 240)
+        own = {name: value[part] for name, value in fields.items()}
+        exact, steep = oracle.loss(spec, source[part], targets[part], normalizer=n, **own)
+        total += float(exact.loss)
+        worst = max(worst, relative(gradient[part], steep))
+        torch.testing.assert_close(out.logps[part].double(), exact.logps, rtol=1e-6, atol=5e-6)
+    record_property("gradient error", worst)
+    assert worst < 6e-3 and abs(out.loss.item() - total) < 1e-5 * (1 + abs(total))
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+PRODUCTS = {
+    "bf16": (TensorCoreProducts, torch.bfloat16), "fp16": (HalfProducts, torch.float16), "fp32": (Products, torch.float32),
+    "bf16 through fp32": (Products, torch.bfloat16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(192, 151936, 1024) if ON_GPU else (12, 96, 8), (5, 1031, 33), (1, 7, 3)], ids=str)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name: str, shape: tuple[int, int, int], record_property: Callable[[str, object], None]) -> None:
+    """Of a head with a bias and without, whatever its strides: the sum of two blocks is fp32."""
+    (kind, dtype), (rows, vocab, width) = PRODUCTS[name], shape
+    plain = (torch.randn(vocab, width) / width**0.5).to(dtype)
+    for weight, bias in (
+        (plain, None),
+        (plain.t().contiguous().t(), torch.randn(vocab).to(dtype)),
+        (torch.cat([plain, plain], 1)[:, :width], None),
+    ):
+        products = kind(weight, bias)
+        hidden = torch.randn(rows, width).to(products.dtype)
+        logits = products.logits(hidden)
+        found = {"logits": relative(logits, hidden.double() @ weight.double().t() + (0 if bias is None else bias.double()))}
+        block = products.gradient_rows(rows)
+        d_logits = products.gradient_buffer(logits, True) if block is None or kind is HalfProducts else block
+        given = d_logits.copy_(1e-9 * torch.randn(rows, vocab)).double()
+        d_logits = d_logits if block is None else products.keep(d_logits, block, 0)
+        found["d_hidden"] = relative(products.d_hidden(d_logits), given @ weight.double())
+        d_weight = given.t() @ hidden.double()
+        found["d_weight"] = relative(products.add_d_weight(None, d_logits, hidden, last=True), d_weight)
+        total = products.add_d_weight(products.add_d_weight(None, d_logits, hidden, last=False), d_logits, hidden, last=True)
+        assert logits.dtype == total.dtype == torch.float32
+        found["sum of d_weight"] = relative(total, 2 * d_weight)
+        for what, error in found.items():
+            record_property(what, error)
+        limits = {"logits": 1e-5, "d_hidden": 5e-5, "d_weight": 4e-3 if name == "bf16" else 5e-5, "sum of d_weight": 5e-5}
+        if kind is HalfProducts:  # the gradients of rows are rounded on their way into the products
+            limits |= dict.fromkeys(("d_hidden", "d_weight", "sum of d_weight"), 5e-4)
+        assert all(error < limits[what] for what, error in found.items()), found
+
+
+@pytest.mark.parametrize("objective", ["dapo, k3", "gspo"])
+def test_compiled(objective: str) -> None:
+    """The operators in a graph of torch.compile, their backward included."""
+
+    def compiled(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*x: Tensor) -> Tensor:
+            with contextlib.ExitStack() as stack:
+                if torch.overrides._get_current_function_mode() is not None:  # of the plugin: no part of what is compiled
+                    stack.enter_context(torch.overrides._pop_mode_temporarily())
+                return torch.compile(f, fullgraph=True, backend="aot_eager")(*x)
+
+        return call
+
+    check(Recipe(objective=objective, vocab=VOCABULARIES[0], mode="compile"), backend="triton", call=compiled)
