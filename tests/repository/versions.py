@@ -26,9 +26,9 @@ COMMAND = "python tests/repository/versions.py"
 #: backend, divergences, torch.compile, the C++ kernels alone, Triton's kernels in its interpreter, and the machine code that
 #: Triton makes of them, with its budgets.
 QUICK = (
-    "core/test_token_logprobs.py", "core/test_grpo_loss.py", "core/test_linear_logprobs.py", "core/test_linear_grpo_loss.py",
-    "core/test_kept.py", "core/test_divergences.py", "core/test_compile.py",
-    "vocabulary/test_row_kernels.py", "vocabulary/test_two_row_kernels.py", "vocabulary/test_linear_engine.py",
+    "core/test_objectives.py", "core/test_combinations.py", "core/test_rows.py", "core/test_autograd.py",
+    "core/test_sets_and_teachers.py", "core/test_cost.py", "core/test_compile.py",
+    "vocabulary/test_row_kernels.py", "vocabulary/test_two_row_kernels.py",
     "vocabulary/test_triton_compiled.py", "vocabulary/test_triton_compile.py", "benchmarks/test_resources.py::test_budgets",
 )  # fmt: skip
 
