@@ -139,7 +139,7 @@ def test_expected_value_and_gradient(kl: Kl, mean: str | None, gradient: str) ->
         *((Kl("k2", w), lambda d: d * d / 2 - d) for w in ("ratio", "score")),
         *((Kl("k3", w), lambda d: -d) for w in ("ratio", "score")),
     ],
-    ids=str,
+    ids=lambda x: f"{x.estimator} {x.weighting}" if isinstance(x, Kl) else "",
 )
 def test_small_distances_keep_their_digits(kl: Kl, slope: Callable[[Tensor], Tensor]) -> None:
     """e^d - d - 1 is no more negative than rounding, and value + slope is not 1 - e^d + e^d - d - 1, in which half of the digits
