@@ -150,6 +150,7 @@ def fused(model: Any) -> Any:
 def prepared(model: Any) -> Any:
     """As accelerate's Accelerator prepares it, with its autocast and its cast of outputs in the model's forward."""
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)  # a trainer of this process may have set it up in another way
     model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
     accelerate.state.AcceleratorState._reset_state(True)
     assert "forward" in vars(model)
