@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,8 +29,10 @@ from grpo_kernels.vocabulary.stage import VocabularyStage
 
 
 def executors() -> list[str]:
-    """What can compute here: eager, and C++ with each instruction set."""
-    return ["eager", *(f"cpu {isa}" for isa in (_cpu.isas() if _cpu else ()))]
+    """What can compute here: eager, and C++ with each instruction set; or the backends that the environment names, as on a GPU."""
+    chosen = os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "eager cpu").split()
+    of_cpu = [f"cpu {isa}" for isa in (_cpu.isas() if _cpu else ())]
+    return [name for backend in chosen for name in (of_cpu if backend == "cpu" else [backend])]
 
 
 @contextmanager
