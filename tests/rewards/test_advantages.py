@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.fuzz import MANY
 
 from grpo_kernels import TokenBatch, group_advantages
 from grpo_kernels.formulas.kl import Kl
@@ -41,6 +40,7 @@ from grpo_kernels.rewards.returns import (
 )
 from support import advantage_oracle as oracle
 from support.advantage_oracle import close
+from support.fuzz import MANY
 from support.oracle import kl_estimate
 from support.pairs import label, pairs
 from support.refused import Refused, refusals
