@@ -65,11 +65,11 @@ def processor(
             (cpu_products, "_chosen", None),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))
-        cpu_products.engines.cache_clear()
+        cpu_products._why_not.cache_clear()
         try:
             yield
         finally:
-            cpu_products.engines.cache_clear()
+            cpu_products._why_not.cache_clear()
 
 
 @contextmanager

@@ -260,6 +260,8 @@ def test_tiles_that_have_not_run_on_any_processor_are_taken_only_by_name(monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(cpu_products._cpu, "ask_for_tiles", lambda: pytest.fail("asked"))
             assert cpu_products.engine() == cpu_products.automatic() == "fp32"
+            with cpu_products.using("avx512bf16"):
+                assert cpu_products.engine() == "avx512bf16"
         with cpu_products.using("amx"):
             assert cpu_products.engine() == "amx"
 

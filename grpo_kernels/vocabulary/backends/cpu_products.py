@@ -67,16 +67,22 @@ def automatic() -> str:
     the rate of fp32, on AMD twice."""
     if _why_not_own() is not None:
         return "torch"
-    if TILES_HAVE_RUN and engines()["amx"] is None:
+    if TILES_HAVE_RUN and _why_not("amx") is None:
         return "amx"
     return "fp32" if _cpu.processor()[0] == "GenuineIntel" else "avx512bf16"
 
 
-@functools.cache
 def engines() -> dict[str, str | None]:
     """Each engine, and why it cannot run here; None: it can."""
-    own = _why_not_own()
-    return {"amx": own or _why_no_amx(), "avx512bf16": own, "fp32": own, "torch": None}
+    return {name: _why_not(name) for name in ENGINES}
+
+
+@functools.cache
+def _why_not(name: str) -> str | None:
+    """Of one engine, so that tiles are tried only where somebody asks about them."""
+    if name == "torch":
+        return None
+    return _why_not_own() or (_why_no_amx() if name == "amx" else None)
 
 
 def _why_not_own() -> str | None:
@@ -89,7 +95,7 @@ def _why_not_own() -> str | None:
 def _checked(name: str) -> str:
     if name not in ENGINES:
         raise ValueError(f"{SETTING}={name}: it is auto or one of {', '.join(ENGINES)}.")
-    reason = engines()[name]
+    reason = _why_not(name)
     if reason is not None:
         raise ValueError(f"{SETTING}={name}: {reason}; leave it at auto, or take one of {_names(engines())}.")
     return name
