@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from grpo_kernels import LogitTransform, LossOutput, Objective, TokenBatch, TokenSets, grpo_loss
 from support import oracle
@@ -54,24 +53,6 @@ def content(x: Any) -> Any:
     host = x.detach().cpu().contiguous()
     values = ctypes.string_at(host.data_ptr(), host.numel() * host.element_size()) if host.numel() else b""
     return x.dtype, x.shape, x.device, hashlib.sha1(values).digest()
-
-
-def share_answers(asked: Iterable[Callable[[], Any]]) -> None:
-    """On ranks: each gets its part of the oracle's answers, and then has those of all. They take longer than what is compared."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    before = set(_answers)
-    for i, ask in enumerate(asked):
-        if i % ranks == rank:
-            ask()
-    own = {key: _answers[key] for key in _answers.keys() - before}
-    plain = {
-        key: (replace(x, **{k: v.detach() for k, v in vars(x).items() if isinstance(v, Tensor)}), d)
-        for key, (x, d) in own.items()
-    }
-    everyone: list[Any] = [None] * ranks
-    dist.all_gather_object(everyone, plain)
-    for answers in everyone:
-        _answers.update(answers)
 
 
 @dataclass
@@ -252,16 +233,3 @@ def snapshot(**tensors: Tensor | None) -> Callable[[], None]:
 
 def filtered(spec: Spec) -> bool:
     return not (spec.trust is spec.entropy_floor is spec.entropy_share is spec.off_policy is None)
-
-
-def contributes_alone(spec: Spec) -> bool:
-    """Whether a token without advantage or weight contributes nothing, so that its logits are not needed."""
-    whole_batch = ("clip-cov", "kl-cov")  # means over all tokens decide
-    if spec.level != "token" or spec.entropy_share is not None or spec.surrogate in (*whole_batch, "dro"):
-        return False
-    return spec.beta == 0 and spec.entropy_coef == 0
-
-
-def near_a_kink(result: oracle.Result) -> bool:
-    """Whether some number lies so close to a bound that rounding may move it to the other side."""
-    return result.margin < 1e-4

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from grpo_kernels import LossOutput, Objective, linear_grpo_loss, linear_logprobs
 from support import oracle
 from support.cases import LENGTHS, Case, around, assert_no_worse, inside_lengths, pack
 from support.oracle import Spec
@@ -79,35 +78,6 @@ def build_linear(
     return LinearCase(hidden, weight, offset, tokens)
 
 
-def run_linear(
-    case: LinearCase, objective: Objective, backend: str, *, upstream: float | None = None, **options: Any
-) -> tuple[LossOutput, Gradients]:
-    """Loss and gradients by name; `upstream` is the gradient that arrives at the loss."""
-    leaves = case.leaves
-    out = linear_grpo_loss(
-        leaves["hidden"], leaves["weight"], case.tokens.batch(), objective,
-        bias=leaves.get("bias"), transform=case.tokens.logit_transform(), backend=backend, **options,
-    )  # fmt: skip
-    (out.loss if upstream is None else upstream * out.loss).backward()
-    return out, gradients_of(leaves)
-
-
-def run_logprobs(
-    case: LinearCase, d_logps: Tensor | None, d_entropy: Tensor | None, backend: str, **options: Any
-) -> tuple[Tensor, Tensor | None, Gradients]:
-    """Layer 1 of all rows that count, with an upstream gradient for every token."""
-    leaves = case.leaves
-    options.setdefault("entropy", d_entropy is not None)
-    options.setdefault("mask", case.tokens.mask)
-    logps, entropy = linear_logprobs(
-        leaves["hidden"], leaves["weight"], case.tokens.targets,
-        bias=leaves.get("bias"), transform=case.tokens.logit_transform(), backend=backend, **options,
-    )  # fmt: skip
-    outputs = [(x, d) for x, d in ((logps, d_logps), (entropy, d_entropy)) if d is not None]
-    torch.autograd.backward([x for x, _ in outputs], [d for _, d in outputs])
-    return logps.detach(), None if entropy is None else entropy.detach(), gradients_of(leaves)
-
-
 def gradients_of(leaves: Gradients) -> Gradients:
     found = {}
     for name, leaf in leaves.items():
@@ -144,9 +114,3 @@ def assert_near(a: Tensor, b: Tensor, relative: float, what: str) -> None:
     scale = float(b.detach().abs().max())
     error = float((a.detach().double() - b.detach().double()).abs().max())
     assert scale > 0 and error <= relative * scale, f"{what}: they differ by {error:.3e}, the largest value is {scale:.3e}"
-
-
-def assert_gradients_near(a: Gradients, b: Gradients, relative: float) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert_near(a[name], b[name], relative, f"gradient of {name}")
