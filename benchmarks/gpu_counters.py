@@ -33,10 +33,10 @@ from grpo_kernels import (
     token_logprobs,
 )
 from grpo_kernels.formulas.surrogates import Clip
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_divergence_kernels as beside
-from grpo_kernels.vocabulary.backends import triton_select_kernels as select
-from grpo_kernels.vocabulary.backends import triton_sparse_kernels as sparse
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends import triton_divergence_kernels as beside
+from grpo_kernels.rows.backends import triton_select_kernels as select
+from grpo_kernels.rows.backends import triton_sparse_kernels as sparse
 
 Tensor = torch.Tensor
 

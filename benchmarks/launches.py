@@ -20,9 +20,9 @@ from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
 from grpo_kernels.formulas.token_stage import TokenRows, formulas
 from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice, choice_of, fused_kind
-from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, partials_of
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends.triton_choices import LAUNCH, Choice, choice_of, fused_kind
+from grpo_kernels.rows.partials import Partials, RowTransform, Slopes, partials_of
 
 Tensor = torch.Tensor
 
@@ -193,7 +193,7 @@ class Case:
             backend.stats(logits, rows.targets, rows.read, transform, self.partials)
         elif self.kernel == "pull":
             assert out is not None
-            stats = RowStats.not_read(self.partials, n, logits.device)
+            stats = Partials.not_read(self.partials, n, logits.device)
             zeros = [torch.zeros(n) for _ in range(4)]
             slopes = Slopes(*zeros) if self.squares else Slopes(*zeros[:3]) if self.entropy else Slopes(zeros[0])
             backend.pull(logits, rows.targets, stats, slopes, transform, out)

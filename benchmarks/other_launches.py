@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.launches import DTYPE_NAMES, LAYOUTS, TRANSFORMS, Case
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice
-from grpo_kernels.vocabulary.rows import RowStats, Slopes, Teacher, partials_of
-from grpo_kernels.vocabulary.sparse import Slots
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends.triton_choices import LAUNCH, Choice
+from grpo_kernels.rows.partials import Partials, Slopes, Teacher, partials_of
+from grpo_kernels.rows.ragged import Ragged
 
 SINGLE, HALF, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -58,7 +58,7 @@ class Beside(Case):
         transform, targets = TRANSFORMS[self.transform](n), torch.zeros(n, dtype=torch.int64)
         teacher = Teacher(of_teacher, transform, self.divergence, 0.5)
         names = partials_of(("divergence",) + ("entropy",) * self.entropy + ("sum_squares",) * self.squares, self.divergence)
-        stats, ones = RowStats.not_read(names, n, logits.device, teacher), torch.ones(n)
+        stats, ones = Partials.not_read(names, n, logits.device, teacher), torch.ones(n)
         if self.kernel == "two_stats":
             backend.stats(logits, targets, None, transform, names, teacher=teacher)
         elif self.kernel == "mixed":
@@ -104,7 +104,7 @@ class Sparse(Case):
 
     def launch(self) -> None:
         n, m, ids = 4, 8, 16
-        slots = Slots(*(torch.zeros(k, dtype=torch.int64) for k in (m, n + 1, m)))
+        slots = Ragged(*(torch.zeros(k, dtype=torch.int64) for k in (m, n + 1, m)))
         # The weight, or the hidden states: the first matrix sets the width of an access.
         read, second = (torch.zeros(ids, self.stride, dtype=dtype)[:, : self.vocab] for dtype in (self.logits, self.second))
         if self.kernel == "slot_logits":
@@ -145,7 +145,7 @@ class Selecting(Case):
     def launch(self) -> None:
         n = 2
         logits = torch.zeros(n, self.stride, dtype=self.logits)[:, : self.vocab]
-        stats, whole = RowStats.not_read(partials_of(()), n, logits.device), torch.zeros(n, dtype=torch.int64)
+        stats, whole = Partials.not_read(partials_of(()), n, logits.device), torch.zeros(n, dtype=torch.int64)
         transform = TRANSFORMS[self.transform](n)
         if self.kernel == "select":
             backend.select(logits, whole, stats, transform, 1 / 256, whole)

@@ -28,15 +28,15 @@ from benchmarks.errors import errors
 from benchmarks.harness import RESULTS, interleaved, peak_memory
 from benchmarks.machine import machine, require_kernels
 from benchmarks.measure import outside_gate
-from benchmarks.providers.ours import native, objective
+from benchmarks.providers.ours import native_backend, objective
 from benchmarks.roofline import Table, render
 from benchmarks.scaling import PAGE
 from benchmarks.tables import replace_block
 from grpo_kernels import grpo_loss, linear_grpo_loss, token_logprobs
 from grpo_kernels.distributed import VocabShard
-from grpo_kernels.vocabulary.merging import merge
-from grpo_kernels.vocabulary.rows import partials_of
-from grpo_kernels.vocabulary.shard import all_gather
+from grpo_kernels.rows.partials import merge
+from grpo_kernels.rows.partials import partials_of
+from grpo_kernels.rows.parallel import all_gather
 
 FILE = RESULTS / "vocab_parallel.json"
 COMMAND = "python -m benchmarks.vocab_parallel --write"

@@ -28,10 +28,10 @@ from .objective import Denominators, Objective
 from .options import Options
 from .projection import Head
 from .rewards.advantages import group_advantages
-from .sparsity import Sparse
+from .rows.backends import use
+from .rows.selection import Sparse
 from .token_sets import TokenSets
 from .transform import LogitTransform
-from .vocabulary.backends import use
 
 __all__ = [
     "A2po",

@@ -11,7 +11,7 @@ import torch
 from .batch import TokenBatch
 from .checks import describe, nearest
 from .formulas.ops import bounded_exp
-from .formulas.token_stage import TokenRows, kl_of_rows
+from .formulas.token_stage import TokenRows
 from .objective import Objective
 
 Tensor = torch.Tensor
@@ -117,7 +117,7 @@ class LossOutput:
         )
         if rows.ref_logps is not None:
             of_kl = self.whole_logps.reshape(-1) if self.kl_apart and self.whole_logps is not None else logps
-            metrics["kl"] = mean(kl_of_rows(self._objective, of_kl, rows, x)[0])
+            metrics["kl"] = mean(self._objective.kl_terms(of_kl, rows, x)[0])
         elif self.divergence is not None:
             metrics["kl"] = mean(self.divergence.reshape(-1))
         sets = self._batch.kept

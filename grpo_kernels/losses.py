@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,44 +13,23 @@ from .checks import require
 from .formulas.token_stage import TokenRows
 from .layout import check_targets, per_token, values_are_checked
 from .loss_output import LossOutput
-from .loss_stages import Call, loss_of_logps, loss_of_source, with_divergence
 from .missing import check_kept, rows_with_sets
 from .objective import Denominators, Objective
-from .options import (
-    DEFAULTS,
-    NO_PRODUCT,
-    NOT_BOUNDED,
-    Options,
-    checked_logits,
-    draws,
-    hidden_source,
-    is_traced,
-    leaves_the_graph,
-    logits_source,
-    merged,
-    outside,
-    refuse_sparse,
-)
+from .options import DEFAULTS, NO_PRODUCT, NOT_BOUNDED, Options, merged, refuse_sparse
 from .projection import Head
-from .reference import (
-    Policy,
-    check_given,
-    linear_teacher,
-    logits_teacher,
-    reference_head,
-    scaled_by_temperature,
-    second,
-)
-from .row_counts import split_rows
+from .reference import Policy, Seconds, check_given, reference_stream, scaled_by_temperature, seconds_of
+from .row_counts import whole
+from .rows.backends import is_strict
+from .rows.hidden import Hidden
+from .rows.parallel import VocabShard
+from .rows.partials import partials_of
+from .rows.run import OneVisit, OverSets, applied, fused_loss, gradient_once, total
+from .rows.sets import KeptRows
+from .rows.stream import Logits, Whole
+from .statistics import Asked, statistics_of
+from .streams import draws, hidden_stream, is_traced, leaves_the_graph, logits_stream, outside
 from .token_sets import TokenSets
 from .transform import IDENTITY, LogitTransform, as_transform
-from .vocabulary.backends import is_strict
-from .vocabulary.hidden import FlatHead, check_head
-from .vocabulary.kept import KeptRows
-from .vocabulary.shard import VocabShard
-from .vocabulary.sources import Source
-from .vocabulary.stage import vocabulary_stage
-from .vocabulary.teachers import Several
 
 Tensor = torch.Tensor
 
@@ -112,38 +92,14 @@ def grpo_loss(
     if is_traced() and leaves_the_graph(sets, None, shard=shard, context_group=batch.context_group):
         given: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "shard": shard}
         return outside(grpo_loss, logits, batch, objective, ref_logits=ref_logits, options=options, **given)
-    batch = batch if batch.kept is None else _with_options(batch, options)
-    shape, device = batch.targets.shape, batch.targets.device
-    read = {"batch": batch, "transform": transform, "normalizer": normalizer}
-    flat_logits = checked_logits(logits, shape, device, inplace, shard, read, ref_logits)
-    vocab = flat_logits.shape[-1] if shard is None else shard.vocab
-    check_targets(batch.targets, batch.mask, vocab, logits=True)
-    row_transform = IDENTITY
-    if transform is not None:
-        row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
-    rows = _token_rows(batch, objective, normalizer, options)
-    kept = _kept_rows(batch, rows, vocab, options)
-    if inplace and kept is not None and options.over_vocabulary is not None:
-        raise ValueError(f"inplace=True, but {options} needs the logits for two gradients: pass inplace=False.")
-    teacher = None
-    if objective.exact is not None:
-        policy = Policy.of(batch, transform, vocab, flat_logits.shape[-1], shard)
-        teacher = logits_teacher(ref_logits, objective.exact, policy)
-        rows = scaled_by_temperature(rows, objective.exact, row_transform)
-
-    def source_of(rows: TokenRows, teacher: Any, kept: KeptRows | None, some: bool = False) -> Source:
-        return logits_source(device, inplace, shard, options, kept, *(() if teacher is None else second(teacher)))
-
+    batch, read = _with_options(batch, options), {"batch": batch, "transform": transform, "normalizer": normalizer}
+    shape, device, of_rows = batch.targets.shape, batch.targets.device, _for_rows(transform, batch)
+    given = {"shard": shard, "inplace": inplace, "read": read, "ref_logits": ref_logits}
+    stream = logits_stream(logits, shape, device, of_rows, options, **given)
     # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
     # visited twice anyway, with the exchange in between.
-    late = shard is not None or (flat_logits.dtype == torch.float16 and torch.is_grad_enabled())
-    call = Call(batch, objective, rows, kept, options, row_transform, objective.one_pass and not late, teacher)
-    if inplace and isinstance(teacher, Several) and not call.at_once():
-        raise ValueError(
-            "inplace=True, but beside several teachers the logits are needed again for each (an objective of one pass over fp32 or bf16 "
-            "logits, without sets, needs them once): pass inplace=False."
-        )
-    return loss_of_source(call, source_of, (flat_logits,))
+    late = shard is not None or (stream.logits.dtype == torch.float16 and torch.is_grad_enabled())
+    return _loss(stream, batch, objective, "ref_logits", ref_logits, transform, normalizer, options, late)
 
 
 def linear_grpo_loss(
@@ -214,51 +170,194 @@ def linear_grpo_loss(
     As in `grpo_loss` the gradients are handed over once. Raises ValueError naming the argument that is wrong.
     """
     check_specs(batch, objective, "reference", reference)
-    if isinstance(weight, Head):
-        beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
-        weight, bias, transform, shard, weight_grad = weight.parts(**beside)
+    head = Head.of(weight, bias=bias, transform=transform, shard=shard, weight_grad=weight_grad)
     options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
-    exact = objective.exact
-    if exact is not None:
+    if objective.exact is not None:
         refuse_sparse(options, NOT_BOUNDED)
-    if is_traced() and leaves_the_graph(exact or batch.kept, weight_grad, shard=shard, context_group=batch.context_group):
-        given: dict[str, Any] = {"bias": bias, "reference": reference, "transform": transform, "normalizer": normalizer}
-        given |= {"shard": shard, "weight_grad": weight_grad}
-        return outside(linear_grpo_loss, hidden, weight, batch, objective, options=options, **given)
-    batch = batch if batch.kept is None else _with_options(batch, options)
-    shape, device = batch.targets.shape, batch.targets.device
-    read = {"batch": batch, "reference": reference, "transform": transform, "normalizer": normalizer}
-    head = check_head(hidden, weight, bias, shape, device, shard, weight_grad, read)
-    check_targets(batch.targets, batch.mask, head.vocab)
-    row_transform = IDENTITY
-    if transform is not None:
-        row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
+    sets = objective.exact or batch.kept
+    if is_traced() and leaves_the_graph(sets, head.grad, shard=head.shard, context_group=batch.context_group):
+        given: dict[str, Any] = {"reference": reference, "normalizer": normalizer, "options": options}
+        return outside(linear_grpo_loss, hidden, head, batch, objective, **given)
+    batch = _with_options(batch, options)
+    read = {"batch": batch, "reference": reference, "transform": head.transform, "normalizer": normalizer}
+    shape, device, of_rows = batch.targets.shape, batch.targets.device, _for_rows(head.transform, batch)
+    stream = hidden_stream(hidden, head, shape, device, of_rows, options, read)
+    return _loss(stream, batch, objective, "reference", reference, head.transform, normalizer, options)
 
-    def source_of(rows: TokenRows, teacher: Any, kept: KeptRows | None, some: bool = False, of: FlatHead = head) -> Source:
-        index = None if some or is_traced() else split_rows(batch, rows, objective, kept)
-        streams = () if teacher is None else second(teacher)
-        return hidden_source(of, rows.read, options, index, kept, *streams)
 
-    teacher = ref_head = None
+def _for_rows(transform: LogitTransform | None, batch: TokenBatch) -> Any:
+    if transform is None:
+        return IDENTITY
+    return as_transform(transform).for_rows(batch.targets.shape, batch.mask, batch.cu_seqlens, batch.targets.device)
+
+
+def _loss(
+    stream: Logits | Hidden, batch: TokenBatch, objective: Objective, name: str, given: Any, transform: LogitTransform | None,
+    normalizer: float | Tensor | Denominators | None, options: Options, late: bool = False,
+) -> LossOutput:  # fmt: skip
+    """The loss of a stream's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull. `given`:
+    the second stream, as the argument `name`. `late`: not in one visit."""
+    shape, device, exact = batch.targets.shape, batch.targets.device, objective.exact
+    policy = Policy(shape, device, as_transform(transform), batch.mask, batch.cu_seqlens, stream, options)
+    check_targets(batch.targets, batch.mask, policy.vocab, logits=isinstance(stream, Logits))
+    seconds, reference = Seconds(), None
     if exact is not None:
-        teacher = linear_teacher(reference, exact, Policy.of(batch, transform, head.vocab, head.weight.shape[0], shard))
-    elif reference is not None:
-        policy = Policy.of(batch, transform, head.vocab, head.weight.shape[0], shard)
-        ref_head, ref_transform = reference_head(reference, policy)
+        seconds = seconds_of(name, given, exact, policy)
+    elif given is not None:
+        reference = reference_stream(given, policy)
         batch = batch.with_ref_logps(torch.zeros(shape, device=device))  # which rows are read does not depend on them
     rows = _token_rows(batch, objective, normalizer, options)
-    kept = _kept_rows(batch, rows, head.vocab, options)
-    if ref_head is not None:
+    kept = _kept_rows(batch, rows, policy.vocab, options)
+    over = _over(objective, options, seconds, kept)
+    _check_inplace(stream, seconds, over, options)
+    sparse = draws(options, stream) if isinstance(stream, Hidden) else None
+    visited = None if isinstance(stream, Logits) or is_traced() else _split_rows(batch, rows, objective, kept)
+    if reference is not None:
+        of_sets = kept if options.reference_over == "kept" else None
+        index = visited if of_sets is kept or visited is None else _split_rows(batch, rows, objective, None)
         with torch.no_grad():
-            source = source_of(rows, None, kept if options.reference_over == "kept" else None, of=ref_head)
-            ref_logps, _ = vocabulary_stage(source, (), (), rows.targets, rows.read, ref_transform, *ref_head.tensors)
+            asked = Asked(kept=of_sets, rows=index)
+            ref_logps = statistics_of(reference, asked, rows.targets, rows.read, options).logps
         batch = batch.with_ref_logps(ref_logps.view(shape))
         rows = _token_rows(batch, objective, normalizer, options)
     if exact is not None:
-        rows = scaled_by_temperature(rows, exact, row_transform)
-    one_visit = objective.one_pass and draws(options, head) is None
-    call = Call(batch, objective, rows, kept, options, row_transform, one_visit, teacher)
-    return loss_of_source(call, source_of, head.tensors)
+        rows = scaled_by_temperature(rows, exact, stream.transform)
+    late = late or over is not None or sparse is not None or is_traced() or bool(seconds.known)
+    if objective.one_pass and not late:
+        return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited)
+    if over is not None and visited is not None:
+        visited = _split_rows(batch, rows, objective, None)
+    with_gradient = ("entropy",) if objective.needs_entropy else ()
+    asked = Asked(("entropy",), with_gradient, kept, over, seconds, exact, rows=visited, sparse=sparse)
+    found = statistics_of(stream, asked, rows.targets, rows.read, options)
+    kl_apart = over is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
+    own = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
+    out = _loss_of_logps(found.logps, found.named["entropy"], batch, objective, own)
+    out = _with_divergence(out, found.named.get("divergence"))
+    if found.whole_logps is None:
+        return out
+    out = replace(out, rows=rows, whole_logps=found.whole_logps.detach().view(shape), kl_apart=kl_apart)
+    return replace(out, loss=out.loss + _kl_over_vocabulary(found.whole_logps, objective, rows)) if kl_apart else out
+
+
+def _in_one_visit(
+    stream: Logits | Hidden, batch: TokenBatch, objective: Objective, rows: TokenRows, kept: KeptRows | None, seconds: Seconds,
+    visited: tuple[Tensor, int] | None,
+) -> LossOutput:  # fmt: skip
+    shape, others, (index, active) = batch.targets.shape, seconds.others, visited or (None, None)
+    over_vocabulary, over_sets = None, None
+    if kept is None or not kept.has_all:
+        read = rows.read if kept is None else kept.others(rows.read)
+        over_vocabulary = Whole(rows.targets, read, partials_of(()), others, index, active)
+    if kept is not None:
+        over_sets = OverSets(kept, rows.targets, partials_of(()), others)
+    visit = OneVisit(stream, over_vocabulary, over_sets, objective.stage(rows), torch.is_grad_enabled())
+    loss, logps, entropy, divergence = fused_loss(visit, stream.tensors)
+    divergence = None if divergence is None else divergence.view(shape)
+    return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, divergence=divergence)
+
+
+def _over(
+    objective: Objective, options: Options, seconds: Seconds, kept: KeptRows | None
+) -> tuple[str, ...] | None:  # fmt: skip
+    """The statistics that rows with sets have over the whole vocabulary; None: none. Raises ValueError for what sets do not go with."""
+    if kept is None:
+        return None
+    kl, whole_reference = objective.kl_spec, options.reference_over == "vocabulary"
+    if seconds.known:
+        remedy = 'a teacher known at some ids has no distribution over a kept set: pass Options(reference_over="vocabulary").'
+        require(whole_reference, "reference_over", options.reference_over, remedy)
+    over = options.over_vocabulary
+    if over is not None and objective.beta != 0 and whole_reference:
+        refused = kl.weighting != "none" or kl.reads_old_logps
+        remedy = "pass a Kl without a weighting, of an estimator of logp and ref_logp alone, or reference_over='kept'."
+        remedy = f"{kl} weighs the KL by a ratio or reads old_logp, and both are over the sets: {remedy}"
+        require(not refused, "reference_over", options.reference_over, remedy)
+    return (*over, "divergence") if over is not None and whole_reference else over
+
+
+def _check_inplace(stream: Logits | Hidden, seconds: Seconds, over: tuple[str, ...] | None, options: Options) -> None:
+    """Raise ValueError where the gradient is to go into the memory of logits that are needed for another one."""
+    if not isinstance(stream, Logits) or not stream.inplace:
+        return
+    if over is not None:
+        raise ValueError(f"inplace=True, but {options} needs the logits for two gradients: pass inplace=False.")
+    if len(seconds.known) + bool(seconds.others) > 1 or any(teacher.weight is not None for teacher in seconds.known):
+        raise ValueError("inplace=True, but each teacher that is known at some ids needs the logits again: pass inplace=False.")
+
+
+def _kl_over_vocabulary(logps: Tensor, objective: Objective, rows: TokenRows) -> Tensor:
+    """The KL term alone, of log-probs over the whole vocabulary."""
+    value, _, _, slope = objective.kl_terms(logps.detach(), replace(rows, old_logps=None), torch.zeros_like(logps))
+    weight = rows.kl_weight
+    assert weight is not None
+    return applied(_TokenStage, logps, None, weight * value, weight * slope, None)
+
+
+def _with_divergence(out: LossOutput, divergence: Tensor | None) -> LossOutput:
+    """The loss with the exact divergence [n] of its rows, weighted; None: there is none."""
+    if divergence is None:
+        return out
+    weight = out.rows.divergence_weight
+    assert weight is not None
+    terms = torch.where(weight == 0, 0.0, weight * divergence)
+    return replace(out, loss=out.loss + total(terms), divergence=divergence.detach().view(out.logps.shape))
+
+
+def _loss_of_logps(
+    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows
+) -> LossOutput:
+    """The loss of flat log-probs and entropy [n]: the token stage alone."""
+    L, H = logps.detach(), None if entropy is None else entropy.detach()
+    x = None if objective.one_pass else objective.log_ratio(L, rows, batch)
+    losses, d_logps, d_entropy = objective.token_stage(L, H, rows, batch, x)
+    loss = applied(_TokenStage, logps, entropy, losses, d_logps, d_entropy)
+    H = torch.full_like(L, math.nan) if H is None else H
+    shape = batch.targets.shape
+    return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x)
+
+
+class _TokenStage(torch.autograd.Function):
+    """The sum of per-token losses, differentiable in log-probs and entropy: their slopes were computed beside the losses."""
+
+    @staticmethod
+    def forward(logps: Tensor, entropy: Tensor | None, losses: Tensor, d_logps: Tensor, d_entropy: Tensor | None) -> Tensor:
+        return total(losses)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[3:])
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        return *gradient_once(_times, d_loss, *ctx.saved_tensors), None, None, None
+
+
+def _times(d_loss: Tensor, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if slope is None else slope * d_loss for slope in slopes)
+
+
+def _split_rows(
+    batch: TokenBatch, rows: TokenRows, objective: Objective, kept: KeptRows | None
+) -> tuple[Tensor, int]:  # fmt: skip
+    """(indices of the rows that are read over the whole vocabulary, those that can have a gradient first, each kind in order;
+    how many of them can), without waiting for the device."""
+    n, device = rows.targets.numel(), rows.targets.device
+    read, active = rows.read, batch.marked(objective.active_rows) if rows.active is None else rows.active
+    same = read is active
+    if kept is not None:
+        if kept.has_all:
+            return torch.empty(0, dtype=torch.int64, device=device), 0
+        read, active = kept.others(read), kept.others(active)
+    if read is None and active is None:
+        return torch.arange(n, device=device), n
+    rank = torch.full_like(rows.targets, 2)
+    for value, mask in ((1, read), (0, active)):
+        rank = torch.full_like(rank, value) if mask is None else torch.where(mask, value, rank)
+    order = torch.argsort(rank, stable=True)
+    kind = str if kept is None else whole
+    can_have = batch.count(kind(objective.active_rows), active)
+    return order[: can_have if same else batch.count(kind("trained"), read)], can_have
 
 
 def objective_loss(
@@ -305,13 +404,13 @@ def objective_loss(
         x = x.reshape(-1).to(torch.float32)
         return x if rows.trained is None else torch.where(rows.trained, x, 0.0)
 
-    out = loss_of_logps(flat_rows(logps), None if entropy is None else flat_rows(entropy), batch, objective, rows)
-    return with_divergence(out, None if divergence is None else flat_rows(divergence))
+    out = _loss_of_logps(flat_rows(logps), None if entropy is None else flat_rows(entropy), batch, objective, rows)
+    return _with_divergence(out, None if divergence is None else flat_rows(divergence))
 
 
 def _with_options(batch: TokenBatch, options: Options) -> TokenBatch:
     """The batch with what the options say of targets outside of their sets."""
-    if options.missing in (None, batch.missing):
+    if batch.kept is None or options.missing in (None, batch.missing):
         return batch
     require(batch.missing is None, "missing", options.missing, f"the batch says missing={batch.missing!r}: leave it out here.")
     return replace(batch, missing=options.missing)

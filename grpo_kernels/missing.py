@@ -6,9 +6,9 @@ import torch
 
 from .checks import require
 from .layout import flat
+from .rows.backends import is_strict
+from .rows.sets import KeptRows
 from .token_sets import TokenSets, check_sets
-from .vocabulary.backends import is_strict
-from .vocabulary.kept import KeptRows
 
 Tensor = torch.Tensor
 

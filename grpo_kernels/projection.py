@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .checks import describe, with_hints
+from .rows.parallel import VocabShard
 from .transform import LogitTransform
-from .vocabulary.shard import VocabShard
 
 Tensor = torch.Tensor
 
@@ -37,9 +37,16 @@ class Head:
     grad: Tensor | None = None
     __repr__ = describe
 
-    def parts(self, **beside: Any) -> tuple[Any, ...]:
-        """(weight, bias, transform, shard, grad). `beside`: what the caller was given by keyword; it must be None."""
-        for name, value in beside.items():
+    def beside(self, **given: Any) -> Head:
+        """Self, where nothing is given beside it again. Raises ValueError with the remedy."""
+        for name, value in given.items():
             if value is not None:
                 raise ValueError(f"{name} is given beside a Head: put it into the Head.")
-        return tuple(getattr(self, f.name) for f in fields(self))
+        return self
+
+    @classmethod
+    def of(cls, weight: Any, *, bias: Any, transform: Any, shard: Any, weight_grad: Any) -> Head:
+        """A caller's `weight` with what was given beside it by keyword."""
+        if isinstance(weight, Head):
+            return weight.beside(bias=bias, transform=transform, shard=shard, weight_grad=weight_grad)
+        return cls(weight, bias, transform, shard, weight_grad)

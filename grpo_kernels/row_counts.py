@@ -1,17 +1,10 @@
-"""Row counts of a batch: a GPU sends them to the host early, and tensor versions tell when they are stale; rows in the order of
-their work."""
+"""Row counts of a batch: a GPU sends them to the host early, and tensor versions tell when they are stale."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from .batch import TokenBatch
-    from .formulas.token_stage import TokenRows
-    from .objective import Objective
-    from .vocabulary.kept import KeptRows
 
 Tensor = torch.Tensor
 
@@ -81,26 +74,3 @@ def _refuse_capture(device: torch.device) -> None:
             "a graph is being captured, and the host does not know the row counts of this TokenBatch yet: call the loss once on this "
             "batch before capturing, and again after a write into its mask, advantages or weights."
         )
-
-
-def split_rows(
-    batch: TokenBatch, rows: TokenRows, objective: Objective, kept: KeptRows | None
-) -> tuple[Tensor, int]:  # fmt: skip
-    """(indices of the rows that are read over the whole vocabulary, those that can have a gradient first, each kind in order;
-    how many of them can), without waiting for the device."""
-    n, device = rows.targets.numel(), rows.targets.device
-    read, active = rows.read, batch.marked(objective.active_rows) if rows.active is None else rows.active
-    same = read is active
-    if kept is not None:
-        if kept.has_all:
-            return torch.empty(0, dtype=torch.int64, device=device), 0
-        read, active = kept.others(read), kept.others(active)
-    if read is None and active is None:
-        return torch.arange(n, device=device), n
-    rank = torch.full_like(rows.targets, 2)
-    for value, mask in ((1, read), (0, active)):
-        rank = torch.full_like(rank, value) if mask is None else torch.where(mask, value, rank)
-    order = torch.argsort(rank, stable=True)
-    kind = str if kept is None else whole
-    can_have = batch.count(kind(objective.active_rows), active)
-    return order[: can_have if same else batch.count(kind("trained"), read)], can_have

@@ -11,7 +11,7 @@ import torch
 from .architectures import language_model, logits_of
 from .checks import LARGEST, SMALLEST, as_number, describe, require, require_number, with_hints
 from .layout import per_token, values_are_checked
-from .vocabulary.rows import RowTransform
+from .rows.partials import RowTransform
 
 Tensor = torch.Tensor
 

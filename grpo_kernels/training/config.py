@@ -19,7 +19,7 @@ from ..presets import PRESETS
 from ..rewards.advantages import BASELINES, SCALES
 from ..rewards.advantages import NUMERICS as CONSTANTS
 from ..rewards.estimators import ADVANTAGES, CORRECTIONS, Estimator, Evidence, lookup
-from ..sparsity import FINEST
+from ..rows.selection import FINEST
 from .command_line import with_options
 from .fields import DTYPES, EXACT, KNOWN, LOSSES, RATIOS, SCHEDULES, TRAINABLE, TRAINERS, Fields
 from .parallel import LAYOUTS

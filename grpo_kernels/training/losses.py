@@ -13,7 +13,7 @@ from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Denominators, Objective
 from ..options import Options
 from ..projection import Head
-from ..sparsity import Sparse
+from ..rows.selection import Sparse
 from ..transform import LogitTransform
 from .config import TrainConfig
 from .head import check_projection, completion_hidden, head_parameters, logit_transform

@@ -28,7 +28,7 @@ from grpo_kernels.formulas.program import FormulaRefused, Tracer
 from grpo_kernels.formulas.surrogates import Clip, Custom, Surrogate
 from grpo_kernels.formulas.token_program import random_inputs
 from grpo_kernels.formulas.token_stage import TokenRows, token_terms
-from grpo_kernels.vocabulary.backends import cpu
+from grpo_kernels.rows.backends import cpu
 from support.cases import OBJECTIVES, build, run
 from support.options import FILTERS, SURROGATES
 from support.pairs import pairs

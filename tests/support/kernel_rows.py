@@ -16,8 +16,8 @@ import torch
 from grpo_kernels import Objective
 from grpo_kernels.formulas.surrogates import PolicyGradient
 from grpo_kernels.formulas.token_stage import TokenRows
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, Teacher, partials_of
+from grpo_kernels.rows import backends
+from grpo_kernels.rows.partials import Partials, RowTransform, Slopes, Teacher, partials_of
 from support import oracle
 from support.inside import executor, executors
 from support.largest import note
@@ -40,7 +40,7 @@ def kernels(name: str) -> Iterator[Any]:
     """The module of a backend, with one instruction set. Tiles of Triton are small, so that short rows have several."""
     with executor(name) as backend, pytest.MonkeyPatch.context() as patch:
         if backend == "triton":
-            from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH
+            from grpo_kernels.rows.backends.triton_choices import LAUNCH
 
             for kind in LAUNCH.keys() - {"slots"}:
                 patch.setitem(LAUNCH, kind, LAUNCH[kind]._replace(threads=32, accesses=1))
@@ -86,7 +86,7 @@ class Rows:
 # ---- by the kernels
 
 
-def stats_of(module: Any, r: Rows, part: tuple[int, int] | None = None) -> RowStats:
+def stats_of(module: Any, r: Rows, part: tuple[int, int] | None = None) -> Partials:
     of = slice(*part) if part else slice(None)
     names = partials_of(
         ("entropy", "sum_squares", "top_id") + ("divergence",) * (r.teacher is not None), r.teacher.kind if r.teacher else ""
@@ -96,12 +96,12 @@ def stats_of(module: Any, r: Rows, part: tuple[int, int] | None = None) -> RowSt
     return backends.visit(module, r.logits, r.targets[of], read, r.transform.at(of), names, teacher, part)
 
 
-def values_of(stats: RowStats, r: Rows) -> dict[str, Tensor]:
+def values_of(stats: Partials, r: Rows) -> dict[str, Tensor]:
     found = {name: getattr(stats, name) for name in ("logps", "entropy", "sum_squares", "top_prob")}
     return found if r.teacher is None else {**found, "divergence": stats.divergence}
 
 
-def slopes_of(stats: RowStats, slopes: dict[str, Tensor]) -> Slopes:
+def slopes_of(stats: Partials, slopes: dict[str, Tensor]) -> Slopes:
     values = {name: getattr(stats, name) for name in ("entropy", "sum_squares") if name in slopes}
     return Slopes.of(values, slopes)
 

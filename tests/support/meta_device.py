@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_kernels import TokenSets
-from grpo_kernels.vocabulary.backends import eager
+from grpo_kernels.rows.backends import eager
 
 Tensor = torch.Tensor
 

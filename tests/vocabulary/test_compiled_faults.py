@@ -21,8 +21,8 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.launches import token_rows
 from grpo_kernels.objective import Objective
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.rows import RowTransform, partials_of
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.partials import RowTransform, partials_of
 from support.ptx.launches import executing
 from support.ptx.program import FAULTS, Fault, Program, UnknownInstruction
 

@@ -14,7 +14,7 @@ import torch
 
 from grpo_kernels import Objective
 from grpo_kernels.formulas.surrogates import Custom
-from grpo_kernels.vocabulary.rows import RowTransform, partials_of
+from grpo_kernels.rows.partials import RowTransform, partials_of
 from support.kernel_rows import (
     COOL,
     DTYPES,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes
-from grpo_kernels.vocabulary.selection import BITS, Drawn, capacity, per_unit, starts
+from grpo_kernels.rows.partials import Partials, RowTransform, Slopes
+from grpo_kernels.rows.selection import BITS, Drawn, capacity, per_unit, starts
 from support.kernel_rows import DTYPES, KERNELS, PLAIN, TRITON, kernels
 
 Tensor = torch.Tensor
@@ -37,7 +37,7 @@ def rows_of(vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
     return logits, targets, starts(7, torch.arange(n))
 
 
-def probabilities(module: Any, logits: Tensor) -> tuple[RowStats, Tensor]:
+def probabilities(module: Any, logits: Tensor) -> tuple[Partials, Tensor]:
     """As the row kernels of a backend have them: the gradient of the log-sum-exp."""
     n = len(logits)
     nowhere = torch.full((n,), -1)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grpo_kernels.vocabulary.backends import eager_sparse
-from grpo_kernels.vocabulary.sparse import Slots, write_at
+from grpo_kernels.rows.backends import eager_sparse
+from grpo_kernels.rows.ragged import Ragged, write_at
 from support.kernel_rows import DTYPES, EPS, KERNELS, TRITON, UNIT, kernels
 from support.largest import note
 from support.slots import matrix, random_slots, slots_of, values_for
@@ -33,7 +33,7 @@ def close(got: Tensor, want: Tensor, size: Tensor, terms: float) -> None:
     assert (beyond <= EPS * (terms + 1) * size).all(), beyond.max()
 
 
-def check(module: Any, slots: Slots, hidden: Tensor, weight: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
+def check(module: Any, slots: Ragged, hidden: Tensor, weight: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
     """The three products; rows that no slot with a value names are left alone."""
     values, (n, width) = values_for(slots), hidden.shape
     used = slots.ids >= 0
@@ -131,7 +131,7 @@ def test_sums_are_rounded_once(module: Any, dtype: torch.dtype) -> None:
     check_one_rounding(module, dtype)
 
 
-def results(module: Any, values: Tensor, slots: Slots, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def results(module: Any, values: Tensor, slots: Ragged, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The three products, the sums into zeros."""
     d_hidden, d_weight = torch.zeros(hidden.shape), torch.zeros(weight.shape)
     module.add_weight_rows(values, slots, weight, d_hidden)
@@ -186,7 +186,7 @@ def test_slots_of_an_id_keep_their_order_when_threads_sort(module: Any) -> None:
     ids, rows = torch.randint(0, vocab, (n,), generator=g), torch.arange(n)
     ids[5:9] = ids[-1] = 17
     ids[(torch.arange(n) > 100) & (ids == 17)] = 18
-    slots, values = Slots(ids, torch.arange(n + 1), rows), torch.randn(n, generator=g)
+    slots, values = Ragged(ids, torch.arange(n + 1), rows), torch.randn(n, generator=g)
     values[ids == 17] = 0.0
     values[5:9] = torch.tensor([2.0**24, 1.0, -(2.0**24), 0.5])
     hidden, weight = torch.ones(n, 2), torch.ones(vocab, 2)
@@ -213,7 +213,7 @@ def test_blocks_of_eager_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("used", ["some", "the last", "none"])
 def test_values_are_written_where_slots_are_used(used: str) -> None:
-    """Slots that are not used stand anywhere, also where others do."""
+    """Ragged that are not used stand anywhere, also where others do."""
     g = torch.Generator().manual_seed(3)
     flat = torch.randperm(7 * 9, generator=g)[:20]
     places = torch.stack([flat // 9, flat % 9])

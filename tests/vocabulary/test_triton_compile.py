@@ -14,7 +14,7 @@ import torch
 
 from grpo_kernels.formulas.surrogates import Cispo, Clip, Custom, PolicyGradient, Surrogate
 from grpo_kernels.objective import Objective
-from grpo_kernels.vocabulary.rows import RowTransform, Teacher
+from grpo_kernels.rows.partials import RowTransform, Teacher
 from support.kernel_rows import Rows, visited
 from support.slots import random_slots, values_for
 
@@ -25,9 +25,9 @@ from triton.runtime.jit import JITFunction
 from benchmarks.assembly import LOAD, STORE, accesses, bits, blocks, code, loops, taken
 from benchmarks.launches import TARGETS, Case, compiling, device_name, token_rows
 from benchmarks.other_launches import Beside
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_sparse as sparse
-from grpo_kernels.vocabulary.backends.triton_divergence import _mixed_kernel, _two_pull_kernel, _two_stats_kernel
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends import triton_sparse as sparse
+from grpo_kernels.rows.backends.triton_divergence import _mixed_kernel, _two_pull_kernel, _two_stats_kernel
 
 pytestmark = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
@@ -338,7 +338,7 @@ def test_there_are_programs_for_as_many_ids_as_there_can_be(vocab: int, monkeypa
         listed = ids.tolist()
         want = [listed.index(i) for i in sorted(set(listed)) if i >= 0]
         assert found == want + [m] * (min(m, vocab) - len(want))
-        slots = sparse.Slots(ids.to(torch.int64), torch.tensor([0, m]), torch.zeros(m, dtype=torch.int64))
+        slots = sparse.Ragged(ids.to(torch.int64), torch.tensor([0, m]), torch.zeros(m, dtype=torch.int64))
         with compiling("sm_90"):
             sparse.add_hidden_rows(torch.ones(m), slots, torch.zeros(1, width), torch.zeros(vocab, width))
         # A block of columns has them all; of many slots, an id may have programs for every PIECE of its own.

@@ -22,11 +22,11 @@ from triton.runtime.jit import JITFunction
 from benchmarks.launches import compiling, token_rows
 from grpo_kernels.formulas.surrogates import Custom
 from grpo_kernels.objective import Objective
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_choices, triton_launch
-from grpo_kernels.vocabulary.backends.triton_launch import KernelFailure
-from grpo_kernels.vocabulary.rows import RowTransform, partials_of
+from grpo_kernels.rows import backends
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends import triton_choices, triton_launch
+from grpo_kernels.rows.backends.triton_launch import KernelFailure
+from grpo_kernels.rows.partials import RowTransform, partials_of
 
 compiles = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels.vocabulary.merging import merge
-from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Teacher
+from grpo_kernels.rows.partials import merge
+from grpo_kernels.rows.partials import Partials, RowTransform, Teacher
 from support.kernel_rows import (
     CAPPED,
     COOL,
@@ -290,7 +290,7 @@ def test_parts_of_rows_merge(module: Any, kind: str, mixture: float, floor: floa
     names = tuple(name for name in whole.names if not name.startswith("mixed"))
     parts = [stats_of(module, of(c)).values[: len(names)] for c in cuts]
     starts = torch.tensor([[c.start] * len(z) for c in cuts], dtype=torch.int32)
-    merged: RowStats = merge(torch.stack(parts), names, None, starts, r.teacher)
+    merged: Partials = merge(torch.stack(parts), names, None, starts, r.teacher)
     assert torch.equal(merged.top_id, whole.top_id)
     for name, rtol, atol in (("logps", 1e-5, 1e-5), ("entropy", 1e-5, 1e-6), ("sum_squares", 1e-5, 1e-6)):
         torch.testing.assert_close(getattr(merged, name).double(), right[name], rtol=rtol, atol=atol)

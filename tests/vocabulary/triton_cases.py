@@ -19,10 +19,10 @@ from grpo_kernels.formulas.surrogates import Cispo, Custom
 from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_sparse, two_visits
-from grpo_kernels.vocabulary.backends.triton_choices import INTERPRETED, LAUNCH, Choice, choose
-from grpo_kernels.vocabulary.rows import RowTransform
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends import triton_sparse, two_visits
+from grpo_kernels.rows.backends.triton_choices import INTERPRETED, LAUNCH, Choice, choose
+from grpo_kernels.rows.partials import RowTransform
 from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, same, visited
 from support.slots import matrix, slots_of
 

@@ -17,11 +17,11 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from grpo_kernels import Objective, TokenBatch, grpo_loss, token_logprobs
 from grpo_kernels.formulas.surrogates import Custom
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_launch
-from grpo_kernels.vocabulary.backends.triton_launch import KernelFailure
-from grpo_kernels.vocabulary.rows import partials_of
+from grpo_kernels.rows import backends
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends import triton_launch
+from grpo_kernels.rows.backends.triton_launch import KernelFailure
+from grpo_kernels.rows.partials import partials_of
 from support.doors import batch_of, compare, objective_of, run
 from support.kernel_rows import PLAIN, Rows, check, fused, visited
 from support.recipes import Recipe, problem

@@ -1,7 +1,8 @@
-"""Inputs and results of the vocabulary stage for each row of logits: a transform, partials of its softmax, slopes.
+"""What the kernels take and make of rows of logits: rows with their transform, partials of their softmax, slopes.
 
 p is the softmax of a row's transformed logits z. Every loss of the package depends on z through statistics of p, whose
-gradients have one form (`Slopes`). Vectors have one entry a row, [n].
+gradients have one form (`Slopes`). Partials and slopes are tensors [q, n] and [s, n] with a name for each row of the table; other
+vectors have one entry a row of logits, [n].
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..layout import plain
-from .divergence import SMALL, phi
+from .divergence import SMALL, differences, merged_sums, phi
 
 Tensor = torch.Tensor
 
@@ -64,21 +65,42 @@ class RowTransform(NamedTuple):
 TRANSFORMED = RowTransform(1.0, 0.0, 1.0)
 
 
-class Teacher(NamedTuple):
+class Second(NamedTuple):
     """A second stream of rows, over the same ids: the q of a divergence. It gets no gradient."""
 
-    logits: Tensor  # [A, T, V] like the student's, any strides in front; fp32, bf16 or fp16, the student's or another
-    transform: RowTransform  # the teacher's own
+    logits: Tensor  # [A, T, V] like the first stream's, any strides in front; fp32, bf16 or fp16, the first's or another
+    transform: RowTransform  # its own
     kind: str  # "reverse", "forward" or "jsd", see `divergence.py`
-    mixture: float  # the share of the teacher in the mixture of "jsd", else 0
+    mixture: float  # its share in the mixture of "jsd", else 0
 
-    def at(self, rows: slice | Tensor) -> Teacher:
+    def at(self, rows: slice | Tensor) -> Second:
         """The same with the transform of these rows only, for a call that takes them out of all rows of the logits."""
         return self._replace(transform=self.transform.at(rows))
 
-    def plain(self) -> Teacher:
-        """Without gradients and the wrappers of torch.func, as a source takes it."""
-        return self._replace(logits=plain(self.logits.detach()), transform=self.transform.plain())
+
+class LogitRows(NamedTuple):
+    """The rows of logits of one call of a kernel, n = A * T in order; vectors are [n].
+
+    part   (lo, hi): these flat rows of the logits alone; the vectors are then [hi - lo]. None: all."""
+
+    logits: Tensor  # [A, T, V], any strides in the first two dimensions, unit stride in the last; fp32, bf16 or fp16
+    targets: Tensor  # int64
+    read: Tensor | None = None  # bool: rows that are looked at; None: all
+    transform: RowTransform = TRANSFORMED
+    second: Second | None = None
+    part: tuple[int, int] | None = None
+
+    @property
+    def n(self) -> int:
+        return self.targets.numel()
+
+    def cut(self, lo: int, hi: int) -> LogitRows:
+        """Rows lo to hi alone. For small batches slicing the vectors would take longer than the rows."""
+        if hi - lo == self.n:
+            return self
+        rows, first = slice(lo, hi), 0 if self.part is None else self.part[0]
+        read, second = None if self.read is None else self.read[rows], None if self.second is None else self.second.at(rows)
+        return LogitRows(self.logits, self.targets[rows], read, self.transform.at(rows), second, (first + lo, first + hi))
 
 
 #: Rows of the tensor that `stats` fills, in this order, and what stands there for a row that is not read.
@@ -128,11 +150,11 @@ def partials_of(statistics: tuple[str, ...], kind: str = "") -> tuple[str, ...]:
     return tuple(name for i, name in enumerate(PARTIALS) if i < ALWAYS or name in needed)
 
 
-class RowStats(NamedTuple):
+class Partials(NamedTuple):
     """Partials of each row's softmax, and the statistics that follow from them. Partials of parts of a row can be merged.
 
     values   fp32 [q, n], a row for each of `names`.
-    kind, mixture   of the divergence, as `Teacher` has them; "" without one.
+    kind, mixture   of the divergence, as `Second` has them; "" without one.
     draws    columns that were drawn while the logits were there, see `selection.Draws.tensors`.
 
     A row of only -inf has max -inf and sum 0; its log-prob and entropy are NaN, as torch's log_softmax has it. A NaN among the
@@ -145,15 +167,15 @@ class RowStats(NamedTuple):
     draws: tuple[Tensor, ...] = ()
 
     @classmethod
-    def empty(cls, names: tuple[str, ...], n: int, device: torch.device, teacher: Any = None) -> RowStats:
-        """Memory for partials. `teacher`: anything with a kind and a mixture."""
-        of = () if teacher is None else (teacher.kind, teacher.mixture)
+    def empty(cls, names: tuple[str, ...], n: int, device: torch.device, second: Any = None) -> Partials:
+        """Memory for partials. `second`: anything with a kind and a mixture."""
+        of = () if second is None else (second.kind, second.mixture)
         return cls(torch.empty(len(names), n, dtype=torch.float32, device=device), names, *of)
 
     @classmethod
-    def not_read(cls, names: tuple[str, ...], n: int, device: torch.device, teacher: Any = None) -> RowStats:
+    def not_read(cls, names: tuple[str, ...], n: int, device: torch.device, second: Any = None) -> Partials:
         """Those of n rows that are not read: log-prob, entropy and divergence are exactly 0."""
-        stats = cls.empty(names, n, device, teacher)
+        stats = cls.empty(names, n, device, second)
         for name in names:
             stats.get(name).fill_(NOT_READ[name])  # type: ignore[union-attr]
         return stats
@@ -165,7 +187,7 @@ class RowStats(NamedTuple):
         row = self.values[self.names.index(name)]
         return row.view(torch.int32) if name == "top" else row
 
-    def at(self, rows: slice | Tensor) -> RowStats:
+    def at(self, rows: slice | Tensor) -> Partials:
         """Those of these rows only."""
         return self._replace(values=self.values[:, rows])
 
@@ -282,54 +304,130 @@ class RowStats(NamedTuple):
         return logps, *values.values()
 
 
+#: Rows of the tensor of slopes, in this order; the first is always there.
+SLOPES = ("target", "constant", "log", "prob", "divergence")
+
+
 class Slopes(NamedTuple):
-    """d loss / d z_j = target (1[j = y] - p_j) + p_j (constant + log log p_j + prob p_j) + teacher G_j, y the row's target and G_j
+    """d loss / d z_j = target (1[j = y] - p_j) + p_j (constant + log log p_j + prob p_j) + divergence G_j, y the row's target and G_j
     the gradient of the divergence, see `divergence.gradient`.
 
-    Each is fp32 [n], contiguous; None where no row has such a term."""
+    values   fp32 [s, n], a row for each of `names`, which are some of SLOPES; no row of logits has a term of the others."""
 
-    target: Tensor
-    constant: Tensor | None = None
-    log: Tensor | None = None
-    prob: Tensor | None = None
-    teacher: Tensor | None = None
+    values: Tensor
+    names: tuple[str, ...]
 
     @classmethod
-    def of(cls, stats: dict[str, Tensor], slopes: dict[str, Tensor], read: Tensor | None = None) -> Slopes:
-        """From d loss / d statistic of "logps", "entropy", "sum_squares" and "divergence", and the values of the entropy and
+    def of(cls, stats: dict[str, Tensor], upstream: dict[str, Tensor], read: Tensor | None = None) -> Slopes:
+        """From d loss / d statistic of "logps", "lse", "entropy", "sum_squares" and "divergence", and the values of the entropy and
         the sum of squares. 0 where the row was not read, even if NaN arrives there: the values are 0 there, too."""
 
         def clean(x: Tensor) -> Tensor:
             x = x.to(torch.float32)
-            return (x if read is None else torch.where(read, x, 0.0)).contiguous()
+            return x if read is None else torch.where(read, x, 0.0)
 
-        given = {name: clean(x) for name, x in slopes.items()}
-        target = given.get("logps")
-        constant, log, prob = given.get("lse"), None, None  # d lse / dz_j = p_j
+        given = {name: clean(x) for name, x in upstream.items()}
+        slopes = {"target": given["logps"] if "logps" in given else torch.zeros_like(next(iter(given.values())))}
+        constants = [given["lse"]] if "lse" in given else []  # d lse / dz_j = p_j
         if "entropy" in given:  # dH/dz_j = -p_j (log p_j + H)
-            log = -given["entropy"]
-            constant = log * stats["entropy"] if constant is None else constant + log * stats["entropy"]
+            slopes["log"] = -given["entropy"]
+            constants.append(slopes["log"] * stats["entropy"])
         if "sum_squares" in given:  # 2 p_j (p_j - sum p^2)
-            prob = 2.0 * given["sum_squares"]
-            of_squares = -prob * stats["sum_squares"]
-            constant = of_squares if constant is None else constant + of_squares
-        if target is None:
-            target = torch.zeros_like(next(iter(given.values())))
-        return cls(target, constant, log, prob, given.get("divergence"))
+            slopes["prob"] = 2.0 * given["sum_squares"]
+            constants.append(-slopes["prob"] * stats["sum_squares"])
+        if constants:
+            slopes["constant"] = sum(constants[1:], constants[0])
+        if "divergence" in given:
+            slopes["divergence"] = given["divergence"]
+        return cls.stacked(slopes)
+
+    @classmethod
+    def stacked(cls, slopes: dict[str, Tensor]) -> Slopes:
+        """From vectors [n] by name."""
+        names = tuple(name for name in SLOPES if name in slopes)
+        rows = [slopes[name] for name in names]
+        return cls(torch.stack(rows) if len(rows) > 1 else rows[0].contiguous()[None], names)
+
+    def get(self, name: str) -> Tensor | None:
+        """A slope [n], a view of `values`; None where no row has such a term."""
+        return self.values[self.names.index(name)] if name in self.names else None
+
+    @property
+    def target(self) -> Tensor:
+        return self.values[0]
 
     def at(self, rows: slice | Tensor) -> Slopes:
         """Those of these rows only."""
-        return Slopes(self.target[rows], *(None if x is None else x[rows] for x in self[1:]))
+        return self._replace(values=self.values[:, rows])
 
-    def where(self, rows: Tensor) -> Slopes:
-        """0 but of these rows, a bool [n]."""
-        return Slopes(*(None if x is None else torch.where(rows, x, 0.0) for x in self))  # type: ignore[arg-type]
+    def without(self, name: str) -> Slopes:
+        """Without this term; `name` may be the last of SLOPES alone."""
+        return Slopes(self.values[:-1], self.names[:-1]) if name in self.names else self
+
+    def plus(self, name: str, x: Tensor) -> Slopes:
+        """With x [n] added to a slope."""
+        slopes = dict(zip(self.names, self.values, strict=True))
+        return Slopes.stacked({**slopes, name: slopes[name] + x if name in slopes else x})
 
     @property
     def nonzero(self) -> Tensor:
         """bool [n]: rows that can have a gradient. The gradient of the others is exactly 0."""
-        nonzero = self.target != 0
-        for x in self[1:]:
-            if x is not None:
-                nonzero = nonzero | (x != 0)
-        return nonzero
+        return (self.values != 0).any(0) if len(self.names) > 1 else self.target != 0
+
+
+# ---- partials of parts of a row, which ranks or chunks of the vocabulary have made
+
+
+def merge(
+    values: Tensor, names: tuple[str, ...], read: Tensor | None, starts: Tensor | None = None, second: Any = None
+) -> Partials:
+    """Partials of parts of a row, `values` [parts, q, n], as those of the whole row.
+
+    A part of only -inf, or of no column, adds nothing. The target is that of the part that has it, NaN where none has it or
+    (parts that overlap) several do. `starts` int32 [parts, n]: the id of each part's first column, for `top`. `second`: anything
+    with a kind and a mixture; MIXED are sums, and simply add up."""
+    parts = {name: values[:, i] for i, name in enumerate(names)}
+    merged = Partials.empty(names, values.shape[2], values.device, second)
+    tops = parts["max"]
+    top, shift, share = _shares(tops)
+    here = ~parts["target"].isnan()
+    found: dict[str, Any] = {
+        "max": top,
+        "sum": (share * parts["sum"]).sum(0),  # a NaN in any part stays one
+        "target": torch.where(here.sum(0) == 1, torch.where(here, parts["target"], 0.0).sum(0), torch.nan),
+    }
+    if "weighted" in parts:
+        weighted = share * (parts["weighted"] + parts["sum"] * shift)
+        found["weighted"] = torch.where(share == 0, 0.0, weighted).sum(0)  # a part that is far below: no 0 times infinity
+    if "squares" in parts:
+        found["squares"] = (share * share * parts["squares"]).sum(0)
+    if "top" in parts:
+        assert starts is not None
+        ids = parts["top"].view(torch.int32)
+        last = torch.iinfo(torch.int32).max
+        first = torch.where((tops == top) & (ids >= 0), ids + starts, last).amin(0)
+        found["top"] = torch.where(first == last, -1, first)
+    if "cross" in parts:
+        teacher_tops = parts["teacher_max"]
+        teacher_top, _, teacher_share = _shares(teacher_tops)
+        apart = differences(tops, teacher_tops, top, teacher_top)  # d of the whole row less d of the part
+        apart = torch.where((tops == -torch.inf) | (teacher_tops == -torch.inf), 0.0, apart)
+        found["teacher_max"], found["teacher_sum"] = teacher_top, (teacher_share * parts["teacher_sum"]).sum(0)
+        sums = (parts["sum"], parts["teacher_sum"], parts["cross"], parts["excess"])
+        found["cross"], found["excess"] = merged_sums(second.kind, share, teacher_share, apart, *sums)
+    for name in MIXED:
+        if name in parts:
+            found[name] = parts[name].sum(0)
+    for name in names:
+        x = found[name]
+        merged.get(name).copy_(x if read is None else torch.where(read, x, NOT_READ[name]))  # type: ignore[union-attr]
+    return merged
+
+
+def _shares(tops: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(the largest of the parts' maxima [parts, n], each one's distance to it, e to the power of that), 0 of a part of only
+    -inf."""
+    top = tops.amax(0)
+    empty = tops == -torch.inf
+    shift = torch.where(empty, 0.0, tops - top)
+    return top, shift, torch.where(empty, 0.0, shift.exp())

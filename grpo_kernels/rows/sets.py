@@ -1,8 +1,8 @@
-"""Rows whose softmax runs over a set of ids: the vocabulary stage over those ids alone.
+"""Rows whose softmax runs over a set of ids.
 
 A set is a small vocabulary. The logits at its ids are gathered side by side into [n, width], padded with -inf, and the row
-kernels of a backend run on them as on any logits. The source reads these logits and writes their gradient; it knows the
-positions (row, id) as `Slots`.
+kernels of a backend run on them as on any logits. The stream reads these logits and writes their gradient; it knows the
+positions (row, id) as `Ragged`.
 """
 
 from __future__ import annotations
@@ -10,24 +10,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import NamedTuple
 
 import torch
 
+from ..formulas.token_stage import TokenStage
 from ..layout import plain
-from .backends import FusedRows, SparseBackend
-from .rows import MIXED, TRANSFORMED, RowStats, RowTransform, Slopes, Teacher
-from .shard import VocabShard, exchange, on_shard
-from .sparse import Slots
-
-if TYPE_CHECKING:
-    from ..formulas.token_stage import TokenRows
-    from ..objective import Objective
-    from ..token_sets import TokenSets
+from ..token_sets import TokenSets
+from .backends import Backend, FusedRows
+from .parallel import VocabShard, exchange, on_shard
+from .partials import MIXED, TRANSFORMED, LogitRows, Partials, RowTransform, Second, Slopes
+from .ragged import Ragged
 
 Tensor = torch.Tensor
-
-R = TypeVar("R", RowStats, FusedRows)
 
 #: Bytes of gathered logits at a time. Most sets are small: the limit is for batches with a few very large ones.
 BLOCK_BYTES = 64 << 20
@@ -57,7 +52,7 @@ class KeptRows:
     without: int | None
     read: Tensor
     several: Tensor
-    slots: Slots
+    slots: Ragged
     target: Tensor
     groups: tuple[tuple[Tensor | None, int], ...]
 
@@ -81,7 +76,7 @@ class KeptRows:
         ids, owner = (torch.empty(row_of.numel() + n, dtype=torch.int64, device=device) for _ in range(2))
         ids[of_id], ids[of_target] = sets.ids.to(torch.int64), torch.where(outside, targets, -1)
         owner[of_id], owner[of_target] = row_of, rows
-        slots = Slots(torch.where(looked_at[owner], ids, -1), sets.offsets + torch.arange(n + 1, device=device), owner)
+        slots = Ragged(torch.where(looked_at[owner], ids, -1), sets.offsets + torch.arange(n + 1, device=device), owner)
         several = looked_at & (counts + outside.to(counts.dtype) > 1)
         has_all = without == 0
         if not has_all and read is not None and device.type == "cpu":  # rows of a prompt, which are not read
@@ -90,22 +85,11 @@ class KeptRows:
         looked_at, several, target = vectors
         return cls(plain(has), has_all, without, looked_at, several, slots.plain(), target, _groups(sets))
 
-    def alone(self) -> KeptRows:
-        """The same rows, if the rows without a set are handled elsewhere."""
-        return replace(self, has_all=True)
-
     def others(self, read: Tensor | None) -> Tensor:
         """bool [n]: rows that are read and have no set."""
         return ~self.has if read is None else read & ~self.has
 
-    def joined(self, of_sets: R, of_others: R) -> R:
-        """Per-row results of all rows, joined from those of rows with sets and those of the others."""
-        if isinstance(of_sets, RowStats):
-            return of_others._replace(values=torch.where(self.has, of_sets.values, of_others.values))
-        both = zip(FusedRows._fields, of_sets, of_others, strict=True)
-        return type(of_sets)(**{name: torch.where(self.has, x, y) for name, x, y in both if x is not None and y is not None})
-
-    def places(self, at: Slots) -> Tensor:
+    def places(self, at: Ragged) -> Tensor:
         """int64 [k]: the index in `slots` of each pair of `at`; the number of slots where it is not among them."""
         m = self.slots.ids.numel()
         pairs, order = self.slots.pairs.sort()
@@ -113,12 +97,13 @@ class KeptRows:
         has_slot = torch.cat([pairs, pairs.new_full((1,), -1)])[place] == at.pairs
         return torch.where(has_slot, torch.cat([order, order.new_full((1,), m)])[place], m)
 
-    def replaced(self, gradient: Tensor, at: Slots | None, several: Tensor | None) -> Tensor:
-        """The gradient of the logits at `slots`, with `several` in its place at the pairs of `at`."""
-        if several is None:
-            return gradient
-        assert at is not None
-        return torch.cat([gradient, gradient.new_zeros(1)]).index_copy_(0, self.places(at), several)[:-1]
+    def holds(self, at: Ragged) -> Tensor:
+        """bool [k]: pairs of `at` that are among `slots`."""
+        return self.places(at) < self.slots.ids.numel()
+
+    def replaced(self, gradient: Tensor, at: Ragged, of_ids: Tensor) -> Tensor:
+        """The gradient of the logits at `slots`, with `of_ids` in its place at the pairs of `at`."""
+        return torch.cat([gradient, gradient.new_zeros(1)]).index_copy_(0, self.places(at), of_ids)[:-1]
 
 
 def _groups(sets: TokenSets) -> tuple[tuple[Tensor | None, int], ...]:
@@ -138,87 +123,96 @@ def _groups(sets: TokenSets) -> tuple[tuple[Tensor | None, int], ...]:
     return tuple((rows, width) for rows, width in zip(grouped, widths, strict=True) if rows.numel())
 
 
-@dataclass(eq=False)
-class KeptStage:
-    """The vocabulary stage of rows with sets. `logits` are fp32 [m], one a slot, before the transform; see `slots`.
+class Beside(NamedTuple):
+    """A second stream of rows over the same sets: its transformed logits at the slots, [m]."""
 
-    backend   of the row kernels.
-    columns   how many ids this process has: all, or those of `shard` from its start on.
-    teacher   a second stream of the rows, over the same sets; its logits are fp32 [m], too."""
+    z: Tensor
+    kind: str
+    mixture: float
+
+
+class _Block(NamedTuple):
+    """Rows of like sizes, side by side."""
+
+    rows: slice | Tensor
+    shape: tuple[int, int]  # (rows, width)
+    at: Tensor  # int64 [m]: where each slot stands in it, behind its end for slots of other rows
+
+
+@dataclass(frozen=True, eq=False)
+class SetKernels:
+    """The kernels of a backend over rows with sets. `z` are transformed logits, fp32 [m], one a slot, see `transformed`.
+
+    backend   of the row kernels, without an exchange.
+    columns   how many ids this process has: all, or those of `shard` from its start on."""
 
     kept: KeptRows
-    backend: SparseBackend
+    backend: Backend
     columns: int
     shard: VocabShard | None = None
-    teacher: Teacher | None = None
 
     @functools.cached_property
-    def slots(self) -> Slots:
+    def slots(self) -> Ragged:
         """The slots whose logits are needed here, with this process's columns as ids: those of rows with several ids."""
         slots = self.kept.slots
         return slots._replace(ids=torch.where(self._own & self.kept.several[slots.rows], slots.ids - self._first, -1))
 
-    def stats(self, logits: Tensor, transform: RowTransform, names: tuple[str, ...]) -> RowStats:
-        """Partials of all rows; one that is not read has log-prob and entropy 0."""
-        read, z, target = self.kept.read, self._transformed(logits, transform), self._target
-        stats = RowStats.empty(names, read.numel(), logits.device, self.teacher)
-        for rows, shape, at in self._blocks():
-            block, teacher = _side_by_side(z, shape, at), self._beside(shape, at)
-            part = self.backend.stats(block, target[rows], read[rows], TRANSFORMED, names, teacher=teacher)
-            stats.values[:, rows] = part.values
-        top = stats.get("top")
-        if top is not None:  # the kernels give a column of the block
-            top.copy_(self._top_id(z, stats.max))
-        if self.shard is not None:
-            stats = exchange(self.shard, stats, read, 0)
-        if MIXED[0] not in names:
-            return stats
-        mixed = torch.empty(len(MIXED), read.numel(), device=logits.device)
-        for rows, shape, at in self._blocks():
-            block, teacher = _side_by_side(z, shape, at), self._beside(shape, at)
-            mixed[:, rows] = self.backend.mixed(block, stats.at(rows), TRANSFORMED, teacher, read[rows])
-        stats.values[-len(MIXED) :] = mixed if self.shard is None else self.shard.sum_over_ranks(mixed)
-        return stats
+    def transformed(self, logits: Tensor, transform: RowTransform) -> Tensor:
+        """z of `logits`, fp32 [m], arbitrary where a slot is not in use here: -inf there, and 0 where it is the only one of its
+        row."""
+        rows = self.kept.slots.rows
+        z = torch.where(self.kept.several[rows], transform.of(logits, rows), 0.0)
+        return torch.where(self._own, z, -torch.inf)
 
-    def pull(self, logits: Tensor, stats: RowStats, slopes: Slopes, transform: RowTransform) -> Tensor:
-        """The gradient of `logits`; 0 of a slot that is not in use."""
-        z, target, gradient = self._transformed(logits, transform), self._target, torch.zeros_like(logits)
-        for rows, shape, at in self._blocks():
-            block, teacher = _side_by_side(z, shape, at), self._beside(shape, at)
-            of_rows = (target[rows], stats.at(rows), slopes.at(rows), TRANSFORMED)
-            self.backend.pull(block, *of_rows, block, teacher=teacher)
-            gradient += _back(block, at)
-        return self._before_transform(gradient, logits, transform)
+    def of_logits(self, gradient: Tensor, logits: Tensor, transform: RowTransform) -> Tensor:
+        """The gradient of logits from that of z; 0 of a slot that is not in use."""
+        used = self.slots.ids >= 0
+        return torch.where(used, gradient * transform.slope(logits, self.kept.slots.rows), 0.0)
+
+    def stats(self, z: Tensor, names: tuple[str, ...], beside: Beside | None, read: Tensor | None = None) -> Partials:
+        """Partials of all rows; one that is not read has log-prob and entropy 0. `read`: bool [n], of the rows that `kept` reads."""
+        read = self.kept.read if read is None else read
+        partials = Partials.empty(names, read.numel(), z.device, beside)
+        for block in self._blocks():
+            partials.values[:, block.rows] = self.backend.stats(self._side_by_side(block, z, beside, read), names).values
+        top = partials.get("top")
+        if top is not None:  # the kernels give a column of the block
+            top.copy_(self._top_id(z, partials.max))
+        if self.shard is not None:
+            partials = exchange(self.shard, partials, read, 0)
+        if MIXED[0] in names:
+            mixed = torch.empty(len(MIXED), read.numel(), device=z.device)
+            for block in self._blocks():
+                rows = self._side_by_side(block, z, beside, read)
+                mixed[:, block.rows] = self.backend.mixed(rows, partials.at(block.rows))
+            partials.values[-len(MIXED) :] = mixed if self.shard is None else self.shard.sum_over_ranks(mixed)
+        return partials
+
+    def pull(self, z: Tensor, partials: Partials, slopes: Slopes, beside: Beside | None) -> Tensor:
+        """The gradient of z."""
+        gradient = torch.zeros_like(z)
+        for block in self._blocks():
+            rows = self._side_by_side(block, z, beside, self.kept.read)
+            self.backend.pull(rows, partials.at(block.rows), slopes.at(block.rows), rows.logits)
+            gradient += _back(rows.logits, block.at)
+        return gradient
 
     def fused(
-        self, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, wanted: bool
+        self, z: Tensor, stage: TokenStage, wanted: bool, beside: Beside | None, read: Tensor | None = None
     ) -> tuple[FusedRows, Tensor | None]:
-        """Losses of all rows of an objective of one pass (meaningless of rows that are not read), and the gradient of `logits`
-        if it is wanted."""
-        read, z, target = self.kept.read, self._transformed(logits, transform), self._target
-        gradient = torch.zeros_like(logits) if wanted else None
-        result = FusedRows.zeros(read.numel(), read.device, self.teacher)
-        for part, shape, at in self._blocks():
-            block, teacher = _side_by_side(z, shape, at), self._beside(shape, at)
-            block_rows = replace(rows[part], targets=target[part], read=read[part])
+        """Losses of all rows of a token stage, and the gradient of z if it is wanted."""
+        read = self.kept.read if read is None else read
+        gradient = torch.zeros_like(z) if wanted else None
+        result = FusedRows.zeros(read.numel(), read.device, beside)
+        for block in self._blocks():
+            rows = self._side_by_side(block, z, beside, read)
             # Every rank's block has the same slots, each with the ids of the rank alone.
-            shard = None if self.shard is None else replace(self.shard, start=0, vocab=shape[1])
-            backend, out = on_shard(self.backend, shard), None if gradient is None else block
-            result.put(part, backend.fused(block, block_rows, objective, TRANSFORMED, out, teacher=teacher))
+            shard = None if self.shard is None else replace(self.shard, start=0, vocab=block.shape[1])
+            backend, out = on_shard(self.backend, shard), None if gradient is None else rows.logits
+            result.put(block.rows, backend.fused(rows, stage.at(block.rows), out))
             if gradient is not None:
-                gradient += _back(block, at)
-        return result, None if gradient is None else self._before_transform(gradient, logits, transform)
-
-    def _beside(self, shape: tuple[int, int], at: Tensor) -> Teacher | None:
-        """The teacher's rows of a block."""
-        if self.teacher is None:
-            return None
-        return self.teacher._replace(logits=_side_by_side(self._of_teacher, shape, at), transform=TRANSFORMED)
-
-    @functools.cached_property
-    def _of_teacher(self) -> Tensor:
-        assert self.teacher is not None
-        return self._transformed(self.teacher.logits, self.teacher.transform)
+                gradient += _back(rows.logits, block.at)
+        return result, gradient
 
     @property
     def _first(self) -> int:
@@ -230,12 +224,11 @@ class KeptStage:
         ids, end = self.kept.slots.ids, self._first + self.columns
         return (ids >= self._first) & (ids < (end if self.shard is None else min(end, self.shard.vocab)))
 
-    @property
+    @functools.cached_property
     def _target(self) -> Tensor:
         """int64 [n]: the column of each row's target in a block, -1 where it is not in use here."""
         slots, target = self.kept.slots, self.kept.target
-        at = slots.offsets[:-1] + target
-        return torch.where(self._own[at], target, -1)
+        return torch.where(self._own[slots.offsets[:-1] + target], target, -1)
 
     def _top_id(self, z: Tensor, top: Tensor) -> Tensor:
         """int64 [n]: the lowest id whose z is the row's largest, -1 where none is."""
@@ -244,18 +237,18 @@ class KeptStage:
         lowest = torch.full_like(self.kept.target, none).scatter_reduce_(0, slots.rows, ids, "amin")
         return torch.where(lowest == none, -1, lowest)
 
-    def _transformed(self, logits: Tensor, transform: RowTransform) -> Tensor:
-        """z [m]: -inf where a slot is not in use here, and 0 where it is the only one of its row."""
-        rows = self.kept.slots.rows
-        z = torch.where(self.kept.several[rows], transform.of(logits, rows), 0.0)
-        return torch.where(self._own, z, -torch.inf)
+    def _side_by_side(self, block: _Block, z: Tensor, beside: Beside | None, read: Tensor) -> LogitRows:
+        """A block as rows of logits [1, rows, width], in memory of their own."""
+        rows, width = block.shape
 
-    def _before_transform(self, gradient: Tensor, logits: Tensor, transform: RowTransform) -> Tensor:
-        used = self.slots.ids >= 0
-        return torch.where(used, gradient * transform.slope(logits, self.kept.slots.rows), 0.0)
+        def spread(z: Tensor) -> Tensor:
+            memory = torch.full((rows * width + 1,), -torch.inf, dtype=torch.float32, device=z.device)
+            return memory.scatter_(0, block.at, z)[:-1].view(1, rows, width)
 
-    def _blocks(self) -> Iterator[tuple[slice | Tensor, tuple[int, int], Tensor]]:
-        """(rows of a block, its (rows, width), int64 [m]: where each slot stands in it, behind its end for slots of other rows)."""
+        second = None if beside is None else Second(spread(beside.z), TRANSFORMED, beside.kind, beside.mixture)
+        return LogitRows(spread(z), self._target[block.rows], read[block.rows], TRANSFORMED, second)
+
+    def _blocks(self) -> Iterator[_Block]:
         slots, n = self.kept.slots, self.kept.read.numel()
         place = torch.arange(slots.rows.numel(), device=slots.rows.device) - slots.offsets[slots.rows]
         for group, width in self.kept.groups:
@@ -263,18 +256,11 @@ class KeptStage:
             for lo in range(0, max(count, 1), size):
                 hi = min(count, lo + size)
                 if hi - lo == n:
-                    yield slice(0, n), (n, width), slots.rows * width + place
+                    yield _Block(slice(0, n), (n, width), slots.rows * width + place)
                     continue
                 rows = torch.arange(lo, hi, device=place.device) if group is None else group[lo:hi]
                 row = place.new_full((n,), -1).index_copy_(0, rows, torch.arange(hi - lo, device=place.device))[slots.rows]
-                yield rows, (hi - lo, width), torch.where(row >= 0, row * width + place, (hi - lo) * width)
-
-
-def _side_by_side(z: Tensor, shape: tuple[int, int], at: Tensor) -> Tensor:
-    """z of a block of rows as logits [1, rows, width]."""
-    rows, width = shape
-    block = torch.full((rows * width + 1,), -torch.inf, dtype=torch.float32, device=z.device)
-    return block.scatter_(0, at, z)[:-1].view(1, rows, width)
+                yield _Block(rows, (hi - lo, width), torch.where(row >= 0, row * width + place, (hi - lo) * width))
 
 
 def _back(block: Tensor, at: Tensor) -> Tensor:

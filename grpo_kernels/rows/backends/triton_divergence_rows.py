@@ -1,4 +1,4 @@
-"""A row of logits beside a teacher's inside a Triton kernel: the formulas of vocabulary/divergence.py, for both streams at once.
+"""A row of logits beside a teacher's inside a Triton kernel: the formulas of rows/divergence.py, for both streams at once.
 
 Unlike in the kernels of one stream (triton_rows.py), exponents are relative to the maxima themselves, and multiplications and
 additions are fused only by `_fma`: the difference of two nearly equal rows is accurate only if z - w uses rounded z and w."""
@@ -11,7 +11,7 @@ import triton.language as tl
 from .triton_rows import _FLOOR, _LOG2E, _NEG_INF, _fma, _u
 
 _INF = tl.constexpr(float("inf"))
-#: The same constants and polynomials as in vocabulary/divergence.py and csrc/simd.h.
+#: The same constants and polynomials as in rows/divergence.py and csrc/simd.h.
 _SMALL = tl.constexpr(0.5)
 #: Up to here log(1 + x) is a polynomial of x.
 _NEAR = tl.constexpr(0.41)

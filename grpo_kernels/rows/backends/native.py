@@ -18,12 +18,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .._version import __version__
+from ..._version import __version__
 
 #: The name that this package was imported by: another one in a build for the Hub, which has no compiled module.
 HOME = __name__.partition(".")[0]
 NAME = f"{HOME}._cpu"
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 
 
 def load() -> ModuleType:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..checks import as_number, require, require_whole
-from .backends import FusedRows, SparseBackend, two_visits
-from .merging import merge
-from .rows import MIXED, OF_SECOND_VISIT, RowStats, RowTransform, Slopes, Teacher
+from ..formulas.token_stage import TokenStage
+from .backends import Backend, FusedRows
+from .partials import MIXED, OF_SECOND_VISIT, LogitRows, Partials, Slopes, merge
+from .ragged import Ragged
 from .selection import Drawn
-
-if TYPE_CHECKING:
-    from ..formulas.token_stage import TokenRows
-    from ..objective import Objective
 
 Tensor = torch.Tensor
 
@@ -140,102 +137,95 @@ def check_shard(shard: object) -> None:
         )
 
 
-class VocabParallel:
+class VocabParallel(Backend):
     """A backend for rows that are sharded over ranks: it runs another backend on this rank's part, with one exchange."""
 
-    def __init__(self, backend: SparseBackend, shard: VocabShard) -> None:
+    def __init__(self, backend: Backend, shard: VocabShard) -> None:
         self.backend, self.shard = backend, shard
-        self.WRITES_BEHIND_READS = backend.WRITES_BEHIND_READS
-        self.scale_ = backend.scale_
-        self.slot_logits, self.add_weight_rows = backend.slot_logits, backend.add_weight_rows
-        self.add_hidden_rows = backend.add_hidden_rows
+        self.writes_behind_reads = backend.writes_behind_reads
 
-    def stats(
-        self, logits: Tensor, targets: Tensor, read: Tensor | None, transform: RowTransform, names: tuple[str, ...],
-        *, rows: tuple[int, int] | None = None, teacher: Teacher | None = None,
-    ) -> RowStats:  # fmt: skip
+    def stats(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
         """Statistics of whole rows from this rank's part of them, the same on all ranks."""
-        own, n = self._own(logits), targets.numel()
-        if own.shape[-1]:
-            arguments = (own, targets - self.shard.start, read, transform, names)
-            part = self.backend.stats(*arguments, rows=rows, teacher=self._own_teacher(teacher))
+        own = self._own(rows)
+        if own.logits.shape[-1]:
+            part = self.backend.stats(own, names)
         else:
-            part = RowStats.not_read(names, n, logits.device, teacher)
+            part = Partials.not_read(names, rows.n, rows.logits.device, rows.second)
             for name, nothing in NO_COLUMN.items():
                 if name in names:
                     part.get(name).fill_(nothing)  # type: ignore[union-attr]
-        return exchange(self.shard, part, read, self.shard.start)
+        return exchange(self.shard, part, rows.read, self.shard.start)
 
-    def mixed(
-        self, logits: Tensor, stats: RowStats, transform: RowTransform, teacher: Teacher, read: Tensor | None,
-        *, rows: tuple[int, int] | None = None,
-    ) -> Tensor:  # fmt: skip
+    def mixed(self, rows: LogitRows, partials: Partials) -> Tensor:
         """Sums over whole rows from this rank's part of them."""
-        own, second = self._own(logits), self._own_teacher(teacher)
-        if own.shape[-1]:
-            sums = self.backend.mixed(own, stats, transform, second, read, rows=rows)
+        own = self._own(rows)
+        if own.logits.shape[-1]:
+            sums = self.backend.mixed(own, partials)
         else:
-            sums = torch.zeros(len(MIXED), stats.max.numel(), dtype=torch.float32, device=logits.device)
+            sums = torch.zeros(len(MIXED), rows.n, dtype=torch.float32, device=rows.logits.device)
         return self.shard.sum_over_ranks(sums)
 
-    def pull(
-        self, logits: Tensor, targets: Tensor, stats: RowStats, slopes: Slopes, transform: RowTransform, out: Tensor,
-        *, rows: tuple[int, int] | None = None, teacher: Teacher | None = None,
-    ) -> None:  # fmt: skip
+    def pull(self, rows: LogitRows, partials: Partials, slopes: Slopes, out: Tensor) -> None:
         """This rank's columns of the gradient, from statistics of whole rows."""
-        own = self._own(logits)
-        if own.shape[-1]:
-            arguments = (own, targets - self.shard.start, stats, slopes, transform, self._own(out))
-            self.backend.pull(*arguments, rows=rows, teacher=self._own_teacher(teacher))
-        padding = out[..., own.shape[-1] :]
+        own = self._own(rows)
+        columns = own.logits.shape[-1]
+        if columns:
+            self.backend.pull(own, partials, slopes, out[..., :columns])
+        padding = out[..., columns:]
         if padding.numel():
-            at = torch.arange(*(rows or (0, logits.shape[0] * logits.shape[1])), device=out.device)
+            at = torch.arange(*(rows.part or (0, out.shape[0] * out.shape[1])), device=out.device)
             padding[at // out.shape[1], at % out.shape[1]] = 0
 
-    def fused(
-        self, logits: Tensor, rows: TokenRows, objective: Objective, transform: RowTransform, out: Tensor | None,
-        *, teacher: Teacher | None = None,
-    ) -> FusedRows:  # fmt: skip
+    def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
         """Two passes with the exchange between them."""
-        return two_visits(self, logits, rows, objective, transform, out, max(1, rows.targets.numel()), teacher)
+        return self.two_visits(rows, stage, out, max(1, rows.n))
 
-    def masses(self, logits: Tensor, targets: Tensor, stats: RowStats, transform: RowTransform, step: float) -> Tensor:
+    def scale_(self, gradient: Tensor, factor: Tensor) -> None:
+        self.backend.scale_(gradient, factor)
+
+    def slot_logits(self, hidden: Tensor, weight: Tensor, slots: Ragged) -> Tensor:
+        return self.backend.slot_logits(hidden, weight, slots)
+
+    def add_weight_rows(self, values: Tensor, slots: Ragged, weight: Tensor, out: Tensor) -> None:
+        self.backend.add_weight_rows(values, slots, weight, out)
+
+    def add_hidden_rows(self, values: Tensor, slots: Ragged, hidden: Tensor, out: Tensor) -> None:
+        self.backend.add_hidden_rows(values, slots, hidden, out)
+
+    def masses(self, rows: LogitRows, partials: Partials, step: float) -> Tensor:
         """Of this rank's columns."""
-        own = self._own(logits)
-        if own.shape[-1] == 0:
-            return torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        return self.backend.masses(own, targets - self.shard.start, stats, transform, step)
+        own = self._own(rows)
+        if own.logits.shape[-1] == 0:
+            return torch.zeros(rows.n, dtype=torch.int64, device=rows.logits.device)
+        return self.backend.masses(own, partials, step)
 
-    def select(
-        self, logits: Tensor, targets: Tensor, stats: RowStats, transform: RowTransform, step: float, starts: Tensor
-    ) -> Drawn:  # fmt: skip
+    def select(self, rows: LogitRows, partials: Partials, step: float, starts: Tensor) -> Drawn:
         """This rank's part of the columns that whole rows draw: the running sum continues from the previous ranks."""
         start, ranks = self.shard.start, self.shard.ranks
         if ranks > 1:
-            mass = self.masses(logits, targets, stats, transform, step)
+            mass = self.masses(rows, partials, step)
             sent = torch.cat([mass, mass.new_full((1,), start)])
             everyone = sent.new_empty(ranks, sent.numel())
             all_gather(everyone, sent[None], self.shard.group)
             starts = starts + torch.where(everyone[:, -1:] < start, everyone[:, :-1], 0).sum(0)
-        own = self._own(logits)
-        if own.shape[-1] == 0:
-            return Drawn.nothing(logits.shape[0], step, logits.device)
-        return self.backend.select(own, targets - start, stats, transform, step, starts)
+        own = self._own(rows)
+        if own.logits.shape[-1] == 0:
+            return Drawn.nothing(rows.n, step, rows.logits.device)
+        return self.backend.select(own, partials, step, starts)
 
-    def _own(self, logits: Tensor) -> Tensor:
-        """The columns that are ids; the others are padding."""
-        return logits[..., : min(logits.shape[-1], max(0, self.shard.vocab - self.shard.start))]
-
-    def _own_teacher(self, teacher: Teacher | None) -> Teacher | None:
-        """The teacher's rows are sharded like the student's."""
-        return None if teacher is None else teacher._replace(logits=self._own(teacher.logits))
+    def _own(self, rows: LogitRows) -> LogitRows:
+        """The rows as this rank has them: the columns that are ids, others being padding, and targets counted in them. The second
+        stream is sharded like the first."""
+        columns, second = min(rows.logits.shape[-1], max(0, self.shard.vocab - self.shard.start)), rows.second
+        second = None if second is None else second._replace(logits=second.logits[..., :columns])
+        return rows._replace(logits=rows.logits[..., :columns], targets=rows.targets - self.shard.start, second=second)
 
 
 #: Partials of a part without a column where they differ from those of a row that is not read.
 NO_COLUMN = {"max": -torch.inf, "sum": 0.0, "target": torch.nan, "teacher_max": -torch.inf, "teacher_sum": 0.0}
 
 
-def exchange(shard: VocabShard, part: RowStats, read: Tensor | None, start: int) -> RowStats:
+def exchange(shard: VocabShard, part: Partials, read: Tensor | None, start: int) -> Partials:
     """Statistics of whole rows from each rank's `part` of them, the same on all ranks: one all-gather. `start`: the id that
     this rank's ids of `top` count from. OF_SECOND_VISIT are left alone: that visit has an exchange of its own."""
     names = tuple(name for name in part.names if name not in OF_SECOND_VISIT)
@@ -252,19 +242,14 @@ def exchange(shard: VocabShard, part: RowStats, read: Tensor | None, start: int)
     merged = merge(everyone[:, : len(names)], names, read, starts, part)
     if names == part.names:
         return merged
-    whole = RowStats.not_read(part.names, partials.shape[1], partials.device, part)
+    whole = Partials.not_read(part.names, partials.shape[1], partials.device, part)
     whole.values[: len(names)] = merged.values
     return whole
 
 
-def on_shard(backend: SparseBackend, shard: VocabShard | None) -> SparseBackend:
+def on_shard(backend: Backend, shard: VocabShard | None) -> Backend:
     """The backend for this rank's part `shard` of the rows; None: whole rows."""
     return backend if shard is None else VocabParallel(backend, shard)
-
-
-def of_own_part(backend: SparseBackend) -> SparseBackend:
-    """The backend without the exchange among ranks."""
-    return backend.backend if isinstance(backend, VocabParallel) else backend
 
 
 def is_managed(x: Any) -> bool:

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 
 from ..layout import overlaps_itself, refuse_overlap
-from .backends import SparseBackend
+from .backends import Backend
 from .memory import zeros
-from .shard import is_managed
-from .sparse import Slots
+from .parallel import is_managed
+from .ragged import Ragged
 
 Tensor = torch.Tensor
 
@@ -61,7 +61,7 @@ class SlotGradient:
     values: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, slots: Slots, values: Tensor) -> SlotGradient:
+    def of(cls, logits: Tensor, slots: Ragged, values: Tensor) -> SlotGradient:
         """That of logits [A, T, V] whose gradient at slots is `values`; 0 where one is not in use."""
         used = torch.where(slots.ids >= 0, values, 0.0)
         return cls(logits.shape, logits.dtype, slots.positions(logits.shape[1]), used)
@@ -72,7 +72,7 @@ class SlotGradient:
     def add_to(self, out: Tensor, factor: Tensor | None = None) -> Tensor:
         values = self.values if factor is None else self.values * factor
         if self.shape[-1]:  # else of a rank without a part of the vocabulary
-            # Slots that are not in use add 0: to leave them out, the host would have to know them.
+            # Ragged that are not in use add 0: to leave them out, the host would have to know them.
             out.index_put_(self.at, values.to(self.dtype), accumulate=True)
         return out
 
@@ -87,14 +87,14 @@ class WeightGradient:
             which a few rows of d_weight follow with `hidden`. None if there are none.
     """
 
-    backend: SparseBackend
+    backend: Backend
     shape: torch.Size
     dtype: torch.dtype  # of memory of its own for rows with sets alone
     dense: Tensor | None
     into: WeightMemory | None
     device: torch.device
     hidden: Tensor | None
-    slots: Slots | None
+    slots: Ragged | None
     values: Tensor | None
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernel of sparse gradients: which columns of a row are taken, see `vocabulary/selection.py`."""
+"""The Triton kernel of sparse gradients: which columns of a row are taken, see `rows/selection.py`."""
 
 import triton
 import triton.language as tl

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from . import cpu
-from .cpu_module import _cpu, matrix, vector
+from .cpu import _cpu, matrix, vector
 
 Tensor = torch.Tensor
 
