@@ -16,7 +16,7 @@ from benchmarks.cases import Cell
 from benchmarks.providers import Provider, Run, providers
 from grpo_kernels.rows import backends, blocks
 from grpo_kernels.rows.backends import triton as backend
-from grpo_kernels.rows.backends.triton_choices import FUSED, Choice
+from grpo_kernels.rows.backends.triton.launch import FUSED, Choice
 
 REGISTERS = 65536  # of a multiprocessor
 SHARED = 224 << 10  # bytes, of those that can copy ahead
@@ -66,7 +66,7 @@ def copied_ahead(choice: Choice) -> int:
 
 @dataclass(frozen=True)
 class Launched(Setting):
-    """The launch of a kernel, an entry of backend.LAUNCH."""
+    """The launch of a kernel, an entry of backend.launch.LAUNCH."""
 
     kind: str
     choice: Choice
@@ -91,7 +91,7 @@ class Launched(Setting):
         return most >= 8 * streams * self.choice.accesses + 16
 
     def places(self) -> list[tuple[dict[Any, Any], Any, Any]]:
-        return [(backend.LAUNCH, self.kind, self.choice)]
+        return [(backend.launch.LAUNCH, self.kind, self.choice)]
 
     def described(self) -> dict[str, Any]:
         return {"choice": self.choice._asdict()}
@@ -183,7 +183,7 @@ def settings(kind: str, small: bool) -> list[Setting]:
         # Rows of a large vocabulary: (512, 3072) now. Of one sum of bytes: (768, 2304), (1024, 2048); of more: the others.
         large = [Chunk(*x) for x in ((450, 700), (600, 600), (300, 1800), (600, 1200), (1200, 1200), (1200, 2400))]
         return list(dict.fromkeys((now, *([Chunk(1, 1)] if small else large))))
-    now = backend.LAUNCH[kind]
+    now = backend.launch.LAUNCH[kind]
     shapes = [
         now._replace(threads=threads, accesses=accesses, programs=programs)
         for threads, accesses, programs in product(*SHAPES.get(kind, OF_A_ROW))

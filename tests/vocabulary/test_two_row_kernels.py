@@ -29,7 +29,6 @@ from support.kernel_rows import (
     kernels,
     row_pairs,
     same,
-    slopes_of,
     stage_of,
     stats_of,
     visited,
@@ -55,16 +54,11 @@ def two(
     return replace(r, slopes={"divergence": torch.randn(len(z))}) if "slopes" not in fields else r
 
 
-def alone(r: Rows) -> Rows:
-    """As the loss of a divergence has its slopes."""
-    return replace(r, slopes={"logps": torch.zeros(r.count), "divergence": r.slopes["divergence"]})
-
-
 def check_both(module: Backend, r: Rows, what: str = "") -> tuple[dict[str, Tensor], Tensor]:
     found = visited(module, r)
     check(r, found, f"{what}, two visits")
     if in_cpp(module):  # the others make them one after the other
-        check(alone(r), fused(module, alone(r)), f"{what}, one call")
+        check(r.divergence_alone, fused(module, r.divergence_alone), f"{what}, one call")
     return found
 
 
@@ -106,7 +100,7 @@ def test_nearly_equal_rows(module: Backend, kind: str, mixture: float) -> None:
     vocab = 300 if TRITON else 32_003
     base = torch.cat([torch.randn(4, vocab) * 3.0, torch.randn(3, vocab).sort(-1).values * torch.tensor([[0.3], [2.0], [6.0]])])
     for size, shift in ((1e-2, 0.0), (3e-5, 0.0), (1e-2, 83.0)):
-        r = alone(two(base + shift, base + size * torch.randn_like(base) - shift / 30, kind, mixture))
+        r = two(base + shift, base + size * torch.randn_like(base) - shift / 30, kind, mixture).divergence_alone
         right, steep = exact(r)
         for way in (visited, fused):
             values, gradient = way(module, r)
@@ -121,7 +115,7 @@ def test_shares_near_an_end(module: Backend, mixture: float) -> None:
     """In fp32, 1 less the larger share has few digits of the smaller one, and m/p - 1 few of a small m/p."""
     z, w = 4.0 * torch.randn(2, 6, V)
     z[0, 7], w[1, 9] = 8.0, 40.0
-    r = alone(two(z, w, "jsd", mixture))
+    r = two(z, w, "jsd", mixture).divergence_alone
     right, steep = exact(r)
     for way in (visited, fused):
         values, gradient = way(module, r)
@@ -139,7 +133,7 @@ def test_targets_that_hardly_are(module: Backend, kind: str, mixture: float) -> 
     z[: len(FAR), 0], w[len(FAR) :, 0] = torch.tensor(FAR), torch.tensor(FAR)
     r = two(z, w, kind, mixture, targets=torch.zeros(2 * len(FAR), dtype=torch.int64))
     _, at_target = check_both(module, r)
-    for way, one in ((visited, r), (fused, alone(r))):
+    for way, one in ((visited, r), (fused, r.divergence_alone)):
         at_target = way(module, one)[1]
         torch.testing.assert_close(
             at_target, way(module, replace(one, targets=torch.full_like(r.targets, 9)))[1], rtol=1e-5, atol=1e-7
@@ -164,7 +158,7 @@ def test_what_is_impossible_or_no_number(module: Backend, kind: str, mixture: fl
     z[8], w[8] = math.nan, math.inf
     read = torch.arange(9) < 8
     for way in (visited, fused):
-        r = alone(two(z, w, kind, mixture, read=read))
+        r = two(z, w, kind, mixture, read=read).divergence_alone
         r.slopes["divergence"][~read] = 0.0
         values, gradient = way(module, r)
         found = values["divergence"]
@@ -180,7 +174,9 @@ def test_what_is_impossible_or_no_number(module: Backend, kind: str, mixture: fl
             and gradient[0, [4, 6, 7]].isfinite().all()
         )
         rest = [4, 6, 7]
-        part = replace(alone(two(z[rest], w[rest], kind, mixture)), slopes={name: x[rest] for name, x in r.slopes.items()})
+        part = replace(
+            two(z[rest], w[rest], kind, mixture).divergence_alone, slopes={name: x[rest] for name, x in r.slopes.items()}
+        )
         check(part, ({"divergence": found[rest]}, gradient[:, rest]))
 
 
@@ -209,64 +205,14 @@ def test_maxima_that_rise_apart_and_logits_of_1e30(module: Backend, kind: str, m
 
 
 @each_kind
-def test_where_rows_lie(module: Backend, kind: str, mixture: float) -> None:
-    """Strides, gradients over the logits, narrower in their memory, over a teacher; ranges of rows, threads: no bit changes."""
-    z, w = row_pairs(291 if TRITON else 2085)
-    n, vocab = z.shape
-    r = Rows(
-        z.bfloat16().view(2, 5, vocab), WARM, Second(w.view(2, 5, vocab), COOL, kind, mixture), read=torch.arange(n) % 5 != 4
-    )
-    for way, one in ((visited, r), (fused, r.only("logps", "entropy", "divergence"))):
-        expected = way(module, one)
-        wide = torch.full((2, 7, vocab + 5), math.nan)[:, 1:6, : vocab + 4][..., 3 : vocab + 3].copy_(w.view(2, 5, vocab))
-        if not TRITON:  # whose threads take other columns, so that sums have another order
-            same(way(module, replace(one, second=one.second._replace(logits=wide))), expected, "strides")  # type: ignore[union-attr]
-        for threads in (2, 3):
-            torch.set_num_threads(threads)
-            way(module, alone(two(*torch.randn(2, threads, 7), "reverse", 0.0)))
-            same(way(module, one), expected, "threads")
-        torch.set_num_threads(1)
-        own = one.logits.clone()
-        same(way(module, replace(one, logits=own), out=own), expected, "in place")
-        if module.writes_behind_reads:
-            single = replace(one, logits=one.logits.float())
-            apart = way(module, single)
-            for dtype in (torch.bfloat16, torch.float16):
-                logits = single.logits.clone()
-                rows = torch.as_strided(logits.view(dtype), logits.shape, (5 * 2 * vocab, 2 * vocab, 1))
-                same(way(module, replace(single, logits=logits), out=rows), (apart[0], apart[1].to(dtype)), "narrower")
-    whole, out = visited(module, r), torch.full_like(r.logits, math.nan)
-    part, _ = visited(module, r, out, (3, 7))
-    assert all(torch.equal(x.nan_to_num(), whole[0][name][3:7].nan_to_num()) for name, x in part.items())
-    flat = out.view(n, -1)
-    assert torch.equal(flat[3:7], whole[1].view(n, -1)[3:7]) and flat[[0, 2, 7, 9]].isnan().all()
-    both = z[None].clone()
-    over = two(both[0], both[0], kind, mixture, PLAIN, COOL, targets=torch.arange(n) * 40)
-    over.targets[-1] = vocab + 9
-    found = visited(module, replace(over, logits=both.clone()))
-    shared = replace(over, logits=both, second=over.second._replace(logits=both))  # type: ignore[union-attr]
+def test_a_gradient_over_the_second_stream(module: Backend, kind: str, mixture: float) -> None:
+    """Where both streams are the same memory."""
+    both = row_pairs(291)[0][None]
+    r = two(both[0], both[0], kind, mixture, PLAIN, COOL, targets=torch.arange(10) * 40)
+    found, memory = visited(module, replace(r, logits=both.clone())), both.clone()
+    shared = replace(r, logits=memory, second=r.second._replace(logits=memory))  # type: ignore[union-attr]
     if not type(module).__module__.endswith("eager"):
-        same(visited(module, shared, out=both), found, "over its teacher")
-
-
-@each_kind
-def test_rows_without_a_slope_are_not_looked_at(module: Backend, kind: str, mixture: float) -> None:
-    """Of a row in which the divergence has no weight the teacher may hold anything; of one that is not read both streams."""
-    z, w = torch.randn(2, 4, V)
-    read, weight = torch.tensor([True, True, True, False]), torch.tensor([0.7, 0.0, 0.0, 0.0])
-    r = two(z, w, kind, mixture, read=read)
-    r.slopes = {"logps": torch.randn(4) * read, "divergence": weight}
-    expected, stats = fused(module, r), stats_of(module, r)
-    z[3], w[3], w[1], w[2, 5] = math.nan, math.inf, math.nan, -math.inf
-    values, gradient = fused(module, r) if in_cpp(module) else expected  # others look at both streams
-    assert (
-        torch.equal(gradient, expected[1]) and torch.equal(values["losses"], expected[0]["losses"]) and not gradient[0, 3].any()
-    )
-    z[1], out = math.nan, torch.full_like(r.logits, math.nan)
-    module.pull(given(r), stats, slopes_of(stats, {"divergence": weight}), out)
-    assert not out[0, 1:].any() and out[0, 0].all()
-    of_both = [stats.get(name)[3].item() for name in ("teacher_max", "teacher_sum", "cross", "excess")]  # type: ignore[index]
-    assert of_both == [0.0, 1.0, 0.0, 0.0]
+        same(visited(module, shared, out=memory), found)
 
 
 @pytest.mark.parametrize("floor", [-math.inf, torch.finfo(torch.float32).min, -1e30, -2e4, -300.0])

@@ -18,8 +18,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from grpo_kernels import Objective, TokenBatch, grpo_loss, token_logprobs
 from grpo_kernels.formulas.surrogates import Custom
 from grpo_kernels.rows import backends
-from grpo_kernels.rows.backends import triton, triton_launch
-from grpo_kernels.rows.backends.triton_launch import KernelFailure
+from grpo_kernels.rows.backends import triton
+from grpo_kernels.rows.backends.triton.launch import KernelFailure
 from grpo_kernels.rows.partials import LogitRows, partials_of
 from support.doors import batch_of, compare, objective_of, run
 from support.kernel_rows import PLAIN, Rows, check, fused, visited
@@ -39,7 +39,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "unavailable", lambda name: None)
     monkeypatch.setattr(backends, "pick", lambda name, device, strict=False: pick(name, torch.device("cuda"), strict))
     monkeypatch.setattr(triton, "available", lambda: None)
-    monkeypatch.setattr(triton_launch, "_remembered", {})
+    monkeypatch.setattr(triton.launch, "_remembered", {})
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
     monkeypatch.delenv("GRPO_KERNELS_STRICT", raising=False)
 
@@ -192,7 +192,7 @@ def test_no_fallback_where_none_is_allowed(how: str, refuse: Refuse, monkeypatch
             token_logprobs(logits, p.targets, **options)
     assert launches == {(kernel, lanes): 1 for kernel in ("fused", "stats") for lanes in (512, 256, 128)}
     assert torch.equal(logits, before) and logits._version == version
-    triton_launch._remembered.clear()
+    triton.launch._remembered.clear()
     refuse("fused", above=128)
     with pytest.warns(RuntimeWarning, match="runs with 128 x 4"):
         right(replace(ONE_VISIT, inplace=True), **options)
@@ -219,7 +219,7 @@ def test_an_error_of_the_device_is_not_swallowed(error: Exception, compiling: bo
         warnings.simplefilter("error", RuntimeWarning)
         with pytest.raises(type(error)) as raised:
             right()
-    assert raised.value is error and not triton_launch._remembered and launches == {("fused", 512): 1}
+    assert raised.value is error and not triton.launch._remembered and launches == {("fused", 512): 1}
 
 
 @pytest.mark.parametrize(
@@ -268,27 +268,36 @@ def test_another_kernel_is_tried_anew(refuse: Refuse) -> None:
     assert launches == {("stats", 256): len(calls), ("stats", 128): 2 * len(calls)}
 
 
-def test_a_formula_that_triton_cannot_compile_runs_under_torch(refuse: Refuse) -> None:
-    width = 0.5
+def by_torch(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
+    return -advantage * torch.tanh(logp), -advantage * (1 - torch.tanh(logp) ** 2)
 
-    def closure(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
-        return -advantage * logp * width, -advantage * width
 
-    objective, launches = Objective(Custom(closure)), refuse()
+def test_a_formula_that_is_no_program_runs_under_torch(refuse: Refuse) -> None:
+    objective, launches = Objective(Custom(by_torch)), refuse()
     leaf, targets, advantages = torch.randn(7, 1031, requires_grad=True), torch.randint(1031, (7,)), torch.randn(7)
     batch = TokenBatch(targets, advantages)
     with pytest.warns(RuntimeWarning) as caught:
         for _ in range(2):
             (got,) = torch.autograd.grad(grpo_loss(leaf, batch, objective).loss, leaf)
     (message,) = messages(caught.list)
-    assert "closure closes over width" in message and "second visit" in message
+    assert "by_torch cannot run in the kernels: torch.tanh" in message and "second visit" in message
     assert {name for name, _ in launches} >= {"stats", "pull"} and not any(n == "fused" for n, _ in launches)
     x = leaf.detach().double().requires_grad_()
-    loss = -(advantages * x.log_softmax(-1).gather(-1, targets[:, None])[:, 0] * width).mean()
+    loss = -(advantages * torch.tanh(x.log_softmax(-1).gather(-1, targets[:, None])[:, 0])).mean()
     torch.testing.assert_close(got.double(), torch.autograd.grad(loss, x)[0], rtol=1e-5, atol=1e-8)
     for options in ({"strict": True}, {"backend": "triton"}):
-        with pytest.raises(ValueError, match="closure closes over width"):
+        with pytest.raises(ValueError, match="by_torch cannot run in the kernels"):
             grpo_loss(leaf, batch, objective, **options)  # type: ignore[arg-type]
+
+
+def test_strict_compares_a_formula_with_torch() -> None:
+    def two_faced(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
+        return -advantage * logp, -advantage * (1.0 if isinstance(logp, Tensor) else 2.0)
+
+    logits, batch = torch.randn(2, 100), TokenBatch(torch.tensor([3, 4]), torch.ones(2))
+    with pytest.raises(ValueError, match="two_faced gives d_logp"):
+        grpo_loss(logits, batch, Objective(Custom(two_faced)), strict=True)
+    assert grpo_loss(logits, batch, Objective(entropy_coef=0.1), strict=True).loss.isfinite()
 
 
 def test_a_value_error_that_is_no_refused_formula_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
