@@ -140,8 +140,8 @@ def linear_grpo_loss(
                  product), of which no more than a chunk of logits exists; or `TokenSets` whose values are the log-probs of a
                  teacher that is known at these ids only: no product for the teacher, but the policy's logits are computed
                  again. A list of pairs (one of these, weight) is the weighted sum of the divergences: a number >= 0, or a
-                 tensor [B] or the shape of targets. With an objective of two passes, `TokenSets` among the teachers, kept sets or
-                 a shard they are taken one by one, and on a GPU the host waits for the number of rows of each.
+                 tensor [B] or the shape of targets. Each `TokenSets` among them is another visit of the rows where it has a weight, for
+                 whose number the host waits on a GPU.
     shard        weight, bias and those of `reference` are this rank's part of a vocabulary cut over a group: see
                  `distributed.VocabShard`. One all-gather per chunk of rows, and one all-reduce of the gradient of hidden.
     weight_grad  [V, H], fp32 or the weight's dtype: the backward, whatever it is asked for, adds the gradient of weight into

@@ -11,7 +11,7 @@ from .batch import TokenBatch
 from .checks import LARGEST, require, require_number
 from .formulas.divergence import Exact
 from .formulas.token_stage import TokenRows
-from .layout import per_token, values_are_checked
+from .layout import per_token, plain, values_are_checked
 from .objective import Objective
 from .options import Options
 from .projection import Head
@@ -162,7 +162,7 @@ def _weight(name: str, weight: Any, policy: Policy) -> Tensor:
         require(
             wrong.numel() == 0, name, float(wrong[0]) if wrong.numel() else None, "weights of teachers are finite and >= 0."
         )
-    return weights
+    return plain(weights)
 
 
 def check_given(given: str, value: Any, objective: Objective, batch: TokenBatch) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .formulas.divergence import Exact, divergence_at
+from .layout import plain
 from .options import Options
 from .reference import Known, Seconds
 from .rows.compile import TracedRows
@@ -61,8 +62,9 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
     if torch.compiler.is_compiling():
         dtype = stream.dtype if isinstance(stream, Hidden) else None
         traced = TracedRows(names, with_gradient, options.backend, options.strict, dtype, sparse)
-        logps, *values = statistics(traced, targets, read, stream.transform, stream.tensors).values()
-        return Statistics(logps, {name: values[i] for i, name in enumerate(names)})
+        logps, *others_of_rows = statistics(traced, targets, read, stream.transform, stream.tensors).values()
+        return Statistics(logps, dict(zip(names, others_of_rows, strict=True)))
+    targets, read = plain(targets), None if read is None else plain(read)  # under torch.func they may have wrappers
     if others:
         names, with_gradient = (*names, "divergence"), (*with_gradient, "divergence")
     beside = known[0] if len(known) == 1 and known[0].weight is None and not others else None  # in the same visit
@@ -79,7 +81,7 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         )  # fmt: skip
         reads.append(Read(sets, own, tuple(name for name in with_gradient if name in own)))
     if kept is None or over is not None or not kept.has_all:
-        some = read if kept is None or over is not None else kept.others(read)
+        some = read if kept is None or over is not None else plain(kept.others(read))
         whole = Whole(
             targets,
             some,
@@ -89,7 +91,7 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
             sparse=sparse,
             all_rows=kept is not None and over is not None,
         )
-        whole = replace(whole, at=at.only(~kept.has)) if at is not None and kept is not None and over is None else whole
+        whole = replace(whole, at=at.only(~kept.has).plain()) if at is not None and kept is not None and over is None else whole
         reads.append(Read(_indexed(stream, whole, asked, read), names, with_gradient))
     for teacher in () if beside is not None else known:
         reads.append(_of_known(stream, teacher, exact, targets, read))
@@ -135,7 +137,7 @@ def _outside(exact: Exact | None) -> tuple[str, ...]:
 def _of_known(stream: Stream, teacher: Known, exact: Exact | None, targets: Tensor, read: Tensor | None) -> Read:
     """The visit of the rows where this teacher has a weight."""
     if teacher.weight is not None:
-        read = teacher.weight != 0 if read is None else read & (teacher.weight != 0)
+        read = plain(teacher.weight != 0 if read is None else read & (teacher.weight != 0))
     outside = _outside(exact)
     whole = Whole(targets, read, partials_of(outside), at=teacher.slots)
     return Read(_indexed(stream, whole, Asked(), read), outside, outside)

@@ -78,9 +78,6 @@ class Hidden(Stream):
             return Engine(self, parts=Parts(whole)).forward(whole)
 
     def gradients(self, wanted: tuple[bool, ...], parts: Parts) -> Engine:
-        return Engine(self, wanted, parts)
-
-    def pull(self, whole: Whole, found: Found, slopes: Slopes, gradients: Engine, at_ids: Tensor | None) -> None:
         emptied = self.shard is None if self.weight.numel() == 0 else self.weight.untyped_storage().nbytes() == 0
         if emptied:
             raise RuntimeError(
@@ -88,6 +85,9 @@ class Hidden(Stream):
                 "deepspeed.zero.GatheredParameters around both; FSDP: reshard_after_forward=False), or use linear_grpo_loss with "
                 "an objective of one pass (Objective.one_pass), whose gradient is made in the forward."
             )
+        return Engine(self, wanted, parts)
+
+    def pull(self, whole: Whole, found: Found, slopes: Slopes, gradients: Engine, at_ids: Tensor | None) -> None:
         with torch.autocast(self.hidden.device.type, enabled=False):
             gradients.backward(whole, found, slopes, at_ids)
 

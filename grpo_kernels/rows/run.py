@@ -151,9 +151,17 @@ class Read(NamedTuple):
 class Problem(Protocol):
     """What `statistics` computes. Values and saved tensors have names, a number for the visit in front."""
 
-    values: tuple[str, ...]  # of what is returned
-    differentiable: tuple[str, ...]  # those that have a gradient
-    saved: tuple[str, ...]  # of what else the backward needs
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Names of what is returned."""
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """Those that have a gradient."""
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Names of what else the backward needs."""
 
     def stats(self, given: Given) -> tuple[Tensor, ...]:
         """The values, then what is saved."""

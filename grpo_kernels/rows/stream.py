@@ -303,8 +303,9 @@ class LogitsGradient(Gradients):
     def made(self) -> tuple[Tensor | LateGradient | None, ...]:
         if not self.wanted:
             return (None,)
-        for x in self.before if self.out is not None else ():
-            self.out.add_(x)
+        if self.out is not None:
+            for x in self.before:
+                self.out.add_(x)
         if self.inplace:
             torch.autograd.graph.increment_version(self.logits)
         return (self.few if self.out is None else self.out,)
@@ -340,13 +341,14 @@ class Logits(Stream):
         for other in whole.apart:
             weight = other.weight
             read = whole.read if weight is None else weight != 0 if whole.read is None else whole.read & (weight != 0)
+            read = None if read is None else plain(read)
             apart.append(self.backend.visit(rows._replace(read=read, second=self._second(other)), other.names))
         if OUTSIDE[0] in whole.names:
             for lo, hi, block in self._blocks(n):
                 z = rows.cut(lo, hi).transform.of_rows(block, torch.empty(block.shape, device=block.device))
                 assert whole.at is not None
                 slots = self.own(whole.at).of_rows(lo, hi)
-                z = z.clone() if z.data_ptr() == block.data_ptr() else z
+                z = z.clone() if z is block else z
                 partials.values[-len(OUTSIDE) :, lo:hi] = sums_outside(self.backend, z, slots, rows.cut(lo, hi))
         return Found(partials, tuple(apart))
 

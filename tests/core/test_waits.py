@@ -164,8 +164,7 @@ CALLS: dict[str, Callable[[On], Any]] = {
 
 #: Calls that are documented to wait, in the forward.
 DOCUMENTED = {
-    "linear_logprobs, masked", "linear_logprobs, missing", "linear_divergence, masked", "linear_divergence, several teachers",
-    "linear_grpo_loss, several teachers apart", "linear_grpo_loss, ids among several teachers",
+    "linear_logprobs, masked", "linear_logprobs, missing", "linear_divergence, masked", "linear_grpo_loss, ids among several teachers",
 }  # fmt: skip
 
 
