@@ -351,6 +351,11 @@ def _split_rows(
         read, active = kept.others(read), kept.others(active)
     if read is None and active is None:
         return torch.arange(n, device=device), n
+    if device.type == "cpu":  # nothing waits for it, and few rows are sorted sooner this way
+        can_have = torch.arange(n) if active is None else active.nonzero()[:, 0]
+        others = ~active if read is None and active is not None else None if active is None or same else read & ~active
+        index = can_have if others is None else torch.cat([can_have, others.nonzero()[:, 0]])
+        return index, can_have.numel()
     rank = torch.full_like(rows.targets, 2)
     for value, mask in ((1, read), (0, active)):
         rank = torch.full_like(rank, value) if mask is None else torch.where(mask, value, rank)

@@ -156,6 +156,7 @@ def native_backend(device: torch.device) -> tuple[str, str | None]:
     return "triton", reason
 
 
+@functools.cache
 def load(name: str) -> Any:
     """The module of a backend, imported on first use: `import grpo_kernels` needs neither Triton nor a compiler. It has `available`,
     and `Kernels(strict)`, the backend."""
