@@ -121,8 +121,7 @@ def _fake_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: 
 
 
 @_operator(
-    f"({HEAD}, bool d_hidden, bool d_weight, bool d_bias, {ROWS}, {SLOPES}, {DRAWN}, {HOW}) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"({HEAD}, bool d_hidden, bool d_weight, bool d_bias, {ROWS}, {SLOPES}, {DRAWN}, {HOW}) -> (Tensor, Tensor, Tensor)",
     _fake_gradients,
 )
 def _linear_pull(

@@ -223,7 +223,10 @@ class Engine(Gradients):
             rows = self._rows(whole, at, hidden)
             d_logits = self._gradient(rows.logits[0], index)
             if whole.apart:
-                part, of_others = Found(found.partials.at(at), tuple(x.at(at) for x in found.apart)), (whole.apart, self.logits_of)
+                part, of_others = (
+                    Found(found.partials.at(at), tuple(x.at(at) for x in found.apart)),
+                    (whole.apart, self.logits_of),
+                )
                 pull_beside(self.backend, rows, part, slopes.at(at), d_logits[None], self._places(at), *of_others)
             else:
                 self.backend.pull(rows, found.partials.at(at), slopes.at(at), d_logits[None])

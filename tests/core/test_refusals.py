@@ -39,7 +39,8 @@ from grpo_kernels.formulas.surrogates import A2po, Cispo, Clip, ClipCov, Dro, Gm
 from grpo_kernels.head import FusedLMHead
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.presets import NUMERICS, PRESETS
-from grpo_kernels.rewards.estimators import ADVANTAGES, CORRECTIONS, Evidence
+from grpo_kernels.rewards.corrections import CORRECTIONS
+from grpo_kernels.rewards.estimators import ADVANTAGES, Evidence
 from grpo_kernels.token_sets import check_sets
 from support.cases import snapshot
 from support.inside import values_unseen

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from grpo_kernels.formulas.token_program import random_inputs
 
 from grpo_kernels import Objective, TokenBatch, grpo_loss, use
 from grpo_kernels.formulas import surrogates, token_program
@@ -26,7 +27,6 @@ from grpo_kernels.formulas.kl import WEIGHTINGS, Kl
 from grpo_kernels.formulas.ops import bounded_exp, finite, ops
 from grpo_kernels.formulas.program import FormulaRefused, Tracer
 from grpo_kernels.formulas.surrogates import Clip, Custom, Surrogate
-from grpo_kernels.formulas.token_program import random_inputs
 from grpo_kernels.formulas.token_stage import TokenRows, token_terms
 from grpo_kernels.rows.backends import cpu
 from support.cases import OBJECTIVES, build, run

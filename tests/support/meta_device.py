@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from grpo_kernels import TokenSets
-from grpo_kernels.rows.backends import eager
 
 Tensor = torch.Tensor
 
