@@ -12,13 +12,12 @@ import torch.distributed as dist
 
 from .checks import describe, refuse_unknown, require, with_hints
 from .layout import as_mask, as_wide, check_offsets, check_width, flat, per_token, sequence_ids
-from .missing import check_missing, narrowed, outside, without_set
 from .rewards.estimators import ADVANTAGES, Evidence, lookup
 from .rewards.tensors import as_rewards
 from .row_counts import KINDS, UNSEEN, Counts, is_capturing, sends_ahead, versions_of, whole
 from .shift import shift_sets as shift_sets
 from .shift import shift_targets as shift_targets
-from .token_sets import TokenSets, check_sets
+from .token_sets import TokenSets, check_missing, check_sets, narrowed, outside, without_set
 
 Tensor = torch.Tensor
 

@@ -100,7 +100,8 @@ def linear_divergence(
                teacher known at these ids only; or a list of pairs (one of these, weight): six products for each.
     mask, kept, divergence  as in `token_divergence`; bias, transform, shard, weight_grad, options as in `linear_logprobs`.
 
-    Masked rows take part in no product. On a GPU, selecting rows by a mask is a host sync. The forward is a product for each side; the backward, which cannot know the
+    Masked rows take part in no product. On a GPU, selecting rows by a mask is a host sync. The forward is a product for each side;
+    the backward, which cannot know the
     upstream gradient before it arrives, computes the logits of both again: six products in all. `linear_grpo_loss` with
     Objective.preset("distillation") takes four. Raises ValueError naming the argument that is wrong."""
     exact = as_exact(divergence)

@@ -8,7 +8,6 @@ import torch
 
 from .checks import require
 from .layout import check_targets, flat, mask_of_rows
-from .missing import check_kept, narrowed, rows_with_sets
 from .options import NO_PRODUCT, Options, merged, refuse_sparse
 from .projection import Head
 from .rows.hidden import Hidden
@@ -16,9 +15,9 @@ from .rows.parallel import VocabShard
 from .rows.ragged import Ragged
 from .rows.sets import KeptRows
 from .rows.stream import Logits
-from .statistics import Asked, statistics_of
+from .statistics import Asked, check_kept, rows_with_sets, statistics_of
 from .streams import draws, hidden_stream, is_traced, leaves_the_graph, logits_stream, outside
-from .token_sets import TokenSets, check_sets
+from .token_sets import TokenSets, check_sets, narrowed
 from .transform import IDENTITY, LogitTransform, as_transform
 
 Tensor = torch.Tensor

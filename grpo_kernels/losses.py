@@ -13,20 +13,19 @@ from .checks import require
 from .formulas.token_stage import TokenRows
 from .layout import check_targets, per_token, values_are_checked
 from .loss_output import LossOutput
-from .missing import check_kept, rows_with_sets
 from .objective import Denominators, Objective
 from .options import DEFAULTS, NO_PRODUCT, NOT_BOUNDED, Options, merged, refuse_sparse
 from .projection import Head
-from .reference import Policy, Seconds, check_given, reference_stream, scaled_by_temperature, seconds_of
+from .reference import Policy, check_given, reference_stream, scaled_by_temperature, seconds_of
 from .row_counts import whole
 from .rows.backends import is_strict
 from .rows.hidden import Hidden
 from .rows.parallel import VocabShard
 from .rows.partials import partials_of
-from .rows.run import OneVisit, OverSets, applied, fused_loss, gradient_once, total
-from .rows.sets import KeptRows
-from .rows.stream import Logits, Whole
-from .statistics import Asked, statistics_of
+from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
+from .rows.sets import KeptRows, OverSets
+from .rows.stream import Logits, Seconds, Whole
+from .statistics import Asked, check_kept, rows_with_sets, statistics_of
 from .streams import draws, hidden_stream, is_traced, leaves_the_graph, logits_stream, outside
 from .token_sets import TokenSets
 from .transform import IDENTITY, LogitTransform, as_transform
@@ -140,7 +139,8 @@ def linear_grpo_loss(
                  product), of which no more than a chunk of logits exists; or `TokenSets` whose values are the log-probs of a
                  teacher that is known at these ids only: no product for the teacher, but the policy's logits are computed
                  again. A list of pairs (one of these, weight) is the weighted sum of the divergences: a number >= 0, or a
-                 tensor [B] or the shape of targets. Each `TokenSets` among them is another visit of the rows where it has a weight, for
+                 tensor [B] or the shape of targets. Each `TokenSets` among them is another visit of the rows where it has a weight,
+                 for
                  whose number the host waits on a GPU.
     shard        weight, bias and those of `reference` are this rank's part of a vocabulary cut over a group: see
                  `distributed.VocabShard`. One all-gather per chunk of rows, and one all-reduce of the gradient of hidden.
@@ -195,7 +195,8 @@ def _loss(
     stream: Logits | Hidden, batch: TokenBatch, objective: Objective, name: str, given: Any, transform: LogitTransform | None,
     normalizer: float | Tensor | Denominators | None, options: Options, late: bool = False,
 ) -> LossOutput:  # fmt: skip
-    """The loss of a stream's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull. `given`:
+    """The loss of a stream's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull.
+    `given`:
     the second stream, as the argument `name`. `late`: not in one visit."""
     shape, device, exact = batch.targets.shape, batch.targets.device, objective.exact
     policy = Policy(shape, device, as_transform(transform), batch.mask, batch.cu_seqlens, stream, options)
@@ -260,7 +261,8 @@ def _in_one_visit(
 def _over(
     objective: Objective, options: Options, seconds: Seconds, kept: KeptRows | None
 ) -> tuple[str, ...] | None:  # fmt: skip
-    """The statistics that rows with sets have over the whole vocabulary; None: none. Raises ValueError for what sets do not go with."""
+    """The statistics that rows with sets have over the whole vocabulary; None: none. Raises ValueError for what sets do not go
+    with."""
     if kept is None:
         return None
     kl, whole_reference = objective.kl_spec, options.reference_over == "vocabulary"

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .checks import require, with_hints
-from .missing import check_missing
 from .rows import backends
 from .rows.selection import Sparse
+from .token_sets import check_missing
 
 OVER = ("kept", "vocabulary")
 

@@ -16,8 +16,7 @@ from .objective import Objective
 from .options import Options
 from .projection import Head
 from .rows.partials import RowTransform
-from .rows.ragged import Ragged
-from .rows.stream import Other, Stream
+from .rows.stream import Known, Other, Seconds, Stream
 from .streams import hidden_stream, logits_stream
 from .token_sets import TokenSets, check_sets
 from .transform import LogitTransform, as_transform
@@ -39,25 +38,6 @@ class Policy(NamedTuple):
     @property
     def vocab(self) -> int:
         return self.stream.columns if self.stream.shard is None else self.stream.shard.vocab
-
-
-class Known(NamedTuple):
-    """A teacher that is known at some ids of each row: sets with its log-probs as values; and its weight in each row, fp32 [n], None:
-    1."""
-
-    sets: TokenSets
-    weight: Tensor | None = None
-
-    @property
-    def slots(self) -> Ragged:
-        return Ragged(self.sets.ids.to(torch.int64), self.sets.offsets, self.sets.row_of).plain()
-
-
-class Seconds(NamedTuple):
-    """All second streams of a loss, whose divergences add up."""
-
-    others: tuple[Other, ...] = ()
-    known: tuple[Known, ...] = ()
 
 
 HOW = "(hidden, weight), (hidden, weight, bias), (hidden, Head(...))"

@@ -8,17 +8,18 @@ from typing import NamedTuple
 import torch
 
 from .formulas.divergence import Exact, divergence_at
-from .layout import plain
+from .layout import flat, plain
 from .options import Options
-from .reference import Known, Seconds
+from .rows.backends import is_strict
 from .rows.compile import TracedRows
 from .rows.hidden import Hidden
 from .rows.partials import partials_of
 from .rows.ragged import Ragged
-from .rows.run import OverSets, Read, Rows, statistics
+from .rows.run import Read, Rows, statistics
 from .rows.selection import Sparse
-from .rows.sets import KeptRows
-from .rows.stream import Other, Stream, Whole
+from .rows.sets import KeptRows, OverSets
+from .rows.stream import Known, Other, Seconds, Stream, Whole
+from .token_sets import TokenSets, check_sets, narrowed, without_set
 
 Tensor = torch.Tensor
 
@@ -117,8 +118,8 @@ def _partials(names: tuple[str, ...], others: tuple[Other, ...]) -> tuple[str, .
 
 
 def _indexed(stream: Stream, whole: Whole, asked: Asked, read: Tensor | None) -> Whole:
-    """With the rows that are visited, which hidden states are gathered by: forward and backward share them. Under torch.func there are
-    no values to look at."""
+    """With the rows that are visited, which hidden states are gathered by: forward and backward share them. Under torch.func there
+    are no values to look at."""
     if not isinstance(stream, Hidden) or torch._C._are_functorch_transforms_active():
         return whole
     if asked.rows is not None:
@@ -177,3 +178,20 @@ def _divergence(
         value = value if read is None else torch.where(read, value, 0.0)
         parts.append(value if teacher.weight is None else torch.where(teacher.weight == 0, 0.0, teacher.weight * value))
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+# ---- sets of ids beside targets
+
+
+def check_kept(sets: TokenSets, targets: Tensor, mask: Tensor | None, vocab: int, missing: str | None, strict: bool) -> None:
+    """Raise ValueError unless `sets` can be the kept sets of targets; in strict mode also for a target that joins its set without
+    anybody having said so."""
+    check_sets("kept", sets, targets, vocab)
+    if missing is None and is_strict(strict):
+        narrowed(sets, targets, mask, "raise")
+
+
+def rows_with_sets(sets: TokenSets, targets: Tensor, read: Tensor | None, missing: str | None) -> KeptRows:
+    """The rows that have a set. `targets` of any shape, `read` bool [rows]: those that are looked at."""
+    has = ~without_set(sets, targets, missing) if missing == "full" else None
+    return KeptRows.of(sets, flat(targets).to(torch.int64), read, has)

@@ -383,3 +383,42 @@ def check_ids(name: str, sets: TokenSets, vocab: int) -> None:
         at = int(outside[0])
         row = int(sets.row_of[at])
         raise ValueError(f"{name} holds id {int(sets.ids[at])} in row {row}: it is outside of the vocabulary [0, {vocab}).")
+
+
+# ---- a target that is not in its set
+
+#: What to do with a target outside of its set: put it in, take the whole vocabulary, mask the row, or refuse.
+MISSING = ("include", "full", "mask", "raise")
+
+
+def check_missing(missing: object) -> None:
+    require(missing in MISSING, "missing", missing, f"it must be one of {', '.join(map(repr, MISSING))}.")
+
+
+def outside(sets: TokenSets, targets: Tensor) -> Tensor:
+    """bool [rows]: rows with a set that lacks the row's target."""
+    return ~sets.contains(targets)
+
+
+def without_set(sets: TokenSets, targets: Tensor, missing: str | None) -> Tensor:
+    """bool [rows]: rows that run over the whole vocabulary."""
+    empty = sets.counts == 0
+    return empty | outside(sets, targets) if missing == "full" else empty
+
+
+def narrowed(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str | None) -> Tensor | None:
+    """The mask without the rows that `missing` removes. Raises ValueError for missing="raise", for which the host waits on a
+    GPU."""
+    if missing not in ("mask", "raise"):
+        return mask
+    lacking = outside(sets, targets).view(targets.shape)
+    if missing == "mask":
+        return ~lacking if mask is None else mask & ~lacking
+    lacking = lacking if mask is None else mask & lacking
+    if not torch.compiler.is_compiling() and lacking.any():
+        at = lacking.nonzero()[0].tolist()
+        raise ValueError(
+            f"targets{at}={int(targets[tuple(at)])} is not in its kept set, and missing='raise' (as in strict mode): keep what the sampler recorded, or pass "
+            "missing='include' (the target joins its set), 'full' (the row runs over the whole vocabulary) or 'mask'."
+        )
+    return mask

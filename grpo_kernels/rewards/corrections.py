@@ -41,12 +41,17 @@ detached and exactly 0 where the mask is False, even if the inputs are NaN or in
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..checks import LARGEST, SMALLEST, require, require_number, require_one_of
+from ..batch import TokenBatch
+from ..checks import LARGEST, SMALLEST, refuse_unknown, require, require_number, require_one_of
 from ..layout import as_mask, sequence_ids
 
 Tensor = torch.Tensor

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class Evidence:
     sum_squares: Tensor | None = field(default=None, kw_only=True)
 
 
-_FIELDS = frozenset(f.name for f in dataclasses.fields(Evidence))
+_FIELDS = frozenset(f.name for f in fields(Evidence))
 
 
 @dataclass(frozen=True)

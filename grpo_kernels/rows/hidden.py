@@ -258,8 +258,8 @@ class Engine(Gradients):
         return torch.arange(at.start, at.stop, device=self.hidden.device) if isinstance(at, slice) else at
 
     def _rows(self, whole: Whole, at: slice | Tensor, hidden: Tensor) -> LogitRows:
-        """The rows of a chunk, beside those of the one second stream that is read in the same visit. With the same head (adapters in
-        the body of a model), both are one product."""
+        """The rows of a chunk, beside those of the one second stream that is read in the same visit. With the same head (adapters
+        in the body of a model), both are one product."""
         one, second = whole.one, None
         if one is None:
             logits = self.products.logits(hidden)
