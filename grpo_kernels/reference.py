@@ -13,13 +13,11 @@ from .formulas.divergence import Exact
 from .formulas.token_stage import TokenRows
 from .layout import per_token, plain, values_are_checked
 from .objective import Objective
-from .options import Options
-from .projection import Head
 from .rows.partials import RowTransform
 from .rows.stream import Known, Other, Seconds, Stream
+from .specs import Head, LogitTransform, Options, as_transform
 from .streams import hidden_stream, logits_stream
 from .token_sets import TokenSets, check_sets
-from .transform import LogitTransform, as_transform
 
 Tensor = torch.Tensor
 

@@ -9,7 +9,6 @@ import torch
 
 from .formulas.divergence import Exact, divergence_at
 from .layout import flat, plain
-from .options import Options
 from .rows.backends import is_strict
 from .rows.compile import TracedRows
 from .rows.hidden import Hidden
@@ -19,6 +18,7 @@ from .rows.run import Read, Rows, statistics
 from .rows.selection import Sparse
 from .rows.sets import KeptRows, OverSets
 from .rows.stream import Known, Other, Seconds, Stream, Whole
+from .specs import Options
 from .token_sets import TokenSets, check_sets, narrowed, without_set
 
 Tensor = torch.Tensor

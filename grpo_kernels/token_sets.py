@@ -387,13 +387,6 @@ def check_ids(name: str, sets: TokenSets, vocab: int) -> None:
 
 # ---- a target that is not in its set
 
-#: What to do with a target outside of its set: put it in, take the whole vocabulary, mask the row, or refuse.
-MISSING = ("include", "full", "mask", "raise")
-
-
-def check_missing(missing: object) -> None:
-    require(missing in MISSING, "missing", missing, f"it must be one of {', '.join(map(repr, MISSING))}.")
-
 
 def outside(sets: TokenSets, targets: Tensor) -> Tensor:
     """bool [rows]: rows with a set that lacks the row's target."""

@@ -374,18 +374,18 @@ class Correction:
 
 #: By name; the table at the top of this file lists which trainer uses which.
 CORRECTIONS: dict[str, Correction] = {
-    entry[0]: Correction(*entry)  # type: ignore[arg-type]
+    entry.name: entry
     for entry in (
-        ("importance_weights", importance_weights),
-        ("tis", importance_weights, {"high": 2.0}),
-        ("sequence_tis", importance_weights, {"level": "sequence", "high": 2.0}),
-        ("icepop", importance_weights, {"mode": "mask", "low": 0.5, "high": 5.0}),
-        ("sequence_mask", importance_weights, {"level": "sequence", "mode": "mask", "high": 3.0}),
-        ("rejection_mask", rejection_mask),
-        ("geometric_mask", rejection_mask, {"over": "mean", "low": 0.99, "high": 1.01}),
-        ("veto", rejection_mask, {"over": "min", "low": 1e-4}),
-        ("off_policy_mask", off_policy_sequence_mask, {"delta": 0.5}),
+        Correction("importance_weights", importance_weights),
+        Correction("tis", importance_weights, {"high": 2.0}),
+        Correction("sequence_tis", importance_weights, {"level": "sequence", "high": 2.0}),
+        Correction("icepop", importance_weights, {"mode": "mask", "low": 0.5, "high": 5.0}),
+        Correction("sequence_mask", importance_weights, {"level": "sequence", "mode": "mask", "high": 3.0}),
+        Correction("rejection_mask", rejection_mask),
+        Correction("geometric_mask", rejection_mask, {"over": "mean", "low": 0.99, "high": 1.01}),
+        Correction("veto", rejection_mask, {"over": "min", "low": 1e-4}),
+        Correction("off_policy_mask", off_policy_sequence_mask, {"delta": 0.5}),
         ("m2po", second_moment_mask, {"threshold": 0.04}),
-        ("without_truncated", without_truncated),
+        Correction("without_truncated", without_truncated),
     )
 }

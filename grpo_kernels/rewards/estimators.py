@@ -189,20 +189,20 @@ def _optimal_token(
 
 #: The names are those of the papers. Options are arguments of the functions: Dr. GRPO is "group" with scale="none".
 ADVANTAGES: dict[str, Estimator] = {
-    entry[0]: Estimator(*entry)  # type: ignore[arg-type]
+    entry.name: entry
     for entry in (
-        ("group", _group, {}, (group_advantages,)),
-        ("rloo", _group, {"baseline": "leave-one-out", "scale": "none"}, (group_advantages,)),
-        ("opo", _group, {"baseline": "length", "scale": "none"}, (group_advantages,)),
-        ("maxrl", _group, {"scale": "mean", "eps": 0.0}, (group_advantages,)),
-        ("gdpo", _gdpo, {"combine": "gdpo"}, (group_advantages,)),
-        ("pass_at_k", pass_at_k_advantages),
-        ("gpg", _gpg, {"scale": "none"}, (group_advantages,)),
-        ("remax", greedy_baseline_advantages),
-        ("reinforce_pp", _reinforce_pp, {}, (whiten,)),
-        ("gae", _gae, {}, (whiten,)),
-        ("process", _process, {}, (process_advantages, group_advantages)),
-        ("optimal_token", _optimal_token),
+        Estimator("group", _group, {}, (group_advantages,)),
+        Estimator("rloo", _group, {"baseline": "leave-one-out", "scale": "none"}, (group_advantages,)),
+        Estimator("opo", _group, {"baseline": "length", "scale": "none"}, (group_advantages,)),
+        Estimator("maxrl", _group, {"scale": "mean", "eps": 0.0}, (group_advantages,)),
+        Estimator("gdpo", _gdpo, {"combine": "gdpo"}, (group_advantages,)),
+        Estimator("pass_at_k", pass_at_k_advantages),
+        Estimator("gpg", _gpg, {"scale": "none"}, (group_advantages,)),
+        Estimator("remax", greedy_baseline_advantages),
+        Estimator("reinforce_pp", _reinforce_pp, {}, (whiten,)),
+        Estimator("gae", _gae, {}, (whiten,)),
+        Estimator("process", _process, {}, (process_advantages, group_advantages)),
+        Estimator("optimal_token", _optimal_token),
     )
 }
 

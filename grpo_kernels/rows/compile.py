@@ -174,7 +174,7 @@ class TracedRows:
             if self.sparse is not None:
                 seed = self.sparse.seed
                 seeds = (0, seed) if isinstance(seed, Tensor) else (seed, None)
-                sparse = (self.sparse.step, *seeds, self.sparse.first_row)  # type: ignore[assignment]
+                sparse = (self.sparse.step, *seeds, self.sparse.first_row)
             partials, *draws = _linear_stats(*given.tensors, self.dtype, *rows, *sparse, *how)
         saved = (partials,) if self.sparse is None else (partials, *draws)
         return *Partials(partials, names).found(self.statistics, given.read), *saved

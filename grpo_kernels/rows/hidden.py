@@ -204,10 +204,10 @@ class Engine(Gradients):
         if whole.sparse is not None:
             if found.draws:  # else no row ran over the vocabulary
                 *of_slots, logits = found.draws
-                slots, shard = Ragged(*of_slots), self.stream.shard
+                drawn, shard = Ragged(*of_slots), self.stream.shard
                 own = whole.targets if shard is None else whole.targets - shard.start
                 step, transform = whole.sparse.step, self.stream.transform
-                self.add(slots, gradient_at(slots, logits, step, own, found.partials, slopes, transform))
+                self.add(drawn, gradient_at(drawn, logits, step, own, found.partials, slopes, transform))
             return
         index, n = whole.rows()[: whole.active], whole.targets.numel()
         slots = None if at_ids is None or whole.at is None else self.stream.own(whole.at)
