@@ -385,7 +385,7 @@ CORRECTIONS: dict[str, Correction] = {
         Correction("geometric_mask", rejection_mask, {"over": "mean", "low": 0.99, "high": 1.01}),
         Correction("veto", rejection_mask, {"over": "min", "low": 1e-4}),
         Correction("off_policy_mask", off_policy_sequence_mask, {"delta": 0.5}),
-        ("m2po", second_moment_mask, {"threshold": 0.04}),
+        Correction("m2po", second_moment_mask, {"threshold": 0.04}),
         Correction("without_truncated", without_truncated),
     )
 }
