@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .batch import TokenBatch, whole
+from .batch import TokenBatch, sends_ahead, whole
 from .checks import describe, nearest, require
 from .formulas.ops import bounded_exp
 from .formulas.token_stage import TokenRows
@@ -488,7 +488,7 @@ def _split_rows(
         read, active = kept.others(read), kept.others(active)
     if read is None and active is None:
         return torch.arange(n, device=device), n
-    if device.type == "cpu":  # nothing waits for it, and few rows are sorted sooner this way
+    if device.type == "cpu" and not sends_ahead(device):  # nothing waits for it, and few rows are sorted sooner this way
         first = torch.arange(n) if active is None else active.nonzero()[:, 0]
         if active is None or same:
             return first, first.numel()
