@@ -62,7 +62,8 @@ def last_level_cache() -> int:
 
 
 class Kernels(Backend):
-    """`strict`: no second pass over the logits for a formula in torch, and a program is compared with torch before its first use."""
+    """`strict`: no second pass over the logits for a formula in torch, and a program is compared with torch before its first
+    use."""
 
     writes_behind_reads = True
 
