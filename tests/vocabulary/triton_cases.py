@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_selection import probabilities, rows_of
+from test_selection import partials_of, rows_of
 from test_sparse import close
 
 from grpo_kernels.formulas.filters import TRUST_REGIONS, EntropyFloor, TrustRegion
@@ -21,7 +21,7 @@ from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
 from grpo_kernels.rows.backends import triton
 from grpo_kernels.rows.backends.triton.launch import INTERPRETED, LAUNCH, Choice, choose
-from grpo_kernels.rows.partials import LogitRows, RowTransform
+from grpo_kernels.rows.partials import RowTransform
 from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, given, same, visited
 from support.slots import matrix, slots_of
 
@@ -234,10 +234,8 @@ def test_an_id_with_many_slots_is_summed_in_pieces(width: int, monkeypatch: pyte
 
 
 def test_tiles_of_any_size_select_the_same_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, targets, first = rows_of(1000)
-    found = []
+    (rows, first), found = rows_of(1000), []
     for threads, accesses in ((32, 1), (256, 2)):
         monkeypatch.setitem(LAUNCH, "select", Choice(threads, accesses))
-        stats, _ = probabilities(backend, logits)
-        found.append(backend.select(LogitRows(logits[None], targets), stats, 1 / 100, first))
+        found.append(backend.select(rows, partials_of(backend, rows), 1 / 100, first))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and (found[0].ids >= 0).sum() > 100
