@@ -122,7 +122,7 @@ def setting_of(kind: str, described: dict[str, Any]) -> Setting:
 def on_triton() -> Iterator[None]:
     """Every backend is Triton, for tensors on a CPU too (in its interpreter), whether or not the C++ module is there."""
     with (
-        mock.patch.object(backends, "load", lambda name: backend),
+        mock.patch.object(backends, "_made", lambda name, strict: backend.Kernels(strict)),
         mock.patch.object(backends, "unavailable", lambda name: None),
     ):
         yield
