@@ -251,20 +251,16 @@ def test_short_rows_have_no_smaller_tile(refuse: Refuse) -> None:
 
 
 def test_another_kernel_is_tried_anew(refuse: Refuse) -> None:
-    """What is remembered is of one dtype, one alignment, one transform."""
+    """What is remembered is of one dtype, one alignment, one transform, one set of statistics."""
     launches = refuse("stats", above=128)
-    targets = torch.zeros(2, dtype=torch.int64)
-    calls: list[tuple[Tensor, Any, tuple[str, ...]]] = [
-        (torch.randn(1, 2, 1024).to(torch.float32), PLAIN, partials_of(())), (torch.randn(1, 2, 2048).to(torch.bfloat16), PLAIN, partials_of(())),
-        (torch.randn(1, 2, 2048).to(torch.float16), PLAIN, partials_of(())),
-        (torch.randn(1, 2, 1023).to(torch.float32), PLAIN, partials_of(())),
-        (torch.randn(1, 2, 1024).to(torch.float32), PLAIN._replace(softcap=3.0), partials_of(())),
-        (torch.randn(1, 2, 1024).to(torch.float32), PLAIN, partials_of(("entropy",))),
+    targets, capped = torch.zeros(2, dtype=torch.int64), PLAIN._replace(softcap=3.0)
+    calls = [
+        (1024, torch.float32, PLAIN, ()), (2048, torch.bfloat16, PLAIN, ()), (2048, torch.float16, PLAIN, ()),
+        (1023, torch.float32, PLAIN, ()), (1024, torch.float32, capped, ()), (1024, torch.float32, PLAIN, ("entropy",)),
     ]  # fmt: skip
     with pytest.warns(RuntimeWarning):
-        for _ in range(2):
-            for logits, transform, names in calls:
-                backend.stats(LogitRows(logits, targets, None, transform), names)
+        for vocab, dtype, transform, statistics in 2 * calls:
+            backend.stats(LogitRows(torch.zeros(1, 2, vocab, dtype=dtype), targets, None, transform), partials_of(statistics))
     assert launches == {("stats", 256): len(calls), ("stats", 128): 2 * len(calls)}
 
 
@@ -273,21 +269,22 @@ def by_torch(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[fl
 
 
 def test_a_formula_that_is_no_program_runs_under_torch(refuse: Refuse) -> None:
-    objective, launches = Objective(Custom(by_torch)), refuse()
-    leaf, targets, advantages = torch.randn(7, 1031, requires_grad=True), torch.randint(1031, (7,)), torch.randn(7)
-    batch = TokenBatch(targets, advantages)
+    objective, launches, x = Objective(Custom(by_torch)), refuse(), torch.randn(7, 1031)
+    batch = TokenBatch(torch.randint(1031, (7,)), torch.randn(7))
+
+    def gradient(**options: Any) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(grpo_loss(leaf, batch, objective, **options).loss, leaf)[0]
+
     with pytest.warns(RuntimeWarning) as caught:
-        for _ in range(2):
-            (got,) = torch.autograd.grad(grpo_loss(leaf, batch, objective).loss, leaf)
+        found = [gradient() for _ in range(2)]
     (message,) = messages(caught.list)
     assert "by_torch cannot run in the kernels: torch.tanh" in message and "second visit" in message
     assert {name for name, _ in launches} >= {"stats", "pull"} and not any(n == "fused" for n, _ in launches)
-    x = leaf.detach().double().requires_grad_()
-    loss = -(advantages * torch.tanh(x.log_softmax(-1).gather(-1, targets[:, None])[:, 0])).mean()
-    torch.testing.assert_close(got.double(), torch.autograd.grad(loss, x)[0], rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(found[1], gradient(backend="eager"), rtol=1e-5, atol=1e-8)
     for options in ({"strict": True}, {"backend": "triton"}):
         with pytest.raises(ValueError, match="by_torch cannot run in the kernels"):
-            grpo_loss(leaf, batch, objective, **options)  # type: ignore[arg-type]
+            gradient(**options)
 
 
 def test_strict_compares_a_formula_with_torch() -> None:
