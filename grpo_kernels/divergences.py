@@ -131,7 +131,7 @@ def _divergence(policy: Policy, name: str, given: Any, exact: Exact, kept: Token
     if policy.mask is not None:
         read = flat(policy.mask)
     if kept is not None:
-        check_sets("kept", kept, targets, policy.vocab)
+        check_sets("kept", kept, targets, stream.vocab)
         remedy = "a teacher known at some ids has no distribution over a kept set: leave one of them out."
         require(not seconds.known, "kept", kept, remedy)
         # The target of a row is the first id of its set, so that no set gets a further one.

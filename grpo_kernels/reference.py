@@ -33,10 +33,6 @@ class Policy(NamedTuple):
     stream: Stream
     options: Options
 
-    @property
-    def vocab(self) -> int:
-        return self.stream.columns if self.stream.shard is None else self.stream.shard.vocab
-
 
 HOW = "(hidden, weight), (hidden, weight, bias), (hidden, Head(...))"
 HOW_EXACT = f"{HOW}, TokenSets whose values are a teacher's log-probs, or a list of pairs (one of these, weight)"
@@ -113,7 +109,7 @@ def _checked_sets(name: str, sets: TokenSets, exact: Exact, policy: Policy) -> T
         raise ValueError(
             f"{name} is TokenSets without values: pass the teacher's log-probs of its ids, sets.with_values(logps)."
         )
-    check_sets(name, sets, torch.empty(policy.shape, dtype=torch.int64, device=policy.device), policy.vocab)
+    check_sets(name, sets, torch.empty(policy.shape, dtype=torch.int64, device=policy.device), policy.stream.vocab)
     if exact.tail == "bin" and values_are_checked(sets.values):
         mass = torch.zeros(sets.rows, dtype=torch.float64, device=policy.device)
         mass = mass.index_add(0, sets.row_of, sets.values.detach().exp().to(torch.float64))
@@ -178,12 +174,12 @@ def _for_rows(transform: LogitTransform, policy: Policy) -> RowTransform:
 
 
 def _check_vocab(name: str, stream: Stream, policy: Policy) -> None:
-    vocab, width = stream.columns if stream.shard is None else stream.shard.vocab, stream.columns
-    if (vocab, width) == (policy.vocab, policy.stream.columns):
+    vocab, width = stream.vocab, stream.columns
+    if (vocab, width) == (policy.stream.vocab, policy.stream.columns):
         return
     here = "" if stream.shard is None else f" ({width} and {policy.stream.columns} of them on this rank)"
     raise ValueError(
-        f"{name} has a vocabulary of {vocab}, but the policy has {policy.vocab}{here}: they must be the same ids. Cut off what is padding "
+        f"{name} has a vocabulary of {vocab}, but the policy has {policy.stream.vocab}{here}: they must be the same ids. Cut off what is padding "
         "of the longer one, weight[:vocab] or logits[..., :vocab]."
     )
 

@@ -53,7 +53,8 @@ def _picked(options: Options, device: torch.device, shard: VocabShard | None) ->
     """The backend of a stream. In a graph it is picked when the graph runs."""
     if torch.compiler.is_compiling():
         return cast(Backend, None)
-    return on_shard(backends.pick(options.backend, device, options.strict), shard)
+    backend = backends.pick(options.backend, device, options.strict)
+    return backend if shard is None else on_shard(backend, shard)
 
 
 def logits_stream(

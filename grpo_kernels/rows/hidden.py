@@ -53,11 +53,6 @@ class Hidden(Stream):
     def columns(self) -> int:
         return int(self.weight.shape[0])
 
-    @property
-    def vocab(self) -> int:
-        """Ids that a target may have."""
-        return self.columns if self.shard is None else self.shard.vocab
-
     def shares(self, other: Hidden) -> bool:
         """Whether the two heads are one, as those of a model with and without adapters in its body."""
         same = _same(self.weight, other.weight) and _same(self.bias, other.bias)

@@ -229,6 +229,11 @@ class Stream(ABC):
         """Of this process."""
 
     @property
+    def vocab(self) -> int:
+        """Ids that a target may have."""
+        return self.columns if self.shard is None else self.shard.vocab
+
+    @property
     def kernels(self) -> Backend:
         """The backend without an exchange."""
         return getattr(self.backend, "backend", self.backend)
