@@ -10,14 +10,15 @@ import torch
 
 from .batch import TokenBatch, sends_ahead, whole
 from .checks import describe, nearest, require
+from .formulas.divergence import Exact
 from .formulas.ops import bounded_exp
 from .formulas.token_stage import TokenRows
 from .layout import check_targets, per_token, values_are_checked
 from .objective import Denominators, Objective
-from .reference import Policy, check_given, reference_stream, scaled_by_temperature, seconds_of
 from .rows.backends import is_strict
 from .rows.hidden import Hidden
 from .rows.parallel import VocabShard
+from .rows.partials import RowTransform
 from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
 from .rows.sets import KeptRows, OverSets
 from .rows.stream import Logits, Seconds, Whole
@@ -34,7 +35,18 @@ from .specs import (
     refuse_sparse,
 )
 from .statistics import Asked, check_kept, rows_with_sets, statistics_of
-from .streams import draws, hidden_stream, is_traced, leaves_the_graph, logits_stream, outside
+from .streams import (
+    Policy,
+    draws,
+    hidden_stream,
+    is_traced,
+    leaves_the_graph,
+    logits_stream,
+    outside,
+    reference_stream,
+    seconds_of,
+    squared,
+)
 from .token_sets import TokenSets
 
 Tensor = torch.Tensor
@@ -396,7 +408,7 @@ def _in_one_visit(
 
 
 def _over(objective: Objective, options: Options, seconds: Seconds) -> tuple[str, ...] | None:
-    """The statistics that rows with sets have over the whole vocabulary; None: none. Raises ValueError for what sets do not go with."""
+    """The statistics that rows with sets have over the vocabulary; None: none. Raises ValueError for what sets do not go with."""
     kl, whole_reference = objective.kl_spec, options.reference_over == "vocabulary"
     if seconds.known:
         remedy = 'a teacher known at some ids has no distribution over a kept set: pass Options(reference_over="vocabulary").'
@@ -594,3 +606,32 @@ def check_specs(batch: Any, objective: Any, second_stream: str = "", given: Any 
         raise ValueError(f"objective is a {type(objective).__name__}: pass an Objective, for example Objective.preset('grpo').")
     if second_stream and (given is not None or objective.exact is not None):
         check_given(second_stream, given, objective, batch)
+
+
+def check_given(given: str, value: Any, objective: Objective, batch: TokenBatch) -> None:
+    """Raise ValueError where an objective and its second stream do not fit: `given` is the name of the argument, `value` what
+    it is."""
+    if objective.exact is not None:
+        if batch.ref_logps is not None:
+            raise ValueError(
+                f"ref_logps are log-probs of the sampled tokens, but kl={objective.kl} compares whole distributions: leave them out, and "
+                f"pass {given}=."
+            )
+        return
+    if value is None:
+        return
+    require(objective.beta != 0, given, type(value).__name__, "with beta=0 nothing looks at it: leave it out.")
+    if given == "ref_logits" or isinstance(value, TokenSets):
+        raise ValueError(
+            f"{given} is a whole distribution, but kl={objective.kl!r} is an estimate from the sampled token: pass kl=Exact(...), or the "
+            "reference's log-probs as ref_logps of the batch."
+        )
+    if batch.ref_logps is not None:
+        raise ValueError("reference and batch.ref_logps are both given: pass one of them.")
+
+
+def scaled_by_temperature(rows: TokenRows, exact: Exact, transform: RowTransform) -> TokenRows:
+    """The rows with the square of the temperature in the weight of their divergence, where that is asked for."""
+    if not exact.temperature_squared or rows.divergence_weight is None:
+        return rows
+    return replace(rows, divergence_weight=rows.divergence_weight / squared(transform, rows.read))
