@@ -198,11 +198,11 @@ class Engine(Gradients):
                 else:
                     part = self.backend.fused(rows, own, out)
                 result.put(at, part)
-                del rows  # before the products of a block make theirs
+                del rows, out  # before the products of a block make theirs
                 if d_logits is not None:
                     d_logits = self._kept(d_logits)
                     self._accumulate(at, hidden, d_logits, some)
-                del d_logits, out
+                del d_logits
         return result
 
     def backward(self, whole: Whole, found: Found, slopes: Slopes, at_ids: Tensor | None) -> None:
