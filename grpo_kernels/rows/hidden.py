@@ -16,13 +16,24 @@ import torch
 
 from ..formulas.token_stage import TokenStage
 from .backends import FusedRows
-from .blocks import Work
 from .partials import OUTSIDE, LogitRows, Partials, Slopes
-from .products import Products, d_hidden_parts, keeps_rows, products_for
+from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
 from .ragged import Ragged, merged, write_at
 from .selection import Draws, gradient_at, starts
-from .stream import Found, Gradients, Parts, Stream, Whole, beside, fused_beside, pull_beside, sums_outside
-from .weight_gradient import LateGradient, WeightGradient, WeightMemory
+from .stream import (
+    Found,
+    Gradients,
+    LateGradient,
+    Parts,
+    Stream,
+    WeightGradient,
+    WeightMemory,
+    Whole,
+    beside,
+    fused_beside,
+    pull_beside,
+    sums_outside,
+)
 
 Tensor = torch.Tensor
 
@@ -52,11 +63,6 @@ class Hidden(Stream):
     @property
     def columns(self) -> int:
         return int(self.weight.shape[0])
-
-    @property
-    def vocab(self) -> int:
-        """Ids that a target may have."""
-        return self.columns if self.shard is None else self.shard.vocab
 
     def shares(self, other: Hidden) -> bool:
         """Whether the two heads are one, as those of a model with and without adapters in its body."""
@@ -192,11 +198,11 @@ class Engine(Gradients):
                 else:
                     part = self.backend.fused(rows, own, out)
                 result.put(at, part)
-                del rows  # before the products of a block make theirs
+                del rows, out  # before the products of a block make theirs
                 if d_logits is not None:
                     d_logits = self._kept(d_logits)
                     self._accumulate(at, hidden, d_logits, some)
-                del d_logits, out
+                del d_logits
         return result
 
     def backward(self, whole: Whole, found: Found, slopes: Slopes, at_ids: Tensor | None) -> None:
@@ -324,11 +330,10 @@ class Engine(Gradients):
             at, hidden = self._hidden(index, self.summed, self.summed + d_logits.shape[0])
         self.summed += len(hidden)
         if self.d_hidden is not None:
-            product = self.products.d_hidden(d_logits)
             if self.summed_later:
-                self.d_hidden.index_add_(0, self._places(at), product)
+                self.d_hidden.index_add_(0, self._places(at), self.products.d_hidden(d_logits))
             else:
-                self.d_hidden[at] = product.to(self.d_hidden.dtype)
+                self.d_hidden[at] = self.products.d_hidden(d_logits).to(self.d_hidden.dtype)
         if self.wanted[1]:
             last = self.rounded and self.summed == index.numel()
             self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden, last)
