@@ -181,8 +181,12 @@ def test_maxima_that_rise_apart_and_logits_of_1e30(module: Backend, kind: str, m
 
 
 @each_kind
-def test_a_gradient_over_the_second_stream(module: Backend, kind: str, mixture: float) -> None:
-    """Where both streams are the same memory."""
+def test_a_gradient_over_the_second_stream(module: Backend, kind: str, mixture: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both streams are the same memory, and several warps share a row."""
+    if TRITON:
+        from grpo_kernels.rows.backends.triton.launch import LAUNCH
+
+        monkeypatch.setitem(LAUNCH, "two", LAUNCH["two"]._replace(threads=64))
     both = row_pairs(291)[0][None]
     r = two(both[0], both[0], kind, mixture, PLAIN, COOL, targets=torch.arange(10) * 40)
     found, memory = visited(module, replace(r, logits=both.clone())), both.clone()
