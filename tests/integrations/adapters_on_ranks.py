@@ -120,7 +120,7 @@ def check_areal(rank, ranks):
         assert slots.counts == {"fused": 1}
     with areal.bind() as slots, pytest.raises(AssertionError, match="own function was called"):
         home.gather_logprobs(own(LOGITS, rank).double(), TOKENS, tp_group=group)
-    assert slots.counts == {"areal: dtype torch.float64": 1}
+    assert slots.counts == {"AReaL: dtype torch.float64": 1}
 
 
 def beside_itself(home, bind, call, *inputs):

@@ -69,7 +69,7 @@ def test_what_went_wrong_inside_comes_first(home):
     slots.undo()
     assert home.gather_logprobs is gather_logprobs
     with (
-        pytest.raises(RuntimeError, match=r"no call was fused in this block: areal did not call areal\."),
+        pytest.raises(RuntimeError, match=r"no call was fused in this block: AReaL did not call areal\."),
         areal.bind(strict=True),
     ):
         pass
@@ -167,7 +167,7 @@ def test_importing_adapters_imports_no_trainer():
     finish(start(
         "import sys, grpo_kernels, grpo_kernels.losses, grpo_kernels.distributed\n"
         "assert not any('integrations' in name for name in sys.modules)\n"
-        "from grpo_kernels.integrations import areal, liger, liger_slot, miles, nemo_rl, openrlhf, prime_rl, skyrl, slime, trl, unsloth, verl\n"
+        "from grpo_kernels.integrations import areal, liger, miles, nemo_rl, openrlhf, prime_rl, skyrl, slime, trl, unsloth, verl\n"
         "assert not {'trl', 'transformers', 'triton', 'liger_kernel', 'verl'} & {*sys.modules}\n"
         "try: trl.Trainer2\n"
         "except AttributeError as error: assert 'Trainer2' in str(error)\n"

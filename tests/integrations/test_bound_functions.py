@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_kernels.integrations import areal, liger, miles, nemo_rl, openrlhf, prime_rl, skyrl, slime, trl_head, unsloth, verl
+from grpo_kernels.integrations import areal, liger, miles, nemo_rl, openrlhf, prime_rl, skyrl, slime, trl, unsloth, verl
 from support.trainers import MASK, B, H, T, V, in_float64, log_softmax_of, stand_in, their_file, without_trainers
 
 parametrize = pytest.mark.parametrize
@@ -322,10 +322,9 @@ def test_what_is_left_to_the_trainer_is_counted_or_an_error(name):
     """float64, for example."""
     module, functions = put(name)
     (call, leaves), *_ = calls_of(name)
-    package = name.partition(",")[0].replace("-", "_")
     with TRAINERS[name].bind() as slots:
         results(call, module, leaves, torch.float64)
-    assert {*slots.counts} == {f"{'unsloth_made' if name == 'unsloth_zoo' else package}: dtype torch.float64"}
+    assert {*slots.counts} == {f"{slots.adapter.trainer}: dtype torch.float64"}
     with pytest.raises(RuntimeError, match=r"strict=True.*dtype torch\.float64"), TRAINERS[name].bind(strict=True):
         results(call, module, leaves, torch.float64)
     assert max(f.calls for f in functions.values()) == 1
@@ -362,7 +361,7 @@ CALLED = {
     for module, names in (
         (areal, ("gather_logprobs", "gather_logprobs_entropy")), (nemo_rl, ("PolicyLoss",)),
         (openrlhf, ("PolicyLoss", "log_probs_from_logits", "compute_entropy")), (prime_rl, ("chunked_logprobs", "loss")),
-        (skyrl, ("logprobs_from_logits", "chunked_entropy_from_logits", "fused_lm_head_logprobs")), (trl_head, ("log_probs",)),
+        (skyrl, ("logprobs_from_logits", "chunked_entropy_from_logits", "fused_lm_head_logprobs")), (trl, ("log_probs",)),
         (slime, ("calculate_log_probs_and_entropy",)), (unsloth, ("selective_log_softmax", "log_softmax_and_entropy")),
         (liger, ("triton_grpo_loss", "fused_selective_log_softmax", "LigerFusedLinearGRPOLoss")),
         (verl, ("linear_cross_entropy", "logprobs_from_logits", "entropy_from_logits")),
@@ -459,7 +458,7 @@ def test_unsloths_kept_sets_are_left_to_it():
     zoo, functions = put("unsloth_zoo, new")
     with unsloth.bind(MADE) as slots:
         zoo.grpo_chunked_hidden_states_logprobs(HIDDEN, WEIGHT, IDS, support_top_k=5)
-    assert [*slots.counts] == ["unsloth_zoo: a softmax over a kept set of tokens (support_top_k, ...)"]
+    assert [*slots.counts] == ["Unsloth: a softmax over a kept set of tokens (support_top_k, ...)"]
     assert functions["grpo_chunked_hidden_states_logprobs"].calls == 1
     with pytest.raises(AttributeError):
         sys.modules.pop(unsloth.ZOO)

@@ -24,7 +24,7 @@ from liger_kernel import chunked_loss as chunked
 
 from grpo_kernels import Objective, linear_grpo_loss
 from grpo_kernels.formulas.surrogates import Cispo
-from grpo_kernels.integrations import liger, liger_slot
+from grpo_kernels.integrations import liger
 from support.pairs import label, pairs
 from support.trl_family import CLIPPED, LOSS_TYPES, Case, Data, assert_same, different, exact, objective_of, ours, run
 
@@ -579,13 +579,13 @@ def changed(request, monkeypatch):
     return request.param
 
 
-@parametrize("attribute", liger_slot.ATTRIBUTES)
+@parametrize("attribute", liger.ATTRIBUTES)
 def test_the_slot_of_one_trainer(newer, changed, attribute):
     theirs, given = Counting(compiled=False, **SHORT), short_call()
     trainer = SimpleNamespace(**{attribute: theirs})
-    slots = liger_slot.patch(trainer)
+    slots = liger.patch(trainer)
     with pytest.raises(RuntimeError, match=f"{attribute} of this trainer is ours already"):
-        liger_slot.patch(trainer)
+        liger.patch(trainer)
     if changed != 1:
         with pytest.raises(RuntimeError, match=r"liger-kernel 99\.1.*loss is not what it was: values"):
             getattr(trainer, attribute)(*given)
@@ -605,9 +605,9 @@ def test_trainers_without_a_slot():
         RuntimeError,
         match=r"SimpleNamespace has no loss of Liger's.*use_liger_kernel=True.*before 0\.17 install.*fused_lm_head",
     ):
-        liger_slot.patch(SimpleNamespace())
+        liger.patch(SimpleNamespace())
     with pytest.raises(RuntimeError, match=r"has no beta, epsilon_high.*not Liger's"):
-        liger_slot.patch(SimpleNamespace(liger_loss=len), any_version=True)
+        liger.patch(SimpleNamespace(liger_loss=len), any_version=True)
 
 
 @parametrize("loss_type", ["bnpo", "luspo"])

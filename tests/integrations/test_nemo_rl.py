@@ -333,7 +333,7 @@ def distilled(logits, data, kl_type, weight, outside, tokens):
 )
 def test_distillation(row):
     """Value and gradient; rows that do not count may hold anything."""
-    from grpo_kernels.integrations.nemo_rl_distillation import DistillationLoss
+    from grpo_kernels.integrations.nemo_rl import DistillationLoss
 
     logits, fields = step()
     g = torch.Generator().manual_seed(2)
@@ -363,7 +363,7 @@ def test_distillation(row):
 
 
 def test_refused_settings_of_distillation():
-    from grpo_kernels.integrations.nemo_rl_distillation import DistillationLoss
+    from grpo_kernels.integrations.nemo_rl import DistillationLoss
 
     logits, _ = step()
     nothing = {"teacher_topk_indices": torch.zeros(B, T + 1, 0, dtype=torch.int64)}

@@ -194,7 +194,7 @@ def test_miles(miles_homes, kind):
             with pytest.raises(ValueError, match=message):
                 mask = miles_homes[0].build_local_sampling_mask(logits, kind(sets), rows, tp_rank=0)
                 miles_homes[1].calculate_log_probs_and_entropy(logits, TOKENS, None, sampling_mask=mask)
-        with pytest.raises(ValueError, match="true_on_policy=True with replay"):
+        with pytest.raises(ValueError, match="true_on_policy=True: with replay"):
             miles_scores(miles_homes, logits, kind(SETS), true_on_policy=True)
     with miles.bind(arguments(), missing="include", entropy_over="kept"):
         logps, entropy = miles_scores(miles_homes, logits, kind([*([s[0]] for s in SETS[:5]), [10]]))
@@ -213,7 +213,7 @@ def test_miles_without_replay(miles_homes):
 
 @parametrize("change", [{"use_kl_loss": True}, {"kl_coef": 0.1}, {"use_opd": True}])
 def test_miles_refuses_replay_with_another_network(miles_homes, change):
-    with pytest.raises(ValueError, match=f"{next(iter(change))}=.* with replay"):
+    with pytest.raises(ValueError, match=f"{next(iter(change))}=.*with replay"):
         miles.bind(arguments(**change))
     with pytest.raises(ValueError, match="reference_over='vocabulary'"):
         miles.bind(arguments(**change), reference_over="vocabulary")
@@ -339,8 +339,8 @@ def test_skyrl_scores_what_is_no_set_itself(skyrl_replay, fault):
     home = stand_in(skyrl_replay, sample_support_logprobs=lambda *args, **_: calls.append(args) or "theirs")
     with skyrl.bind(replay=True) as slots:
         assert home.sample_support_logprobs(HIDDEN @ WEIGHT.T, SAMPLED, sets, **BOUNDS) == "theirs"
-        assert slots.counts == {f"skyrl: {fault}": 1} and len(calls) == 1
-    with pytest.raises(RuntimeError, match=f"left to skyrl: {fault}"), skyrl.bind(replay=True, strict=True):
+        assert slots.counts == {f"SkyRL: {fault}": 1} and len(calls) == 1
+    with pytest.raises(RuntimeError, match=f"left to SkyRL: {fault}"), skyrl.bind(replay=True, strict=True):
         home.sample_support_logprobs(HIDDEN @ WEIGHT.T, SAMPLED, sets, **BOUNDS)
 
 
@@ -390,7 +390,7 @@ def test_prime_rl(prime_rl_head, more):
         want = log_softmax_of(HIDDEN.view(24, H) @ WEIGHT.T * INVERSE[:, None], LABELS)[1]
         torch.testing.assert_close(out[1].double(), want, rtol=1e-5, atol=1e-5)
         assert apply(HIDDEN.view(24, H), WEIGHT, LABELS, INVERSE, 8, REPLAYED, True) == "theirs"
-        assert slots.counts == {"fused": 3, "prime_rl: score centring": 1}
+        assert slots.counts == {"fused": 3, "prime-rl: score centring": 1}
 
 
 def test_prime_rls_choices(prime_rl_head):

@@ -14,8 +14,9 @@ import torch
 from torch.testing import assert_close
 
 from grpo_kernels import Exact, LogitTransform, TokenSets, token_divergence
-from grpo_kernels.integrations import trl_distillation, verl_distillation
-from grpo_kernels.integrations.liger_jsd import LigerFusedLinearJSD
+from grpo_kernels.integrations import trl as trl_distillation
+from grpo_kernels.integrations import verl as verl_ours
+from grpo_kernels.integrations.liger import LigerFusedLinearJSD
 from support.divergences import of_listed_ids
 from support.pairs import label, pairs
 from support.trainers import assert_same, stand_in, value_and_gradient, without_trainers
@@ -296,14 +297,14 @@ def forward_kl_topk(logits, values, ids, config, data_format):
 @pytest.fixture(params=["stand-in", "itself"])
 def verl(request, monkeypatch):
     """The module with verl's function of logits, and ours in verl's registry."""
-    monkeypatch.setattr(verl_distillation, "_registered", {})
+    monkeypatch.setattr(verl_ours, "_registered", {})
     if request.param == "itself":
         pytest.importorskip("verl", minversion="0.9.0", exc_type=ImportError)
         losses = importlib.import_module("verl.trainer.distillation.losses")
         for name in [name for name in dir(losses) if name.endswith("REGISTRY") and isinstance(getattr(losses, name), dict)]:
             monkeypatch.setattr(losses, name, dict(getattr(losses, name)))
-        verl_distillation.register()
-        yield importlib.import_module(verl_distillation.HOME)
+        verl_ours.register_distillation()
+        yield importlib.import_module("verl.trainer.distillation.fsdp.losses")
         return
     monkeypatch.setattr(metadata, "version", lambda _: "0.9.1")
     with without_trainers("verl"):
@@ -315,8 +316,8 @@ def verl(request, monkeypatch):
             compute_forward_kl_topk=lambda *_: (None, {"told": 1}),
         )  # fmt: skip
         stand_in("verl.workers.utils.padding", no_padding_2_padding=lambda x, data: x + 1)
-        verl_distillation.register()
-        yield stand_in(verl_distillation.HOME, compute_forward_kl_topk=forward_kl_topk)
+        verl_ours.register_distillation()
+        yield stand_in("verl.trainer.distillation.fsdp.losses", compute_forward_kl_topk=forward_kl_topk)
 
 
 def jagged(rows):
@@ -340,11 +341,11 @@ def listed(repeated):
 
 
 @parametrize("repeated", [False, True])
-@parametrize("name", verl_distillation.LOSSES)
+@parametrize("name", verl_ours.DISTILLATION_LOSSES)
 def test_verls_losses(verl, name, repeated):
     """Each is its divergence. In a sum over the ids alone an id counts as often as it is listed; with a tail a row in which one
     repeats is padding: 0 in value, gradient and masses."""
-    (ids, values), exact, logits = listed(repeated), verl_distillation.LOSSES[name], STUDENT.flatten(0, 1)[None]
+    (ids, values), exact, logits = listed(repeated), verl_ours.DISTILLATION_LOSSES[name], STUDENT.flatten(0, 1)[None]
     distinct = torch.tensor([len({*row}) == K for row in ids.tolist()])
     up, counted = torch.linspace(-1, 2, B * T), torch.ones(B * T, dtype=torch.bool) if exact.tail == "ignore" else distinct
     given = jagged(values), jagged(ids), config_of(f"fused_{name}"), "thd"
@@ -365,7 +366,7 @@ def test_verls_losses(verl, name, repeated):
         return (of_listed_ids(exact, log_p, sets) * up).sum()
 
     masses = []
-    with verl_distillation.bind(strict=True) as slots:
+    with verl_ours.bind_distillation(strict=True) as slots:
         assert_same(
             value_and_gradient(of(verl.compute_forward_kl_topk, masses), logits, torch.float32),
             value_and_gradient(by_definition, logits, torch.float64),
@@ -382,14 +383,12 @@ def test_verls_own_forward_kl_but_for_its_clamps(verl):
     want = value_and_gradient(lambda z: own(z)["distillation_losses"].sum(), logits, torch.float32)
     given = jagged(values), jagged(ids), config_of("fused_forward_kl_topk"), "thd"
     assert_same(
-        value_and_gradient(
-            lambda z: verl_distillation.topk_divergence(z, *given)["distillation_losses"].sum(), logits, torch.float32
-        ),
+        value_and_gradient(lambda z: verl_ours.topk_divergence(z, *given)["distillation_losses"].sum(), logits, torch.float32),
         want,
     )
     more = torch.full((1, B * T, V), -20.0).scatter(-1, ids[None], values[None] + 0.1 * (torch.arange(K) == 0))
     value, gradient = value_and_gradient(
-        lambda z: verl_distillation.topk_divergence(z, *given)["distillation_losses"].sum(), more, torch.float32
+        lambda z: verl_ours.topk_divergence(z, *given)["distillation_losses"].sum(), more, torch.float32
     )
     assert value < 0 and gradient.abs().max() > 1e-3
 
@@ -401,34 +400,34 @@ def test_another_loss_is_left_to_verl(verl, config, monkeypatch):
     """verl's own function does not read loss_mode, and its callers need not have it."""
     monkeypatch.setattr(verl, "compute_forward_kl_topk", forward_kl_topk)
     ids, values = listed(False)
-    with verl_distillation.bind() as slots:
+    with verl_ours.bind_distillation() as slots:
         verl.compute_forward_kl_topk(STUDENT.flatten(0, 1)[None], jagged(values), jagged(ids), config, "thd")
         with pytest.raises(RuntimeError, match="compute_forward_kl_topk is ours already"):
-            verl_distillation.bind()
+            verl_ours.bind_distillation()
     assert slots.counts == {f"verl: loss_mode={getattr(config.distillation_loss, 'loss_mode', None)!r}": 1}
 
 
 def test_what_is_registered_or_refused(verl, monkeypatch):
-    assert verl_distillation.register({"jsd_topk": Exact("jsd")}) == [
+    assert verl_ours.register_distillation({"jsd_topk": Exact("jsd")}) == [
         "fused_jsd_topk"
     ]  # a second import registers the same again
     for losses, message in (
         ({"jsd_topk": Exact("jsd", mixture=0.1)}, r"losses\['fused_jsd_topk'\]=.*is registered under that name"),
-        ({"k9": "reverse"}, r"losses\['fused_k9'\] is a str: pass an Exact"),
+        ({"k9": "reverse"}, r"losses\['fused_k9'\]='reverse': pass an Exact"),
     ):
         with pytest.raises(ValueError, match=message):
-            verl_distillation.register(losses)
+            verl_ours.register_distillation(losses)
     losses = sys.modules["verl.trainer.distillation.losses"]
     if hasattr(losses, "named"):  # the contract of a registered loss, which finds what the forward has computed
         loss, config = losses.named["fused_jsd_topk"], config_of("fused_jsd_topk")
         with pytest.raises(ValueError, match=r"strategy='veomni': ours are for fsdp"):
             loss(SimpleNamespace(strategy="veomni"), config, {}, None)
-        with pytest.raises(RuntimeError, match=r"call verl_distillation\.bind\(\) in the same module"):
+        with pytest.raises(RuntimeError, match=r"call verl\.bind_distillation\(\) in the same module"):
             loss(SimpleNamespace(strategy="fsdp"), config, {}, None)
-        with verl_distillation.bind():
+        with verl_ours.bind_distillation():
             found, metrics = loss(SimpleNamespace(strategy="fsdp2"), config, {"distillation_losses": torch.zeros(2)}, None)
         assert (found == 1).all() and metrics == {"told": 1}
     monkeypatch.setattr(metadata, "version", lambda _: "99.1")
     monkeypatch.delenv("GRPO_KERNELS_ANY_VERSION", raising=False)
     with pytest.raises(RuntimeError, match=r"verl 99\.1 was not tested.*install verl 0\.9\.1"):
-        verl_distillation.bind()
+        verl_ours.bind_distillation()

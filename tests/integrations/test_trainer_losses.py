@@ -292,7 +292,7 @@ def test_skyrls_cispo_is_anchored_where_it_is_told():
     assert_metrics(mine[0][1], want[0][1])
     empty = ours(DATA.logps, *args[:3], torch.zeros(B, T), DATA.sampler)[1]
     assert empty["clip_ratio"] == 0 and empty["cispo/ratio_max"] == 1
-    with pytest.raises(ValueError, match="rollout_logprobs is None"):
+    with pytest.raises(ValueError, match="rollout_logprobs=None"):
         ours(DATA.logps, *args)
     config.off_policy_correction.tis_ratio_type = "token"
     with pytest.raises(ValueError, match=r"tis_ratio_type='token'.*double-count"):

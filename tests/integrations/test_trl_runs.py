@@ -23,7 +23,7 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils
 
 from grpo_kernels.head import FusedLMHead
-from grpo_kernels.integrations import trl_head
+from grpo_kernels.integrations import trl as trl_head
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_lm_head, patch
 from support import trl_cases
 from support.pairs import label, pairs
@@ -445,7 +445,7 @@ def other_head(change):
 
 
 @parametrize("what, message", [
-    ("loss", "the fused loss is"), ("slopes", "the gradient of the fused loss"), ("log-probs", "log-probs and entropies"),
+    ("loss", "the fused loss, tensor"), ("slopes", "the gradient of the fused loss"), ("log-probs", "log-probs and entropies"),
 ])  # fmt: skip
 def test_other_arithmetic_of_an_untested_version_is_refused(make, untested, monkeypatch, what, message):
     theirs = GRPOTrainer._compute_loss
@@ -509,7 +509,7 @@ def test_older_versions_name_the_obstacle(make, monkeypatch):
     ):
         fused_lm_head(any_version=True)
     monkeypatch.delattr(utils, "add_fused_lm_head")
-    message = r"trl is 1\.14\.2.*no fused LM head.*install TRL 1\.16.*1\.14.*trl_head\.fused_lm_head.*0\.17 to 1\.13"
+    message = r"trl is 1\.14\.2.*no fused LM head.*install TRL 1\.16.*1\.14.*trl\.fused_lm_head.*0\.17 to 1\.13"
     for make_one in (lambda: patch(trainer, any_version=True), lambda: FusedGRPOTrainer(any_version=True)):
         with pytest.raises(RuntimeError, match=message):
             make_one()

@@ -293,15 +293,15 @@ def test_refused_objectives(bad, message):
 
 
 @parametrize("changes, info, mode, message", [
-    (None, {}, "token-mean", "config is None"), ({}, {}, "nonesuch", "loss_agg_mode='nonesuch'"),
-    ({}, {"dp_size": 2}, "token-mean", "batch_num_tokens is None, but dp_size=2"), ({"clip_ratio_c": 1.1}, {}, "token-mean", "clip_ratio_c=1.1: below"),
-    ({}, {"dp_size": 2}, "seq-mean-token-sum", "global_batch_size is None, but dp_size=2"),
+    (None, {}, "token-mean", "config=None"), ({}, {}, "nonesuch", "loss_agg_mode='nonesuch'"),
+    ({}, {"dp_size": 2}, "token-mean", "batch_num_tokens=None: with dp_size=2"), ({"clip_ratio_c": 1.1}, {}, "token-mean", "clip_ratio_c=1.1: below"),
+    ({}, {"dp_size": 2}, "seq-mean-token-sum", "global_batch_size=None: with dp_size=2"),
 ])  # fmt: skip
 def test_refused_configurations(data, changes, info, mode, message):
     config = None if changes is None else made_config(CONSTANTS["defaults"] | changes, info)
     with pytest.raises(ValueError, match=message):
         evaluated(ours.policy_loss("vanilla"), data, mode, config, None, torch.float32)
-    with pytest.raises(ValueError, match="dro_beta is None"):
+    with pytest.raises(ValueError, match="dro_beta=None"):
         ours.objective_of("dro", made_config(CONSTANTS["defaults"] | {"dro_beta": None}, {}))
 
 

@@ -4,10 +4,11 @@ A TRAINER is a folder that holds one version of one package, as `pip install --n
 a name: then what this environment has of it. Folders given by `--beside` hold what a trainer imports and this environment lacks.
 
 Of TRL two steps of GRPO with a KL run with its own loss and with ours: "loss" is the whole loss inside the model's
-forward (`integrations.trl`), "slot" the loss in Liger's place (`integrations.liger_slot`) beside Liger's, "head" log-probs and
-entropies alone (`integrations.trl_head`); the result says whether the first step's comparison ran and how far the logged losses
-and gradient norms are apart. Of the others the tests run that compare the adapter with the trainer's own functions. Trainers that
-do not install here are known by a contract, which the line names. `--write` puts the lines into docs/versions.md."""
+forward (`integrations.trl`), "slot" the loss in Liger's place (`integrations.liger.patch`) beside Liger's, "head" log-probs and
+entropies alone (`integrations.trl.fused_lm_head`); the result says whether the first step's comparison ran and how far the logged
+losses and gradient norms are apart. Of the others the tests run that compare the adapter with the trainer's own functions.
+Trainers that do not install here are known by a contract, which the line names. `--write` puts the lines into
+docs/versions.md."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from typing import Any
 
 import versions
 
-from grpo_kernels.integrations._slots import OVERRIDE
+from grpo_kernels.integrations._swap import OVERRIDE
 
 ROOT = Path(__file__).parents[2]
 TESTS = "tests/integrations/test_"
@@ -79,9 +80,10 @@ from pathlib import Path
 import trl
 from support import trl_cases
 from trl.trainer import utils
-from grpo_kernels.integrations import liger_slot
-from grpo_kernels.integrations.trl import patch
-from grpo_kernels.integrations.trl_head import SLOT, fused_lm_head
+from grpo_kernels.integrations import liger
+from grpo_kernels.integrations.trl import fused_lm_head, patch
+
+SLOT = "_ChunkedLogProbFunction"
 
 names = {f.name for f in dataclasses.fields(trl.GRPOConfig)}
 whole = hasattr(utils, "add_fused_lm_head")
@@ -97,12 +99,12 @@ path = trl_cases.save_model(work / "model")
 histories, said = [], []
 for ours in (False, True):
     trainer = trl_cases.make_trainer(path, work / str(ours), steps=2, **options)
-    slot = next((getattr(trainer, name) for name in liger_slot.ATTRIBUTES if hasattr(trainer, name)), None)
-    place, put = ("loss", patch) if whole else ("slot", liger_slot.patch) if slot else ("head", lambda _: fused_lm_head())
+    slot = next((getattr(trainer, name) for name in liger.ATTRIBUTES if hasattr(trainer, name)), None)
+    place, put = ("loss", patch) if whole else ("slot", liger.patch) if slot else ("head", lambda _: fused_lm_head())
     if place == "slot":
         slot.compiled = False
     if place == "head":
-        for refused in (patch, liger_slot.patch, *[put] * (not hasattr(utils, SLOT))):
+        for refused in (patch, liger.patch, *[put] * (not hasattr(utils, SLOT))):
             try:
                 refused(trainer)
             except RuntimeError as error:
