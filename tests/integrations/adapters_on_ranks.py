@@ -183,7 +183,7 @@ def check_slime_replay(rank, ranks):
 @alone_with_modules
 def check_slime_policy_loss(rank, ranks):
     """The custom loss over slime's own scores of two samples: the loss of each rank, the gradient of its columns."""
-    from test_trainer_losses import slime_args
+    from test_policy_losses import slime_args
 
     g, lengths = torch.Generator().manual_seed(8), [6, 5]
     drawn = {name: (torch.randn(N, generator=g) - 3 * (name != "advantages")).split(lengths) for name in (
