@@ -9,6 +9,7 @@ import torch
 
 from .. import Exact, LogitTransform, LossOutput, Objective, TokenBatch, TokenSets, token_logprobs
 from ..distributed import VocabShard
+from ..formulas.divergence import divergence_at
 from ..layout import of_a_leaf
 from ._swap import NotCovered
 
@@ -151,15 +152,24 @@ def in_a_column(logits: Tensor, tokens: Tensor, group: Any, **options: Any) -> t
 # ---- ids of each row
 
 
-def distinct(ids: Tensor) -> tuple[TokenSets, Tensor]:
-    """(sets of the ids [rows, K] of each row, each id once; int64 [rows, K]: where in the sets' ids each listed one is), for
-    trainers that take an id several times."""
-    in_order, order = ids.sort(-1)
-    first = torch.ones_like(ids, dtype=torch.bool)
+def at_ids(logits: Tensor, ids: Tensor, **options: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(log-probs at the ids [.., K] of each row of logits [.., V], entropies if asked for, [..]: how many different ids a row
+    has), in one visit of each row, for trainers that take an id several times. `options` are those of `token_logprobs`."""
+    flat = ids.flatten(0, -2)
+    in_order, order = flat.sort(-1)
+    first = torch.ones_like(flat, dtype=torch.bool)
     first[:, 1:] = in_order[:, 1:] != in_order[:, :-1]
     sets = TokenSets.from_counts(in_order[first], first.sum(-1))
-    place = first.reshape(-1).cumsum(0).view(ids.shape) - 1
-    return sets, place.gather(-1, order.argsort(-1))
+    place = first.reshape(-1).cumsum(0).view(flat.shape) - 1  # in the sets' ids
+    _, entropy, named = token_logprobs(logits, no_ids(ids[..., 0]), at=sets, **options)
+    return named["at"][place.gather(-1, order.argsort(-1))].view(ids.shape), entropy, first.sum(-1).view(ids.shape[:-1])
+
+
+def divergence_over(exact: Exact, logps: Tensor, teacher: Tensor) -> Tensor:
+    """[..]: the divergence of log-probs [.., K] at the same ids, over these ids alone."""
+    shape, k = logps.shape[:-1], logps.shape[-1]
+    offsets = torch.arange(shape.numel() + 1, device=logps.device) * k
+    return divergence_at(exact, logps.reshape(-1), teacher.reshape(-1), offsets).view(shape)
 
 
 def response_sets(name: str, record: tuple[Any, Any], tokens: int) -> TokenSets:

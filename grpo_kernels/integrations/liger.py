@@ -28,7 +28,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import KW_ONLY, InitVar, dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -181,8 +181,8 @@ def token_batch(
     def padded(x: Any) -> Any:
         return x if x is None or not padding or x.shape != shape else torch.nn.functional.pad(x, (0, padding))
 
-    fields = {"mask": mask, "old_logps": old, "ref_logps": ref, "weights": weights}
-    return TokenBatch(padded(ids), padded(advantages).to(torch.float32), **{name: padded(x) for name, x in fields.items()})
+    others = {"mask": mask, "old_logps": old, "ref_logps": ref, "weights": weights}
+    return TokenBatch(padded(ids), padded(advantages).to(torch.float32), **{name: padded(x) for name, x in others.items()})
 
 
 def denominator(loss_type: str, batch: TokenBatch, num_items: float | Tensor | None) -> float | Tensor | None:
@@ -368,11 +368,8 @@ def _beside_ligers(trial: Trial) -> Callable[[Any, Any, Any], None]:
 def _like(module: Any, released: Callable[..., Any]) -> Any:
     """Liger's object with the options of ours. An option that it lacks is left out where ours has the default, and an error where
     it has another value."""
-    known, options = inspect.signature(released).parameters, {}
-    for name, parameter in inspect.signature(type(module)).parameters.items():
-        value = getattr(module, name, None)
-        if parameter.kind is not parameter.KEYWORD_ONLY and (name in known or value != parameter.default):
-            options[name] = value
+    known, own = inspect.signature(released).parameters, [f for f in fields(module) if not f.kw_only]
+    options = {f.name: getattr(module, f.name) for f in own if f.name in known or getattr(module, f.name) != f.default}
     # Without a KL Liger asks for a reference all the same, unless use_ref_model says that there is none.
     return released(**options | {"compiled": False, "use_ref_model": module.use_ref_model and module.beta != 0})
 

@@ -37,14 +37,13 @@ import torch
 from .. import Cispo, Clip, Exact, Kl, LossOutput, Objective, PolicyGradient, TokenBatch, TokenSets, grpo_loss, token_logprobs
 from ..checks import require, require_number, require_one_of
 from ..distributed import VocabShard
-from ..formulas.divergence import divergence_at
 from ..formulas.kl import k3
 from ..formulas.ops import bounded_exp
 from ..formulas.token_stage import kl_of_rows
 from ..losses import objective_loss
 from ..rewards.corrections import importance_weights, rejection_mask
 from ._swap import Adapter
-from ._tensors import distinct, no_ids, numbers, shard_of
+from ._tensors import at_ids, divergence_over, numbers, shard_of
 
 Tensor = torch.Tensor
 
@@ -59,6 +58,7 @@ ABSOLUTE = ("num_valid_samples", "positive_nll_loss", "probs_ratio_min", "probs_
             "probs_ratio_clamped_max")  # fmt: skip
 #: The teacher's log-prob of an id outside of its largest, with zero_outside_topk.
 OUTSIDE = -100.0
+FORWARD, REVERSE = (Exact(direction, tail="ignore") for direction in ("forward", "reverse"))
 
 
 class PolicyLoss:
@@ -403,7 +403,7 @@ class DistillationLoss:
             at, entropy = self._scored(logits, ids, mask, shard)
         value = at.new_zeros(mask.shape)
         if self.forward > 0:
-            value = value + self.forward * self._kl("forward", at, teacher)
+            value = value + self.forward * divergence_over(FORWARD, at, teacher)
         if self.forward < 1:
             value = value + (1.0 - self.forward) * self._reverse(at, teacher, entropy)
         total = (global_valid_toks.to(torch.float32) + 1e-8) if masked else mask.sum()
@@ -412,18 +412,12 @@ class DistillationLoss:
 
     def _scored(self, logits: Tensor, ids: Tensor, mask: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor | None]:
         """(log-probs at ids [B, S, k], entropies [B, S] or None), in one visit of each row that counts."""
-        sets, place = distinct(ids.flatten(0, 1))
-        scored = token_logprobs(logits, no_ids(ids[..., 0]), mask=mask, entropy=self.zero_outside_topk, at=sets, shard=shard)
-        at = torch.where(mask[..., None], scored[2]["at"][place].view(ids.shape), OUTSIDE)  # a row that is not read has 0
-        return (at if self.zero_outside_topk else torch.log_softmax(at, -1)), scored[1]
-
-    def _kl(self, direction: str, at: Tensor, teacher: Tensor) -> Tensor:
-        k, shape = at.shape[-1], at.shape[:-1]
-        offsets = torch.arange(shape.numel() + 1, device=at.device) * k
-        return divergence_at(Exact(direction, tail="ignore"), at.reshape(-1), teacher.reshape(-1), offsets).view(shape)
+        at, entropy, _ = at_ids(logits, ids, mask=mask, entropy=self.zero_outside_topk, shard=shard)
+        at = torch.where(mask[..., None], at, OUTSIDE)  # a row that is not read has 0
+        return (at if self.zero_outside_topk else torch.log_softmax(at, -1)), entropy
 
     def _reverse(self, at: Tensor, teacher: Tensor, entropy: Tensor | None) -> Tensor:
         if entropy is None:
-            return self._kl("reverse", at, teacher)
+            return divergence_over(REVERSE, at, teacher)
         p = at.exp()  # the sum of p log p over the vocabulary, less that of p log q, whose log q outside is one number
         return -entropy - (p * teacher).sum(-1) - OUTSIDE * (1.0 - p.sum(-1))

@@ -65,21 +65,19 @@ from .. import (
     TrustRegion,
     linear_logprobs,
     token_divergence,
-    token_logprobs,
 )
 from ..checks import require, require_one_of
-from ..formulas.divergence import divergence_at
 from ..losses import objective_loss
 from ..presets import NUMERICS, PRESETS
 from ._swap import Adapter, NotCovered, Slots, Trial
 from ._tensors import (
+    at_ids,
     at_least_one,
-    distinct,
+    divergence_over,
     entropy_from_logits,
     even_shard,
     logprobs_from_logits,
     masked_mean,
-    no_ids,
     numbers,
     plain,
     scored_batch,
@@ -437,21 +435,18 @@ def topk_divergence(
     given = [x.values().unsqueeze(0) for x in (teacher_topk_ids, teacher_topk_log_probs)]
     if get_ulysses_sequence_parallel_world_size() > 1:
         given = [slice_input_tensor(x, dim=1) for x in given]
-    flat, listed = given[0].flatten(0, 1), given[1].flatten(0, 1).to(torch.float32)
-    (sets, place), targets = distinct(flat), no_ids(student_logits[..., 0])
-    alone, K = exact.tail == "ignore", flat.shape[-1]
+    ids, listed = given[0], given[1].to(torch.float32)
+    alone, K = exact.tail == "ignore", ids.shape[-1]
     with torch.set_grad_enabled(alone and torch.is_grad_enabled()):
-        logps = token_logprobs(student_logits, targets, at=sets)[2]["at"][place]  # [rows, K]
-    counted = torch.ones_like(sets.counts, dtype=torch.bool) if alone else sets.counts == K
+        logps, _, different = at_ids(student_logits, ids)
+    counted = (different == K) | alone
     if alone:
-        offsets = torch.arange(len(logps) + 1, device=logps.device) * K
-        losses = divergence_at(exact, logps.reshape(-1), listed.reshape(-1), offsets)
+        losses = divergence_over(exact, logps, listed)
     else:
-        known = TokenSets.from_padded(torch.where(counted[:, None], flat, -1), values=listed)
-        losses = token_divergence(student_logits, known, exact)
+        known = torch.where(counted[..., None], ids, -1).flatten(0, 1)
+        losses = token_divergence(student_logits, TokenSets.from_padded(known, values=listed.flatten(0, 1)), exact)
     masses = [x.detach().exp().sum(-1).masked_fill(~counted, 0.0) for x in (logps, listed)]
-    found = dict(zip(("distillation_losses", "student_mass", "teacher_mass"), (losses, *masses), strict=True))
-    return {name: x.view(targets.shape) for name, x in found.items()}
+    return dict(zip(("distillation_losses", "student_mass", "teacher_mass"), (losses, *masses), strict=True))
 
 
 def _distillation_loss(config: Any, distillation_config: Any, model_output: Any, data: Any) -> tuple[Tensor, dict[str, Any]]:
