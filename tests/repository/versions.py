@@ -110,19 +110,17 @@ def text_of(rows: list[list[str]]) -> str:
 
 def declared() -> str:
     """What each adapter is written for, by its declaration."""
-    rows = [["trainer", "module", "package", "tested with", "ours <- the trainer's"]]
+    rows = [["trainer", "module", "package", "tested with", "functions that are replaced"]]
     for name, adapter in adapters().items():
-        places = {ours: [path] if isinstance(path, str) else [*path] for ours, path in adapter.replaces.items()}
-        replaced = "; ".join(f"`{ours}` <- {' or '.join(f'`{path}`' for path in paths)}" for ours, paths in places.items())
-        rows.append(
-            [
-                adapter.trainer,
-                f"`{name}`",
-                f"`{adapter.package}`",
-                ", ".join(adapter.tested) or "-",
-                replaced or "an object for its own hook",
-            ]
+        homes: dict[str, list[str]] = {}
+        for path in adapter.replaces.values():
+            paths = [path] if isinstance(path, str) else path
+            home = " or ".join(f"`{each.rpartition('.')[0]}`" for each in paths)
+            homes.setdefault(home, []).append(f"`{paths[0].rpartition('.')[2]}`")
+        replaced = (
+            "; ".join(f"{', '.join(names)} of {home}" for home, names in homes.items()) or "none: an object for its own hook"
         )
+        rows.append([adapter.trainer, f"`{name}`", f"`{adapter.package}`", ", ".join(adapter.tested) or "-", replaced])
     return text_of(rows)
 
 
