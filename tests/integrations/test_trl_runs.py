@@ -424,7 +424,7 @@ def other_head(change):
 
 
 @parametrize("what, message", [
-    ("loss", "the fused loss, tensor"), ("slopes", "the gradient of the fused loss"), ("log-probs", "log-probs and entropies"),
+    ("loss", "the fused loss, tensor"), ("slopes", "the gradient of the fused loss"), ("log-probs", "log_probs, tensor 0 of 1"),
 ])  # fmt: skip
 def test_other_arithmetic_of_an_untested_version_is_refused(make, untested, monkeypatch, what, message):
     theirs = GRPOTrainer._compute_loss
