@@ -322,6 +322,13 @@ def test_rows_that_are_projected(trainer, plain, patched, monkeypatch):
     assert_same(skipped, theirs, "skipped")
     same_numbers(skipped.metrics, theirs.metrics, "entropy")
     assert math.isfinite(skipped.metrics["entropy"]) and abs(skipped.metrics["entropy"] - theirs.metrics["entropy"]) > 1e-5
+    easy = replace(
+        data, advantages=torch.zeros(8)
+    )  # where no answer has an advantage, as of a prompt that is too easy, none is skipped
+    for counts in (COUNTS["usual"], COUNTS["alone"]):
+        got, want = (trls(trainer, case, easy, counts, method) for method in (None, OWN))
+        same_numbers(got.metrics, want.metrics)
+        assert got.loss == 0 and want.metrics["entropy"] > 1
     case = replace(case, share=0.4)  # two visits: nothing can be skipped
     same_numbers(trls(trainer, case, data).metrics, trls(trainer, case, data, method=OWN).metrics)
 

@@ -161,34 +161,6 @@ def test_lora(compare, path, tmp_path, trained_head):
     assert weight.requires_grad == trained_head and history(ours)[-2]["kl"] > 1e-4
 
 
-@parametrize("row", pairs(loss_type=("dapo", "cispo"), easy=(4, 1)), ids=label)
-def test_skipped_tokens_leave_trls_metrics_as_they_are(train, monkeypatch, row):
-    """Micro-batches in which no answer has an advantage, as of prompts that are too easy (all, or one of four): entropy and clip
-    ratios are logged as TRL does. And those in which some have: all but the entropy is TRL's."""
-    reward = trl_cases.reward
-
-    def some_equal(prompts, completions, **_):
-        given = zip(prompts, reward(completions), strict=True)
-        return [1.0 if trl_cases.PROMPTS.index(prompt) < row["easy"] else score for prompt, score in given]
-
-    monkeypatch.setattr(trl_cases, "reward", some_equal)
-    kind = {
-        "num_iterations": 2,
-        "epsilon": 0.1,
-        "loss_type": row["loss_type"],
-        "steps": 4,
-        "logging_steps": 2,
-        "epsilon_high": 1.2,
-    }
-    want = history(train(**kind))
-    got = history(train(FusedGRPOTrainer, keywords={"strict": True, "skip_inactive": True}, **kind))
-    assert all(entry["entropy"] > 2 for entry in got[:-1])
-    if row["easy"] == 1:
-        entropies = [[entry.pop("entropy", 0.0) for entry in x] for x in (got, want)]
-        assert any(abs(a - b) > 1e-4 for a, b in zip(*entropies, strict=True))
-    assert_same_history(got, want, 2e-4)
-
-
 def test_images(make, monkeypatch):
     """Other inputs of a model than tokens reach the backbone: loss and gradients of a model with images."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
@@ -567,18 +539,17 @@ def test_slot_in_a_run(train, cls):
 
 def test_slot_projects_no_padding_on_a_cpu(make):
     """There TRL hands prompts and padding over as well, where a Triton device gets the completions' rows only: their states may
-    be NaN. TRL's own afterwards, row by row as before."""
-    model, ids = make().model, torch.tensor([[0, 3, 4, 5, 6], [2, 3, 9, 5, 0]])
+    be NaN."""
+    model, ids, found = make().model, torch.tensor([[0, 3, 4, 5, 6], [2, 3, 9, 5, 0]]), []
     labels = torch.tensor([[-100, -100, 4, 5, 6], [-100, -100, 9, -100, -100]])
-    calls, found = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels, "fused_lm_head": True}, []
-    unread = torch.nn.functional.pad(labels[:, 1:] == -100, (0, 1), value=True)
-    for context, rows in ((nullcontext, unread & False), (fused_lm_head, unread), (nullcontext, unread & False)):
-        hook = model.model.norm.register_forward_hook(lambda m, a, out, rows=rows: out.masked_fill(rows[..., None], torch.nan))
+    calls = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels, "fused_lm_head": True}
+    unread = torch.nn.functional.pad(labels[:, 1:] == -100, (0, 1), value=True)[..., None]
+    for context, rows in ((nullcontext, unread & False), (fused_lm_head, unread)):
+        hook = model.model.norm.register_forward_hook(lambda m, a, out, rows=rows: out.masked_fill(rows, torch.nan))
         model.zero_grad()
         with context():
             out = model(**calls)
         out.log_probs.sum().backward()
         hook.remove()
-        found.append([out.log_probs.detach(), out.entropy.detach(), model.lm_head.weight.grad.clone()])
-    assert torch.equal(found[2][0], found[0][0])
-    assert_close(found[1][:2], found[0][:2], rtol=1e-5, atol=1e-6)
+        found.append([out.log_probs.detach(), out.entropy.detach()])
+    assert_close(*found, rtol=1e-5, atol=1e-6)
