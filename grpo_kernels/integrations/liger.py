@@ -74,8 +74,8 @@ ADAPTER = Adapter(
      'ms-swift: `--external_plugins "$(python -m grpo_kernels.plugins ms_swift)" --use_liger_kernel true`':
      "the GRPO loss where ms-swift calls Liger's"},
 )  # fmt: skip
-#: A TRL with a copy of Liger's class.
-COPIED = replace(ADAPTER, package="trl", tested=("1.13",))
+#: By the package of a trainer's object: Liger itself, and a TRL with a copy of it.
+COPIES = {"liger-kernel": ADAPTER.tested, "trl": ("1.13",)}
 #: What trainers call the attribute that holds Liger's object, the newest first.
 ATTRIBUTES = ("liger_loss", "liger_grpo_loss")
 
@@ -553,7 +553,8 @@ def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
 
 
 def _slots(theirs: Any, strict: bool, any_version: bool) -> Slots:
-    return Slots(COPIED if type(theirs).__module__.partition(".")[0] == "trl" else ADAPTER, strict, any_version)
+    package = type(theirs).__module__.partition(".")[0].replace("_", "-")
+    return Slots(replace(ADAPTER, package=package, tested=COPIES.get(package, ())), strict, any_version)
 
 
 def _in_place_of(theirs: Any, slots: Slots) -> Any:

@@ -314,11 +314,9 @@ class PolicyLoss:
             "num_valid_samples": samples.sum(), "kl_penalty": r.new_zeros(()),
         }  # fmt: skip
         for name, ratio in (("probs_ratio", r), ("probs_ratio_clamped", clamped)):
-            within = ratio[mask] if mask.any() else ratio.new_tensor([])
-            ends = (
-                (within.amin(), within.amax()) if len(within) else (ratio.new_tensor(torch.inf), ratio.new_tensor(-torch.inf))
-            )
-            metrics |= {name: mean(ratio), f"{name}_min": ends[0], f"{name}_max": ends[1]}
+            low, high = (torch.where(mask, ratio, end) for end in (torch.inf, -torch.inf))
+            metrics |= {name: mean(ratio), f"{name}_min": low.amin() if low.numel() else ratio.new_tensor(torch.inf)}
+            metrics[f"{name}_max"] = high.amax() if high.numel() else ratio.new_tensor(-torch.inf)
         if out.rows.kl_weight is not None:
             kl = kl_of_rows(self.objective, logps.reshape(-1), out.rows, x)[0]
             metrics["kl_penalty"] = torch.where(mask.reshape(-1), out.rows.kl_weight * kl, 0.0).sum() / self.objective.beta
