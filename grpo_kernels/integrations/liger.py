@@ -50,9 +50,9 @@ from .. import (
 )
 from ..checks import require, require_number, require_one_of
 from ..formulas.ops import bounded_exp
-from ..formulas.token_stage import TokenRows, kl_of_rows
+from ..formulas.token_stage import TokenRows
 from ..layout import of_a_leaf, values_are_checked
-from ..loss_stages import total
+from ..rows.run import total
 from ._swap import Adapter, Slots, Trial
 from ._tensors import at_least_one, divergence_of, teaching
 
@@ -491,7 +491,7 @@ def _kl_and_clipped(logps: Tensor, objective: Objective, rows: TokenRows, batch:
     """fp32 [n], 0 where masked: the KL term (None with beta = 0) as it is in the loss, and 1 where the ratio is clipped."""
     x = objective.log_ratio(logps, rows, batch)
     clipped = torch.logical_or(*objective.surrogate.clipped(bounded_exp(x), rows.advantages)).to(torch.float32)
-    kl = None if rows.ref_logps is None else kl_of_rows(objective, logps, rows, x)[0]
+    kl = None if rows.ref_logps is None else objective.kl_terms(logps, rows, x)[0]
     trained = rows.trained
     if trained is not None:
         clipped, kl = clipped * trained, None if kl is None else torch.where(trained, kl, 0.0)

@@ -39,7 +39,6 @@ from ..checks import require, require_number, require_one_of
 from ..distributed import VocabShard
 from ..formulas.kl import k3
 from ..formulas.ops import bounded_exp
-from ..formulas.token_stage import kl_of_rows
 from ..losses import objective_loss
 from ..rewards.corrections import importance_weights, rejection_mask
 from ._swap import Adapter
@@ -318,7 +317,7 @@ class PolicyLoss:
             metrics |= {name: mean(ratio), f"{name}_min": low.amin() if low.numel() else ratio.new_tensor(torch.inf)}
             metrics[f"{name}_max"] = high.amax() if high.numel() else ratio.new_tensor(-torch.inf)
         if out.rows.kl_weight is not None:
-            kl = kl_of_rows(self.objective, logps.reshape(-1), out.rows, x)[0]
+            kl = self.objective.kl_terms(logps.reshape(-1), out.rows, x)[0]
             metrics["kl_penalty"] = torch.where(mask.reshape(-1), out.rows.kl_weight * kl, 0.0).sum() / self.objective.beta
         d = torch.where(mask, old - sampler, 0.0)
         w = (d.sum(1) if self.sequences else d).exp().nan_to_num(0.0, 0.0, 0.0)

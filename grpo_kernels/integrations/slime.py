@@ -36,7 +36,6 @@ import torch
 from .. import Cispo, Clip, Kl, Objective, Options, TokenBatch, TokenSets
 from ..checks import require
 from ..formulas.ops import bounded_exp
-from ..formulas.token_stage import kl_of_rows
 from ..losses import objective_loss
 from ._swap import Adapter, Slots
 from ._tensors import entropy_kind, even_shard, in_a_column, plain, response_sets, scored_batch, world
@@ -230,7 +229,7 @@ def _metrics(objective: Objective, out: Any, batch: TokenBatch, weights: Tensor,
     named = {"loss": loss, "entropy_loss": entropy, "pg_clipfrac": reduce(clipped.float()), "ppo_kl": reduce(-x)}
     named["pg_loss"] = loss + objective.entropy_coef * entropy
     if objective.beta != 0:
-        named["kl_loss"] = reduce(kl_of_rows(objective, logps, out.rows, x)[0])
+        named["kl_loss"] = reduce(objective.kl_terms(logps, out.rows, x)[0])
         named["pg_loss"] = named["pg_loss"] - objective.beta * named["kl_loss"]
     if rollout is not None:
         old = logps if batch.old_logps is None else batch.old_logps

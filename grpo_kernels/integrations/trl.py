@@ -59,7 +59,7 @@ from .. import (
     linear_logprobs,
 )
 from ..architectures import language_model
-from ..head import plain_head
+from ..model import plain_head
 from ._swap import Adapter, Differs, NotCovered, Slots, Trial, alike, read_closure, replaced_inside, same_arguments
 from ._tensors import divergence_of, plain, teaching, world
 
