@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 
@@ -70,15 +68,10 @@ def version_findings(found: Mapping[str, str | None], torch_requires: Sequence[s
 
 
 def tested_trainers() -> dict[str, tuple[str, ...]]:
-    """{package: tested versions} of the adapters. They are read from the sources, because importing an adapter may import
-    its trainer."""
-    packages = {"trl_head": "trl", "unsloth": "unsloth_zoo"}
-    tested = {}
-    for path in sorted((Path(__file__).parents[1] / "integrations").glob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "TESTED":
-                tested[packages.get(path.stem, path.stem.replace("_", "-"))] = ast.literal_eval(node.value)
-    return tested
+    """{package: tested versions} of the adapters."""
+    from ..integrations import adapters
+
+    return {adapter.package: adapter.tested for adapter in adapters().values() if adapter.tested}
 
 
 # ---- settings

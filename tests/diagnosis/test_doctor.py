@@ -694,10 +694,10 @@ def test_versions(found: dict, pinned: str, installed: dict, expected: str | Non
 
 
 def test_adapters_are_compared_with_the_versions_that_they_accept() -> None:
-    from grpo_kernels.integrations import trl_head, verl
+    from grpo_kernels.integrations import trl, verl
 
     tested = environment.tested_trainers()
-    assert tested["verl"] == verl.TESTED and tested["trl"] == trl_head.TESTED
+    assert tested["verl"] == verl.ADAPTER.tested and tested["trl"] == trl.ADAPTER.tested
     assert {"openrlhf", "prime-rl", "skyrl", "unsloth_zoo"} <= set(tested)
     assert f'"torch>={".".join(map(str, environment.OLDEST_TORCH))}"' in (ROOT / "pyproject.toml").read_text()
 

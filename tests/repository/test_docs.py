@@ -113,7 +113,7 @@ def test_what_breaks_elsewhere_has_a_proof_that_exists() -> None:
 MODULES = (
     NAME, *(f"{NAME}.{x}" for x in "objective distributed head losses formulas.surrogates formulas.kl formulas.filters".split()),
     *(f"{NAME}.rewards.{x}" for x in "advantages returns corrections entropy".split()),
-    *(f"{NAME}.integrations.{x}" for x in "areal liger liger_slot nemo_rl openrlhf prime_rl skyrl slime trl trl_head unsloth verl".split()),
+    *(f"{NAME}.integrations.{x}" for x in "areal liger miles nemo_rl openrlhf prime_rl skyrl slime trl unsloth verl".split()),
 )  # fmt: skip
 #: Helpers of a public class, which its page says all about.
 NOT_SHOWN = {"check_linear", "check_specs", "forward_of", "plain_head"}
@@ -176,7 +176,7 @@ def test_the_reference_has_every_public_name_once() -> None:
     assert not {f"{NAME}.{name}" for name in package.__all__} - {*shown}, (
         "a public name needs a line `::: NAME` on a page of docs/api"
     )
-    others = [name for name in MODULES if "formulas" not in name and not name.endswith((".trl", ".trl_head"))]
+    others = [name for name in MODULES if "formulas" not in name and not name.endswith(".trl")]
     for name in others:
         named = {
             attribute for attribute, x in public(importlib.import_module(name)).items() if callable(x) and id(x) not in objects

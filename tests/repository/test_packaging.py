@@ -189,6 +189,7 @@ def test_the_pages_of_versions_are_made_of_their_files() -> None:
 
     text, record = versions.PAGE.read_text(), load(compiled.FILE)
     assert versions.updated(text, versions.load()) == text
+    assert all(versions.of_adapters(page) == page.read_text() for page in versions.OF_ADAPTERS)
     assert record and all(set(found["outcomes"]) == {"passed"} for found in record.values())
     assert len({found["source"] for found in record.values()}) == 1
     assert [*compiled.with_run(record, "a", {"source": "other"})] == [
