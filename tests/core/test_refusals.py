@@ -676,6 +676,9 @@ def test_what_is_masked_may_be_wrong() -> None:
         assert loss(targets=targets, mask=mask, transform=transform(temperature)).loss.isfinite()
         assert linear(targets=targets, mask=mask).loss.isfinite()
         assert logps(targets=targets, mask=mask)[0].isfinite().all()
+    wild = transform(torch.where(mask, 1.0, NAN))
+    divergence = token_divergence(LOGITS, LOGITS + 1, Exact(temperature_squared=True), mask=mask, transform=wild)
+    assert divergence.isfinite().all()
     weights = torch.where(mask, 1.0, -1.0)  # beside a logarithm
     assert loss(Objective.preset("vespo"), mask=mask, weights=weights).loss.isfinite()
 

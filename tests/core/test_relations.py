@@ -141,7 +141,9 @@ def test_sequences_do_not_see_each_other(recipe: Recipe, backend: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.source == "hidden"], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [*(r for r in RECIPES if r.source == "hidden"), drawn(1, door="loss", objective="dapo", source="hidden", bias="plain")], ids=str
+)  # fmt: skip
 def test_rows_are_projected_some_at_a_time(recipe: Recipe, rows: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     in_chunks(monkeypatch, rows)
     compare(problem(recipe), run(problem(recipe), backend=backend))

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import TokenBatch, group_advantages
+from grpo_kernels import Objective, PolicyGradient, TokenBatch, group_advantages
 from grpo_kernels.formulas.kl import Kl
+from grpo_kernels.losses import objective_loss
 from grpo_kernels.rewards.advantages import (
     BASELINES,
     NUMERICS,
@@ -437,6 +438,15 @@ def test_a_name_is_its_function(name: str, options: Any, function: Any) -> None:
     kinds = (whole.float(), whole.tolist(), tuple(map(float, whole)), whole > 0, whole.numpy())
     wanted, *found = (ADVANTAGES[name](dataclasses.replace(evidence, rewards=kind), **options) for kind in kinds)
     assert all(torch.equal(x, wanted) for x in found)
+
+
+def test_as_many_sequences_as_tokens() -> None:
+    """An advantage of a sequence is not read as one of a token."""
+    offsets = torch.tensor([0, 0, 2, 3])
+    batch = TokenBatch.from_rewards(
+        torch.zeros(3, dtype=torch.int64), [3.0, 1.0, 2.0], group_size=3, scale="none", cu_seqlens=offsets
+    )
+    assert objective_loss(torch.arange(3.0), batch, Objective(PolicyGradient(), aggregate="token-sum")).loss == 1.0 * (0 + 1)
 
 
 def test_no_estimator_waits_for_the_device() -> None:
