@@ -15,7 +15,7 @@ import torch
 from grpo_kernels import LogitTransform, Objective, TokenBatch, TokenSets, grpo_loss, token_logprobs
 from grpo_kernels.batch import shift_targets
 from grpo_kernels.losses import objective_loss
-from support.cases import same_bits
+from support.bits import same_bits
 
 Tensor = torch.Tensor
 OFFSETS = [0, 2, 2, 7, 10]  # four sequences, the second empty

@@ -42,7 +42,7 @@ from grpo_kernels.losses import objective_loss
 from grpo_kernels.presets import NUMERICS, PRESETS
 from grpo_kernels.rewards.estimators import ADVANTAGES, CORRECTIONS, Evidence
 from grpo_kernels.token_sets import check_sets
-from support.cases import snapshot
+from support.bits import snapshot
 from support.inside import values_unseen
 from support.meta_device import on_meta
 

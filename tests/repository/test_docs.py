@@ -1,4 +1,4 @@
-"""The documentation is right: links lead somewhere, examples run, commands and named tests exist, the reference has every public name."""
+"""The documentation is right: links lead somewhere, examples run, commands and named tests exist, every public name is shown."""
 
 from __future__ import annotations
 

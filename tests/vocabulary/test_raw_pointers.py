@@ -14,7 +14,7 @@ from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.vocabulary.backends import cpu, cpu_products
 from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, Teacher, partials_of
 from grpo_kernels.vocabulary.sparse import Slots
-from support.cases import same_bits
+from support.bits import same_bits
 from support.processes import start
 
 Tensor = torch.Tensor

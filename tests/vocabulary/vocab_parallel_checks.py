@@ -25,7 +25,7 @@ from grpo_kernels import (
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.vocabulary import blocks
 from grpo_kernels.vocabulary import hidden as linear
-from support.cases import same_bits
+from support.bits import same_bits
 from support.collectives import counted
 from support.doors import compare, run
 from support.oracle import Answer
