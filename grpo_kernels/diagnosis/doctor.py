@@ -124,7 +124,7 @@ def facts(device: torch.device) -> tuple[dict[str, Any], list[Finding]]:
         "settings": environment.SETTINGS,
     }
     findings = [
-        *environment.version_findings(versions),
+        *environment.version_findings(),
         *machine.gpu_findings(gpu, machine.device_present()),
         *native.module_findings(module, loaded, package, machine.processor()[1], needed=device.type == "cpu"),
         *machine.thread_findings(cpu, os.environ),
@@ -187,7 +187,7 @@ def step_findings(step: Step, auto: str, known: list[Finding]) -> list[Finding]:
     """What is slower than plain PyTorch, with the findings among `known` that may be why, and what could not be compared."""
     findings, again = [], "run again on an idle machine"
     for t in step.timings:
-        if t.slower:
+        if t.verdict == "slower":
             causes = [f for f in known if f.slows]
             if auto == "eager":
                 fuses_nothing = 'backend="auto" takes eager here, which fuses nothing'
@@ -197,14 +197,14 @@ def step_findings(step: Step, auto: str, known: list[Finding]) -> list[Finding]:
             slow = f"{t.name} is slower than plain PyTorch: {t.ms:.0f} ms where that takes {step.timings[0].ms:.0f} ms"
             remedy = "; ".join([*(f.remedy for f in causes), again, way_out])
             findings.append(Finding(f"{step.what}: {slow} ({_times(t)}): {why}", remedy, True))
-        elif not t.steady:
+        elif t.verdict == "unsteady":
             findings.append(Finding(f"{step.what}: {t.name} is {_times(t)}", again, False))
     return findings
 
 
 def product_findings(step: Step) -> list[Finding]:
     """The fastest engine of matrix products, where it is not that in use."""
-    faster = min((t for t in step.timings if t.faster), key=lambda t: t.ms, default=None)
+    faster = min((t for t in step.timings if t.verdict == "faster"), key=lambda t: t.ms, default=None)
     if faster is None:
         return []
     used = step.timings[0]
@@ -254,9 +254,9 @@ def _text_of_step(step: Step) -> str:
 def _times(t: Timing) -> str:
     if t.gain is None:
         return ""
-    if t.steady or t.slower:
-        return f"{t.gain[1]:.1f} times as fast"
-    return f"too unsteady to compare: {t.gain[0]:.1f} to {t.gain[2]:.1f} times as fast in {t.runs} rounds"
+    if t.verdict == "unsteady":
+        return f"too unsteady to compare: {t.gain[0]:.1f} to {t.gain[2]:.1f} times as fast in {t.runs} rounds"
+    return f"{t.gain[1]:.1f} times as fast"
 
 
 def _text_of_findings(report: dict[str, Any]) -> str:

@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 
 from ..vocabulary.backends import BACKENDS, cpu_products
-from . import Finding, numbers
+from . import Finding
 
 PACKAGES = ("triton", "numpy", "transformers", "trl", "accelerate", "deepspeed", "liger-kernel", "flash-attn", "verl", "vllm")
-OLDEST_TORCH = (2, 9)
 
 SETTINGS = {
     "GRPO_KERNELS_BACKEND": "auto, eager, cpu or triton: what runs where a call leaves backend at auto",
@@ -44,11 +43,9 @@ def versions() -> dict[str, str | None]:
     return build | system | {package: version(package) for package in PACKAGES}
 
 
-def version_findings(found: Mapping[str, str | None]) -> list[Finding]:
+def version_findings() -> list[Finding]:
+    """About trainers; that torch is new enough pip sees to."""
     findings = []
-    if numbers(found["torch"] or "") < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
-        findings.append(Finding(f"torch is {found['torch']}", f"install torch {oldest} or newer", True))
     for package, tested in tested_trainers().items():
         installed = version(package)
         if installed is not None and not any(installed == t or installed.startswith(t + ".") for t in tested):

@@ -47,6 +47,7 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
     """All checks of one backend with data on `device`, as doctor --json prints them. Never raises: an exception is that check's
     failure."""
     begin, checks = time.perf_counter(), []
+    worst = {"value": 0.0, "float32": 0.0, "bfloat16": 0.0}  # of gradients by their dtype
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for case, level, inputs, reference in _questions():
@@ -65,22 +66,19 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
                 check["failure"] = beyond_limits(check["errors"], inputs.weight.dtype)
             except Exception as error:  # a kernel that does not compile must not end the report
                 check["failure"] = first_line(error)
+            for name, off in check["errors"].items():
+                kind = dtype if name.startswith("d_") else "value"
+                worst[kind] = max(worst[kind], off)
     return {
         "available": True,
         "reason": None,
         "passed": not any(check["failure"] for check in checks),
-        "value_error": worst(checks, "value"),
-        "gradient_error": {dtype: worst(checks, "gradient", dtype) for dtype in ("float32", "bfloat16")},
+        "value_error": worst.pop("value"),
+        "gradient_error": worst,
         "seconds": round(time.perf_counter() - begin, 2),
         "warnings": sorted({str(w.message) for w in caught if "grpo_kernels" in f"{w.message} {w.filename}"}),
         "checks": checks,
     }
-
-
-def worst(checks: list[dict[str, Any]], kind: str, dtype: str | None = None) -> float:
-    """The largest error of "value" or "gradient"."""
-    of = [check["errors"] for check in checks if dtype in (None, check["dtype"])]
-    return max((e for errors in of for name, e in errors.items() if name.startswith("d_") == (kind == "gradient")), default=0.0)
 
 
 # ---- the cases

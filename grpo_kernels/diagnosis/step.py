@@ -48,19 +48,16 @@ class Timing:
     gain: tuple[float, float, float] | None = None
 
     @property
-    def steady(self) -> bool:
-        """Whether the rounds agree well enough to compare."""
-        return self.gain is None or (self.runs >= LEAST and self.gain[2] <= MOST_SPREAD * self.gain[0])
-
-    @property
-    def slower(self) -> bool:
-        """By more than 5 % in three quarters of the rounds, however they spread."""
-        return self.gain is not None and self.runs >= LEAST and self.gain[2] * MOST_TIMES < 1
-
-    @property
-    def faster(self) -> bool:
-        """As `slower`."""
-        return self.gain is not None and self.runs >= LEAST and self.gain[0] > MOST_TIMES
+    def verdict(self) -> str:
+        """ "slower" or "faster" than the first by more than 5 % in three quarters of the rounds; "unsteady" where the rounds do not
+        agree well enough to say so; else "alike"."""
+        if self.gain is None:
+            return "alike"
+        if self.runs >= LEAST and self.gain[2] * MOST_TIMES < 1:
+            return "slower"
+        if self.runs < LEAST or self.gain[2] > MOST_SPREAD * self.gain[0]:
+            return "unsteady"
+        return "faster" if self.gain[0] > MOST_TIMES else "alike"
 
 
 @dataclass

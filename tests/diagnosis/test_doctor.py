@@ -282,20 +282,19 @@ def test_a_stall_is_no_speed_up(eager: list[float], ours: list[float], monkeypat
     chosen = {"eager": iter(eager + [10.0] * 20), "ours": iter(ours + [5.0] * 20)}
     times = step.interleaved([step.Contender(name, functools.partial(run, name, left)) for name, left in chosen.items()], CPU)
     found = step.Timing("ours", 5.0, len(times["ours"]), step.gain(times["eager"], times["ours"]))
-    assert found.runs >= step.LEAST and found.gain and found.gain[1] == pytest.approx(2.0) and found.steady and found.faster
+    assert found.runs >= step.LEAST and found.gain and found.gain[1] == pytest.approx(2.0) and found.verdict == "faster"
     assert {*zip(order[2::2], order[3::2], strict=True)} == {("eager", "ours"), ("ours", "eager")}  # after a first run of each
 
 
 @pytest.mark.parametrize(
     ("gain", "runs", "verdict"),
     [
-        ((0.68, 0.7, 0.72), 9, "steady slower"), ((0.68, 0.7, 0.72), step.LEAST - 1, ""), ((0.9, 0.94, 0.96), 9, "steady"), ((0.3, 0.5, 0.7), 9, "slower"),
-        ((0.3, 0.9, 1.4), 9, ""), ((1.0, 3.0, 69.7), 9, ""), ((1.1, 3.0, 69.7), 9, "faster"), ((1.9, 2.0, 2.1), 9, "steady faster"), (None, 9, "steady"),
+        ((0.68, 0.7, 0.72), 9, "slower"), ((0.68, 0.7, 0.72), step.LEAST - 1, "unsteady"), ((0.9, 0.94, 0.96), 9, "alike"), ((0.3, 0.5, 0.7), 9, "slower"),
+        ((0.3, 0.9, 1.4), 9, "unsteady"), ((1.0, 3.0, 69.7), 9, "unsteady"), ((1.04, 1.1, 1.2), 9, "alike"), ((1.9, 2.0, 2.1), 9, "faster"), (None, 9, "alike"),
     ],
 )  # fmt: skip
 def test_when_a_step_is_slower_and_when_nobody_can_tell(gain: Any, runs: int, verdict: str) -> None:
-    timing = step.Timing("ours", 5.0, runs, gain)
-    assert " ".join(word for word in ("steady", "slower", "faster") if getattr(timing, word)) == verdict
+    assert step.Timing("ours", 5.0, runs, gain).verdict == verdict
 
 
 def timed_as(**gains: tuple[float, float, float]) -> Callable[..., step.Step]:
@@ -395,10 +394,10 @@ def settings_of(gpu: bool = False, **environ: str) -> list[Finding]:
         return environment.setting_findings(environ)
 
 
-def versions_of(torch_version: str = "2.13.0", **installed: str) -> list[Finding]:
+def versions_of(**installed: str) -> list[Finding]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(environment, "version", installed.get)
-        return environment.version_findings({"torch": torch_version})
+        return environment.version_findings()
 
 
 BF16 = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
@@ -429,8 +428,8 @@ FINDINGS: list[tuple[Callable[..., list[Finding]], dict[str, Any], str | None]] 
     (gpu_of, {"capability": ""}, "grave: there is a GPU, but.*built without"),
     (gpu_of, {"capability": "", "present": False}, None),
     (versions_of, {"trl": "1.16.2", "verl": "0.9.1"}, None),
+    (versions_of, {"trl": "1.160.0"}, "trl is 1.160.0, but"),
     (versions_of, {"trl": "0.19.1"}, "slight: trl is 0.19.1, but its adapter was tested with 1.15, 1.16"),
-    (versions_of, {"torch_version": "2.7.1"}, r"grave: torch is 2.7.1 -> .*2\.9"),
     (settings_of, {"GRPO_KERNELS_STRICT": "1", "GRPO_KERNELS_CHECK": "0", "TRITON_INTERPRET": "", "OMP_NUM_THREADS": "3"}, None),
     (settings_of, {"GRPO_KERNELS_BACKEND": "eager", "GRPO_KERNELS_PRODUCTS": "torch"}, None),
     (settings_of, {"GRPO_KERNELS_BACKEND": "egaer"}, "grave: GRPO_KERNELS_BACKEND=egaer: .*auto, eager, cpu, triton"),
@@ -530,7 +529,6 @@ def test_adapters_are_compared_with_the_versions_that_they_accept() -> None:
 
     tested = environment.tested_trainers()
     assert tested["verl"] == verl.TESTED and {"trl", "openrlhf", "prime-rl", "skyrl", "unsloth_zoo"} <= set(tested)
-    assert f'"torch>={".".join(map(str, environment.OLDEST_TORCH))}"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_every_setting_that_the_package_reads_is_described() -> None:
