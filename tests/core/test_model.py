@@ -201,7 +201,7 @@ def test_sixteen_bits(how: str) -> None:
         model.bfloat16()
     theirs = model(**inputs).logits.float()
     if how == "bf16 with an fp32 head":
-        model.lm_head.float()
+        model.lm_head = build("LlamaForCausalLM").lm_head
     with torch.autocast("cpu", torch.bfloat16) if how == "autocast" else contextlib.nullcontext():
         if how == "autocast":
             theirs = model(**inputs).logits.float()
