@@ -72,7 +72,7 @@ def cgroup_limits(root: Path = Path("/sys/fs/cgroup"), membership: str | None = 
             processors = min(processors, int(quota[1]) / int(quota[2]))
         if limit := re.match(r"\d+", _read(folder / "memory.max")):
             cache = re.search(r"^inactive_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)  # can be dropped
-            used = int(_read(folder / "memory.current")) - (int(cache[1]) if cache else 0)
+            used = int(_read(folder / "memory.current") or 0) - (int(cache[1]) if cache else 0)
             memory = min(memory, int(limit[0]) - used)
     return processors, memory
 
