@@ -25,8 +25,8 @@ from benchmarks.harness import RESULTS
 from benchmarks.launches import compiling
 from benchmarks.machine import machine
 from grpo_kernels import Objective, TokenBatch, grpo_loss
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.rows import backends
+from grpo_kernels.rows.backends import triton as backend
 
 PATH = RESULTS / "host_time.json"
 CALLS, ROUNDS = 100, 20

@@ -31,8 +31,8 @@ from benchmarks.providers import Unavailable, first_line, providers
 from benchmarks.results import load
 from benchmarks.suites import LOST_DEVICE
 from benchmarks.tune_settings import Setting, Workload, setting_of, settings, workloads
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import Choice
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends.triton_choices import Choice
 
 # ---- trials
 

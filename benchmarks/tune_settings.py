@@ -14,9 +14,10 @@ import torch
 
 from benchmarks.cases import Cell
 from benchmarks.providers import Provider, Run, providers
-from grpo_kernels.vocabulary import backends, blocks
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import FUSED, Choice
+from grpo_kernels.rows import backends
+from grpo_kernels.rows import products as blocks
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends.triton_choices import FUSED, Choice
 
 REGISTERS = 65536  # of a multiprocessor
 SHARED = 224 << 10  # bytes, of those that can copy ahead

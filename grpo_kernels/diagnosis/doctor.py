@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 from .._version import __version__
-from ..vocabulary import backends
+from ..rows import backends
 from . import Finding, environment, first_line, machine, native
 from .native import cpu_products
 from .self_test import self_test
@@ -92,7 +92,7 @@ def examine(step: bool = True, say: Any = print, without_native: bool = False) -
     device = machine.where()
     report, findings = facts(device)
     say(_text_of_facts(report))
-    name, reason = backends.native(device)
+    name, reason = backends.native_backend(device)
     report |= {"auto": name if reason is None else "eager", "backends": {}, "step": None}
     if without_native or not any(f.blocks for f in findings):
         findings += tests(report, device, say)
@@ -135,7 +135,7 @@ def facts(device: torch.device) -> tuple[dict[str, Any], list[Finding]]:
 
 def tests(report: dict[str, Any], device: torch.device, say: Any) -> list[Finding]:
     """Tests each backend against float64. Writes into `report` and returns the findings."""
-    findings, native_name = [], backends.native(device)[0]
+    findings, native_name = [], backends.native_backend(device)[0]
     say("backends, value and gradient against float64:")
     for name in backends.BACKENDS:
         reason = backends.unavailable(name)

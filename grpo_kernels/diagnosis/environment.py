@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..vocabulary.backends import BACKENDS, cpu_products
+from ..rows.backends import BACKENDS, cpu_products
 from . import Finding
 
 PACKAGES = ("triton", "numpy", "transformers", "trl", "accelerate", "deepspeed", "liger-kernel", "flash-attn", "verl", "vllm")

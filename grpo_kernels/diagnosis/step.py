@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import Objective, TokenBatch, grpo_loss, linear_grpo_loss, use
-from ..vocabulary.backends import cpu_products
+from ..rows.backends import cpu_products
 from .machine import memory_available
 
 Tensor = torch.Tensor

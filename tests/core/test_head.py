@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from grpo_kernels import LogitTransform, TokenBatch, linear_grpo_loss, linear_logprobs
-from grpo_kernels.head import FusedLMHead
+from grpo_kernels.model import FusedLMHead
 from support.gradients import gradients
 from support.heads import OBJECTIVE, Case, H, Model, V, fused, make_batch, value_of
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from grpo_kernels import LogitTransform, TokenBatch, linear_grpo_loss, linear_logprobs
-from grpo_kernels.head import FusedLMHead, HeadLogprobs, HeadLoss
+from grpo_kernels.model import FusedLMHead, HeadLogprobs, HeadLoss
 from support import oracle
 from support.gradients import gradients
 from support.heads import NORMALIZER, OBJECTIVE, TEMPERATURE, Case, H, Model, V, call_head, fused, make_batch, value_of

@@ -32,7 +32,7 @@ class Sound:
         self.know()
         self.set("self_test", lambda name, device: NOTHING)
         monkeypatch.setattr(backends, "unavailable", lambda name: None)
-        monkeypatch.setattr(backends, "native", lambda device: ("cpu", None))
+        monkeypatch.setattr(backends, "native_backend", lambda device: ("cpu", None))
 
     def know(self, *findings: Finding) -> None:
         self.set("facts", lambda device: (FACTS | {"native": FACTS["native"] | {"path": "there"}}, list(findings)))
@@ -57,7 +57,7 @@ def test_the_report_is_what_is_documented(sound: Sound, monkeypatch: pytest.Monk
     """With the self-test of the eager backend, and a backend that is gone though the module is there."""
     sound.set("self_test", self_test.self_test)
     monkeypatch.setattr(backends, "unavailable", lambda name: None if name == "eager" else f"{name} is gone")
-    monkeypatch.setattr(backends, "native", lambda device: ("cpu", "it is gone"))
+    monkeypatch.setattr(backends, "native_backend", lambda device: ("cpu", "it is gone"))
     report = sound.reports("--quick", healthy=False)
     assert {*re.findall(r"^    ([a-z]+) ", str(doctor.__doc__), re.MULTILINE)} == report.keys()
     assert report["step"] is None and (report["device"], report["auto"]) == ("cpu", "eager")
@@ -335,7 +335,7 @@ def test_slower_than_plain_pytorch_is_a_problem_with_reason_and_way_out(
 ) -> None:
     sound.know(*known)
     sound.set("measure", timed_as(products=products, **{level: SLOW}))
-    monkeypatch.setattr(backends, "native", lambda device: ("cpu", None if auto == "cpu" else "not built"))
+    monkeypatch.setattr(backends, "native_backend", lambda device: ("cpu", None if auto == "cpu" else "not built"))
     (slow,) = sound.reports(healthy=False)["problems"]
     said = "ours is slower than plain PyTorch: 14 ms where that takes 10 ms (0.7 times as fast)"
     assert slow["problem"].startswith(f"a step from {level}: {said}") and why in slow["problem"]
@@ -510,7 +510,7 @@ def test_limits_of_control_groups(files: dict[str, str], limits: tuple[float, fl
 def test_an_accelerator_counts_where_tritons_driver_serves_it(kind: str, unserved: str | None, capability: str | None, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """By the driver, not by the name; but a GPU of CUDA that Triton cannot use is not passed over."""
     monkeypatch.setattr(machine, "_accelerator", lambda: kind)
-    monkeypatch.setattr(backends, "native", lambda device: ("triton", unserved))
+    monkeypatch.setattr(backends, "native_backend", lambda device: ("triton", unserved))
     properties = SimpleNamespace(name="one", max_compute_units=448, major=9, minor=0)
     module = SimpleNamespace(
         device_count=lambda: 1, get_device_properties=lambda i: properties, mem_get_info=lambda i: (3e9, 4e9)

@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_kernels.vocabulary import products
-from grpo_kernels.vocabulary.backends import FusedRows
-from grpo_kernels.vocabulary.rows import RowStats
+from grpo_kernels.rows import products
+from grpo_kernels.rows.backends import FusedRows
+from grpo_kernels.rows.partials import Partials
 
 Tensor = torch.Tensor
 MM = torch.mm
@@ -120,8 +120,8 @@ class NoRows:
 
     WRITES_BEHIND_READS = False
 
-    def stats(self, logits: Tensor, targets: Tensor, read: Any, transform: Any, names: tuple[str, ...], **_: Any) -> RowStats:
-        return RowStats.not_read(names, targets.numel(), logits.device)
+    def stats(self, logits: Tensor, targets: Tensor, read: Any, transform: Any, names: tuple[str, ...], **_: Any) -> Partials:
+        return Partials.not_read(names, targets.numel(), logits.device)
 
     def pull(self, logits: Tensor, targets: Tensor, stats: Any, slopes: Any, transform: Any, out: Tensor, **_: Any) -> None:
         assert apart_or_in_place(logits, out)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import Objective, TokenBatch
-from grpo_kernels.head import FusedLMHead, HeadLogprobs, HeadLoss
+from grpo_kernels.model import FusedLMHead, HeadLogprobs, HeadLoss
 from support import oracle
 
 Tensor = torch.Tensor

@@ -10,9 +10,10 @@ import torch
 
 from grpo_kernels import Objective, TokenBatch, linear_grpo_loss, linear_logprobs
 from grpo_kernels.distributed import VocabShard
-from grpo_kernels.vocabulary import backends, blocks
-from grpo_kernels.vocabulary.backends import eager
-from grpo_kernels.vocabulary.blocks import Plan, Work
+from grpo_kernels.rows import backends
+from grpo_kernels.rows import products as blocks
+from grpo_kernels.rows.backends import eager
+from grpo_kernels.rows.products import Plan, Work
 from support.bits import assert_no_worse, same_bits
 from support.gpu_products import LiveBytes, NoRows, Product, of_a_gpu
 
@@ -386,7 +387,7 @@ def test_fp32_parameters_under_autocast_get_a_sum_that_is_not_rounded() -> None:
     case = rows_of(150, dtype=FP32)
     exact = case.gradients(exact=True)
     with of_a_gpu() as made, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_kernels.vocabulary.hidden.compute_dtype", lambda hidden: BF16)
+        patch.setattr("grpo_kernels.rows.hidden.compute_dtype", lambda hidden: BF16)
         found = gradients_of(run(case))
     assert {p.dtype for p in made} == {FP32} and [p.m for p in made] == [64, 64, 22, 150, V]
     for name, gradient in found.items():

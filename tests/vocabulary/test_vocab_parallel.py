@@ -10,9 +10,9 @@ import torch
 
 from grpo_kernels import Objective, grpo_loss
 from grpo_kernels.distributed import VocabShard
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.merging import merge
-from grpo_kernels.vocabulary.shard import on_shard
+from grpo_kernels.rows import backends
+from grpo_kernels.rows.parallel import on_shard
+from grpo_kernels.rows.partials import merge
 from support.bits import same_bits
 from support.doors import batch_of
 from support.kernel_rows import Rows, visited
