@@ -109,7 +109,7 @@ def test_what_breaks_elsewhere_has_a_proof_that_exists() -> None:
 
 #: The modules that users import.
 MODULES = (
-    NAME, *(f"{NAME}.{x}" for x in "objective distributed head losses formulas.surrogates formulas.kl formulas.filters".split()),
+    NAME, *(f"{NAME}.{x}" for x in "objective distributed model losses formulas.surrogates formulas.kl formulas.filters".split()),
     *(f"{NAME}.rewards.{x}" for x in "advantages returns corrections entropy".split()),
     *(f"{NAME}.integrations.{x}" for x in "areal liger liger_slot nemo_rl openrlhf prime_rl skyrl slime trl trl_head unsloth verl".split()),
 )  # fmt: skip
