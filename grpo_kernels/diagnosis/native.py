@@ -10,7 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from ..rows.backends import cpu_products
-from ..rows.backends.native import PACKAGE, build_command, built_from, load, module_files, package, sources
+from ..rows.backends.cpu import NO_AVX2
+from ..rows.backends.native import PACKAGE, build_command, built_from, load, module_files, package, sources, why_not_here
 from . import Finding
 from .machine import processor
 
@@ -51,6 +52,12 @@ def module_findings(
         if native is not None and Path(str(native.__file__)).parent != PACKAGE:
             problem += " (but uses its compiled module, which was built from the same sources)"
         findings.append(Finding(problem, "start Python in another directory to use the installed package", False))
+    unserved = why_not_here() or (NO_AVX2 if found["isa"] == "" else None)
+    if unserved is not None:
+        return [
+            *findings,
+            Finding(f"CPU tensors run in eager PyTorch: {unserved}", "take a processor with AVX2, or a GPU", False, slows=True),
+        ]
     if native is None:
         problem = f"the compiled module is missing, CPU tensors fall back to eager PyTorch: {found['reason']}"
         first = "" if compiler() else "install a C++17 compiler (Debian, Ubuntu: apt-get install g++), then "

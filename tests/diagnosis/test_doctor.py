@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 from grpo_kernels.diagnosis import Finding, doctor, environment, machine, native, self_test, step
+from grpo_kernels.rows.backends import cpu
 from support.processes import WITHOUT
 
 CPU, Tensor, ROOT = torch.device("cpu"), torch.Tensor, Path(__file__).parents[2]
@@ -555,9 +557,20 @@ def test_an_instruction_set_below_the_processors(
     module = SimpleNamespace(__file__=None)
     monkeypatch.setattr(native, "stale", lambda module: [])
     assert native.best_isa(flags) == best and module_findings(native=module, flags=flags, found={"isa": best}) == ""
-    text = module_findings(native=module, flags=flags, found={"isa": "baseline"})
-    said = f"slight: the compiled module runs baseline code, but this processor has {best}"
+    text = module_findings(native=module, flags=flags, found={"isa": "older"})
+    said = f"slight: the compiled module runs older code, but this processor has {best}"
     assert text.startswith(said) if best else text == ""
+
+
+def test_a_processor_that_the_kernels_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in eager PyTorch: nothing to build would help."""
+    without = module_findings(native=SimpleNamespace(__file__=None), found={"isa": ""})
+    assert without.startswith("slight: CPU tensors run in eager PyTorch: the C++ kernels need AVX2")
+    monkeypatch.setattr(cpu._cpu, "isa", lambda: "")
+    assert "AVX2" in str(cpu.available())
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(cpu, "_cpu", None)
+    assert "aarch64" in module_findings() and "aarch64" in str(cpu.available())
 
 
 # ---- the machine
