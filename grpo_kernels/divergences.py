@@ -9,15 +9,13 @@ import torch
 from .checks import require
 from .formulas.divergence import Exact, as_exact
 from .layout import flat, mask_of_rows
-from .options import NO_PRODUCT, NOT_BOUNDED, Options, merged, refuse_sparse
-from .projection import Head
 from .reference import Policy, seconds_of, squared
 from .rows.parallel import VocabShard
 from .rows.sets import KeptRows
+from .specs import NO_PRODUCT, NOT_BOUNDED, Head, LogitTransform, Options, as_transform, merged, refuse_sparse
 from .statistics import Asked, statistics_of
 from .streams import hidden_stream, is_traced, leaves_the_graph, logits_stream, outside
 from .token_sets import TokenSets, check_sets
-from .transform import LogitTransform, as_transform
 
 Tensor = torch.Tensor
 
@@ -100,8 +98,8 @@ def linear_divergence(
                teacher known at these ids only; or a list of pairs (one of these, weight): six products for each.
     mask, kept, divergence  as in `token_divergence`; bias, transform, shard, weight_grad, options as in `linear_logprobs`.
 
-    Masked rows take part in no product. On a GPU, selecting rows by a mask is a host sync, and so is each of several teachers,
-    which is read in the rows where it has a weight. The forward is a product for each side; the backward, which cannot know the
+    Masked rows take part in no product. On a GPU, selecting rows by a mask is a host sync. The forward is a product for each side;
+    the backward, which cannot know the
     upstream gradient before it arrives, computes the logits of both again: six products in all. `linear_grpo_loss` with
     Objective.preset("distillation") takes four. Raises ValueError naming the argument that is wrong."""
     exact = as_exact(divergence)

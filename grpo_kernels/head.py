@@ -14,7 +14,7 @@ from .checks import describe
 from .logprobs import linear_logprobs
 from .losses import check_specs, linear_grpo_loss
 from .objective import Objective
-from .transform import LogitTransform, as_transform
+from .specs import LogitTransform, as_transform
 
 Tensor = torch.Tensor
 

@@ -8,18 +8,15 @@ import torch
 
 from .checks import require
 from .layout import check_targets, flat, mask_of_rows
-from .missing import check_kept, narrowed, rows_with_sets
-from .options import NO_PRODUCT, Options, merged, refuse_sparse
-from .projection import Head
 from .rows.hidden import Hidden
 from .rows.parallel import VocabShard
 from .rows.ragged import Ragged
 from .rows.sets import KeptRows
 from .rows.stream import Logits
-from .statistics import Asked, statistics_of
+from .specs import IDENTITY, NO_PRODUCT, Head, LogitTransform, Options, as_transform, merged, refuse_sparse
+from .statistics import Asked, check_kept, rows_with_sets, statistics_of
 from .streams import draws, hidden_stream, is_traced, leaves_the_graph, logits_stream, outside
-from .token_sets import TokenSets, check_sets
-from .transform import IDENTITY, LogitTransform, as_transform
+from .token_sets import TokenSets, check_sets, narrowed
 
 Tensor = torch.Tensor
 

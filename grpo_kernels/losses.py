@@ -3,37 +3,171 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn
 
 import torch
 
-from .batch import TokenBatch
-from .checks import require
+from .batch import TokenBatch, whole
+from .checks import describe, nearest, require
+from .formulas.ops import bounded_exp
 from .formulas.token_stage import TokenRows
 from .layout import check_targets, per_token, values_are_checked
-from .loss_output import LossOutput
-from .missing import check_kept, rows_with_sets
 from .objective import Denominators, Objective
-from .options import DEFAULTS, NO_PRODUCT, NOT_BOUNDED, Options, merged, refuse_sparse
-from .projection import Head
-from .reference import Policy, Seconds, check_given, reference_stream, scaled_by_temperature, seconds_of
-from .row_counts import whole
+from .reference import Policy, check_given, reference_stream, scaled_by_temperature, seconds_of
 from .rows.backends import is_strict
 from .rows.hidden import Hidden
 from .rows.parallel import VocabShard
 from .rows.partials import partials_of
-from .rows.run import OneVisit, OverSets, applied, fused_loss, gradient_once, total
-from .rows.sets import KeptRows
-from .rows.stream import Logits, Whole
-from .statistics import Asked, statistics_of
+from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
+from .rows.sets import KeptRows, OverSets
+from .rows.stream import Logits, Seconds, Whole
+from .specs import (
+    DEFAULTS,
+    IDENTITY,
+    NO_PRODUCT,
+    NOT_BOUNDED,
+    Head,
+    LogitTransform,
+    Options,
+    as_transform,
+    merged,
+    refuse_sparse,
+)
+from .statistics import Asked, check_kept, rows_with_sets, statistics_of
 from .streams import draws, hidden_stream, is_traced, leaves_the_graph, logits_stream, outside
 from .token_sets import TokenSets
-from .transform import IDENTITY, LogitTransform, as_transform
 
 Tensor = torch.Tensor
 
 __all__ = ["LossOutput", "grpo_loss", "linear_grpo_loss", "objective_loss"]
+
+
+# ---- what a loss returns
+
+
+class Metrics(dict[str, Tensor]):
+    """A dictionary whose KeyError names what it has."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise KeyError(f"there is no metric {name!r}.{nearest(name, self)} This loss has {', '.join(self)}.")
+
+
+@dataclass(eq=False, repr=False)
+class LossOutput:
+    """What a fused loss returns.
+
+    loss      0-d fp32, differentiable: the sum of all weighted per-token terms.
+    logps     fp32, the shape of targets, detached; 0 where masked.
+    entropy   likewise, in nats.
+    rows      the batch's flat rows as the loss weighed them, for statistics of one's own.
+    whole_logps  with kept sets, log-probs over the whole vocabulary, where an option needs them; else None.
+    kl_apart  whether the KL is that of whole_logps.
+    divergence   of an exact KL (`Exact`), fp32 in nats, the shape of targets, detached; 0 where masked. Else None.
+    metrics   computed on first use, see below.
+    """
+
+    loss: Tensor
+    logps: Tensor
+    entropy: Tensor
+    _objective: Objective = field(repr=False)
+    _batch: TokenBatch = field(repr=False)
+    rows: TokenRows = field(repr=False)
+    _log_ratio: Tensor | None = field(default=None, repr=False)  # fp32 [n] at the objective's level, if the loss computed it
+    whole_logps: Tensor | None = field(default=None, repr=False)
+    kl_apart: bool = field(default=False, repr=False)
+    divergence: Tensor | None = field(default=None, repr=False)
+    _metrics: dict[str, Tensor] | None = field(default=None, repr=False)
+    __repr__ = describe
+
+    def __getattr__(self, name: str) -> Any:
+        known = [*(f.name for f in fields(self) if f.init and not f.name.startswith("_")), "metrics"]
+        remedy = f" out.loss.{name} is that of the loss." if hasattr(Tensor, name) else nearest(name, known)
+        raise AttributeError(f"a LossOutput has no {name!r}.{remedy}")
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("a LossOutput is no tuple: take out.loss, out.metrics, out.logps and out.entropy.")
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """0-d fp32 tensors on the device of the data, computed on first use from the batch's tensors as they are then.
+        Computing them is no host sync, reading one is. Means are over the trained tokens of this batch; with
+        skip_inactive=True, over those that were read.
+
+        tokens           trained tokens
+        ratio_mean, ratio_min, ratio_max     of the ratio at the objective's level (1 when on-policy), bounded at e^60
+        clip_low         share of tokens with A < 0 and a ratio below the lower bound
+        clip_high        share of tokens with A > 0 and a ratio above the upper bound
+        ess              effective sample size of ratio * weights, as a share: (sum r)^2 / (tokens * sum r^2)
+        zero_advantage   share of all trained tokens whose advantage is exactly 0
+        entropy          mean entropy in nats
+        kl               mean of the KL estimator, weighted as it is in the loss, or of the exact divergence (only with beta != 0)
+        outside_set      share of tokens that their kept set lacks (only with kept sets)
+        kept_mass        mean probability that rows with a set give to it (only where whole_logps is there)
+        kept             share of tokens that all filters of this process keep (only with filters)
+        """
+        if self._metrics is None:
+            self._metrics = self._measured()
+        return self._metrics
+
+    def _measured(self) -> dict[str, Tensor]:
+        rows, logps = self.rows, self.logps.reshape(-1)
+        everywhere = torch.ones_like(logps, dtype=torch.bool)
+        trained = everywhere if rows.trained is None else rows.trained
+        read = everywhere if rows.read is None else rows.read
+        count = read.sum().to(torch.float32)
+        tokens = count.clamp(min=1.0)
+
+        def mean(x: Tensor) -> Tensor:
+            return torch.where(read, x, 0.0).sum() / tokens
+
+        def extreme(x: Tensor, reduce: Any, start: float) -> Tensor:
+            if x.numel() == 0:
+                return x.new_ones(())
+            return torch.where(count > 0, reduce(torch.where(read, x, start)), 1.0)
+
+        x = self._objective.log_ratio(logps, rows, self._batch) if self._log_ratio is None else self._log_ratio
+        ratio = bounded_exp(x)
+        low, high = self._objective.surrogate.clipped(ratio, rows.advantages)
+        weight = ratio if rows.weights is None or self._objective.surrogate.absorbs_weights else ratio * rows.weights
+        weight = torch.where(read, weight, 0.0).to(torch.float64)  # the square of a runaway ratio is beyond fp32
+        metrics = Metrics(
+            {
+                "tokens": trained.sum().to(torch.float32),
+                "ratio_mean": mean(ratio),
+                "ratio_min": extreme(ratio, torch.amin, math.inf),
+                "ratio_max": extreme(ratio, torch.amax, -math.inf),
+                "clip_low": mean(low.to(torch.float32)),
+                "clip_high": mean(high.to(torch.float32)),
+                "ess": (weight.sum().square() / (tokens * weight.square().sum()).clamp(min=1e-30)).to(torch.float32),
+                "zero_advantage": (trained & (rows.advantages == 0)).sum() / trained.sum().clamp(min=1).to(torch.float32),
+                "entropy": mean(self.entropy.reshape(-1)),
+            }
+        )
+        if rows.ref_logps is not None:
+            of_kl = self.whole_logps.reshape(-1) if self.kl_apart and self.whole_logps is not None else logps
+            metrics["kl"] = mean(self._objective.kl_terms(of_kl, rows, x)[0])
+        elif self.divergence is not None:
+            metrics["kl"] = mean(self.divergence.reshape(-1))
+        sets = self._batch.kept
+        if sets is not None:
+            metrics["outside_set"] = self._batch.outside_set
+            if self.whole_logps is not None:
+                has = read & (sets.counts > 0)
+                mass = torch.where(has, (self.whole_logps.reshape(-1) - logps).exp(), 0.0).sum()
+                metrics["kept_mass"] = torch.where(has.any(), mass / has.sum().clamp(min=1), 1.0)
+        if self._objective.filters:
+            kept = read
+            for f in self._objective.filters:
+                over_ranks = self._batch.context_group is not None and not f.one_pass
+                if over_ranks or getattr(f, "process_group", None) is not None:
+                    continue  # reading metrics must not start a collective
+                kept = kept & f.keep(logps, self.entropy.reshape(-1), rows, self._batch)
+            metrics["kept"] = kept.sum() / tokens
+        return metrics
+
+
+# ---- the loss
 
 
 def grpo_loss(
@@ -140,8 +274,9 @@ def linear_grpo_loss(
                  product), of which no more than a chunk of logits exists; or `TokenSets` whose values are the log-probs of a
                  teacher that is known at these ids only: no product for the teacher, but the policy's logits are computed
                  again. A list of pairs (one of these, weight) is the weighted sum of the divergences: a number >= 0, or a
-                 tensor [B] or the shape of targets. With an objective of two passes, `TokenSets` among the teachers, kept sets or
-                 a shard they are taken one by one, and on a GPU the host waits for the number of rows of each.
+                 tensor [B] or the shape of targets. Each `TokenSets` among them is another visit of the rows where it has a weight,
+                 for
+                 whose number the host waits on a GPU.
     shard        weight, bias and those of `reference` are this rank's part of a vocabulary cut over a group: see
                  `distributed.VocabShard`. One all-gather per chunk of rows, and one all-reduce of the gradient of hidden.
     weight_grad  [V, H], fp32 or the weight's dtype: the backward, whatever it is asked for, adds the gradient of weight into
@@ -195,7 +330,8 @@ def _loss(
     stream: Logits | Hidden, batch: TokenBatch, objective: Objective, name: str, given: Any, transform: LogitTransform | None,
     normalizer: float | Tensor | Denominators | None, options: Options, late: bool = False,
 ) -> LossOutput:  # fmt: skip
-    """The loss of a stream's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull. `given`:
+    """The loss of a stream's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull.
+    `given`:
     the second stream, as the argument `name`. `late`: not in one visit."""
     shape, device, exact = batch.targets.shape, batch.targets.device, objective.exact
     policy = Policy(shape, device, as_transform(transform), batch.mask, batch.cu_seqlens, stream, options)
@@ -260,7 +396,8 @@ def _in_one_visit(
 def _over(
     objective: Objective, options: Options, seconds: Seconds, kept: KeptRows | None
 ) -> tuple[str, ...] | None:  # fmt: skip
-    """The statistics that rows with sets have over the whole vocabulary; None: none. Raises ValueError for what sets do not go with."""
+    """The statistics that rows with sets have over the whole vocabulary; None: none. Raises ValueError for what sets do not go
+    with."""
     if kept is None:
         return None
     kl, whole_reference = objective.kl_spec, options.reference_over == "vocabulary"
@@ -351,6 +488,12 @@ def _split_rows(
         read, active = kept.others(read), kept.others(active)
     if read is None and active is None:
         return torch.arange(n, device=device), n
+    if device.type == "cpu":  # nothing waits for it, and few rows are sorted sooner this way
+        first = torch.arange(n) if active is None else active.nonzero()[:, 0]
+        if active is None or same:
+            return first, first.numel()
+        others = ~active if read is None else read & ~active
+        return torch.cat([first, others.nonzero()[:, 0]]), first.numel()
     rank = torch.full_like(rows.targets, 2)
     for value, mask in ((1, read), (0, active)):
         rank = torch.full_like(rank, value) if mask is None else torch.where(mask, value, rank)

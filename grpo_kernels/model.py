@@ -15,9 +15,7 @@ from .head import CALL_HOOKS, forward_of, plain_head
 from .layout import values_are_checked
 from .losses import LossOutput, check_specs, linear_grpo_loss
 from .objective import Denominators, Objective
-from .options import Options
-from .projection import Head
-from .transform import LogitTransform
+from .specs import Head, LogitTransform, Options
 
 Tensor = torch.Tensor
 

@@ -370,15 +370,16 @@ class Objective:
         logps: Tensor,
         entropy: Tensor | None,
         rows: TokenRows,
-        batch: TokenBatch,
+        batch: TokenBatch | None = None,
         log_ratio: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(losses, d_logps, d_entropy), each fp32 [n] (d_entropy None without a bonus): sum(losses) is the loss.
 
-        logps and entropy are fp32 [n], exactly 0 where masked. `batch` supplies the sequences. `log_ratio`: the result of the
-        method of that name, if the caller has it."""
+        logps and entropy are fp32 [n], exactly 0 where masked. `batch` supplies the sequences; a one-pass objective does not
+        need it and can take any slice of rows. `log_ratio`: the result of the method of that name, if the caller has it."""
         if self.one_pass:
             return self.stage(rows).terms(logps, entropy)
+        assert batch is not None
         x = self.log_ratio(logps, rows, batch) if log_ratio is None else log_ratio
         rows, numbers = self._filtered(logps, entropy, rows, batch), {}
         if self.surrogate.selects:

@@ -11,16 +11,13 @@ from .batch import TokenBatch
 from .checks import LARGEST, require, require_number
 from .formulas.divergence import Exact
 from .formulas.token_stage import TokenRows
-from .layout import per_token, values_are_checked
+from .layout import per_token, plain, values_are_checked
 from .objective import Objective
-from .options import Options
-from .projection import Head
 from .rows.partials import RowTransform
-from .rows.ragged import Ragged
-from .rows.stream import Other, Stream
+from .rows.stream import Known, Other, Seconds, Stream
+from .specs import Head, LogitTransform, Options, as_transform
 from .streams import hidden_stream, logits_stream
 from .token_sets import TokenSets, check_sets
-from .transform import LogitTransform, as_transform
 
 Tensor = torch.Tensor
 
@@ -39,25 +36,6 @@ class Policy(NamedTuple):
     @property
     def vocab(self) -> int:
         return self.stream.columns if self.stream.shard is None else self.stream.shard.vocab
-
-
-class Known(NamedTuple):
-    """A teacher that is known at some ids of each row: sets with its log-probs as values; and its weight in each row, fp32 [n], None:
-    1."""
-
-    sets: TokenSets
-    weight: Tensor | None = None
-
-    @property
-    def slots(self) -> Ragged:
-        return Ragged(self.sets.ids.to(torch.int64), self.sets.offsets, self.sets.row_of).plain()
-
-
-class Seconds(NamedTuple):
-    """All second streams of a loss, whose divergences add up."""
-
-    others: tuple[Other, ...] = ()
-    known: tuple[Known, ...] = ()
 
 
 HOW = "(hidden, weight), (hidden, weight, bias), (hidden, Head(...))"
@@ -162,7 +140,7 @@ def _weight(name: str, weight: Any, policy: Policy) -> Tensor:
         require(
             wrong.numel() == 0, name, float(wrong[0]) if wrong.numel() else None, "weights of teachers are finite and >= 0."
         )
-    return weights
+    return plain(weights)
 
 
 def check_given(given: str, value: Any, objective: Objective, batch: TokenBatch) -> None:

@@ -8,16 +8,18 @@ from typing import NamedTuple
 import torch
 
 from .formulas.divergence import Exact, divergence_at
-from .options import Options
-from .reference import Known, Seconds
+from .layout import flat, plain
+from .rows.backends import is_strict
 from .rows.compile import TracedRows
 from .rows.hidden import Hidden
 from .rows.partials import partials_of
 from .rows.ragged import Ragged
-from .rows.run import OverSets, Read, Rows, statistics
+from .rows.run import Read, Rows, statistics
 from .rows.selection import Sparse
-from .rows.sets import KeptRows
-from .rows.stream import Other, Stream, Whole
+from .rows.sets import KeptRows, OverSets
+from .rows.stream import Known, Other, Seconds, Stream, Whole
+from .specs import Options
+from .token_sets import TokenSets, check_sets, narrowed, without_set
 
 Tensor = torch.Tensor
 
@@ -61,8 +63,9 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
     if torch.compiler.is_compiling():
         dtype = stream.dtype if isinstance(stream, Hidden) else None
         traced = TracedRows(names, with_gradient, options.backend, options.strict, dtype, sparse)
-        logps, *values = statistics(traced, targets, read, stream.transform, stream.tensors).values()
-        return Statistics(logps, {name: values[i] for i, name in enumerate(names)})
+        logps, *others_of_rows = statistics(traced, targets, read, stream.transform, stream.tensors).values()
+        return Statistics(logps, dict(zip(names, others_of_rows, strict=True)))
+    targets, read = plain(targets), None if read is None else plain(read)  # under torch.func they may have wrappers
     if others:
         names, with_gradient = (*names, "divergence"), (*with_gradient, "divergence")
     beside = known[0] if len(known) == 1 and known[0].weight is None and not others else None  # in the same visit
@@ -79,7 +82,7 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         )  # fmt: skip
         reads.append(Read(sets, own, tuple(name for name in with_gradient if name in own)))
     if kept is None or over is not None or not kept.has_all:
-        some = read if kept is None or over is not None else kept.others(read)
+        some = read if kept is None or over is not None else plain(kept.others(read))
         whole = Whole(
             targets,
             some,
@@ -89,7 +92,7 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
             sparse=sparse,
             all_rows=kept is not None and over is not None,
         )
-        whole = replace(whole, at=at.only(~kept.has)) if at is not None and kept is not None and over is None else whole
+        whole = replace(whole, at=at.only(~kept.has).plain()) if at is not None and kept is not None and over is None else whole
         reads.append(Read(_indexed(stream, whole, asked, read), names, with_gradient))
     for teacher in () if beside is not None else known:
         reads.append(_of_known(stream, teacher, exact, targets, read))
@@ -115,8 +118,8 @@ def _partials(names: tuple[str, ...], others: tuple[Other, ...]) -> tuple[str, .
 
 
 def _indexed(stream: Stream, whole: Whole, asked: Asked, read: Tensor | None) -> Whole:
-    """With the rows that are visited, which hidden states are gathered by: forward and backward share them. Under torch.func there are
-    no values to look at."""
+    """With the rows that are visited, which hidden states are gathered by: forward and backward share them. Under torch.func there
+    are no values to look at."""
     if not isinstance(stream, Hidden) or torch._C._are_functorch_transforms_active():
         return whole
     if asked.rows is not None:
@@ -135,7 +138,7 @@ def _outside(exact: Exact | None) -> tuple[str, ...]:
 def _of_known(stream: Stream, teacher: Known, exact: Exact | None, targets: Tensor, read: Tensor | None) -> Read:
     """The visit of the rows where this teacher has a weight."""
     if teacher.weight is not None:
-        read = teacher.weight != 0 if read is None else read & (teacher.weight != 0)
+        read = plain(teacher.weight != 0 if read is None else read & (teacher.weight != 0))
     outside = _outside(exact)
     whole = Whole(targets, read, partials_of(outside), at=teacher.slots)
     return Read(_indexed(stream, whole, Asked(), read), outside, outside)
@@ -175,3 +178,20 @@ def _divergence(
         value = value if read is None else torch.where(read, value, 0.0)
         parts.append(value if teacher.weight is None else torch.where(teacher.weight == 0, 0.0, teacher.weight * value))
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+# ---- sets of ids beside targets
+
+
+def check_kept(sets: TokenSets, targets: Tensor, mask: Tensor | None, vocab: int, missing: str | None, strict: bool) -> None:
+    """Raise ValueError unless `sets` can be the kept sets of targets; in strict mode also for a target that joins its set without
+    anybody having said so."""
+    check_sets("kept", sets, targets, vocab)
+    if missing is None and is_strict(strict):
+        narrowed(sets, targets, mask, "raise")
+
+
+def rows_with_sets(sets: TokenSets, targets: Tensor, read: Tensor | None, missing: str | None) -> KeptRows:
+    """The rows that have a set. `targets` of any shape, `read` bool [rows]: those that are looked at."""
+    has = ~without_set(sets, targets, missing) if missing == "full" else None
+    return KeptRows.of(sets, flat(targets).to(torch.int64), read, has)

@@ -10,8 +10,6 @@ import torch
 
 from .checks import require
 from .layout import logit_rows, refuse_overlap, whole_rows
-from .options import Options
-from .projection import Head
 from .rows import backends
 from .rows.backends import Backend
 from .rows.hidden import Hidden
@@ -20,6 +18,7 @@ from .rows.partials import RowTransform
 from .rows.selection import Sparse
 from .rows.stream import Logits
 from .rows.weight_gradient import check_weight_grad
+from .specs import Head, Options
 
 Tensor = torch.Tensor
 

@@ -11,7 +11,7 @@ import torch
 from benchmarks.cases import Result, policy_loss
 from benchmarks.kept_cases import KeptCase
 from benchmarks.providers import provider
-from benchmarks.providers.ours import native_backend, objective
+from benchmarks.providers.ours import native, objective
 from grpo_kernels import linear_grpo_loss
 
 Tensor = torch.Tensor

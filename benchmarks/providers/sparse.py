@@ -9,7 +9,7 @@ from itertools import count
 
 from benchmarks.cases import Result
 from benchmarks.providers import provider
-from benchmarks.providers.ours import native_backend, objective
+from benchmarks.providers.ours import native, objective
 from benchmarks.sparse_cases import SparseCase
 from grpo_kernels import Options, Sparse, linear_grpo_loss
 

@@ -283,8 +283,10 @@ def results(case: Case, level: str, x: Inputs, backend: str, device: torch.devic
     given: dict[str, Any] = {name: value for name, value in vars(x).items() if value is not None}
     x = Inputs(**{name: value.to(device) for name, value in given.items()})
     if case.divergence:
-        of_call = {"mask": x.mask, "transform": LogitTransform(TEMPERATURE), "options": Options(backend=backend, strict=True)}
-        divergence = token_divergence(leaves["logits"], teacher_logits(x), case.divergence, **of_call)
+        divergence = token_divergence(
+            leaves["logits"], teacher_logits(x), case.divergence, mask=x.mask, transform=LogitTransform(TEMPERATURE),
+            options=Options(backend=backend, strict=True),
+        )  # fmt: skip
         return _collect((x.upstream[0] * divergence).mean(), {"divergence": divergence}, leaves)
     options: dict[str, Any] = {"transform": LogitTransform(TEMPERATURE), "backend": backend, "strict": True}
     if case.objective is not None:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checks import describe
-from .filters import above_floor
 from .keys import is_own, key_of
 from .kl import Kl, kl_terms
 from .ops import ops
@@ -123,6 +122,11 @@ def token_terms(
         d_logp = d_logp - nll_weight
     return loss, d_logp, d_ratio, d_entropy
 # fmt: on
+
+
+def above_floor(entropy, floor):
+    """Whether an entropy is at least the floor: what `EntropyFloor` keeps."""
+    return entropy >= floor
 
 
 def ratio_of_kl(log_ratio, own, LEVEL):

@@ -18,8 +18,7 @@ from ..head import plain_head
 from ..logprobs import linear_logprobs
 from ..losses import LossOutput, linear_grpo_loss
 from ..objective import Objective
-from ..options import Options
-from ..transform import LogitTransform
+from ..specs import LogitTransform, Options
 from ._trl_replay import Replay
 from ._trl_specs import router
 from .trl_head import gathered

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..logprobs import token_logprobs
-from ..transform import LogitTransform
+from ..specs import LogitTransform
 from ._shared import even_shard, plain
 from ._slots import Ragged, untested
 

@@ -36,7 +36,7 @@ from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Objective
 from ..rows.run import total
-from ..transform import LogitTransform
+from ..specs import LogitTransform
 from ._liger_specs import (
     UNCLIPPED,
     as_bool,

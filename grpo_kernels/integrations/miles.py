@@ -28,9 +28,8 @@ from typing import Any
 import torch
 
 from ..logprobs import token_logprobs
-from ..options import Options
+from ..specs import LogitTransform, Options
 from ..token_sets import TokenSets
-from ..transform import LogitTransform
 from ._records import first_empty, on_rows, predicting, response_sets
 from ._shared import default_group, even_shard, plain
 from ._slots import NotCovered, Ragged, untested

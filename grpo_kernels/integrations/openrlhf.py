@@ -31,7 +31,7 @@ from ..logprobs import token_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
 from ..rewards.corrections import importance_weights, rejection_mask
-from ..transform import LogitTransform
+from ..specs import LogitTransform
 from ._shared import at_least_one, entropy_from_logits, plain, scored_batch
 from ._slots import Ragged, untested
 

@@ -36,10 +36,9 @@ from ..formulas.ops import bounded_exp
 from ..logprobs import linear_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
-from ..options import Options
 from ..presets import NUMERICS
+from ..specs import LogitTransform, Options
 from ..token_sets import TokenSets
-from ..transform import LogitTransform
 from ._shared import plain, scored_batch
 from ._slots import NotCovered, Ragged, untested
 

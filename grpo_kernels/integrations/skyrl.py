@@ -41,8 +41,8 @@ from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
+from ..specs import LogitTransform
 from ..token_sets import TokenSets
-from ..transform import LogitTransform
 from ._records import on_rows
 from ._shared import default_group, entropy_from_logits, even_shard, logprobs_from_logits, plain, scored_batch
 from ._slots import NotCovered, Ragged, Trial, untested

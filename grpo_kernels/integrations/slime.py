@@ -41,7 +41,7 @@ from ..formulas.surrogates import Cispo, Clip
 from ..logprobs import token_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
-from ..options import Options
+from ..specs import Options
 from ..token_sets import TokenSets
 from ._records import response_sets
 from ._shared import default_group, even_shard, plain, scored_batch

@@ -24,8 +24,7 @@ import torch
 from ..batch import TokenBatch
 from ..losses import linear_grpo_loss
 from ..objective import Objective
-from ..projection import Head
-from ..transform import LogitTransform
+from ..specs import Head, LogitTransform
 from ._shared import divergence_of, plain
 from ._slots import NotCovered, Ragged, untested
 from .trl_head import gathered

@@ -25,7 +25,7 @@ from collections.abc import Callable
 import torch
 
 from ..logprobs import linear_logprobs
-from ..transform import LogitTransform
+from ..specs import LogitTransform
 from ._shared import plain
 from ._slots import NotCovered, Ragged, untested
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ..logprobs import linear_logprobs
-from ..transform import LogitTransform
+from ..specs import LogitTransform
 from ._shared import plain
 from ._slots import NotCovered, Ragged, untested
 

@@ -54,8 +54,8 @@ from ..logprobs import linear_logprobs
 from ..losses import LossOutput, objective_loss
 from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
+from ..specs import LogitTransform
 from ..token_sets import TokenSets
-from ..transform import LogitTransform
 from ._shared import at_least_one, entropy_from_logits, even_shard, logprobs_from_logits, plain, scored_batch
 from ._slots import NotCovered, Ragged, Trial, untested
 from ._verl_versions import gspo_by_sequence

@@ -32,6 +32,7 @@ ROWS = "Tensor targets, Tensor? read, str[] names"
 HOW = "float scale, float softcap, float inv_temperature, Tensor? inv_temperatures, str backend, bool strict"
 SLOPES = "Tensor partials, Tensor slopes, str[] slope_names"
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias, ScalarType dtype"
+DRAWN = "Tensor? ids, Tensor? offsets, Tensor? rows, Tensor? logits, float step"  # of columns that were drawn
 SPARSE = "float step, SymInt seed, Tensor? seeds, SymInt first_row"  # a step of 0: the gradient has all columns
 
 
@@ -120,18 +121,17 @@ def _fake_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: 
 
 
 @_operator(
-    f"({HEAD}, bool d_hidden, bool d_weight, bool d_bias, {ROWS}, {SLOPES}, Tensor[] draws, float step, {HOW}) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"({HEAD}, bool d_hidden, bool d_weight, bool d_bias, {ROWS}, {SLOPES}, {DRAWN}, {HOW}) -> (Tensor, Tensor, Tensor)",
     _fake_gradients,
 )
 def _linear_pull(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, h: bool, w: bool, b: bool,
     targets: Tensor, read: Tensor | None, names: list[str], partials: Tensor, slopes: Tensor, slope_names: list[str],
-    draws: list[Tensor], step: float, *how: Any,
+    *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    whole = Whole(targets, read, tuple(names), sparse=Sparse(step) if step else None)
-    of_draws = tuple(draws) if step else ()
-    return _pulled((hidden, weight, bias), (h, w, b), dtype, whole, partials, of_draws, slopes, slope_names, how)
+    *drawn, step = rest[:5]
+    whole, draws = Whole(targets, read, tuple(names), sparse=Sparse(step) if step else None), tuple(drawn) if step else ()
+    return _pulled((hidden, weight, bias), (h, w, b), dtype, whole, partials, draws, slopes, slope_names, rest[5:])
 
 
 # ---- a problem that puts these operators into a graph
@@ -174,7 +174,7 @@ class TracedRows:
             if self.sparse is not None:
                 seed = self.sparse.seed
                 seeds = (0, seed) if isinstance(seed, Tensor) else (seed, None)
-                sparse = (self.sparse.step, *seeds, self.sparse.first_row)  # type: ignore[assignment]
+                sparse = (self.sparse.step, *seeds, self.sparse.first_row)
             partials, *draws = _linear_stats(*given.tensors, self.dtype, *rows, *sparse, *how)
         saved = (partials,) if self.sparse is None else (partials, *draws)
         return *Partials(partials, names).found(self.statistics, given.read), *saved
@@ -188,8 +188,8 @@ class TracedRows:
         how = self._how(given.transform)
         if self.dtype is None:
             return (_pull(*given.tensors, *rows, *of_slopes, *how),)
-        draws, step = ([], 0.0) if self.sparse is None else ([known[f"0 {name}"] for name in DRAWS], self.sparse.step)
-        gradients = _linear_pull(*given.tensors, self.dtype, *wanted, *rows, *of_slopes, draws, step, *how)
+        drawn = (*(known.get(f"0 {name}") for name in DRAWS), 0.0 if self.sparse is None else self.sparse.step)
+        gradients = _linear_pull(*given.tensors, self.dtype, *wanted, *rows, *of_slopes, *drawn, *how)
         return tuple(g if w else None for g, w in zip(gradients, wanted, strict=True))
 
     def versions(self) -> tuple[int, ...]:

@@ -78,9 +78,6 @@ class Hidden(Stream):
             return Engine(self, parts=Parts(whole)).forward(whole)
 
     def gradients(self, wanted: tuple[bool, ...], parts: Parts) -> Engine:
-        return Engine(self, wanted, parts)
-
-    def pull(self, whole: Whole, found: Found, slopes: Slopes, gradients: Engine, at_ids: Tensor | None) -> None:
         emptied = self.shard is None if self.weight.numel() == 0 else self.weight.untyped_storage().nbytes() == 0
         if emptied:
             raise RuntimeError(
@@ -88,6 +85,9 @@ class Hidden(Stream):
                 "deepspeed.zero.GatheredParameters around both; FSDP: reshard_after_forward=False), or use linear_grpo_loss with "
                 "an objective of one pass (Objective.one_pass), whose gradient is made in the forward."
             )
+        return Engine(self, wanted, parts)
+
+    def pull(self, whole: Whole, found: Found, slopes: Slopes, gradients: Engine, at_ids: Tensor | None) -> None:
         with torch.autocast(self.hidden.device.type, enabled=False):
             gradients.backward(whole, found, slopes, at_ids)
 
@@ -162,15 +162,16 @@ class Engine(Gradients):
             rows = self._rows(whole, at, hidden)
             part = self.backend.visit(rows, whole.names)
             partials.values[:, at] = part.values
-            for i, here, own, _ in beside(rows, at, others, self.logits_of):
-                apart[i].values[:, at if here is None else at[here]] = self.backend.visit(own, others[i].names).values
+            places = self._places(at)
+            for i, here, own, _ in beside(rows, places, others, self.logits_of):
+                apart[i].values[:, at if here is None else places[here]] = self.backend.visit(own, others[i].names).values
             if draws is not None and sparse is not None:
-                first = starts(sparse.seed, at + sparse.first_row)
-                draws.take(at, self.backend.select(rows, part, sparse.step, first))
+                first = starts(sparse.seed, places + sparse.first_row)
+                draws.take(places, self.backend.select(rows, part, sparse.step, first))
             if OUTSIDE[0] in whole.names:  # the last thing that the logits are needed for
                 assert whole.at is not None
                 z = rows.transform.of_rows(rows.logits[0], rows.logits[0])
-                slots = self.stream.own(whole.at).in_chunk(at, n)
+                slots = self.stream.own(whole.at).in_chunk(places, n)
                 partials.values[-len(OUTSIDE) :, at] = sums_outside(self.backend, z, slots, rows)
             del rows  # before the next chunk's are made
         return Found(partials, apart, () if draws is None else draws.tensors())
@@ -187,7 +188,7 @@ class Engine(Gradients):
                 d_logits = self._gradient(rows.logits[0], some) if wanted else None
                 out = None if d_logits is None else d_logits[None]
                 if whole.apart:
-                    part = fused_beside(self.backend, rows, own, out, at, whole.apart, self.logits_of)
+                    part = fused_beside(self.backend, rows, own, out, self._places(at), whole.apart, self.logits_of)
                 else:
                     part = self.backend.fused(rows, own, out)
                 result.put(at, part)
@@ -203,10 +204,10 @@ class Engine(Gradients):
         if whole.sparse is not None:
             if found.draws:  # else no row ran over the vocabulary
                 *of_slots, logits = found.draws
-                slots, shard = Ragged(*of_slots), self.stream.shard
+                drawn, shard = Ragged(*of_slots), self.stream.shard
                 own = whole.targets if shard is None else whole.targets - shard.start
                 step, transform = whole.sparse.step, self.stream.transform
-                self.add(slots, gradient_at(slots, logits, step, own, found.partials, slopes, transform))
+                self.add(drawn, gradient_at(drawn, logits, step, own, found.partials, slopes, transform))
             return
         index, n = whole.rows()[: whole.active], whole.targets.numel()
         slots = None if at_ids is None or whole.at is None else self.stream.own(whole.at)
@@ -222,12 +223,15 @@ class Engine(Gradients):
             rows = self._rows(whole, at, hidden)
             d_logits = self._gradient(rows.logits[0], index)
             if whole.apart:
-                part = Found(found.partials.at(at), tuple(x.at(at) for x in found.apart))
-                pull_beside(self.backend, rows, part, slopes.at(at), d_logits[None], at, whole.apart, self.logits_of)
+                part, of_others = (
+                    Found(found.partials.at(at), tuple(x.at(at) for x in found.apart)),
+                    (whole.apart, self.logits_of),
+                )
+                pull_beside(self.backend, rows, part, slopes.at(at), d_logits[None], self._places(at), *of_others)
             else:
                 self.backend.pull(rows, found.partials.at(at), slopes.at(at), d_logits[None])
             if slots is not None and at_ids is not None:
-                here = slots.in_chunk(at, n)
+                here = slots.in_chunk(self._places(at), n)
                 write_at(d_logits, (here.rows, here.ids.clamp(min=0)), at_ids, here.ids >= 0)
             del rows
             d_logits = self._kept(d_logits)
@@ -250,22 +254,25 @@ class Engine(Gradients):
         own = self._made[id(stream)]
         return own.logits(stream.hidden.detach()[at].to(own.dtype))
 
-    def _rows(self, whole: Whole, at: Tensor, hidden: Tensor) -> LogitRows:
-        """The rows of a chunk, beside those of the one second stream that is read in the same visit. With the same head (adapters in
-        the body of a model), both are one product."""
+    def _places(self, at: slice | Tensor) -> Tensor:
+        return torch.arange(at.start, at.stop, device=self.hidden.device) if isinstance(at, slice) else at
+
+    def _rows(self, whole: Whole, at: slice | Tensor, hidden: Tensor) -> LogitRows:
+        """The rows of a chunk, beside those of the one second stream that is read in the same visit. With the same head (adapters
+        in the body of a model), both are one product."""
         one, second = whole.one, None
         if one is None:
             logits = self.products.logits(hidden)
         elif isinstance(one.stream, Hidden) and one.stream.shares(self.stream):
             both = torch.cat([hidden, one.stream.hidden.detach()[at].to(self.products.dtype)])
-            logits, of_second = self.products.logits(both).tensor_split([at.numel()])
+            logits, of_second = self.products.logits(both).tensor_split([len(hidden)])
             second = one.second(of_second[None], one.stream.transform.at(at))
         else:
             logits = self.products.logits(hidden)
-            second = one.second(self.logits_of(one.stream, at)[None], one.stream.transform.at(at))
+            second = one.second(self.logits_of(one.stream, self._places(at))[None], one.stream.transform.at(at))
         return LogitRows(logits[None], whole.targets[at], None, self.stream.transform.at(at), second)
 
-    def _chunks(self, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _chunks(self, index: Tensor) -> Iterator[tuple[slice | Tensor, Tensor]]:
         """For each chunk: the positions of its rows in the batch, and their hidden states."""
         if index.numel() == 0:
             return
@@ -279,14 +286,11 @@ class Engine(Gradients):
             yield self._hidden(index, lo, lo + part.numel())
             lo += part.numel()
 
-    def _hidden(self, index: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+    def _hidden(self, index: Tensor, lo: int, hi: int) -> tuple[slice | Tensor, Tensor]:
         """Where rows lo to hi of `index` are in the batch, and their hidden states as the products take them. If `index` has all
         rows there are, they are taken in the order of the batch, and nothing is copied."""
-        if self._gathers(index):
-            at = index[lo:hi]
-            hidden = self.hidden[at]
-        else:
-            at, hidden = torch.arange(lo, hi, device=index.device), self.hidden[lo:hi]
+        at = index[lo:hi] if self._gathers(index) else slice(lo, hi)
+        hidden = self.hidden[at]
         return at, hidden.to(self.products.dtype).contiguous()
 
     def _gathers(self, index: Tensor) -> bool:
@@ -310,19 +314,19 @@ class Engine(Gradients):
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
         return d_logits if self._block is None else self.products.keep(d_logits, self._block, self._filled)
 
-    def _accumulate(self, at: Tensor, hidden: Tensor, d_logits: Tensor, index: Tensor) -> None:
+    def _accumulate(self, at: slice | Tensor, hidden: Tensor, d_logits: Tensor, index: Tensor) -> None:
         """Called when the gradients of a chunk are complete. Those of a whole block go into d_hidden and d_weight."""
         if self._block is not None:
-            self._filled += at.numel()
+            self._filled += len(hidden)
             if self._filled < self._block.shape[0]:
                 return
             d_logits, self._block, self._filled = self._block, None, 0
             at, hidden = self._hidden(index, self.summed, self.summed + d_logits.shape[0])
-        self.summed += at.numel()
+        self.summed += len(hidden)
         if self.d_hidden is not None:
             product = self.products.d_hidden(d_logits)
             if self.summed_later:
-                self.d_hidden.index_add_(0, at, product)
+                self.d_hidden.index_add_(0, self._places(at), product)
             else:
                 self.d_hidden[at] = product.to(self.d_hidden.dtype)
         if self.wanted[1]:

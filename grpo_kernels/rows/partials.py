@@ -309,8 +309,8 @@ SLOPES = ("target", "constant", "log", "prob", "divergence")
 
 
 class Slopes(NamedTuple):
-    """d loss / d z_j = target (1[j = y] - p_j) + p_j (constant + log log p_j + prob p_j) + divergence G_j, y the row's target and G_j
-    the gradient of the divergence, see `divergence.gradient`.
+    """d loss / d z_j = target (1[j = y] - p_j) + p_j (constant + log log p_j + prob p_j) + divergence G_j, y the row's target and
+    G_j the gradient of the divergence, see `divergence.gradient`.
 
     values   fp32 [s, n], a row for each of `names`, which are some of SLOPES; no row of logits has a term of the others."""
 

@@ -5,13 +5,11 @@ limited by gathering rows of width H from memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from ..layout import plain
-from .partials import Partials, RowTransform, Slopes
 
 Tensor = torch.Tensor
 
@@ -75,58 +73,3 @@ def merged(slots: Ragged, values: Tensor, others: Ragged, of_others: Tensor) -> 
     rows, order = torch.cat([slots.rows, others.rows]).sort(stable=True)
     ids = torch.cat([slots.ids, others.ids])[order]
     return Ragged(ids, slots.offsets + others.offsets, rows), torch.cat([values, of_others])[order]
-
-
-@dataclass(frozen=True, eq=False)
-class LogitsAt:
-    """Logits at further ids of rows, one fp32 number a slot, [k], before the transform: one log-sum-exp serves all ids of a row.
-
-    used   bool [k]: ids that the row's softmax has. The log-prob of the others is -inf, without gradient. That of all ids of a row
-           that is not read is 0."""
-
-    slots: Ragged
-    logits: Tensor
-    used: Tensor
-
-    def log_probs(self, partials: Partials, read: Tensor | None, transform: RowTransform) -> Tensor:
-        """fp32 [k]."""
-        rows = self.slots.rows
-        z = torch.where(self.used, transform.of(self.logits, rows), -torch.inf)
-        logps = (z - partials.max[rows]) - torch.log(partials.sum)[rows]
-        return logps if read is None else torch.where(read[rows], logps, 0.0)
-
-    def gradients(
-        self, upstream: Tensor, outside: Tensor | None, targets: Tensor, read: Tensor | None, partials: Partials, slopes: Slopes,
-        transform: RowTransform,
-    ) -> tuple[Tensor, Slopes]:  # fmt: skip
-        """(d loss / d logits [k], of all that the loss depends on; the slopes of the other columns of the rows), from d loss / d
-        log-probs [k], and from d loss / d log of the probability outside of the ids [n], or None.
-
-        Where p is close to 1, the 1 - p of one's own logit is that of expm1, as in the row kernels, or the sum of all else where
-        that is known. Sums over the ids are fp64, since what arrives at one of them may be far more than at all others."""
-        rows = self.slots.rows
-        counted = self.used if read is None else self.used & read[rows]
-        upstream = torch.where(counted, upstream, 0.0).to(torch.float64)
-        total = self._sums(upstream)
-        others = -total  # the gradient of the other columns, in units of their probability
-        logps = torch.where(counted, self.log_probs(partials, read, transform), -torch.inf)
-        p, rest = logps.exp(), -torch.expm1(logps)
-        if outside is not None:  # d log P / d z_j, P the probability outside, is p_j (1 / P - 1), of the ids -p_j
-            outside, mass = outside if read is None else torch.where(read, outside, 0.0), torch.exp(partials.outside)
-            inside = torch.where(mass > 0.5, self._sums(p), 1.0 - mass)
-            others = others + torch.where(outside == 0, 0.0, outside * (inside / mass))
-            total = total + outside
-            rest = torch.where(p > 0.5, (mass + self._sums(torch.where(p > 0.5, 0.0, p)))[rows], rest)
-        g = (rest * upstream - p * (total[rows] - upstream)).to(torch.float32)
-        g = g + slopes.target[rows] * torch.where(self.slots.ids == targets[rows], rest, -p)
-        finite = logps.clamp(min=-1e4)  # no infinity times 0
-        for name, factor in (("constant", 1.0), ("log", finite), ("prob", p)):
-            slope = slopes.get(name)
-            if slope is not None:
-                g = g + p * slope[rows] * factor
-        g = torch.where(counted, g * transform.slope(self.logits, rows), 0.0)
-        return g, slopes.plus("constant", others.to(torch.float32))
-
-    def _sums(self, x: Tensor) -> Tensor:
-        """[n], of x [k], in a fixed order: no atomics."""
-        return torch.segment_reduce(x, "sum", offsets=self.slots.offsets, initial=0, unsafe=True)

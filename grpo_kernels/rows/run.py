@@ -18,9 +18,9 @@ from ..formulas.token_stage import TokenStage
 from .backends import FusedRows
 from .memory import converted
 from .partials import Partials, RowTransform, Slopes
-from .ragged import LogitsAt, Ragged
-from .sets import Beside, KeptRows, SetKernels
-from .stream import Found, Other, Parts, Stream, Whole
+from .ragged import Ragged
+from .sets import OverSets
+from .stream import Found, LogitsAt, Parts, Stream, Whole, at_all_ranks
 
 Tensor = torch.Tensor
 Tensors = tuple[Any, ...]
@@ -31,104 +31,6 @@ HANDED_OVER = (
     "the gradient of this loss was already handed over by an earlier backward. It exists once, to save memory: compute the "
     "loss again, or use token_logprobs (linear_logprobs) with your own loss, for a second backward."
 )
-
-
-# ---- a visit of rows with sets over their sets
-
-
-@dataclass(frozen=True, eq=False)
-class OverSets:
-    """A visit of rows over their sets. `names` of the partials; `others`: second streams; `at`: further ids, in or not in the sets."""
-
-    kept: KeptRows
-    targets: Tensor
-    names: tuple[str, ...]
-    others: tuple[Other, ...] = ()
-    at: Ragged | None = None
-
-    @property
-    def read(self) -> Tensor:
-        return self.kept.read
-
-    @property
-    def apart(self) -> tuple[Other, ...]:
-        """Second streams that are visited after one another: all but one without a weight."""
-        return () if len(self.others) == 1 and self.others[0].weight is None else self.others
-
-    def stats(self, stream: Stream) -> Found:
-        kernels, z, _ = self._rows(stream)
-        one = None if self.apart or not self.others else self._beside(kernels, self.others[0])
-        partials = kernels.stats(z, self.names, one)
-        apart = []
-        for other in self.apart:
-            read = self.read if other.weight is None else self.read & (other.weight != 0)
-            apart.append(kernels.stats(z, other.names, self._beside(kernels, other), read))
-        return Found(partials, tuple(apart))
-
-    def pull(self, stream: Stream, found: Found, slopes: Slopes, at_ids: Tensor | None) -> tuple[Ragged, Tensor]:
-        """(slots, the gradient of the logits at them)."""
-        kernels, z, logits = self._rows(stream)
-        if self.apart:
-            of_divergence = slopes.get("divergence")
-            gradient = kernels.pull(z, found.partials, slopes.without("divergence"), None)
-            for other, partials in zip(self.apart, found.apart, strict=True):
-                if of_divergence is not None:
-                    slope = other.times(of_divergence)
-                    alone = Slopes.stacked({"target": torch.zeros_like(slope), "divergence": slope})
-                    gradient += kernels.pull(z, partials, alone, self._beside(kernels, other))
-        else:
-            one = self._beside(kernels, self.others[0]) if self.others else None
-            gradient = kernels.pull(z, found.partials, slopes, one)
-        gradient = kernels.of_logits(gradient, logits, stream.transform)
-        if at_ids is not None and self.at is not None:
-            gradient = self.kept.replaced(gradient, self.at, at_ids)
-        return kernels.slots, gradient
-
-    def fused(self, stream: Stream, stage: TokenStage, wanted: bool) -> tuple[FusedRows, tuple[Ragged, Tensor] | None]:
-        """(losses of all rows, what `pull` returns if it is wanted)."""
-        kernels, z, logits = self._rows(stream)
-        one = None if self.apart or not self.others else self._beside(kernels, self.others[0])
-        result, gradient = kernels.fused(z, stage, wanted, one)
-        of_loss = stage.rows.divergence_weight
-        for other in self.apart:
-            weight = torch.zeros_like(result.losses) if of_loss is None else other.times(of_loss)
-            read = self.read if other.weight is None else self.read & (other.weight != 0)
-            alone = TokenStage.divergence_alone(self.targets, weight)
-            part, more = kernels.fused(z, alone, wanted, self._beside(kernels, other), read)
-            assert part.divergence is not None
-            divergence = other.times(part.divergence)
-            divergence = divergence if result.divergence is None else result.divergence + divergence
-            result = result._replace(losses=result.losses + part.losses, divergence=divergence)
-            gradient = None if gradient is None or more is None else gradient + more
-        if gradient is None:
-            return result, None
-        return result, (kernels.slots, kernels.of_logits(gradient, logits, stream.transform))
-
-    def logits_at(self, stream: Stream) -> LogitsAt:
-        assert self.at is not None
-        slots = self.at.only(self.kept.has)
-        logits = at_all_ranks(stream, slots)
-        # The log-prob of the only id of a set is 0 whatever its logit is, which is therefore not computed.
-        logits = torch.where(self.kept.several[slots.rows], logits, 0.0)
-        return LogitsAt(slots, logits, (slots.ids >= 0) & self.kept.holds(slots))
-
-    def _rows(self, stream: Stream) -> tuple[SetKernels, Tensor, Tensor]:
-        """(the kernels over sets, z of the slots, their logits)."""
-        kernels = SetKernels(self.kept, stream.kernels, stream.columns, stream.shard)
-        logits = stream.at(kernels.slots)
-        return kernels, kernels.transformed(logits, stream.transform), logits
-
-    @staticmethod
-    def _beside(kernels: SetKernels, other: Other) -> Beside:
-        z = kernels.transformed(other.stream.at(kernels.slots), other.stream.transform)
-        return Beside(z, other.kind, other.mixture)
-
-
-def at_all_ranks(stream: Stream, slots: Ragged) -> Tensor:
-    """fp32 [k]: logits at slots, whichever rank has them; 0 where a slot is not in use."""
-    own = stream.own(slots)
-    logits = torch.where(own.ids >= 0, stream.at(own), 0.0)
-    return logits if stream.shard is None else stream.shard.sum_over_ranks(logits)
 
 
 def _whole_logits_at(stream: Stream, whole: Whole) -> LogitsAt:
@@ -151,9 +53,17 @@ class Read(NamedTuple):
 class Problem(Protocol):
     """What `statistics` computes. Values and saved tensors have names, a number for the visit in front."""
 
-    values: tuple[str, ...]  # of what is returned
-    differentiable: tuple[str, ...]  # those that have a gradient
-    saved: tuple[str, ...]  # of what else the backward needs
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Names of what is returned."""
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """Those that have a gradient."""
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Names of what else the backward needs."""
 
     def stats(self, given: Given) -> tuple[Tensor, ...]:
         """The values, then what is saved."""
@@ -427,7 +337,8 @@ def total(losses: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class OneVisit:
-    """Rows of a stream and the token stage of their loss. Inside forward, grad mode is off: `gradients` records that of the caller."""
+    """Rows of a stream and the token stage of their loss. Inside forward, grad mode is off: `gradients` records that of the
+    caller."""
 
     stream: Stream
     whole: Whole | None  # rows over the vocabulary; None: there are none

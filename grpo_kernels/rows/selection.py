@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..checks import as_number, require, require_number, require_whole, with_hints
-from ..row_counts import is_capturing
+from ..layout import is_capturing
 from .partials import Partials, RowTransform, Slopes
 from .ragged import Ragged
 

@@ -14,6 +14,7 @@ import torch
 
 from ..formulas.token_stage import TokenStage
 from ..layout import plain
+from ..token_sets import TokenSets
 from .backends import Backend, FusedRows
 from .memory import empty, zeros
 from .parallel import VocabShard
@@ -43,8 +44,8 @@ class Gradients(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Other:
-    """A second stream of the same rows, for the divergence from it, and its weight in each row: fp32 [n], at least 0; None: 1. Where
-    the weight is 0 the stream adds nothing to the row, and is not read."""
+    """A second stream of the same rows, for the divergence from it, and its weight in each row: fp32 [n], at least 0; None: 1.
+    Where the weight is 0 the stream adds nothing to the row, and is not read."""
 
     stream: Stream
     kind: str
@@ -62,6 +63,81 @@ class Other:
     def names(self) -> tuple[str, ...]:
         """The partials that the divergence needs."""
         return partials_of(("divergence",), self.kind)
+
+
+class Known(NamedTuple):
+    """A teacher that is known at some ids of each row: sets with its log-probs as values; and its weight in each row, fp32 [n],
+    None:
+    1."""
+
+    sets: TokenSets
+    weight: Tensor | None = None
+
+    @property
+    def slots(self) -> Ragged:
+        return Ragged(self.sets.ids.to(torch.int64), self.sets.offsets, self.sets.row_of).plain()
+
+
+class Seconds(NamedTuple):
+    """All second streams of a loss, whose divergences add up."""
+
+    others: tuple[Other, ...] = ()
+    known: tuple[Known, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class LogitsAt:
+    """Logits at further ids of rows, one fp32 number a slot, [k], before the transform: one log-sum-exp serves all ids of a row.
+
+    used   bool [k]: ids that the row's softmax has. The log-prob of the others is -inf, without gradient. That of all ids of a row
+           that is not read is 0."""
+
+    slots: Ragged
+    logits: Tensor
+    used: Tensor
+
+    def log_probs(self, partials: Partials, read: Tensor | None, transform: RowTransform) -> Tensor:
+        """fp32 [k]."""
+        rows = self.slots.rows
+        z = torch.where(self.used, transform.of(self.logits, rows), -torch.inf)
+        logps = (z - partials.max[rows]) - torch.log(partials.sum)[rows]
+        return logps if read is None else torch.where(read[rows], logps, 0.0)
+
+    def gradients(
+        self, upstream: Tensor, outside: Tensor | None, targets: Tensor, read: Tensor | None, partials: Partials, slopes: Slopes,
+        transform: RowTransform,
+    ) -> tuple[Tensor, Slopes]:  # fmt: skip
+        """(d loss / d logits [k], of all that the loss depends on; the slopes of the other columns of the rows), from d loss / d
+        log-probs [k], and from d loss / d log of the probability outside of the ids [n], or None.
+
+        Where p is close to 1, the 1 - p of one's own logit is that of expm1, as in the row kernels, or the sum of all else where
+        that is known. Sums over the ids are fp64, since what arrives at one of them may be far more than at all others."""
+        rows = self.slots.rows
+        counted = self.used if read is None else self.used & read[rows]
+        upstream = torch.where(counted, upstream, 0.0).to(torch.float64)
+        total = self._sums(upstream)
+        others = -total  # the gradient of the other columns, in units of their probability
+        logps = torch.where(counted, self.log_probs(partials, read, transform), -torch.inf)
+        p, rest = logps.exp(), -torch.expm1(logps)
+        if outside is not None:  # d log P / d z_j, P the probability outside, is p_j (1 / P - 1), of the ids -p_j
+            outside, mass = outside if read is None else torch.where(read, outside, 0.0), torch.exp(partials.outside)
+            inside = torch.where(mass > 0.5, self._sums(p), 1.0 - mass)
+            others = others + torch.where(outside == 0, 0.0, outside * (inside / mass))
+            total = total + outside
+            rest = torch.where(p > 0.5, (mass + self._sums(torch.where(p > 0.5, 0.0, p)))[rows], rest)
+        g = (rest * upstream - p * (total[rows] - upstream)).to(torch.float32)
+        g = g + slopes.target[rows] * torch.where(self.slots.ids == targets[rows], rest, -p)
+        finite = logps.clamp(min=-1e4)  # no infinity times 0
+        for name, factor in (("constant", 1.0), ("log", finite), ("prob", p)):
+            slope = slopes.get(name)
+            if slope is not None:
+                g = g + p * slope[rows] * factor
+        g = torch.where(counted, g * transform.slope(self.logits, rows), 0.0)
+        return g, slopes.plus("constant", others.to(torch.float32))
+
+    def _sums(self, x: Tensor) -> Tensor:
+        """[n], of x [k], in a fixed order: no atomics."""
+        return torch.segment_reduce(x, "sum", offsets=self.slots.offsets, initial=0, unsafe=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,6 +263,13 @@ class Stream(ABC):
         """Losses of all rows of a token stage, and their gradients; `gradients` None leaves these out."""
 
 
+def at_all_ranks(stream: Stream, slots: Ragged) -> Tensor:
+    """fp32 [k]: logits at slots, whichever rank has them; 0 where a slot is not in use."""
+    own = stream.own(slots)
+    logits = torch.where(own.ids >= 0, stream.at(own), 0.0)
+    return logits if stream.shard is None else stream.shard.sum_over_ranks(logits)
+
+
 # ---- several second streams, one after the other
 
 
@@ -303,8 +386,9 @@ class LogitsGradient(Gradients):
     def made(self) -> tuple[Tensor | LateGradient | None, ...]:
         if not self.wanted:
             return (None,)
-        for x in self.before if self.out is not None else ():
-            self.out.add_(x)
+        if self.out is not None:
+            for x in self.before:
+                self.out.add_(x)
         if self.inplace:
             torch.autograd.graph.increment_version(self.logits)
         return (self.few if self.out is None else self.out,)
@@ -340,13 +424,14 @@ class Logits(Stream):
         for other in whole.apart:
             weight = other.weight
             read = whole.read if weight is None else weight != 0 if whole.read is None else whole.read & (weight != 0)
+            read = None if read is None else plain(read)
             apart.append(self.backend.visit(rows._replace(read=read, second=self._second(other)), other.names))
         if OUTSIDE[0] in whole.names:
             for lo, hi, block in self._blocks(n):
                 z = rows.cut(lo, hi).transform.of_rows(block, torch.empty(block.shape, device=block.device))
                 assert whole.at is not None
                 slots = self.own(whole.at).of_rows(lo, hi)
-                z = z.clone() if z.data_ptr() == block.data_ptr() else z
+                z = z.clone() if z is block else z
                 partials.values[-len(OUTSIDE) :, lo:hi] = sums_outside(self.backend, z, slots, rows.cut(lo, hi))
         return Found(partials, tuple(apart))
 

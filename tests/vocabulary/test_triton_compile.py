@@ -20,6 +20,7 @@ from support.slots import random_slots, values_for
 
 pytest.importorskip("triton")
 
+from grpo_kernels.rows.backends.triton_divergence import _mixed_kernel, _two_pull_kernel, _two_stats_kernel
 from triton.runtime.jit import JITFunction
 
 from benchmarks.assembly import LOAD, STORE, accesses, bits, blocks, code, loops, taken
@@ -27,7 +28,6 @@ from benchmarks.launches import TARGETS, Case, compiling, device_name, token_row
 from benchmarks.other_launches import Beside
 from grpo_kernels.rows.backends import triton as backend
 from grpo_kernels.rows.backends import triton_sparse as sparse
-from grpo_kernels.rows.backends.triton_divergence import _mixed_kernel, _two_pull_kernel, _two_stats_kernel
 
 pytestmark = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels.rows.partials import merge
-from grpo_kernels.rows.partials import Partials, RowTransform, Teacher
+from grpo_kernels.rows.partials import Partials, RowTransform, Teacher, merge
 from support.kernel_rows import (
     CAPPED,
     COOL,

@@ -11,8 +11,8 @@ import torch
 from grpo_kernels import Objective, grpo_loss
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.rows import backends
-from grpo_kernels.rows.partials import merge
 from grpo_kernels.rows.parallel import on_shard
+from grpo_kernels.rows.partials import merge
 from support.cases import build, same_bits
 from support.kernel_rows import Rows, visited
 from support.processes import checks_of, run_whole_products

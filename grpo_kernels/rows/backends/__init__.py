@@ -117,8 +117,8 @@ class Backend(ABC):
         return partials
 
     def two_visits(self, rows: LogitRows, stage: TokenStage, out: Tensor | None, block_rows: int) -> FusedRows:
-        """`fused` by visiting `block_rows` rows at a time twice: statistics, token stage in torch, gradient. A block small enough for
-        the cache makes the second visit nearly free."""
+        """`fused` by visiting `block_rows` rows at a time twice: statistics, token stage in torch, gradient. A block small enough
+        for the cache makes the second visit nearly free."""
         n, second = rows.n, rows.second
         names = WITH_ENTROPY if second is None else partials_of(("entropy", "divergence"), second.kind)
         result = FusedRows.zeros(n, rows.logits.device, second)
@@ -156,8 +156,10 @@ def native_backend(device: torch.device) -> tuple[str, str | None]:
     return "triton", reason
 
 
+@functools.cache
 def load(name: str) -> Any:
-    """The module of a backend, imported on first use: `import grpo_kernels` needs neither Triton nor a compiler. It has `available`,
+    """The module of a backend, imported on first use: `import grpo_kernels` needs neither Triton nor a compiler. It has
+    `available`,
     and `Kernels(strict)`, the backend."""
     return importlib.import_module(f".{name}", __name__)
 
