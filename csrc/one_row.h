@@ -96,6 +96,70 @@ struct Row {
     }
 };
 
+// ---- a row read block by block, as transformed fp32 logits in the L1 cache
+
+// The transformed logits of a block, padded with -inf to whole vectors, and the largest of them.
+struct Logits {
+    const float* z;
+    float max;
+};
+
+inline float max_of(const float* z, int64_t n) {
+    F best[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
+    int64_t j = 0;
+    for (; j + 4 * W <= n; j += 4 * W) {
+        for (int k = 0; k < 4; k++) best[k] = max_ignoring_nan(load(z + j + k * W), best[k]);
+    }
+    for (; j < n; j += W) best[0] = max_ignoring_nan(load(z + j), best[0]);
+    return max_lanes(max_ignoring_nan(max_ignoring_nan(best[0], best[1]), max_ignoring_nan(best[2], best[3])));
+}
+
+template <class T, Mode MODE> float fetch(const T* x, int64_t n, const RowTransform& t, float* z, float* slopes) {
+    F best[2] = {all(-INFINITY), all(-INFINITY)};
+    int64_t j = 0;
+    for (; j + 2 * W <= n; j += 2 * W) {
+        for (int k = 0; k < 2; k++) {
+            const Logit of = transformed<MODE>(t, load(x + j + k * W));
+            best[k] = max_ignoring_nan(of.z, best[k]);
+            store(z + j + k * W, of.z);
+            if (MODE == CAPPED && slopes) store(slopes + j + k * W, of.slope);
+        }
+    }
+    for (; j < n; j += W) {
+        const int rest = int(min(W, n - j));
+        Logit of = transformed<MODE>(t, load_some(x + j, rest));
+        of.z = choose(first_lanes(rest), of.z, all(-INFINITY));
+        best[0] = max_ignoring_nan(of.z, best[0]);
+        store(z + j, of.z);
+        if (MODE == CAPPED && slopes) store(slopes + j, of.slope);
+    }
+    return max_lanes(max_ignoring_nan(best[0], best[1]));
+}
+
+// Vectors of two rows that are processed at the same time; four would need more registers than there are.
+constexpr int SIDE = 2;
+constexpr int64_t GROUP = int64_t(SIDE) * W;
+
+// A row that is read block by block.
+struct Fetched : Row {
+    using Row::Row;
+
+    // The transformed logits of n elements from j on. They are written to `buffer`, unless the row in memory already is what is needed.
+    Logits logits(int64_t j, int64_t n, float* buffer, float* slopes = nullptr) const {
+        const float* plain = as<float>() + j;
+        if (dtype == FP32 && t.mode == PLAIN && n % W == 0) return {plain, max_of(plain, n)};
+        return {buffer, with_type(dtype, [&](auto e) {
+            const auto* x = as<decltype(e)>() + j;
+            return with_mode(t.mode, [&](auto m) { return fetch<decltype(e), decltype(m)::mode>(x, n, t, buffer, slopes); });
+        })};
+    }
+    // Prefetches the same group of the next block. For 16-bit rows each cache line is prefetched twice; avoiding that costs more.
+    INLINED void prefetch(int64_t j) const {
+        const char* next = base + (j + LOGITS) * element;
+        for (int64_t k = 0; k < GROUP; k += 16) __builtin_prefetch(next + k * element);
+    }
+};
+
 // The target's logit and its slope, read before the gradient may overwrite them.
 struct AtTarget {
     int64_t j;
@@ -197,7 +261,7 @@ template <Mode MODE> INLINED F kept_of(F e, const Logit& of) { return MODE == CA
 
 // Visits a row once, and keeps its exponentials or not. They may be kept in the memory of the row itself.
 template <class T, Mode MODE, Kind KIND, Keeping KEEPING>
-Visit visit(const T* x, int64_t vocab, const RowTransform& t, Kept* kept) {
+[[gnu::noinline]] Visit visit(const T* x, int64_t vocab, const RowTransform& t, Kept* kept) {
     RunningSums<KIND> sums;
     auto limit = [&](int64_t at, F top) INLINED_LAMBDA {
         sums.max = max_ignoring_nan(top, sums.max);
@@ -272,38 +336,21 @@ Visit visit(const Row& row, int64_t vocab, bool in_pairs, Kept& kept) {
 
 // ---- statistics
 
-template <class T, Mode MODE> float max_block(const T* x, int64_t n, const RowTransform& t) {
-    F best = all(-INFINITY);
-    int64_t j = 0;
-    for (; j + W <= n; j += W) best = max_ignoring_nan(transformed<MODE>(t, load(x + j)).z, best);
-    if (j < n) {
-        const int rest = int(n - j);
-        best = max_ignoring_nan(choose(first_lanes(rest), transformed<MODE>(t, load_some(x + j, rest)).z, all(-INFINITY)), best);
-    }
-    return max_lanes(best);
-}
-
-// The index of the first element whose z is max, or -1.
-template <class T, Mode MODE> int32_t first_at(const T* x, int64_t vocab, const RowTransform& t, float max) {
-    for (int64_t j = 0; j < vocab; j += STEP) {
-        const int64_t n = vocab - j < STEP ? vocab - j : STEP;
-        if (max_block<T, MODE>(x + j, n, t) != max) continue;
-        for (int64_t k = j; k < j + n; k++) {
-            if (lane0(transformed<MODE>(t, load_some(x + k, 1)).z) == max) return int32_t(k);
+// The index of the first element from j on whose z is max, or -1.
+int32_t first_at(const Fetched& row, int64_t j, int64_t vocab, float max) {
+    float buffer[LOGITS];
+    for (; j < vocab; j += LOGITS) {
+        const int64_t n = min(LOGITS, vocab - j);
+        const Logits of = row.logits(j, n, buffer);
+        for (int64_t k = 0; of.max == max && k < n; k++) {
+            if (of.z[k] == max) return int32_t(j + k);
         }
     }
     return -1;
 }
 
-int32_t first_at(const Row& row, int64_t vocab, float max) {
-    return with_type(row.dtype, [&](auto e) {
-        using T = decltype(e);
-        return with_mode(row.t.mode, [&](auto m) { return first_at<T, decltype(m)::mode>(row.as<T>(), vocab, row.t, max); });
-    });
-}
-
 void stats_of_row(const StatsJob& job, int64_t i) {
-    const Row row(job.own, i);
+    const Fetched row(job.own, i);
     const int64_t vocab = job.own.rows.vocab, target = job.targets[i];
     const Visit found = visit(row, vocab, kind_of(job.to));
     job.to[MAX][i] = found.max;
@@ -311,7 +358,7 @@ void stats_of_row(const StatsJob& job, int64_t i) {
     job.to[TARGET][i] = target >= 0 && target < vocab ? row.logit(target) : NAN;
     if (job.to[WEIGHTED]) job.to[WEIGHTED][i] = float(found.sums.weighted);
     if (job.to[SQUARES]) job.to[SQUARES][i] = float(found.sums.squares);
-    if (job.to[TOP]) reinterpret_cast<int32_t*>(job.to[TOP])[i] = first_at(row, vocab, found.max);
+    if (job.to[TOP]) reinterpret_cast<int32_t*>(job.to[TOP])[i] = first_at(row, 0, vocab, found.max);
 }
 
 // Log-prob of the target and entropy of a row, from its statistics in fp32: with the logarithm in fp64, as rows/partials.py has
@@ -387,7 +434,7 @@ struct Gradient {
 enum Degree { CONSTANT_FACTOR, LINEAR, QUADRATIC };
 
 template <class T, class O, Mode MODE, Degree DEGREE>
-void gradients(const T* x, O* out, int64_t n, const RowTransform& t, const RowGradient& of) {
+[[gnu::noinline]] void gradients(const T* x, O* out, int64_t n, const RowTransform& t, const RowGradient& of) {
     const F m = all(of.max), c0 = all(float(of.k0)), c1 = all(float(of.k1)), c2 = all(float(of.k2));
     auto to_gradients = [&](auto& v) INLINED_LAMBDA {  // of a few vectors of logits
         constexpr int N = sizeof(v) / sizeof(F);
@@ -458,9 +505,7 @@ void gradients(const Row& row, const Gradient& out, const RowGradient& of) {
                 float wide[LOGITS];
                 for (int64_t j = 0; j < out.vocab; j += LOGITS) {
                     const int64_t n = min(LOGITS, out.vocab - j);
-                    for (int64_t k = 0; k < n; k += W) {
-                        n - k < W ? store_some(wide + k, load_some(x + j + k, int(n - k)), int(n - k)) : store(wide + k, load(x + j + k));
-                    }
+                    fetch<T, PLAIN>(x + j, n, row.t, wide, nullptr);
                     gradients(static_cast<const float*>(wide), to + j, n, row.t, of);
                 }
             }

@@ -16,35 +16,20 @@ constexpr float WHOLE_STEP = 2147483648.0f;  // 2^STEP_BITS
 
 // Sums of numbers in [0, 2^31), each truncated to an integer. The low and high 16 bits are summed separately, so that no 32-bit sum
 // of a stretch overflows.
-#if defined(__AVX512F__)
 struct MassSums {
-    __m512i low = _mm512_setzero_si512(), high = _mm512_setzero_si512();
+    typedef int32_t I __attribute__((vector_size(4 * W)));
+    I low = {}, high = {};
 
     INLINED void take(F units) {
-        const __m512i mass = _mm512_cvttps_epi32(units);
-        low = _mm512_add_epi32(low, _mm512_and_si512(mass, _mm512_set1_epi32(0xffff)));
-        high = _mm512_add_epi32(high, _mm512_srli_epi32(mass, 16));
-    }
-    int64_t total() const { return _mm512_reduce_add_epi32(low) + (int64_t(_mm512_reduce_add_epi32(high)) << 16); }
-};
-#else
-struct MassSums {
-    __m256i low = _mm256_setzero_si256(), high = _mm256_setzero_si256();
-
-    INLINED void take(F units) {
-        const __m256i mass = _mm256_cvttps_epi32(units);
-        low = _mm256_add_epi32(low, _mm256_and_si256(mass, _mm256_set1_epi32(0xffff)));
-        high = _mm256_add_epi32(high, _mm256_srli_epi32(mass, 16));
+        const I mass = __builtin_convertvector(units, I);
+        low += mass & 0xffff, high += mass >> 16;
     }
     int64_t total() const {
-        int32_t lows[W], highs[W];
-        _mm256_storeu_si256((__m256i*)lows, low), _mm256_storeu_si256((__m256i*)highs, high);
         int64_t sum = 0;
-        for (int k = 0; k < W; k++) sum += lows[k] + (int64_t(highs[k]) << 16);
+        for (int k = 0; k < W; k++) sum += low[k] + (int64_t(high[k]) << 16);
         return sum;
     }
 };
-#endif
 
 // The selection of the columns of one row.
 struct Selection {

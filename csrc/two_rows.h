@@ -9,79 +9,17 @@
 namespace grpo {
 namespace {
 
-// SIDE: vectors processed at the same time; four would need more registers than there are. SUMMED: elements that are summed in fp32
-// before the sum is added to one in fp64.
-constexpr int SIDE = 2;
-constexpr int64_t GROUP = int64_t(SIDE) * W;
+// Elements that are summed in fp32 before the sum is added to one in fp64.
 constexpr int64_t SUMMED = 32 * GROUP < LOGITS ? 32 * GROUP : LOGITS;
 
 inline F minus(F a) { return sub(all(0.0f), a); }
 
-// ---- one row
-
-// The transformed logits of a block, padded with -inf to whole vectors, and the largest of them.
-struct Logits {
-    const float* z;
-    float max;
-};
-
-inline float max_of(const float* z, int64_t n) {
-    F best[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
-    int64_t j = 0;
-    for (; j + 4 * W <= n; j += 4 * W) {
-        for (int k = 0; k < 4; k++) best[k] = max_ignoring_nan(load(z + j + k * W), best[k]);
-    }
-    for (; j < n; j += W) best[0] = max_ignoring_nan(load(z + j), best[0]);
-    return max_lanes(max_ignoring_nan(max_ignoring_nan(best[0], best[1]), max_ignoring_nan(best[2], best[3])));
-}
-
-template <class T, Mode MODE> float fetch(const T* x, int64_t n, const RowTransform& t, float* z, float* slopes) {
-    F best[2] = {all(-INFINITY), all(-INFINITY)};
-    int64_t j = 0;
-    for (; j + 2 * W <= n; j += 2 * W) {
-        for (int k = 0; k < 2; k++) {
-            const Logit of = transformed<MODE>(t, load(x + j + k * W));
-            best[k] = max_ignoring_nan(of.z, best[k]);
-            store(z + j + k * W, of.z);
-            if (MODE == CAPPED && slopes) store(slopes + j + k * W, of.slope);
-        }
-    }
-    for (; j < n; j += W) {
-        const int rest = int(min(W, n - j));
-        Logit of = transformed<MODE>(t, load_some(x + j, rest));
-        of.z = choose(first_lanes(rest), of.z, all(-INFINITY));
-        best[0] = max_ignoring_nan(of.z, best[0]);
-        store(z + j, of.z);
-        if (MODE == CAPPED && slopes) store(slopes + j, of.slope);
-    }
-    return max_lanes(max_ignoring_nan(best[0], best[1]));
-}
-
-// A row that is read block by block.
-struct Fetched : Row {
-    using Row::Row;
-
-    // The transformed logits of n elements from j on. They are written to `buffer`, unless the row in memory already is what is needed.
-    Logits logits(int64_t j, int64_t n, float* buffer, float* slopes = nullptr) const {
-        const float* plain = as<float>() + j;
-        if (dtype == FP32 && t.mode == PLAIN && n % W == 0) return {plain, max_of(plain, n)};
-        return {buffer, with_type(dtype, [&](auto e) {
-            const auto* x = as<decltype(e)>() + j;
-            return with_mode(t.mode, [&](auto m) { return fetch<decltype(e), decltype(m)::mode>(x, n, t, buffer, slopes); });
-        })};
-    }
-    // Prefetches the same group of the next block. For 16-bit rows each cache line is prefetched twice; avoiding that costs more.
-    INLINED void prefetch(int64_t j) const {
-        const char* next = base + (j + LOGITS) * element;
-        for (int64_t k = 0; k < GROUP; k += 16) __builtin_prefetch(next + k * element);
-    }
-};
+// ---- both rows
 
 struct Block {
     alignas(64) float z[LOGITS], w[LOGITS], slopes[LOGITS];
 };
 
-// ---- both rows
 
 // The maxima that are subtracted from the logits of both rows. A maximum of -inf becomes 0, so that all exponentials are 0.
 struct Shifts {
@@ -218,7 +156,7 @@ INLINED void keep_terms(const Kept& kept, int64_t j, F of_p, F of_k, const float
 // The running sums over both rows, relative to the maxima so far.
 template <bool FORWARD, Kind KIND, bool KEEPS> struct RunningPair {
     float max = -INFINITY, teacher_max = -INFINITY;
-    int64_t top_block = -1;
+    int64_t top_block = 0;  // where max is
     TwoSums total = {};
     Kept* kept = nullptr;
 
@@ -347,11 +285,7 @@ template <bool FORWARD_KL, Kind KIND> void stats_of_rows(const StatsJob& job, in
     job.to[TARGET][i] = target >= 0 && target < vocab ? student.logit(target) : NAN;
     if (KIND >= WITH_WEIGHTED) job.to[WEIGHTED][i] = float(total.weighted);
     if (KIND >= WITH_SQUARES) job.to[SQUARES][i] = float(total.squares);
-    if (job.to[TOP]) {
-        int64_t j = sums.top_block;
-        while (j >= 0 && j < vocab && student.logit(j) != sums.max) j++;
-        reinterpret_cast<int32_t*>(job.to[TOP])[i] = j < vocab ? int32_t(j) : -1;
-    }
+    if (job.to[TOP]) reinterpret_cast<int32_t*>(job.to[TOP])[i] = first_at(student, sums.top_block, vocab, sums.max);
     job.to[TEACHER_MAX][i] = sums.teacher_max, job.to[TEACHER_SUM][i] = float(total.teacher_sum);
     job.to[CROSS][i] = float(total.cross), job.to[EXCESS][i] = float(total.excess);
 }

@@ -48,7 +48,9 @@ def load() -> ModuleType:
 def why_not_here() -> str | None:
     """Why no build of the module runs on this machine; None where one may."""
     machine = platform.machine()
-    return None if machine in ("x86_64", "AMD64") else f"the C++ kernels are for x86-64 with AVX2, and this machine is {machine}"
+    return (
+        None if machine in ("x86_64", "AMD64") else f"the C++ kernels are for x86-64 with AVX2, and this machine is {machine}"
+    )
 
 
 def why_missing(error: str) -> str:
