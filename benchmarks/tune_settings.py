@@ -14,7 +14,8 @@ import torch
 
 from benchmarks.cases import Cell
 from benchmarks.providers import Provider, Run, providers
-from grpo_kernels.rows import backends, blocks
+from grpo_kernels.rows import backends
+from grpo_kernels.rows import products as blocks
 from grpo_kernels.rows.backends import triton as backend
 from grpo_kernels.rows.backends.triton_choices import FUSED, Choice
 

@@ -9,12 +9,11 @@ import torch
 from .checks import require
 from .formulas.divergence import Exact, as_exact
 from .layout import flat, mask_of_rows
-from .reference import Policy, seconds_of, squared
 from .rows.parallel import VocabShard
 from .rows.sets import KeptRows
 from .specs import NO_PRODUCT, NOT_BOUNDED, Head, LogitTransform, Options, as_transform, merged, refuse_sparse
 from .statistics import Asked, statistics_of
-from .streams import hidden_stream, is_traced, leaves_the_graph, logits_stream, outside
+from .streams import Policy, hidden_stream, is_traced, leaves_the_graph, logits_stream, outside, seconds_of, squared
 from .token_sets import TokenSets, check_sets
 
 Tensor = torch.Tensor
@@ -131,7 +130,7 @@ def _divergence(policy: Policy, name: str, given: Any, exact: Exact, kept: Token
     if policy.mask is not None:
         read = flat(policy.mask)
     if kept is not None:
-        check_sets("kept", kept, targets, policy.vocab)
+        check_sets("kept", kept, targets, stream.vocab)
         remedy = "a teacher known at some ids has no distribution over a kept set: leave one of them out."
         require(not seconds.known, "kept", kept, remedy)
         # The target of a row is the first id of its set, so that no set gets a further one.

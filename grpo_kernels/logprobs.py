@@ -244,7 +244,7 @@ def _logprobs(
     stream: Logits | Hidden, targets: Tensor, mask: Tensor | None, entropy: bool | str, also: tuple[str, ...],
     kept: TokenSets | None, at: TokenSets | None, options: Options,
 ) -> Any:  # fmt: skip
-    shape, vocab = targets.shape, stream.columns if stream.shard is None else stream.shard.vocab
+    shape, vocab = targets.shape, stream.vocab
     mask, sets = _kept(kept, targets, mask, vocab, options)
     slots = None
     if at is not None:

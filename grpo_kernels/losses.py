@@ -8,17 +8,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from .batch import TokenBatch, whole
+from .batch import TokenBatch, sends_ahead, whole
 from .checks import describe, nearest, require
+from .formulas.divergence import Exact
 from .formulas.ops import bounded_exp
 from .formulas.token_stage import TokenRows
 from .layout import check_targets, per_token, values_are_checked
 from .objective import Denominators, Objective
-from .reference import Policy, check_given, reference_stream, scaled_by_temperature, seconds_of
 from .rows.backends import is_strict
 from .rows.hidden import Hidden
 from .rows.parallel import VocabShard
-from .rows.partials import partials_of
+from .rows.partials import RowTransform
 from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
 from .rows.sets import KeptRows, OverSets
 from .rows.stream import Logits, Seconds, Whole
@@ -35,7 +35,18 @@ from .specs import (
     refuse_sparse,
 )
 from .statistics import Asked, check_kept, rows_with_sets, statistics_of
-from .streams import draws, hidden_stream, is_traced, leaves_the_graph, logits_stream, outside
+from .streams import (
+    Policy,
+    draws,
+    hidden_stream,
+    is_traced,
+    leaves_the_graph,
+    logits_stream,
+    outside,
+    reference_stream,
+    seconds_of,
+    squared,
+)
 from .token_sets import TokenSets
 
 Tensor = torch.Tensor
@@ -334,18 +345,21 @@ def _loss(
     `given`:
     the second stream, as the argument `name`. `late`: not in one visit."""
     shape, device, exact = batch.targets.shape, batch.targets.device, objective.exact
+    check_targets(batch.targets, batch.mask, stream.vocab, logits=isinstance(stream, Logits))
+    seconds, reference, kept, over = Seconds(), None, None, None
     policy = Policy(shape, device, as_transform(transform), batch.mask, batch.cu_seqlens, stream, options)
-    check_targets(batch.targets, batch.mask, policy.vocab, logits=isinstance(stream, Logits))
-    seconds, reference = Seconds(), None
     if exact is not None:
         seconds = seconds_of(name, given, exact, policy)
     elif given is not None:
         reference = reference_stream(given, policy)
         batch = batch.with_ref_logps(torch.zeros(shape, device=device))  # which rows are read does not depend on them
     rows = _token_rows(batch, objective, normalizer, options)
-    kept = _kept_rows(batch, rows, policy.vocab, options)
-    over = _over(objective, options, seconds, kept)
-    _check_inplace(stream, seconds, over, options)
+    if batch.kept is not None:
+        check_kept(batch.kept, batch.targets, batch.mask, stream.vocab, batch.missing, options.strict)
+        kept = rows_with_sets(batch.kept, rows.targets, rows.read, batch.missing)
+        over = _over(objective, options, seconds)
+    if isinstance(stream, Logits) and stream.inplace:
+        _check_inplace(seconds, over, options)
     sparse = draws(options, stream) if isinstance(stream, Hidden) else None
     visited = None if isinstance(stream, Logits) or is_traced() else _split_rows(batch, rows, objective, kept)
     if reference is not None:
@@ -384,22 +398,17 @@ def _in_one_visit(
     over_vocabulary, over_sets = None, None
     if kept is None or not kept.has_all:
         read = rows.read if kept is None else kept.others(rows.read)
-        over_vocabulary = Whole(rows.targets, read, partials_of(()), others, index, active)
+        over_vocabulary = Whole(rows.targets, read, (), others, index, active)
     if kept is not None:
-        over_sets = OverSets(kept, rows.targets, partials_of(()), others)
+        over_sets = OverSets(kept, rows.targets, (), others)
     visit = OneVisit(stream, over_vocabulary, over_sets, objective.stage(rows), torch.is_grad_enabled())
     loss, logps, entropy, divergence = fused_loss(visit, stream.tensors)
     divergence = None if divergence is None else divergence.view(shape)
     return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, divergence=divergence)
 
 
-def _over(
-    objective: Objective, options: Options, seconds: Seconds, kept: KeptRows | None
-) -> tuple[str, ...] | None:  # fmt: skip
-    """The statistics that rows with sets have over the whole vocabulary; None: none. Raises ValueError for what sets do not go
-    with."""
-    if kept is None:
-        return None
+def _over(objective: Objective, options: Options, seconds: Seconds) -> tuple[str, ...] | None:
+    """The statistics that rows with sets have over the vocabulary; None: none. Raises ValueError for what sets do not go with."""
     kl, whole_reference = objective.kl_spec, options.reference_over == "vocabulary"
     if seconds.known:
         remedy = 'a teacher known at some ids has no distribution over a kept set: pass Options(reference_over="vocabulary").'
@@ -413,10 +422,8 @@ def _over(
     return (*over, "divergence") if over is not None and whole_reference else over
 
 
-def _check_inplace(stream: Logits | Hidden, seconds: Seconds, over: tuple[str, ...] | None, options: Options) -> None:
+def _check_inplace(seconds: Seconds, over: tuple[str, ...] | None, options: Options) -> None:
     """Raise ValueError where the gradient is to go into the memory of logits that are needed for another one."""
-    if not isinstance(stream, Logits) or not stream.inplace:
-        return
     if over is not None:
         raise ValueError(f"inplace=True, but {options} needs the logits for two gradients: pass inplace=False.")
     if len(seconds.known) + bool(seconds.others) > 1 or any(teacher.weight is not None for teacher in seconds.known):
@@ -488,7 +495,7 @@ def _split_rows(
         read, active = kept.others(read), kept.others(active)
     if read is None and active is None:
         return torch.arange(n, device=device), n
-    if device.type == "cpu":  # nothing waits for it, and few rows are sorted sooner this way
+    if device.type == "cpu" and not sends_ahead(device):  # nothing waits for it, and few rows are sorted sooner this way
         first = torch.arange(n) if active is None else active.nonzero()[:, 0]
         if active is None or same:
             return first, first.numel()
@@ -559,14 +566,6 @@ def _with_options(batch: TokenBatch, options: Options) -> TokenBatch:
     return replace(batch, missing=options.missing)
 
 
-def _kept_rows(batch: TokenBatch, rows: TokenRows, vocab: int, options: Options) -> KeptRows | None:
-    """The rows with sets, checked; None without kept sets."""
-    if batch.kept is None:
-        return None
-    check_kept(batch.kept, batch.targets, batch.mask, vocab, batch.missing, options.strict)
-    return rows_with_sets(batch.kept, rows.targets, rows.read, batch.missing)
-
-
 def _token_rows(
     batch: TokenBatch, objective: Objective, normalizer: float | Tensor | Denominators | None, options: Options = DEFAULTS
 ) -> TokenRows:
@@ -607,3 +606,32 @@ def check_specs(batch: Any, objective: Any, second_stream: str = "", given: Any 
         raise ValueError(f"objective is a {type(objective).__name__}: pass an Objective, for example Objective.preset('grpo').")
     if second_stream and (given is not None or objective.exact is not None):
         check_given(second_stream, given, objective, batch)
+
+
+def check_given(given: str, value: Any, objective: Objective, batch: TokenBatch) -> None:
+    """Raise ValueError where an objective and its second stream do not fit: `given` is the name of the argument, `value` what
+    it is."""
+    if objective.exact is not None:
+        if batch.ref_logps is not None:
+            raise ValueError(
+                f"ref_logps are log-probs of the sampled tokens, but kl={objective.kl} compares whole distributions: leave them out, and "
+                f"pass {given}=."
+            )
+        return
+    if value is None:
+        return
+    require(objective.beta != 0, given, type(value).__name__, "with beta=0 nothing looks at it: leave it out.")
+    if given == "ref_logits" or isinstance(value, TokenSets):
+        raise ValueError(
+            f"{given} is a whole distribution, but kl={objective.kl!r} is an estimate from the sampled token: pass kl=Exact(...), or the "
+            "reference's log-probs as ref_logps of the batch."
+        )
+    if batch.ref_logps is not None:
+        raise ValueError("reference and batch.ref_logps are both given: pass one of them.")
+
+
+def scaled_by_temperature(rows: TokenRows, exact: Exact, transform: RowTransform) -> TokenRows:
+    """The rows with the square of the temperature in the weight of their divergence, where that is asked for."""
+    if not exact.temperature_squared or rows.divergence_weight is None:
+        return rows
+    return replace(rows, divergence_weight=rows.divergence_weight / squared(transform, rows.read))

@@ -4,21 +4,23 @@ here, once."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from .checks import require
-from .layout import logit_rows, refuse_overlap, whole_rows
+from .checks import LARGEST, require, require_number
+from .formulas.divergence import Exact
+from .layout import logit_rows, overlaps_itself, per_token, plain, refuse_overlap, values_are_checked, whole_rows
 from .rows import backends
 from .rows.backends import Backend
 from .rows.hidden import Hidden
-from .rows.parallel import VocabShard, check_shard, on_shard, refuse_managed
+from .rows.parallel import VocabShard, check_shard, is_managed, on_shard, refuse_managed
 from .rows.partials import RowTransform
 from .rows.selection import Sparse
-from .rows.stream import Logits
-from .rows.weight_gradient import check_weight_grad
-from .specs import Head, Options
+from .rows.stream import Known, Logits, Other, Seconds, Stream, WeightMemory
+from .specs import Head, LogitTransform, Options, as_transform
+from .token_sets import TokenSets, check_sets
 
 Tensor = torch.Tensor
 
@@ -53,7 +55,8 @@ def _picked(options: Options, device: torch.device, shard: VocabShard | None) ->
     """The backend of a stream. In a graph it is picked when the graph runs."""
     if torch.compiler.is_compiling():
         return cast(Backend, None)
-    return on_shard(backends.pick(options.backend, device, options.strict), shard)
+    backend = backends.pick(options.backend, device, options.strict)
+    return backend if shard is None else on_shard(backend, shard)
 
 
 def logits_stream(
@@ -127,6 +130,34 @@ def hidden_stream(
     return Hidden(tensors, transform, _picked(options, device, shard), shard, compute_dtype(hidden), into)
 
 
+def check_weight_grad(weight_grad: Tensor, weight: Tensor, read: dict[str, Any]) -> WeightMemory:
+    """Raise ValueError unless the gradient of `weight` can be added into `weight_grad`, in a call that reads `read`, by name."""
+    if not isinstance(weight_grad, Tensor) or weight_grad.shape != weight.shape or weight_grad.device != weight.device:
+        got = (
+            f"{list(weight_grad.shape)} on {weight_grad.device}"
+            if isinstance(weight_grad, Tensor)
+            else type(weight_grad).__name__
+        )
+        raise ValueError(f"weight_grad is {got}: pass a tensor like weight, {list(weight.shape)} on {weight.device}.")
+    if weight_grad.dtype not in (torch.float32, weight.dtype):
+        raise ValueError(f"weight_grad has dtype {weight_grad.dtype}: pass float32, or {weight.dtype}, that of weight.")
+    if weight_grad.requires_grad or weight_grad.stride(-1) != 1 or overlaps_itself(weight_grad):
+        raise ValueError(
+            "weight_grad must not require grad, have unit stride in its last dimension, and no two rows in one memory."
+        )
+    refuse_overlap("weight_grad", weight_grad, "the gradient would be added to it. Pass memory of its own.", read, {})
+    if not weight.requires_grad:
+        raise ValueError("weight_grad is given, but weight does not require grad: leave it out for a frozen head.")
+    if hasattr(weight, "ds_id") or is_managed(weight):
+        owner = "ZeRO-3" if hasattr(weight, "ds_id") else "FSDP"
+        raise ValueError(
+            f"weight_grad is given, but {owner} gathers this weight for a moment and reduces the gradient that autograd gives it, so "
+            "that nobody would see weight_grad: leave it out, or keep the head out of what is sharded."
+        )
+    flagged = getattr(weight, "main_grad", None) is weight_grad and hasattr(weight, "grad_added_to_main_grad")
+    return WeightMemory(weight_grad, weight if flagged else None)
+
+
 def compute_dtype(hidden: Tensor) -> torch.dtype:
     """What products may run in: the autocast dtype if autocast is on, else that of the hidden states."""
     kind = hidden.device.type
@@ -161,3 +192,146 @@ def draws(options: Options, stream: Hidden) -> Sparse | None:
         return None
     options.sparse.check(stream.hidden.device)
     return options.sparse
+
+
+# ---- second streams: what `reference=` and `ref_logits=` may be, checked against the policy's rows
+
+
+class Policy(NamedTuple):
+    """The policy's rows, which a second stream has to match."""
+
+    shape: torch.Size
+    device: torch.device
+    transform: LogitTransform
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    stream: Stream
+    options: Options
+
+
+HOW = "(hidden, weight), (hidden, weight, bias), (hidden, Head(...))"
+HOW_EXACT = f"{HOW}, TokenSets whose values are a teacher's log-probs, or a list of pairs (one of these, weight)"
+
+
+def seconds_of(name: str, given: Any, exact: Exact, policy: Policy) -> Seconds:
+    """The second streams of a divergence. `name` of the argument: "reference", from hidden states, or "ref_logits"."""
+    one = _from_hidden if name == "reference" else _from_logits
+    if not isinstance(given, list):
+        if isinstance(given, TokenSets):
+            return Seconds(known=(Known(_checked_sets(name, given, exact, policy)),))
+        return Seconds((Other(one(given, exact, policy).plain(), exact.direction, exact.share),))
+    require(len(given) > 0, name, given, "a list of teachers holds at least one pair (teacher, weight).")
+    others, known = [], []
+    for i, pair in enumerate(given):
+        if not isinstance(pair, tuple) or len(pair) != 2 or isinstance(pair[0], list):
+            raise ValueError(f"{name}[{i}] is {type(pair).__name__}: a list of teachers holds pairs (teacher, weight).")
+        alone = seconds_of(name, pair[0], exact, policy)
+        weight = _weight(f"{name}[{i}][1]", pair[1], policy)
+        others += [replace(other, weight=weight) for other in alone.others]
+        known += [teacher._replace(weight=weight) for teacher in alone.known]
+    return Seconds(tuple(others), tuple(known))
+
+
+def reference_stream(reference: Any, policy: Policy) -> Stream:
+    """Hidden states and head of the reference as a stream, under the transform of its Head, else the policy's."""
+    if not isinstance(reference, tuple) or len(reference) not in (2, 3):
+        raise ValueError(f"reference is {type(reference).__name__}: pass {HOW}.")
+    hidden, weight, *rest = reference
+    own = policy.stream.shard
+    head = weight.beside(bias=rest[0] if rest else None) if isinstance(weight, Head) else Head(weight, *rest)
+    if head.grad is not None:
+        raise ValueError("grad is given in the Head of a reference, to which no gradient flows: leave it out.")
+    if head.shard is not None:
+        cut = (head.shard is None) == (own is None)
+        require(cut, "shard", head.shard, "of a reference's Head: both heads are cut over the group, or none is.")
+    transform = _for_rows(policy.transform if head.transform is None else as_transform(head.transform), policy)
+    try:
+        head = replace(head, shard=head.shard or own)
+        stream = hidden_stream(hidden, head, policy.shape, policy.device, transform, policy.options)
+    except ValueError as error:
+        raise ValueError(f"reference: {error}") from error
+    _check_vocab("reference", stream, policy)
+    return stream
+
+
+def _from_hidden(reference: Any, exact: Exact, policy: Policy) -> Stream:
+    what = f"{exact} needs the whole distribution of a reference or teacher: pass {HOW_EXACT}."
+    require(reference is not None, "reference", None, what)
+    return reference_stream(reference, policy)
+
+
+def _from_logits(ref_logits: Any, exact: Exact, policy: Policy) -> Stream:
+    transform = policy.transform
+    if isinstance(ref_logits, tuple) and len(ref_logits) == 2:
+        ref_logits, transform = ref_logits[0], as_transform(ref_logits[1])
+    if not isinstance(ref_logits, Tensor):
+        got = "None" if ref_logits is None else f"a {type(ref_logits).__name__}"
+        raise ValueError(
+            f"ref_logits is {got}, but {exact} needs the whole distribution of a reference or teacher: pass its logits, "
+            "(logits, LogitTransform(...)), TokenSets whose values are its log-probs, or a list of pairs (one of these, weight)."
+        )
+    of_rows, shard = _for_rows(transform, policy), policy.stream.shard
+    try:
+        stream = logits_stream(ref_logits.detach(), policy.shape, policy.device, of_rows, policy.options, shard=shard)
+    except ValueError as error:
+        raise ValueError(f"ref_logits: {error}") from error
+    _check_vocab("ref_logits", stream, policy)
+    return stream
+
+
+def _checked_sets(name: str, sets: TokenSets, exact: Exact, policy: Policy) -> TokenSets:
+    if sets.values is None:
+        raise ValueError(
+            f"{name} is TokenSets without values: pass the teacher's log-probs of its ids, sets.with_values(logps)."
+        )
+    check_sets(name, sets, torch.empty(policy.shape, dtype=torch.int64, device=policy.device), policy.stream.vocab)
+    if exact.tail == "bin" and values_are_checked(sets.values):
+        mass = torch.zeros(sets.rows, dtype=torch.float64, device=policy.device)
+        mass = mass.index_add(0, sets.row_of, sets.values.detach().exp().to(torch.float64))
+        if (mass > 1.001).any():
+            at = int((mass > 1.001).nonzero()[0])
+            raise ValueError(
+                f"{name}: the values of row {at} are log-probs of {float(mass[at]):.4g} in all, more than 1. Log-probs at a temperature add "
+                'up to at most 1; for weights that are no probabilities pass Exact("forward", tail="ignore") or tail="renormalise".'
+            )
+    return sets
+
+
+def _weight(name: str, weight: Any, policy: Policy) -> Tensor:
+    """That of a teacher in each row, fp32 [n]; 0 where the mask is not set."""
+    if not isinstance(weight, Tensor):
+        require_number(name, weight, "the weight of a teacher is a finite number >= 0, or a tensor of such.", 0, LARGEST)
+        weight = torch.full((), float(weight), device=policy.device)
+    if weight.device != policy.device:
+        raise ValueError(f"{name} is on {weight.device}, but the policy's rows are on {policy.device}: move it there.")
+    weights = per_token(name, weight, policy.shape, policy.cu_seqlens)
+    weights = weights if policy.mask is None else torch.where(policy.mask.reshape(-1), weights, 0.0)
+    if values_are_checked(weights):
+        wrong = weights[~((weights >= 0) & (weights < torch.inf))]
+        require(
+            wrong.numel() == 0, name, float(wrong[0]) if wrong.numel() else None, "weights of teachers are finite and >= 0."
+        )
+    return plain(weights)
+
+
+def squared(transform: RowTransform, read: Tensor | None) -> float | Tensor:
+    """The square of the inverse temperature; 1 in rows that are not read, whose temperature may be anything."""
+    inverse = transform.inv_temperature
+    if isinstance(inverse, Tensor) and read is not None:
+        inverse = torch.where(read, inverse, 1.0)
+    return inverse * inverse
+
+
+def _for_rows(transform: LogitTransform, policy: Policy) -> RowTransform:
+    return transform.for_rows(policy.shape, policy.mask, policy.cu_seqlens, policy.device)
+
+
+def _check_vocab(name: str, stream: Stream, policy: Policy) -> None:
+    vocab, width = stream.vocab, stream.columns
+    if (vocab, width) == (policy.stream.vocab, policy.stream.columns):
+        return
+    here = "" if stream.shard is None else f" ({width} and {policy.stream.columns} of them on this rank)"
+    raise ValueError(
+        f"{name} has a vocabulary of {vocab}, but the policy has {policy.stream.vocab}{here}: they must be the same ids. Cut off what is padding "
+        "of the longer one, weight[:vocab] or logits[..., :vocab]."
+    )

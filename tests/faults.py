@@ -97,7 +97,7 @@ FAULTS: list[Fault] = [
             "if not self._of_teachers:", COST,
         ),
     ),
-    *of("grpo_kernels/rows/blocks.py", "tests/vocabulary/test_blocks.py",
+    *of("grpo_kernels/rows/products.py", "tests/vocabulary/test_blocks.py",
         ("earlier blocks leave nothing", "before = own if several else 0", "before = 0"),
     ),
     *of("grpo_kernels/rows/memory.py", "tests/vocabulary/test_memory.py",
@@ -179,7 +179,7 @@ FAULTS: list[Fault] = [
             "self.backend.fused(logits, others, objective, transform, out)",
         ),
     ),
-    *of("grpo_kernels/rows/weight_gradient.py", MEMORY,
+    *of("grpo_kernels/rows/stream.py", MEMORY,
         (
             "the factor misses rows of sets",
             "if factor is not None and values is not None:\n            values = values * factor",
@@ -265,7 +265,7 @@ FAULTS: list[Fault] = [
             "value = value * squared(transform, read)",
         ),
     ),
-    *of("grpo_kernels/reference.py", COMBINATIONS,
+    *of("grpo_kernels/streams.py", COMBINATIONS,
         (
             "masked weights of teachers are read",
             "weights if policy.mask is None else torch.where(policy.mask.reshape(-1), weights, 0.0)", "weights",
@@ -377,7 +377,7 @@ FAULTS: list[Fault] = [
         ("rows predict themselves", "hidden[..., total - 1 - count : total - 1, :]", "hidden[..., total - count : total, :]"),
         ("an fp32 head is used in 16 bits", "torch.promote_types(hidden.dtype, head.weight.dtype)", "hidden.dtype"),
     ),
-    *of("grpo_kernels/head.py", "tests/core/test_head.py",
+    *of("grpo_kernels/model.py", "tests/core/test_head.py",
         (
             "the temperature replaces softcap and scale", "replace(self.transform, temperature=temperature)",
             "LogitTransform(temperature)",

@@ -16,13 +16,24 @@ import torch
 
 from ..formulas.token_stage import TokenStage
 from .backends import FusedRows
-from .blocks import Work
 from .partials import OUTSIDE, LogitRows, Partials, Slopes
-from .products import Products, d_hidden_parts, keeps_rows, products_for
+from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
 from .ragged import Ragged, merged, write_at
 from .selection import Draws, gradient_at, starts
-from .stream import Found, Gradients, Parts, Stream, Whole, beside, fused_beside, pull_beside, sums_outside
-from .weight_gradient import LateGradient, WeightGradient, WeightMemory
+from .stream import (
+    Found,
+    Gradients,
+    LateGradient,
+    Parts,
+    Stream,
+    WeightGradient,
+    WeightMemory,
+    Whole,
+    beside,
+    fused_beside,
+    pull_beside,
+    sums_outside,
+)
 
 Tensor = torch.Tensor
 
@@ -52,11 +63,6 @@ class Hidden(Stream):
     @property
     def columns(self) -> int:
         return int(self.weight.shape[0])
-
-    @property
-    def vocab(self) -> int:
-        """Ids that a target may have."""
-        return self.columns if self.shard is None else self.shard.vocab
 
     def shares(self, other: Hidden) -> bool:
         """Whether the two heads are one, as those of a model with and without adapters in its body."""

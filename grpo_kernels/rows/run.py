@@ -8,6 +8,7 @@ torch.compile sees the same Function with the operators of compile.py in place o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -89,7 +90,7 @@ class Rows:
     stream: Stream
     reads: tuple[Read, ...]
 
-    @property
+    @functools.cached_property
     def values(self) -> tuple[str, ...]:
         names = []
         for i, read in enumerate(self.reads):
@@ -97,7 +98,7 @@ class Rows:
             names += [f"{i} {name}" for name in ("logps", *read.statistics, *at)]
         return tuple(names)
 
-    @property
+    @functools.cached_property
     def differentiable(self) -> tuple[str, ...]:
         names = []
         for i, read in enumerate(self.reads):
@@ -105,7 +106,7 @@ class Rows:
             names += [f"{i} {name}" for name in ("logps", *read.with_gradient, *at)]
         return tuple(names)
 
-    @property
+    @functools.cached_property
     def saved(self) -> tuple[str, ...]:
         names = []
         for i, (visit, *_) in enumerate(self.reads):
@@ -353,7 +354,7 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, visit: OneVisit, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         wanted = tuple(visit.gradients and needed for needed in ctx.needs_input_grad[1:])
-        stream = visit.stream.of(tensors, visit.stream.transform)
+        stream = visit.stream  # whose tensors these are
         parts = Parts(visit.whole, False, visit.sets is not None)
         gradients = stream.gradients(wanted, parts) if any(wanted) else None
         of_sets = few = None

@@ -36,8 +36,8 @@ from grpo_kernels.formulas.filters import EntropyFloor, OffPolicySequences, Trus
 from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.surrogates import A2po, Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, Vespo
-from grpo_kernels.head import FusedLMHead
 from grpo_kernels.losses import objective_loss
+from grpo_kernels.model import FusedLMHead
 from grpo_kernels.presets import NUMERICS, PRESETS
 from grpo_kernels.rewards.corrections import CORRECTIONS
 from grpo_kernels.rewards.estimators import ADVANTAGES, Evidence

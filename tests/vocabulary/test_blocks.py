@@ -9,9 +9,10 @@ import torch
 
 from grpo_kernels import Objective, TokenBatch, linear_grpo_loss, linear_logprobs
 from grpo_kernels.distributed import VocabShard
-from grpo_kernels.rows import backends, blocks
+from grpo_kernels.rows import backends
+from grpo_kernels.rows import products as blocks
 from grpo_kernels.rows.backends import eager
-from grpo_kernels.rows.blocks import Plan, Work
+from grpo_kernels.rows.products import Plan, Work
 from support.cases import OBJECTIVES, same_bits
 from support.gpu_products import LiveBytes, NoRows, Product, of_a_gpu
 from support.linear_cases import LinearCase, assert_gradients_no_worse, build_linear, gradients_of
