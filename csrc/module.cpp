@@ -57,9 +57,9 @@ template <class Body> void each_rows(const Rows& rows, int threads, const Body& 
     each_range(rows.count, 65536 / (rows.vocab * size_of(rows.dtype)) + 1, threads, body);
 }
 
-template <class Job> void each_row(const Job& job, int threads, void (*kernel)(const Job&, int64_t)) {
+template <class Job> void each_row(const Job& job, int threads, void (*Kernels::*kernel)(const Job&, int64_t)) {
     each_rows(job.own.rows, threads, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++) kernel(job, i);
+        for (int64_t i = begin; i < end; i++) (kernels->*kernel)(job, i);
     });
 }
 
@@ -70,7 +70,7 @@ void stats(const LogitRows& own, const Beside* second, uintptr_t targets, uintpt
     check_streams(own, second, threads);
     const uint32_t needed = (second ? OF_BOTH | bits(TARGET, CROSS, EXCESS) : OF_OWN) | (to.names & bits(SQUARES) ? bits(WEIGHTED) : 0);
     const StatsJob job{own, second, vector<int64_t>("targets", targets, n), at<uint8_t>(read), to.vectors<PARTIALS>(n, needed)};
-    each_row(job, threads, kernels ? kernels->stats : nullptr);
+    each_row(job, threads, &Kernels::stats);
 }
 
 void mixed(const LogitRows& own, const Beside& second, uintptr_t read, const Named& of, const Named& to, int threads) {
@@ -78,7 +78,7 @@ void mixed(const LogitRows& own, const Beside& second, uintptr_t read, const Nam
     check_streams(own, &second, threads);
     check_address("log_sums", uintptr_t(second.log_sums), 4, n == 0);
     const MixedJob job{own, &second, at<uint8_t>(read), of.vectors<PARTIALS>(n, OF_BOTH), to.vectors<MIXED>(n, bits(STUDENT_KL, TEACHER_KL))};
-    each_row(job, threads, kernels ? kernels->mixed : nullptr);
+    each_row(job, threads, &Kernels::mixed);
 }
 
 void pull(const LogitRows& own, const Beside* second, uintptr_t targets, const Named& of, const Named& slopes, const Memory& out,
@@ -90,13 +90,10 @@ void pull(const LogitRows& own, const Beside* second, uintptr_t targets, const N
         check_address("log_sums", uintptr_t(second->log_sums), 4, n == 0);
         check_address("center", uintptr_t(second->center), 4, n == 0);
     }
-    const PullJob job{own,
-                      second,
-                      out,
-                      vector<int64_t>("targets", targets, n),
-                      of.vectors<PARTIALS>(n, OF_OWN | (second ? OF_BOTH : 0)),
-                      slopes.vectors<SLOPES>(n, bits(OF_TARGET) | (second ? bits(DIVERGENCE) : 0))};
-    each_row(job, threads, kernels ? kernels->pull : nullptr);
+    const uint32_t partials = OF_OWN | (second ? OF_BOTH : 0), needed = bits(OF_TARGET) | (second ? bits(DIVERGENCE) : 0);
+    const PullJob job{own, second, out, vector<int64_t>("targets", targets, n), of.vectors<PARTIALS>(n, partials),
+                      slopes.vectors<SLOPES>(n, needed)};
+    each_row(job, threads, &Kernels::pull);
 }
 
 // Memory that a thread keeps from row to row and from call to call, because new pages cost more time than a row. It is aligned to 64
@@ -138,16 +135,9 @@ void fused(const Formula& formula, const std::vector<float>& numbers, const std:
     formula.check(formula.program.outputs == TOKEN_OUTPUTS, "it does not give a loss and two slopes.");
     check_streams(own, second, threads);
     if (out) check_out(own.rows, *out);
-    const FusedJob job{own,
-                       second,
-                       out ? Rows(*out) : Rows{},
-                       vector<int64_t>("targets", targets, n),
-                       at<uint8_t>(read),
-                       &formula.program,
-                       numbers.data(),
-                       vectors.data(),
-                       with_entropy,
-                       to.vectors<RESULTS>(n, bits(LOGPS, ENTROPY, LOSSES) | (second ? bits(OF_DIVERGENCE) : 0))};
+    const uint32_t needed = bits(LOGPS, ENTROPY, LOSSES) | (second ? bits(OF_DIVERGENCE) : 0);
+    const FusedJob job{own, second, out ? Rows(*out) : Rows{}, vector<int64_t>("targets", targets, n), at<uint8_t>(read),
+                       &formula.program, numbers.data(), vectors.data(), with_entropy, to.vectors<RESULTS>(n, needed)};
     each_rows(own.rows, threads, [&](int64_t begin, int64_t end) {
         const TermMemory scratch = scratch_of(job);
         for (int64_t i = begin; i < end; i++) kernels->fused(job, i, scratch);
@@ -170,16 +160,10 @@ void select(const LogitRows& own, uintptr_t targets, const Named& of, float per_
     const int64_t n = own.rows.count;
     check_threads(threads);
     check_size("capacity", capacity, 0);
-    const SelectJob job{own,
-                        vector<int64_t>("targets", targets, n),
-                        of.vectors<PARTIALS>(n, bits(MAX, SUM)),
-                        per_unit,
-                        vector<int64_t>("starts", starts, n, !ids),
-                        capacity,
-                        vector<int32_t>("ids", ids, n, true),
-                        vector<float>("taken", taken, n, !ids),
-                        vector<int64_t>("masses", masses, n, true)};
-    each_row(job, threads, kernels ? kernels->select : nullptr);
+    const SelectJob job{own, vector<int64_t>("targets", targets, n), of.vectors<PARTIALS>(n, bits(MAX, SUM)), per_unit,
+                        vector<int64_t>("starts", starts, n, !ids), capacity, vector<int32_t>("ids", ids, n, true),
+                        vector<float>("taken", taken, n, !ids), vector<int64_t>("masses", masses, n, true)};
+    each_row(job, threads, &Kernels::select);
 }
 
 // ---- products over slots. The contents of ids and rows are not checked.

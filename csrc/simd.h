@@ -42,7 +42,6 @@ inline Keep not_below(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ); 
 inline Keep is_nan(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
 inline Keep first_lanes(int n) { return Keep((1u << n) - 1); }
 inline F choose(Keep k, F yes, F no) { return _mm512_mask_blend_ps(k, no, yes); }
-inline F add_where(Keep k, F sum, F a) { return _mm512_mask_add_ps(sum, k, sum, a); }
 inline F fma_where(Keep k, F a, F b, F c) { return _mm512_mask3_fmadd_ps(a, b, c, k); }
 inline F mul_where(Keep k, F a, F b) { return _mm512_maskz_mul_ps(k, a, b); }
 inline bool any_above(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
@@ -112,7 +111,6 @@ inline Keep first_lanes(int n) {
     return _mm256_cmp_ps(_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), all(float(n)), _CMP_LT_OQ);
 }
 inline F choose(Keep k, F yes, F no) { return _mm256_blendv_ps(no, yes, k); }
-inline F add_where(Keep k, F sum, F a) { return add(sum, _mm256_and_ps(k, a)); }
 inline F fma_where(Keep k, F a, F b, F c) { return fma(_mm256_and_ps(k, a), _mm256_and_ps(k, b), c); }
 inline F mul_where(Keep k, F a, F b) { return _mm256_and_ps(k, mul(a, b)); }
 inline F fraction(F t) { return sub(t, _mm256_floor_ps(t)); }

@@ -20,7 +20,6 @@ struct Block {
     alignas(64) float z[LOGITS], w[LOGITS], slopes[LOGITS];
 };
 
-
 // The maxima that are subtracted from the logits of both rows. A maximum of -inf becomes 0, so that all exponentials are 0.
 struct Shifts {
     F student, teacher, apart;

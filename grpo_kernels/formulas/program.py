@@ -1,5 +1,5 @@
 """Formulas for the C++ kernel: a formula is run once with symbols in place of tensors, and what it did becomes a straight-line
-program, which C++ evaluates for one row after the other (csrc/program.h).
+program, which C++ evaluates for one row after the other (csrc/kernels.h).
 
 A symbol is a number of a row (an input, or what follows from one), fp32, or a number of the whole call (a parameter, or what
 follows from parameters alone), which stays a Python number, as it does beside tensors. So a program gives what the formula
