@@ -343,8 +343,8 @@ def _per_token(batch: TokenBatch, values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Correction:
-    """Corrects a TokenBatch for the mismatch to its sampler: calls `function` with `options`, which a call may override. The
-    result multiplies the batch's weights, or becomes its mask."""
+    """Corrects a TokenBatch for the mismatch to its sampler, under a `name`: calls `function` with `options`, which a call may
+    override. The result multiplies the batch's weights, or becomes its mask."""
 
     name: str
     function: Callable[..., Tensor]

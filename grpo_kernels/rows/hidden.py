@@ -198,11 +198,11 @@ class Engine(Gradients):
                 else:
                     part = self.backend.fused(rows, own, out)
                 result.put(at, part)
-                del rows  # before the products of a block make theirs
+                del rows, out  # before the products of a block make theirs
                 if d_logits is not None:
                     d_logits = self._kept(d_logits)
                     self._accumulate(at, hidden, d_logits, some)
-                del d_logits, out
+                del d_logits
         return result
 
     def backward(self, whole: Whole, found: Found, slopes: Slopes, at_ids: Tensor | None) -> None:
@@ -330,11 +330,10 @@ class Engine(Gradients):
             at, hidden = self._hidden(index, self.summed, self.summed + d_logits.shape[0])
         self.summed += len(hidden)
         if self.d_hidden is not None:
-            product = self.products.d_hidden(d_logits)
             if self.summed_later:
-                self.d_hidden.index_add_(0, self._places(at), product)
+                self.d_hidden.index_add_(0, self._places(at), self.products.d_hidden(d_logits))
             else:
-                self.d_hidden[at] = product.to(self.d_hidden.dtype)
+                self.d_hidden[at] = self.products.d_hidden(d_logits).to(self.d_hidden.dtype)
         if self.wanted[1]:
             last = self.rounded and self.summed == index.numel()
             self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden, last)

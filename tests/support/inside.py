@@ -17,6 +17,7 @@ from grpo_kernels.layout import logit_rows, whole_rows
 from grpo_kernels.layout import overlap as overlap
 from grpo_kernels.rows import backends
 from grpo_kernels.rows import hidden as linear
+from grpo_kernels.rows import products
 from grpo_kernels.rows.backends import cpu_products
 from grpo_kernels.rows.backends import native as native
 from grpo_kernels.rows.backends.cpu import _cpu
@@ -25,6 +26,9 @@ from grpo_kernels.rows.partials import LogitRows, RowTransform
 from grpo_kernels.rows.products import Plan, Work
 from grpo_kernels.rows.run import statistics
 from grpo_kernels.rows.selection import starts
+
+#: Sizes of chunks and blocks.
+blocks = products
 
 
 def executors() -> list[str]:
