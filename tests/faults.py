@@ -40,6 +40,7 @@ SETS = "tests/core/test_sets_and_teachers.py"
 METRICS = "tests/core/test_metrics.py"
 SPARSE = "tests/core/test_sparse_gradients.py"
 MEMORY = "tests/core/test_weight_memory.py"
+HOSTILE = "tests/vocabulary/test_sanitizers.py"
 COMPILED = "tests/vocabulary/test_triton_compiled.py"
 
 # fmt: off
@@ -408,8 +409,8 @@ FAULTS: list[Fault] = [
         ),
         ("the largest id is where its block starts", "return int32_t(j + k);", "return int32_t(j);", SETS),
         ("the target's slope lacks the softcap", "double(t.slope) * (t.mode == CAPPED ? lane0(of.slope) : 1.0f)", "double(t.slope)"),
-        ("kept terms are all relative to the last shift", "exp(double(at.shift) - double(gradient.max))", "1.0", OBJECTIVES),
-        ("a widened row begins anew at each block", "fetch<T, PLAIN>(x + j, n", "fetch<T, PLAIN>(x, n", "tests/vocabulary/test_sanitizers.py"),
+        ("kept terms are all relative to the last shift", "exp(double(at.shift) - double(gradient.max))", "1.0", HOSTILE),
+        ("a widened row begins anew at each block", "fetch<T, PLAIN>(x + j, n", "fetch<T, PLAIN>(x, n", HOSTILE),
     ),
     *of("csrc/two_rows.h", COMBINATIONS,
         (
@@ -450,7 +451,7 @@ FAULTS: list[Fault] = [
     *of("csrc/program.cpp", "tests/formulas/test_program.py",
         ("a NaN is no minimum", "return a < b || a != a ? a : b; }\nfloat larger", "return a < b ? a : b; }\nfloat larger"),
     ),
-    *of("csrc/arguments.h", "tests/vocabulary/test_sanitizers.py tests/vocabulary/test_raw_pointers.py",
+    *of("csrc/arguments.h", HOSTILE,
         ("a vector of another length is taken", 'require(count == rows, "count", count, "one value a row is needed.");', ""),
         ("rows behind the last are taken", 'require(end <= shape[0] * shape[1], "count", count, "there are not so many rows.");', ""),
     ),

@@ -255,7 +255,7 @@ class Rows:
         outer, inner = int(rng.integers(1, 4)), int(rng.integers(1, 6))
         self.vocab = int(rng.choice([1, 2, 3, 15, 16, 17, 33, 64, 65, 129, 1031, 2047, 2048, 2049, 4100, 16500]))
         self.first = int(rng.integers(outer * inner))
-        self.n = int(rng.integers(outer * inner - self.first + 1))
+        self.n = int(rng.integers(1, outer * inner - self.first + 1)) if rng.random() < 0.95 else 0
         self.at, self.threads = np.arange(self.first, self.first + self.n), int(rng.choice([1, 2, 3, 8, 1000]))
         self.others = np.setdiff1d(np.arange(outer * inner), self.at)
         self.dtypes = [int(x) for x in rng.integers(3, size=2)]
@@ -269,14 +269,14 @@ class Rows:
         self.own = module.LogitRows(*self.logits.where, self.first, self.n, *self.transform.arguments(memory))
         self.of_targets, self.of_read = memory.address(self.targets), memory.address(None if self.read.all() else self.read)
         self.second: Any = None
-        self.direction = int(rng.integers(-2, 3))
+        self.direction, self.weighted = int(rng.integers(-3, 3)), bool(rng.integers(2))
         if self.direction >= 0:
             other = Matrix.of_logits(memory, outer, inner, self.vocab, self.dtypes[1])
             near = self.z if rng.integers(2) else numbers(rng, self.z.shape, self.kind)
             self.w = other.put(self.at, near).astype(np.float64)
             rows = module.LogitRows(*other.where, self.first, self.n, 1.0, 0.0, 1.0, 0)
-            known = [memory.address(numbers(rng, (self.n,), self.kind)) for _ in range(3)]
-            self.second = module.Second(rows, self.direction, 0.3, *known)
+            weight, *known = (memory.address(numbers(rng, (self.n,), self.kind)) for _ in range(3))
+            self.second = module.Second(rows, self.direction, 0.3, weight if self.weighted else 0, *known)
 
     def __str__(self) -> str:
         return f"rows {self.first}+{self.n} of {self.logits.shape}, {self.logits.strides}, {self.dtypes}, {self.kind}, {self.transform}"
@@ -431,9 +431,10 @@ class Rows:
                 for what, x, y in (("log-prob", logps, want[0]), ("entropy", entropy, want[1])):
                     assert_near(f"{isa}: {what}", x[fine], y[fine], 5e-5)
             assert np.isnan(entropy[self.read & np.isnan(self.z).any(1)]).all(), f"{isa}: a NaN has vanished"
-            if not self.second:
-                assert np.array_equal(losses, a * logps + b * entropy, equal_nan=True), f"{isa}: losses"
-            if gradient and not self.second:
+            if self.second and self.weighted:
+                continue
+            assert np.array_equal(losses, a * logps + b * entropy, equal_nan=True), f"{isa}: losses"
+            if gradient:
                 slopes = {0: a, 1: (-b * np.where(b == 0, 0.0, want[1])).astype(np.float32), 2: -b}
                 self.check_gradient(isa, of, slopes, exact)
 
