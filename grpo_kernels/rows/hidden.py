@@ -160,50 +160,61 @@ class Engine(Gradients):
         """Partials [q, N]: computed for the rows that are visited; the others get the values of a row that is not read. Columns are
         drawn from each chunk while its logits are there."""
         n, device, others = whole.targets.numel(), self.hidden.device, whole.apart
-        partials = Partials.not_read(whole.names, n, device, whole.one)
+        partials: Partials | None = None
         apart = tuple(Partials.not_read(other.names, n, device, other) for other in others)
         sparse = whole.sparse
         draws = None if sparse is None else Draws(sparse.step, n, device, whole.padded)
         for at, hidden in self._chunks(whole.rows()):
             rows = self._rows(whole, at, hidden)
             part = self.backend.visit(rows, whole.names)
-            partials.values[:, at] = part.values
-            places = self._places(at)
-            for i, here, own, _ in beside(rows, places, others, self.logits_of):
-                apart[i].values[:, at if here is None else places[here]] = self.backend.visit(own, others[i].names).values
+            if len(hidden) == n and partials is None:  # all rows at once: nothing is put together
+                partials = part
+            else:
+                partials = Partials.not_read(whole.names, n, device, whole.one) if partials is None else partials
+                partials.values[:, at] = part.values
+            for i, here, own, _ in beside(rows, self._places(at), others, self.logits_of) if others else ():
+                these = at if here is None else self._places(at)[here]
+                apart[i].values[:, these] = self.backend.visit(own, others[i].names).values
             if draws is not None and sparse is not None:
+                places = self._places(at)
                 first = starts(sparse.seed, places + sparse.first_row)
                 draws.take(places, self.backend.select(rows, part, sparse.step, first))
             if OUTSIDE[0] in whole.names:  # the last thing that the logits are needed for
                 assert whole.at is not None
                 z = rows.transform.of_rows(rows.logits[0], rows.logits[0])
-                slots = self.stream.own(whole.at).in_chunk(places, n)
+                slots = self.stream.own(whole.at).in_chunk(self._places(at), n)
                 partials.values[-len(OUTSIDE) :, at] = sums_outside(self.backend, z, slots, rows)
             del rows  # before the next chunk's are made
+        if partials is None:
+            partials = Partials.not_read(whole.names, n, device, whole.one)
         return Found(partials, apart, () if draws is None else draws.tensors())
 
     def fused(self, whole: Whole, stage: TokenStage, gradients: bool) -> FusedRows:
         """Losses of the rows of a token stage, with `gradients` collected or not."""
-        result = FusedRows.zeros(whole.targets.numel(), self.hidden.device, whole.others or None)
-        index = whole.rows()
+        result: FusedRows | None = None
+        index, n = whole.rows(), whole.targets.numel()
         active = index.numel() if whole.active is None else whole.active
         for some, wanted in ((index[:active], gradients), (index[active:], False)):
             self._start()
             for at, hidden in self._chunks(some):
-                rows, own = self._rows(whole, at, hidden), stage.at(at)
+                rows, own = self._rows(whole, at, hidden), stage if len(hidden) == n else stage.at(at)
                 d_logits = self._gradient(rows.logits[0], some) if wanted else None
                 out = None if d_logits is None else d_logits[None]
                 if whole.apart:
                     part = fused_beside(self.backend, rows, own, out, self._places(at), whole.apart, self.logits_of)
                 else:
                     part = self.backend.fused(rows, own, out)
-                result.put(at, part)
+                if len(hidden) == n and result is None:  # all rows at once
+                    result = part
+                else:
+                    result = FusedRows.zeros(n, self.hidden.device, whole.others or None) if result is None else result
+                    result.put(at, part)
                 del rows, out  # before the products of a block make theirs
                 if d_logits is not None:
                     d_logits = self._kept(d_logits)
                     self._accumulate(at, hidden, d_logits, some)
                 del d_logits
-        return result
+        return FusedRows.zeros(n, self.hidden.device, whole.others or None) if result is None else result
 
     def backward(self, whole: Whole, found: Found, slopes: Slopes, at_ids: Tensor | None) -> None:
         """Add the gradients of the rows that are visited; their logits are computed again."""
@@ -276,6 +287,8 @@ class Engine(Gradients):
         else:
             logits = self.products.logits(hidden)
             second = one.second(self.logits_of(one.stream, self._places(at))[None], one.stream.transform.at(at))
+        if len(hidden) == whole.targets.numel():
+            return LogitRows(logits[None], whole.targets, None, self.stream.transform, second)
         return LogitRows(logits[None], whole.targets[at], None, self.stream.transform.at(at), second)
 
     def _chunks(self, index: Tensor) -> Iterator[tuple[slice | Tensor, Tensor]]:
