@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.launches import DTYPE_NAMES, KERNELS, LAYOUTS, TRANSFORMS, Case
-from grpo_kernels.rows.backends.triton_choices import LAUNCH, Choice
+from grpo_kernels.rows.backends.triton.launch import LAUNCH, Choice
 from grpo_kernels.rows.partials import LogitRows, Partials, Second, Slopes, partials_of
 from grpo_kernels.rows.ragged import Ragged
 
