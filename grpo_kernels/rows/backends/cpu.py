@@ -23,7 +23,7 @@ from ..selection import Drawn, capacity, per_unit
 from . import Backend, FusedRows, fall_back, native
 
 if TYPE_CHECKING:
-    from ... import _cpu
+    import grpo_kernels._cpu as _cpu
 
     _import_error: str
 else:
