@@ -11,14 +11,11 @@ NAME = "grpo_kernels"
 Files = dict[str, str]  # path in the package -> text
 
 
-def imports(path: str, text: str, files: Files, typed: bool) -> Iterator[str]:
-    """The files that a file imports, wherever it does. `from .a import b` is an import of a/b.py if that exists, else of a.
-    typed: whether those under `if TYPE_CHECKING:` count."""
+def imports(path: str, text: str, files: Files) -> Iterator[str]:
+    """The files that a file imports, wherever it does. `from .a import b` is an import of a/b.py if that exists, else of a."""
     folder = Path(NAME, path).parent
 
     def visit(node: ast.AST) -> Iterator[str]:
-        if not typed and isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            return
         if isinstance(node, ast.ImportFrom) or isinstance(node, ast.Import):
             level = getattr(node, "level", 0)
             base = "/".join(folder.parts[: len(folder.parts) + 1 - level]) if level else ""
@@ -34,9 +31,9 @@ def imports(path: str, text: str, files: Files, typed: bool) -> Iterator[str]:
     yield from visit(ast.parse(text))
 
 
-def circles(files: Files, typed: bool = True) -> list[set[str]]:
+def circles(files: Files) -> list[set[str]]:
     """Groups of files that all reach each other, the largest first."""
-    edges = {path: {*imports(path, text, files, typed)} for path, text in files.items()}
+    edges = {path: {*imports(path, text, files)} for path, text in files.items()}
     reached: dict[str, set[str]] = {}
     for start in files:
         queue, seen = [*edges[start]], set()
@@ -69,4 +66,3 @@ def test_a_circle_is_seen() -> None:
         "typed.py": "from .types import x",
     }
     assert circles(files) == [{"__init__.py", "room/deep.py", "room/other.py", "user.py"}, {"types.py", "typed.py"}]
-    assert circles(files, typed=False) == [{"__init__.py", "room/deep.py", "room/other.py", "user.py"}]
