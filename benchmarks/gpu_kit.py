@@ -3,18 +3,18 @@
     python3 -m benchmarks.gpu_kit --out DIR [--call 1] [--wheels DIR] [--resume results.tar.gz] [--work DIR] [--minutes 10]
                                  [--stages NAME ...] [--rehearse]
 
-docs/gpu.md says what to run and which results each call gives. The script runs from the source tree, on a machine with torch and
-Triton, without network. The wheels of other projects come in a folder and are installed into a temporary one. gpu_plan.py lists the
-stages of each call. Each stage is a process with a time limit, a log and a JSON file, so that a crash or a hang does not affect the
-others. Most of the time that later stages need is reserved for them. After each stage, and every 20 seconds, DIR is updated
-with all results so far: summary.md, results.tar.gz (the JSON files and pictures), logs.tar.gz and a few of the pictures.
-`--resume` starts from the results of an earlier call, `--work` from those in that folder: stages that ended well are not run
-again unless --stages names them, and measured cells are not measured again. `--rehearse` runs the same script with small sizes
-on a CPU.
+docs/gpu.md says what to run and which results each call gives. The script runs from the source tree, on a machine with torch
+and Triton, without network. The wheels of other projects come in a folder and are installed into a temporary one. gpu_plan.py
+lists the stages of each call. Each stage is a process with a time limit, a log and a JSON file, so that a crash or a hang does
+not affect the others. Most of the time that later stages need is reserved for them. After each stage, and every 20 seconds, DIR
+is updated with all results so far: summary.md, results.tar.gz (the JSON files and pictures), logs.tar.gz and a few of the
+pictures. `--resume` starts from the results of an earlier call, `--work` from those in that folder: stages that ended well are
+not run again unless --stages names them, and measured cells are not measured again. `--rehearse` runs the same script with
+small sizes on a CPU.
 
 Copy the results into the repository, for the tables and the pictures of the documentation, by:
 
-    tar xzf DIR/results.tar.gz -C benchmarks results && python -m benchmarks.plots && python -m benchmarks.tables --write
+    tar xzf DIR/results.tar.gz -C benchmarks results && python -m benchmarks.report --write
 
 This file uses the standard library only, so that no failure of a stage can end it."""
 

@@ -17,21 +17,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import Cell, Result
-from benchmarks.divergence_cases import EXACT
-from benchmarks.errors import errors
+from benchmarks.cases import DIRECTIONS, Case, Cell, Result, errors, make_case, reference
 from benchmarks.harness import compilations, host_syncs, interleaved, memory_free, memory_in_use, peak_memory
-from benchmarks.inputs import Case, make_case, reference
 from benchmarks.machine import gpu_state
 from benchmarks.providers import Provider, Run, Unavailable, first_line, providers
-from benchmarks.sparse_cases import SparseCase
 
-#: The largest error of each kind (see errors.py) that passes, in 32 and in 16 bits. It is a small multiple of the error
+#: The largest error of each kind (see cases.errors) that passes, in 32 and in 16 bits. It is a small multiple of the error
 #: of a correct implementation that rounds logits and gradients to that precision, and a fraction of the error of one wrong
 #: row or one missing term.
 FULL = {"loss": 1e-4, "gradient": 1e-4, "worst row": 1e-3, "parameter": 1e-4, "value": 1e-4}
 HALF = {"loss": 1e-2, "gradient": 3e-2, "worst row": 0.3, "parameter": 0.1, "value": 0.15}
-#: The same limits for one draw of a gradient. A row may be off by more than its norm, which is small if the target's p is near 1.
+#: The same limits for one draw of a gradient. A row may be off by more than its norm, which is small if the target's p is near
+#: 1.
 NOISE = {"gradient": 0.5, "worst row": math.inf}
 GATE = {torch.float32: FULL, torch.bfloat16: HALF, torch.float16: HALF}
 
@@ -63,8 +60,8 @@ def measure(
     save: Callable[[dict], None] | None = None,
 ) -> dict:
     """The measured cell, in the form of the result files. only: the providers that take part besides the limits (None: all).
-    known: {provider: reason} of failures in an earlier process, which are not tried again. save: called after each provider with
-    the results so far, marked "unfinished", and with times of a few runs of each."""
+    known: {provider: reason} of failures in an earlier process, which are not tried again. save: called after each provider
+    with the results so far, marked "unfinished", and with times of a few runs of each."""
     begin = time.perf_counter()
     chosen = providers(cell.contract) if candidates is None else candidates
     chosen = [p for p in chosen if only is None or p.limit or p.name in only]
@@ -134,9 +131,8 @@ def measure(
             row["x_limit"] = row["ms"] / limit["ms"] if limit else None
             if "copy" in times:
                 row["x_copy"] = row["ms"] / times["copy"]["ms"]
-    timings = (
-        describe(cell) | _reached(case) | {"limit": limit, "providers": rows, "seconds": round(time.perf_counter() - begin, 1)}
-    )
+    reached = {} if case.entropy is None else {"entropy_reached": round(case.entropy, 3)}
+    timings = describe(cell) | reached | {"limit": limit, "providers": rows, "seconds": round(time.perf_counter() - begin, 1)}
     return timings | ({"gpu": state, "alloc_retries": _alloc_retries(device) - retries} if device == "cuda" else {})
 
 
@@ -160,7 +156,8 @@ def _early(provider: Provider, row: dict[str, Any], runs: dict[str, Run], device
 
 def with_sum_of_parts(rows: list[dict], times: dict[str, dict], failures: dict[str, str]) -> list[dict]:
     """The rows, with one row for each limit that has parts: the sum of the fastest way to compute each part. The row's "ways"
-    are the milliseconds of all ways, or the reasons why they have none; "of" names the fastest. Its times are added to `times`."""
+    are the milliseconds of all ways, or the reasons why they have none; "of" names the fastest. Its times are added to
+    `times`."""
     others, ways = [r for r in rows if not r.get("part")], [r for r in rows if r.get("part")]
     if not ways:
         return rows
@@ -210,17 +207,12 @@ def describe(cell: Cell) -> dict:
     } | ({} if cell.entropy is None else {"entropy": cell.entropy})
 
 
-def _reached(case: Case) -> dict[str, float]:
-    """The mean entropy that the rows have, if they were made for one."""
-    return {"entropy_reached": round(case.entropy, 3)} if isinstance(case, SparseCase) else {}
-
-
 def outside_gate(cell: Cell, found: dict[str, float], drawn: bool = False) -> str | None:
     """The first error that rounding cannot explain, in words; None if there is none. For a gradient that is `drawn`, the first
     that noise around the dense gradient cannot explain."""
     for name, value in found.items():
         most = GATE[cell.dtype][_kind(name)]
-        if cell.contract in EXACT and _kind(name) == "worst row":
+        if cell.contract in DIRECTIONS and _kind(name) == "worst row":
             most *= 2  # where two rows nearly agree, their difference is mostly the rounding of the logits
         if drawn and name != "loss":
             most = NOISE[_kind(name)]
@@ -245,11 +237,7 @@ def derived(cell: Cell, ms: float) -> dict:
     if cell.contract == "step":
         return {}
     seconds = ms / 1e3
-    if cell.contract in (
-        "kept",
-        "sparse",
-        *EXACT,
-    ):  # the number of drawn columns is not known before, so neither is the size of the products
+    if cell.contract in ("kept", "sparse", *DIRECTIONS):  # whose columns are not known before, or which have rates of their own
         return {}
     if cell.hidden is None:
         unit = cell.rows * cell.vocab * cell.dtype.itemsize / 1e9

@@ -1,24 +1,18 @@
-"""QuACK: its cross-entropy of given logits, with the loss in torch."""
+"""QuACK: its cross-entropy of given logits. Its linear cross-entropy returns one scalar over all tokens: no gradient per token,
+as a policy's loss has, can go in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from benchmarks.cases import HiddenCase, LogitsCase, Result, policy_loss
-from benchmarks.providers import Unavailable, peer, provider
+from benchmarks.cases import Case
+from benchmarks.providers import Logps, Unavailable, logps_provider, peer
 
 
-@provider("QuACK cross-entropy + loss", "logits", devices=("cuda",))
-def cross_entropy(case: LogitsCase) -> Callable[[], Result]:
+@logps_provider("QuACK cross-entropy", "logits", devices=("cuda",))
+def cross_entropy(case: Case) -> Logps:
     nll = peer("quack.cross_entropy", "quack-kernels").cross_entropy
-
-    def run() -> Result:
-        logps = -nll(case.logits, case.batch.targets, reduction="none", inplace_backward=True)
-        return case.gradients(policy_loss(logps, case.batch, case.cell.beta))
-
-    return run
+    return lambda logits: -nll(logits, case.batch.targets, reduction="none", inplace_backward=True)
 
 
-@provider("QuACK linear cross-entropy", "hidden", "hidden-frozen")
-def linear_cross_entropy(case: HiddenCase) -> Callable[[], Result]:
+@logps_provider("QuACK linear cross-entropy", "hidden", "hidden-frozen", suffix="")
+def linear_cross_entropy(case: Case) -> Logps:
     raise Unavailable("returns one scalar over all tokens: no gradient per token, as a policy's loss has, can go in")

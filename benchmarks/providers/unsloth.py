@@ -1,21 +1,13 @@
-"""Unsloth: its chunked log-probs of hidden states, with the loss in torch. Its package must be imported by
-`unsloth`, which replaces parts of torch and transformers: set UNSLOTH_IS_PRESENT=1, and without a GPU
-UNSLOTH_ZOO_DISABLE_GPU_INIT=1, instead."""
+"""Unsloth: its chunked log-probs of hidden states. Its package must be imported by `unsloth`, which replaces parts of torch and
+transformers: set UNSLOTH_IS_PRESENT=1, and without a GPU UNSLOTH_ZOO_DISABLE_GPU_INIT=1, instead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from benchmarks.cases import HiddenCase, Result, policy_loss
-from benchmarks.providers import peer, provider
+from benchmarks.cases import Case
+from benchmarks.providers import Logps, logps_provider, peer
 
 
-@provider("Unsloth chunked log-probs + loss", "hidden", "hidden-frozen")
-def chunked(case: HiddenCase) -> Callable[[], Result]:
+@logps_provider("Unsloth chunked log-probs", "hidden", "hidden-frozen")
+def chunked(case: Case) -> Logps:
     logps_of = peer("unsloth_zoo.fused_losses.chunked_logprob", "unsloth_zoo").unsloth_chunked_logprobs
-
-    def run() -> Result:
-        logps = logps_of(case.hidden, case.weight, case.batch.targets)
-        return case.gradients(policy_loss(logps, case.batch, case.cell.beta))
-
-    return run
+    return lambda hidden, weight: logps_of(hidden, weight, case.batch.targets)

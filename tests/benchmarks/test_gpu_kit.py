@@ -26,18 +26,7 @@ pytest.importorskip("triton")
 
 from triton.runtime import JITFunction
 
-from benchmarks import (
-    gpu_correctness,
-    gpu_counters,
-    gpu_kit,
-    gpu_plan,
-    gpu_running,
-    gpu_stages,
-    measure,
-    suites,
-    tune,
-    tune_settings,
-)
+from benchmarks import gpu_counters, gpu_kit, gpu_plan, gpu_stages, measure, suites, tune
 from benchmarks.gpu_kit import Kit
 from benchmarks.gpu_plan import CALLS, CASES, Stage
 from benchmarks.launches import compiling
@@ -45,7 +34,7 @@ from benchmarks.providers import Provider, Unavailable, providers
 from grpo_kernels import TokenBatch, TokenSets, use
 
 ROOT = Path(__file__).parents[2]
-backend, blocks, Choice = tune_settings.backend, tune_settings.blocks, tune_settings.Choice
+backend, blocks, Choice = tune.backend, tune.blocks, tune.Choice
 
 
 def python(code: str) -> list[str]:
@@ -63,10 +52,10 @@ def kit(tmp_path: Path) -> Kit:
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Callable[..., gpu_running.Kit]:
+def stage(tmp_path: Path) -> Callable[..., gpu_stages.Kit]:
     """Makes a running stage of 60 seconds."""
     (tmp_path / "json").mkdir()
-    return lambda name, **options: gpu_running.Kit(name, tmp_path, 60, **options)
+    return lambda name, **options: gpu_stages.Kit(name, tmp_path, 60, **options)
 
 
 # ---- the runner
@@ -259,8 +248,8 @@ def test_targets_speak_of_providers_that_there_are() -> None:
     counters = {"recompilations": 0, "waits": {}, "graphs": {}}
     missing = [t.what for t in gpu_kit.targets(found, counters, {}) if t.met is None]
     assert missing == ["log-probs from hidden states, error"]
-    for workload in tune_settings.workloads(small=False):
-        assert workload.candidate(tune_settings.settings(workload.kind, True)[0]).contracts
+    for workload in tune.workloads(small=False):
+        assert workload.candidate(tune.settings(workload.kind, True)[0]).contracts
 
 
 @pytest.mark.parametrize(
@@ -292,7 +281,7 @@ def test_no_time_for_all_combinations_is_no_failure(
         return status
 
     monkeypatch.setattr(found, "python", run)
-    gpu_correctness.correctness(found)
+    gpu_stages.correctness(found)
     assert found.well is well and limits == sorted(limits) and 0.9 * 60 < limits[-1] < 60
     for (name, cases), line in zip(CASES.items(), (x for x in found.found["lines"] if " ran, " in x), strict=True):
         n, group = len(cases.files), found.found["groups"][name]
@@ -329,25 +318,26 @@ def test_a_run_that_is_cut_off_has_seen_every_value_of_every_parameter() -> None
 def test_every_choice_of_a_launch_is_tuned_and_put_back() -> None:
     """Each entry of the package's tables has candidates that fit, its own first, and a workload that runs its kernel."""
     kinds = {*backend.LAUNCH, "chunk"}
-    assert kinds == {*tune.KINDS} == {w.kind for w in tune_settings.workloads(small=False)}
+    assert kinds == {*tune.KINDS} == {w.kind for w in tune.workloads(small=False)}
     for kind in kinds:
-        now, *others = every = tune_settings.settings(kind, small=False)
-        assert others and len({*map(str, every)}) == len(every) and tune_settings.setting_of(kind, now.described()) == now
+        now, *others = every = tune.settings(kind, small=False)
+        assert others and len({*map(str, every)}) == len(every) and tune.setting_of(kind, now.choice._asdict()) == now
         for other in others:
             with other.applied():
-                assert str(tune_settings.settings(kind, small=False)[0]) == str(other)
-            assert kind == "chunk" or other.fits  # type: ignore[attr-defined]
-        assert tune_settings.settings(kind, small=False)[0] == now
+                assert str(tune.settings(kind, small=False)[0]) == str(other)
+            assert other.fits
+        assert tune.settings(kind, small=False)[0] == now
     for fits, choice in ((False, Choice(1024, 8)), (True, Choice(512, 4, stages=4)), (False, Choice(512, 8, stages=5))):
-        assert tune_settings.Launched("fused", choice).fits is fits  # registers; 256 KiB of shared memory
+        assert tune.Setting("fused", choice).fits is fits  # registers; 256 KiB of shared memory
 
 
 def test_tuning_goes_on_after_a_candidate_that_breaks_cuda_and_after_a_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only settings that were right everywhere are ranked. The last candidate of this measurement is the fastest."""
-    names, tried = [str(s) for s in tune_settings.settings("visit", small=False)], []
+    names, tried = [str(s) for s in tune.settings("visit", small=False)], []
     monkeypatch.setattr(tune, "compile_all", lambda jobs, workers: None)
+    monkeypatch.setattr(tune, "details", lambda cell, markdown: "")
 
     def tuned(file: str, failure: type[Exception] | None = None, at: int = 99) -> dict[str, Any]:
         tried.clear()
@@ -384,14 +374,14 @@ def test_tuning_goes_on_after_a_candidate_that_breaks_cuda_and_after_a_cut(
 def test_later_stages_run_with_what_was_clearly_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choice, before = Choice(256, 8, programs=2, grid=1.0), dict(backend.LAUNCH)
     best = {
-        "fused": {"choice": choice._asdict()},
-        "visit": {"choice": Choice(32, 1)._asdict()},
+        "fused": choice._asdict(),
+        "visit": Choice(32, 1)._asdict(),
         "chunk": {"mib": 7, "block": 9},
     }
     by = {"fused": 0.1, "visit": 0.01, "chunk": 0.5}
     found = {kind: {"ranking": [("x", 1.0), ("now", 1 + by[kind])], "best": one, "now": "now"} for kind, one in best.items()}
     *lines, table = tune.summary(found | {"fused32": {"ranking": [], "best": None, "now": "now"}})
-    assert "10.0 % slower" in lines[0] and "no setting was right" in lines[3]
+    assert "10.0 % slower" in lines[0] and "no setting was right" in lines[-1]
     assert eval(table.removeprefix("LAUNCH = "), {"Choice": Choice}) == before | {"fused": choice, "visit": Choice(32, 1)}
     for module, name in ((backend, "LAUNCH"), (blocks, "CHUNK_BYTES"), (blocks, "BLOCK_BYTES")):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
@@ -545,7 +535,7 @@ def test_a_suite_that_breaks_costs_only_itself(stage: Any, monkeypatch: pytest.M
     found, commands, limits = stage("comparison"), [], []
     lost = {"logits": [gpu_stages.LOST_DEVICE, gpu_stages.LOST_DEVICE, 0], "hidden": [1], "active": [None]}
 
-    def run(kit: gpu_running.Kit, *command: str, seconds: float, **_: Any) -> int | None:
+    def run(kit: gpu_stages.Kit, *command: str, seconds: float, **_: Any) -> int | None:
         commands.append(command)
         limits.append(seconds)
         return lost.get(command[command.index("--suite") + 1], [0]).pop(0) if kit is found else 0
@@ -553,7 +543,7 @@ def test_a_suite_that_breaks_costs_only_itself(stage: Any, monkeypatch: pytest.M
     def asked() -> list[str]:
         return [command[command.index("--suite") + 1] for command in commands]
 
-    monkeypatch.setattr(gpu_running.Kit, "python", run)
+    monkeypatch.setattr(gpu_stages.Kit, "python", run)
     gpu_stages.comparison(found)
     assert asked() == ["logits", "logits", *gpu_plan.COMPARED] and not found.well
     assert all(limit < 0.41 * 60 for limit in limits[:-2]) and limits[-1] > 50
@@ -630,7 +620,7 @@ def test_ncu_counts_the_bytes_of_the_fused_kernel(
     )
     assert [line.split(": ", 1 if counts else 2)[-1] for line in found.found["lines"]] == said and found.well
     monkeypatch.setattr(gpu_stages, "ROWS", {torch.bfloat16: 2, torch.float32: 2})
-    with tune_settings.on_triton(), compiling("sm_90") as launches:
+    with tune.on_triton(), compiling("sm_90") as launches:
         gpu_stages.long_rows(stage("long_rows", rehearse=True))
     assert [name for name, _ in launches] == ["_fused_kernel"] * 2
 

@@ -184,8 +184,8 @@ def test_a_build_is_relocatable_and_its_digests_are_those_of_its_files(builds: l
 def test_the_pages_of_versions_are_made_of_their_files() -> None:
     import compiled
 
-    from benchmarks.printing import marked
     from benchmarks.results import load
+    from benchmarks.tables import marked
 
     text, record = versions.PAGE.read_text(), load(compiled.FILE)
     assert versions.updated(text, versions.load()) == text

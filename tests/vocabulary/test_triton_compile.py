@@ -23,8 +23,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from benchmarks.assembly import LOAD, STORE, accesses, bits, blocks, code, loops, taken
-from benchmarks.launches import TARGETS, Case, compiling, device_name, token_rows
-from benchmarks.other_launches import Beside
+from benchmarks.launches import TARGETS, Beside, Case, compiling, device_name, token_rows
 from grpo_kernels.vocabulary.backends import triton as backend
 from grpo_kernels.vocabulary.backends import triton_sparse as sparse
 from grpo_kernels.vocabulary.backends.triton_divergence import _mixed_kernel, _two_pull_kernel, _two_stats_kernel
