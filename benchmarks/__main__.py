@@ -17,7 +17,7 @@ import torch
 from benchmarks.machine import kind, require_kernels
 from benchmarks.report import promise
 from benchmarks.results import RESULTS
-from benchmarks.suites import SUITES, run
+from benchmarks.suites import SUITES, How, run
 from benchmarks.tune import apply
 
 
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--suite", nargs="+", choices=SUITES, default=list(SUITES), metavar="NAME", help="see --list")
-    parser.add_argument("--quick", action="store_true", help="small cells, few runs, no counters")
+    parser.add_argument("--quick", action="store_true", help="small cells, few runs")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--without-native", action="store_true", help="measure what runs where our kernels are missing or stale"
@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> None:
     if not args.without_native:
         require_kernels(args.device)
     out = args.out or (Path("runs/benchmarks") if args.quick else RESULTS)
-    how = {"quick": args.quick, "first": args.first, "fresh": args.fresh}
-    paths, unmeasured = run(args.suite, args.device, out, **how, choices=apply(args.choices) if args.choices else None)
+    choices = apply(args.choices) if args.choices else None
+    paths, unmeasured = run(args.suite, How(args.device, out, args.quick, args.first, args.fresh, choices))
     print("\nwritten:", *paths)
     if unmeasured:
         print("\nCells without figures:", *unmeasured, sep="\n")

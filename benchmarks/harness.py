@@ -10,7 +10,6 @@ import functools
 import gc
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -217,27 +216,3 @@ def compilations() -> Iterator[Callable[[], int]]:
         yield lambda: counters["stats"]["unique_graphs"] - graphs + kernels
     finally:
         knobs.compilation.listener = former
-
-
-def host_syncs(run: Callable[[], Any]) -> int:
-    """How often the host waits for CUDA during `run`: what torch reports, and waits for events, which torch does not
-    report."""
-    waits = 0
-    wait = torch.cuda.Event.synchronize
-
-    def counted(event: torch.cuda.Event) -> None:
-        nonlocal waits
-        waits += 1
-        wait(event)
-
-    torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        torch.cuda.Event.synchronize = counted  # type: ignore[method-assign]
-        try:
-            run()
-        finally:
-            torch.cuda.Event.synchronize = wait  # type: ignore[method-assign]
-            torch.cuda.set_sync_debug_mode("default")
-    return waits + sum("called a synchronizing" in str(w.message) for w in seen)

@@ -21,7 +21,6 @@ from benchmarks.suites import EAGER, OURS, SUITES
 from benchmarks.tables import (
     BATCH,
     DTYPES,
-    SWEEPS,
     Cell,
     Record,
     Row,
@@ -32,14 +31,12 @@ from benchmarks.tables import (
     headline,
     machines,
     megabytes,
-    multiples,
     named,
     processor,
     render,
     replace_block,
     size,
     source,
-    sweep,
     timed,
 )
 from grpo_kernels.diagnosis import numbers
@@ -239,17 +236,6 @@ def figures(folder: Path, suite: str, device: str = "cpu") -> str:
     return "\n\n".join([*map(source, found), *map(comparison, headline(*found))]) if found else absent(suite)
 
 
-def divergences(folder: Path) -> str:
-    """Every direction from hidden states, as multiples of the limit, a table for each CPU that was measured."""
-    suites = {"reverse": "divergence", "forward": "divergence-forward", "jsd": "divergence-jsd"}
-    parts = []
-    for name in machines(folder, "cpu"):
-        records = {what: results.load(folder / name / f"{suite}.json") for what, suite in suites.items()}
-        measured = {what: record for what, record in records.items() if record.get("cells")}
-        parts += [source(next(iter(measured.values()))), multiples(measured)] if measured else []
-    return "\n\n".join(parts) or absent(*suites.values())
-
-
 def pictures(folder: Path, device: str = "cpu", page: Path = FIGURES) -> str:
     links = [picture(folder, name, suite, page) for suite in PICTURES for name in machines(folder, device)]
     return "\n\n".join(filter(None, links)) or f"No plots yet: `{COMMAND}`."
@@ -322,12 +308,13 @@ def budgets() -> Table:
 
 def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
     """{page: {name: text}} of what stands between a page's markers."""
+    divergences = {"Reverse": "divergence", "Forward": "divergence-forward", "Jensen-Shannon": "divergence-jsd"}
     counted = {"counts": instructions, "loads": loads, "budgets": budgets}
     return {
         README: {"front": front(folder), "presets_by_surrogate": presets_by_surrogate()},
         DOCS / "objectives.md": {"presets": presets()},
         DOCS / "divergences.md": {
-            "divergences_cpu": divergences(folder),
+            "divergences_cpu": "\n\n".join(f"**{kind}.** {figures(folder, suite)}" for kind, suite in divergences.items()),
             "logits_divergence_cpu": figures(folder, "logits-divergence"),
         },
         FIGURES: {
@@ -372,7 +359,7 @@ def report(folder: Path = RESULTS) -> str:
                 continue
             out += [f"{record['contract'][0].upper()}{record['contract'][1:]}.", source(record, packages=True)]
             out.append(picture(folder, machine, name, REPORT))
-            out += [sweep(record)] if name in SWEEPS else [details(cell) for cell in record["cells"]]
+            out += [details(cell) for cell in record["cells"]]
     if not machines(folder, "cuda"):
         out += ["## GPUs", gpus(folder, REPORT)]
     return "\n\n".join(part for part in out if part) + "\n"

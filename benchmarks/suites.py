@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,6 +50,7 @@ class Planned(NamedTuple):
 
 Plan = list[Planned]
 Shape = tuple[int, int | None, int]  # rows, hidden size, vocabulary
+SMALL, MEDIUM, LARGE = (64, 256, 32768), (2048, 4096, QWEN), (8192, 4096, QWEN)
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,13 @@ def _logits(contract: str, *many: Shape) -> dict[str, Plan]:
     }
 
 
-def _head(
-    contract: str, cpu: Plan, quick: Plan, cuda: tuple[Shape, ...] = ((8192, 4096, QWEN),), few: Shape = (2048, 4096, QWEN)
-) -> dict[str, Plan]:
+def _on(cpu: Plan, quick: Plan, cuda: Plan, few: Plan) -> dict[str, Plan]:
+    return {"cpu": cpu, "cpu quick": quick, "cuda": cuda, "cuda quick": few}
+
+
+def _head(contract: str, cpu: Plan, quick: Plan, cuda: tuple[Shape, ...] = (LARGE,), few: Shape = MEDIUM) -> dict[str, Plan]:
     """Of one contract from hidden states; on a GPU in bf16."""
-    on_gpu = {"cuda": plan(contract, *cuda, dtypes=(BF16,)), "cuda quick": plan(contract, few, dtypes=(BF16,))}
-    return {"cpu": cpu, "cpu quick": quick} | on_gpu
+    return _on(cpu, quick, plan(contract, *cuda, dtypes=(BF16,)), plan(contract, few, dtypes=(BF16,)))
 
 
 def _divergence(contract: str, *many: Shape) -> dict[str, Plan]:
@@ -104,17 +107,21 @@ def _one_head(contract: str) -> dict[str, Plan]:
     return _head(contract, plan(contract, (256, 1024, QWEN)), quick)
 
 
-def _swept(cpu: Plan, quick: Plan, cuda: Plan, cuda_quick: Plan) -> dict[str, Plan]:
-    """Cells from hidden states: with few providers, in fp32 on a CPU and in bf16 on a GPU."""
-    return {"cpu": cpu, "cpu quick": quick, "cuda": cuda, "cuda quick": cuda_quick}
+def _swept(
+    *shapes: tuple[Shape, ...], only: tuple[tuple[str, ...], ...] = (SWEEP, PEERS), shares: tuple[tuple[float, ...], ...] = ((1.0,),) * 2
+) -> dict[str, Plan]:  # fmt: skip
+    """Cells from hidden states, in fp32 on a CPU and in bf16 on a GPU. shapes: on a CPU, few there, on a GPU, few there. only:
+    the providers on each. shares: of sequences with an advantage, in all cells and in few."""
+
+    def of(i: int) -> Plan:
+        how: dict[str, Any] = {"dtypes": ((FP32, BF16)[i // 2],), "only": only[i // 2]}
+        return [one for share in shares[i % 2] for one in plan("hidden", *shapes[i], active=share, **how)]
+
+    return _on(*(of(i) for i in range(4)))
 
 
-def _on_cpu(*shapes: Shape, only: tuple[str, ...] = SWEEP, **more: Any) -> Plan:
-    return plan("hidden", *shapes, dtypes=(FP32,), only=only, **more)
-
-
-def _on_gpu(*shapes: Shape, only: tuple[str, ...] = PEERS, **more: Any) -> Plan:
-    return plan("hidden", *shapes, dtypes=(BF16,), only=only, **more)
+def _by(*rows: int, hidden: int, vocab: int) -> tuple[Shape, ...]:
+    return tuple((n, hidden, vocab) for n in rows)
 
 
 def _sparse() -> dict[str, Plan]:
@@ -125,20 +132,17 @@ def _sparse() -> dict[str, Plan]:
     def of(shape: Shape, *entropies: float, **more: Any) -> Plan:
         return [one for entropy in entropies for one in plan("sparse", shape, entropy=entropy, **more)]
 
-    large = (8192, 4096, QWEN)
-    return {
-        "cpu": of((256, 1024, QWEN), 0.6, 0.3, 2.0, 6.0) + of((2048, 1024, QWEN), 0.6, 6.0, only=ours),
-        "cpu quick": of((64, 256, 32768), 0.6),
-        "cuda": of(large, 0.6, 0.3, 2.0, 6.0, dtypes=(BF16,)),
-        "cuda quick": of(large, 0.6, dtypes=(BF16,)),
-    }
+    return _on(
+        of((256, 1024, QWEN), 0.6, 0.3, 2.0, 6.0) + of((2048, 1024, QWEN), 0.6, 6.0, only=ours), of(SMALL, 0.6),
+        of(LARGE, 0.6, 0.3, 2.0, 6.0, dtypes=(BF16,)), of(LARGE, 0.6, dtypes=(BF16,)),
+    )  # fmt: skip
 
 
 FEW = (OURS, EAGER)
 KEPT = ("grpo_kernels, into weight_grad", OURS, "pairs in PyTorch, autograd")
+VOCABULARIES = (32768, 65536, LLAMA, QWEN, GEMMA)
 SHARES = (1.0, 0.5, 0.25, 0.75, 0.125)  # with an advantage; those of the targets first
-_small, _large = (64, 256, 32768), (8192, 4096, QWEN)
-_options = plan("cross-entropy", _small)
+_options = plan("cross-entropy", SMALL)
 SUITES = {
     s.name: s
     for s in (
@@ -151,14 +155,14 @@ SUITES = {
                 # Row counts that are a whole number of chunks, and some that are not: 700 and 1000 are no multiples of 16.
                 plan("hidden", (16, 1024, QWEN), (256, 1024, QWEN))
                 + plan("hidden", (700, 1024, QWEN), (1000, 1024, QWEN), (4096, 1024, QWEN), only=MANY_ROWS),
-                plan("hidden", _small), (_large, (8192, 4096, LLAMA), (4096, 2304, GEMMA)), _large,
+                plan("hidden", SMALL), (LARGE, (8192, 4096, LLAMA), (4096, 2304, GEMMA)), LARGE,
             ),
         ),
         Suite(
             "kept", "Loss and gradients over kept sets, from hidden states", "kept",
             _head(
-                "kept", plan("kept", (256, 1024, QWEN)) + plan("kept", (8192, 1024, QWEN), only=KEPT), plan("kept", _small),
-                ((256, 1024, QWEN), (8192, 1024, QWEN)), _small,
+                "kept", plan("kept", (256, 1024, QWEN)) + plan("kept", (8192, 1024, QWEN), only=KEPT), plan("kept", SMALL),
+                ((256, 1024, QWEN), (8192, 1024, QWEN)), SMALL,
             ),
         ),
         Suite("sparse", "Loss and sparse gradients, by the mean entropy of the rows", "sparse", _sparse()),
@@ -178,37 +182,32 @@ SUITES = {
         Suite(
             "rows", "From hidden states, by the number of rows", "hidden",
             _swept(
-                _on_cpu(*((n, 256, 32768) for n in (64, 256, 1024, 4096, 8192))), _on_cpu(*((n, 256, 32768) for n in (64, 256))),
-                _on_gpu(*((n, 4096, QWEN) for n in (1024, 4096, 8192, 32768))), _on_gpu(*((n, 4096, QWEN) for n in (1024, 4096))),
+                _by(64, 256, 1024, 4096, 8192, hidden=256, vocab=32768), _by(64, 256, hidden=256, vocab=32768),
+                _by(1024, 4096, 8192, 32768, hidden=4096, vocab=QWEN), _by(1024, 4096, hidden=4096, vocab=QWEN),
             ),
         ),
         Suite(
             "vocab", "From hidden states, by vocabulary", "hidden",
             _swept(
-                _on_cpu(*((128, 512, v) for v in (32768, 65536, LLAMA, QWEN, GEMMA))), _on_cpu((32, 256, 32768), (32, 256, QWEN)),
-                _on_gpu(*((8192, 4096, v) for v in (32768, 65536, LLAMA, QWEN, GEMMA))), _on_gpu((2048, 4096, 32768), (2048, 4096, QWEN)),
+                tuple((128, 512, v) for v in VOCABULARIES), ((32, 256, 32768), (32, 256, QWEN)),
+                tuple((8192, 4096, v) for v in VOCABULARIES), ((2048, 4096, 32768), MEDIUM),
             ),
         ),
         Suite(
             "active", "From hidden states, by the share of sequences with an advantage", "hidden",
-            _swept(
-                [x for a in SHARES for x in _on_cpu((128, 1024, QWEN), active=a)],
-                [x for a in (1.0, 0.25) for x in _on_cpu((64, 512, 32768), active=a)],
-                [x for a in SHARES for x in _on_gpu(_large, active=a)],
-                [x for a in (1.0, 0.25) for x in _on_gpu((2048, 4096, QWEN), active=a)],
-            ),
+            _swept(((128, 1024, QWEN),), ((64, 512, 32768),), (LARGE,), (MEDIUM,), shares=(SHARES, (1.0, 0.25))),
         ),
         Suite(
             "length", "From hidden states, long batches and sequences: time and memory", "hidden",
             _swept(
-                _on_cpu(*((n, 128, 32768) for n in (4096, 16384, 65536)), only=FEW), _on_cpu((1024, 64, 8192), (2048, 64, 8192), only=FEW),
-                _on_gpu(*((n, 1024, QWEN) for n in (8192, 65536, 131072, 262144)), only=FEW),
-                _on_gpu((8192, 1024, QWEN), (65536, 1024, QWEN), only=FEW),
+                _by(4096, 16384, 65536, hidden=128, vocab=32768), _by(1024, 2048, hidden=64, vocab=8192),
+                _by(8192, 65536, 131072, 262144, hidden=1024, vocab=QWEN), _by(8192, 65536, hidden=1024, vocab=QWEN),
+                only=(FEW, FEW),
             ),
         ),
         Suite(
             "step", "A training step end to end", "step",
-            _swept(
+            _on(
                 plan("step", (256, 128, QWEN), dtypes=(FP32,), layers=2), plan("step", (64, 128, 16384), dtypes=(FP32,), layers=2),
                 plan("step", (8192, 896, QWEN), dtypes=(BF16,), layers=24), plan("step", (2048, 896, QWEN), dtypes=(BF16,), layers=4),
             ),
@@ -217,76 +216,72 @@ SUITES = {
 }  # fmt: skip
 
 
-@dataclass
-class _Record:
-    """The result file of a suite, as it grows."""
+@dataclass(frozen=True)
+class How:
+    """How suites are run. With `fresh` all cells are measured again, with `first` only the first of each suite is, without
+    providers that compile for long. `choices` are the settings of our launches, where they are not the package's (see
+    tune.apply)."""
 
-    suite: Suite
-    path: Path
-    here: dict[str, Any]
-    marks: list[str]  # of the requested cells, in order
-    done: dict[str, dict[str, Any]]  # by mark
-    lost: list[dict[str, str]]  # providers that broke CUDA
+    device: str
+    out: Path
+    quick: bool = False
+    first: bool = False
+    fresh: bool = False
+    choices: dict[str, Any] | None = None
 
-    @staticmethod
-    def continued(suite: Suite, path: Path, here: dict[str, Any], marks: list[str], fresh: bool) -> _Record:
-        """The record with the results that the file has already, unless they are to be measured again."""
-        former = results.load(path)
-        done = {cell["fingerprint"]: cell for cell in former.get("cells", []) if cell.get("fingerprint") in marks and not fresh}
-        lost = [entry for entry in former.get("lost", []) if entry["setting"] == results.setting(here)]
-        return _Record(suite, path, here, marks, done, lost)
-
-    def save(self, *unfinished: dict[str, Any]) -> None:
-        cells = [*(self.done[mark] for mark in self.marks if mark in self.done), *unfinished]
-        about = {"suite": self.suite.name, "title": self.suite.title, "contract": CONTRACTS[self.suite.contract]}
-        lost = {"lost": self.lost} if self.lost else {}
-        results.save(self.path, about | _origin(self.here) | {"cells": cells} | lost)
+    @property
+    def effort(self) -> dict[str, Any]:
+        if self.quick:
+            return {"seconds": 0.2, "least": 5}
+        return {"seconds": 0.5, "least": 20} if self.device == "cuda" else {"seconds": 1.0, "least": 5}
 
 
-def run(
-    suites: list[str], device: str, out: Path, *,
-    quick: bool = False, first: bool = False, fresh: bool = False, choices: dict[str, Any] | None = None,
-) -> tuple[list[Path], list[str]]:  # fmt: skip
-    """Measures the cells that the result files under `out` do not hold yet, prints each, and returns the paths, and the cells
-    that could not be measured, each with the reason. With `fresh` it measures all of them, with `first` the first of each
-    suite, without providers that compile for long. `choices` are the settings of our launches, where they are not the package's
-    (see tune.apply). If a provider breaks CUDA for this process, that is recorded and the process exits with LOST_DEVICE. The
-    same command then continues without that provider, until the code or the machine changes. On a GPU a file is written after
-    each provider."""
-    here = machine(device) | ({"choices": choices} if choices else {})
-    effort: dict[str, Any] = {"seconds": 0.5, "least": 20} if device == "cuda" else {"seconds": 1.0, "least": 5}
-    if quick:
-        effort = {"seconds": 0.2, "least": 5, "counters": False}
+def run(names: list[str], how: How) -> tuple[list[Path], list[str]]:
+    """Measures the cells that the result files do not hold yet, prints each, and returns the paths, and the cells that could
+    not be measured, each with the reason. If a provider breaks CUDA for this process, that is recorded and the process exits
+    with LOST_DEVICE. The same command then continues without that provider, until the code or the machine changes. On a GPU a
+    file is written after each provider."""
+    here = machine(how.device) | ({"choices": how.choices} if how.choices else {})
     print(heading(here), flush=True)
-    paths, unmeasured = [], []
-    for name in suites:
-        suite = SUITES[name]
-        paths.append(out / here["kind"] / f"{name}.json")
-        planned = [_promptly(suite, suite.plan(device, quick)[0])] if first else suite.plan(device, quick)
-        marks = [results.fingerprint(*one, quick, here) for one in planned]
-        record = _Record.continued(suite, paths[-1], here, marks, fresh)
-        print(f"\n# {suite.title}: {CONTRACTS[suite.contract]}", flush=True)
-        for (cell, only), mark in zip(planned, marks, strict=True):
-            if mark in record.done:
-                print(f"\n{details(record.done[mark], markdown=False)}\n(measured before)", flush=True)
-                continue
-            key = {"contract": cell.contract, "dtype": str(cell.dtype), "setting": results.setting(here)}
-            save = record.save if device == "cuda" else None
+    paths = {name: how.out / here["kind"] / f"{name}.json" for name in names}
+    return [*paths.values()], [line for name, path in paths.items() for line in _run(SUITES[name], path, here, how)]
+
+
+def _run(suite: Suite, path: Path, here: dict[str, Any], how: How) -> Iterator[str]:
+    """Measures one suite and yields the cells that could not be measured."""
+    planned = suite.plan(how.device, how.quick)
+    planned = [_promptly(suite, planned[0])] if how.first else planned
+    marks = [results.fingerprint(*one, how.quick, here) for one in planned]
+    former, setting = results.load(path), results.setting(here)
+    done = {cell["fingerprint"]: cell for cell in former.get("cells", []) if cell.get("fingerprint") in marks and not how.fresh}
+    lost = [entry for entry in former.get("lost", []) if entry["setting"] == setting]  # providers that broke CUDA
+    about = {"suite": suite.name, "title": suite.title, "contract": CONTRACTS[suite.contract]}
+
+    def save(*unfinished: dict[str, Any]) -> None:
+        cells = [*(done[mark] for mark in marks if mark in done), *unfinished]
+        results.save(path, about | _origin(here) | {"cells": cells} | ({"lost": lost} if lost else {}))
+
+    print(f"\n# {suite.title}: {CONTRACTS[suite.contract]}", flush=True)
+    for (cell, only), mark in zip(planned, marks, strict=True):
+        before = "\n(measured before)" * (mark in done)
+        if not before:
+            key = {"contract": cell.contract, "dtype": str(cell.dtype), "setting": setting}
+            parts = save if how.device == "cuda" else None
             try:
-                found = measure(cell, device, only=only, known=_known(out / here["kind"], key), save=save, **effort)
+                found = measure(cell, how.device, only=only, known=_known(path.parent, key), save=parts, **how.effort)
             except DeviceLost as failure:
-                record.lost.append({"provider": failure.provider, "reason": failure.reason} | key)
-                record.save()
+                lost.append({"provider": failure.provider, "reason": failure.reason} | key)
+                save()
                 print(f"\n{failure}: CUDA is unusable in this process. Run the same command again.", file=sys.stderr)
                 raise SystemExit(LOST_DEVICE) from failure
             except Exception as failure:  # the other cells are still measured
-                unmeasured.append(f"{name}, {cell}: {first_line(failure)}")
-                print(f"\n{unmeasured[-1]}", file=sys.stderr, flush=True)
+                line = f"{suite.name}, {cell}: {first_line(failure)}"
+                print(f"\n{line}", file=sys.stderr, flush=True)
+                yield line
                 continue
-            record.done[mark] = found | {"fingerprint": mark} | _origin(here)
-            record.save()
-            print(f"\n{details(found, markdown=False)}", flush=True)
-    return paths, unmeasured
+            done[mark] = found | {"fingerprint": mark} | _origin(here)
+            save()
+        print(f"\n{details(done[mark], markdown=False)}{before}", flush=True)
 
 
 def _promptly(suite: Suite, planned: Planned) -> Planned:

@@ -221,20 +221,6 @@ def comparison(cells: list[Cell]) -> str:
     return "\n\n".join([render(lines, markdown=True), *reasons(cells)])
 
 
-def multiples(records: dict[str, Record]) -> str:
-    """{what a record computes: record}: each contender's time as a multiple of the limit, a column per cell."""
-    cells = {
-        f"{DTYPES[cell['dtype']]}, {what}, {cell['rows']:,} rows": {
-            row["name"]: times(ratio(cell, row)) for row in timed(cell) if not row.get("limit")
-        }
-        for what, record in records.items()
-        for cell in record["cells"]
-    }
-    names = dict.fromkeys(name for found in cells.values() for name in found)
-    lines = [["", *cells], *([name, *(found.get(name, "") for found in cells.values())] for name in names)]
-    return render(lines, markdown=True)
-
-
 RATES = {"gbps_1u": "GB/s (1U)", "gbps_2u": "GB/s (2U)", "gbps_3u": "GB/s (3U)", "tflops_dense": "as if dense"}
 
 
@@ -283,25 +269,3 @@ def by_dtype(cells: Iterable[Cell]) -> list[list[Cell]]:
     for cell in cells:
         found.setdefault(cell["dtype"], []).append(cell)
     return [*found.values()]
-
-
-def sweep(record: Record) -> str:
-    """Times and memory by what the suite varies, a table per dtype."""
-    field, what = SWEEPS[record["suite"]]
-    out = []
-    for cells in by_dtype(record["cells"]):
-        names = dict.fromkeys(row["name"] for cell in cells for row in timed(cell))
-        about = f"by {what}, {DTYPES[cells[0]['dtype']]}, {fixed(cells[0], field)}"
-        for unit in ("ms (x limit)", "extra MB"):
-            lines = [[f"{unit} {about}", *(f"{cell[field]:,}" for cell in cells)]]
-            for name in names:
-                rows = [next((row for row in cell["providers"] if row["name"] == name), {"status": ""}) for cell in cells]
-                shown = [
-                    row["status"] if row["status"] != "ok" else megabytes(row) if unit == "extra MB" else
-                    f"{milliseconds(row)} ({times(ratio(cell, row))})" for cell, row in zip(cells, rows, strict=True)
-                ]  # fmt: skip
-                limiting = any(row.get("limit") for row in rows)
-                lines += [] if limiting and unit == "extra MB" else [[name + " (limit)" * limiting, *shown]]
-            out.append(render(lines, markdown=True))
-        out += reasons(cells, field)
-    return "\n\n".join(out)

@@ -277,7 +277,7 @@ def tune(kind: str, device: str, small: bool, seconds: float, before: Record, sa
             limits = [p for p in providers(workload.cell.contract) if p.limit]
             try:
                 cell = measure(
-                    workload.cell, device, seconds=seconds, least=1 if small else 5, most=20, counters=False, memory=kind == "chunk",
+                    workload.cell, device, seconds=seconds, least=1 if small else 5, most=20, memory=kind == "chunk",
                     known=lost.get(str(workload)), save=lambda part, name=name: saved([*cells, name | part]),
                     candidates=[workload.candidate(s) for s in candidates] + limits,
                 )  # fmt: skip

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import math
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ pytest.importorskip("triton")
 
 from benchmarks import harness, machine, suites
 from benchmarks import measure as measuring
-from benchmarks.cases import CLIP, CONTRACTS, DIRECTIONS, Case, Cell, errors, make_case, policy_loss, reference
+from benchmarks.cases import CLIP, CONTRACTS, Case, Cell, errors, make_case, policy_loss
 from benchmarks.measure import DeviceLost, Run, derived, measure, outside_gate
 from benchmarks.providers import Provider, Unavailable, peer, providers
 from benchmarks.tables import details
@@ -50,7 +49,7 @@ def tiny(contract: str, dtype: torch.dtype = FP32, **changes: Any) -> Cell:
 
 def quickly(cell: Cell, candidates: list[Provider] | None = None, **how: Any) -> Found:
     """{provider: its row}, and the whole cell under ""."""
-    cell = measure(cell, "cpu", candidates=candidates, **{"seconds": 0.0, "least": 1, "counters": False, "memory": False} | how)
+    cell = measure(cell, "cpu", candidates=candidates, **{"seconds": 0.0, "least": 1, "memory": False} | how)
     return {row["name"]: row for row in cell["providers"]} | {"": cell}
 
 
@@ -214,9 +213,11 @@ def test_eager_is_not_measured_in_place_of_missing_kernels(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
-def test_every_provider_that_runs_here_is_right(contract: str) -> None:
-    """Each is found by its file, and plans name those that there are."""
-    dtype = BF16 if contract in ("kept", "sparse", "logits-forward", "hidden-frozen", "divergence-jsd") else FP32
+def test_every_provider_that_runs_here_is_right(contract: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so are the reference results, which are computed some rows at a time. Providers are found by their file, and plans name
+    those that there are."""
+    dtype = BF16 if contract in ("sparse", "logits-forward", "hidden-frozen") else FP32
+    monkeypatch.setattr("benchmarks.cases.row_blocks", lambda cell, size, device: (slice(lo, lo + 8) for lo in range(0, 32, 8)))
     cell = quickly(tiny(contract, dtype, active=0.5)).pop("")
     own = ("grpo_kernels", "eager PyTorch", "torch.compile")
     assert any(row["name"].startswith("grpo_kernels") and row["status"] == "ok" for row in cell["providers"])
@@ -238,10 +239,8 @@ def test_broken_cuda_is_told_from_a_failure_and_who_broke_it_is_not_run(monkeypa
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     with pytest.raises(DeviceLost, match="reckless: RuntimeError: CUDA error"):
         measuring._attempt(contender("reckless"), "cuda", lost)
-    counted: list[str] = []
-    monkeypatch.setattr(measuring, "_compiles", lambda p, cell, device: counted.append(p.name))
-    quickly(tiny("logits"), [contender("reckless", lost), contender("right")], known={"reckless": "it"}, counters=True)
-    assert counted == ["right"]
+    rows = quickly(tiny("logits"), [contender("reckless", lost), contender("right")], known={"reckless": "it"})
+    assert (rows["reckless"]["status"], rows["reckless"]["reason"], rows["right"]["status"]) == ("failed", "it", "ok")
 
 
 def test_what_compiles_for_long_comes_last_and_each_is_saved_at_once() -> None:
@@ -301,56 +300,17 @@ def test_rates_follow_from_times(contract: str, changes: dict, ms: float, rates:
     assert found.pop("flop_convention", "") == rates.pop("flop_convention", "") and found == pytest.approx(rates)
 
 
-# ---- inputs, and the reference results
+# ---- inputs
 
 
-def half_log(x: torch.Tensor) -> torch.Tensor:
-    return torch.xlogy(x, x).sum(-1)
-
-
-@pytest.mark.parametrize("contract", [contract for contract in CONTRACTS if contract != "step"])
-def test_the_reference_is_what_the_definition_says_in_float64(contract: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some rows at a time, against all of them at once."""
-    case = make_case(tiny(contract, active=0.5), "cpu")
-    monkeypatch.setattr("benchmarks.cases.row_blocks", lambda cell, size, device: (slice(lo, lo + 8) for lo in range(0, 32, 8)))
-    given = (case.pristine,) if case.hidden is None else (case.hidden, case.weight)
-    leaves = [x.detach().double().requires_grad_() for x in given]
-    z = leaves[0] if len(leaves) == 1 else leaves[0] @ leaves[1].t()
-    p = (z if case.batch.kept is None else z.masked_fill(~case.sets.mask(512), -math.inf)).softmax(-1)
-    logps, b = p.gather(1, case.batch.targets[:, None])[:, 0].log(), case.batch
-    if contract in DIRECTIONS:
-        w = case.ref_logits.double() if case.hidden is None else case.ref_hidden.double() @ case.ref_weight.double().t()
-        q, m = w.softmax(-1), (p + w.softmax(-1)) / 2
-        reverse, forward = half_log(p) - (p * q.log()).sum(-1), half_log(q) - (q * p.log()).sum(-1)
-        jsd = (half_log(p) + half_log(q)) / 2 - half_log(m)
-        loss = {"reverse": reverse, "forward": forward, "jsd": jsd}[DIRECTIONS[contract]].mean()
-    elif contract == "cross-entropy":
-        loss = -logps.mean()
-    else:
-        ratio = (logps - b.old_logps).exp()
-        clipped = torch.minimum(ratio * b.advantages, ratio.clamp(1 - CLIP[0], 1 + CLIP[1]) * b.advantages)
-        d = b.ref_logps - logps if contract == "logits" else torch.zeros(32)
-        loss = (0.04 * (d.exp() - d - 1) - clipped).mean()
-    names = ("d_logits",) if len(leaves) == 1 else ("d_hidden", "d_weight")
-    gradients = dict(zip(names, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True))
-    expected = {"loss": loss, "logps": logps, "entropy": -half_log(p), **gradients}
-    found = reference(case)
-    assert {*found} == (
-        {"loss", *case.leaves} if case.leaves else {"logps", "entropy"} - ({"entropy"} if case.hidden is not None else set())
-    )
-    assert max(errors(found, {name: expected[name].detach() for name in found}).values()) < 1e-5
-
-
-@pytest.mark.parametrize("contract", ["logits", "hidden"])
-@pytest.mark.parametrize("active", [1.0, 0.125])
+@pytest.mark.parametrize(("contract", "active"), [("logits", 0.125), ("hidden", 1.0)])
 def test_old_log_probs_keep_away_from_the_clip_bounds(contract: str, active: float) -> None:
     """In 16 bits too, so that rounding cannot look like a wrong formula. As many sequences as asked for have an advantage."""
     case = make_case(tiny(contract, BF16, rows=1024, active=active), "cpu")
-    logits = (case.logits if contract == "logits" else case.hidden.double() @ case.weight.double().t()).detach()
-    log_ratio = logits.double().log_softmax(-1).gather(1, case.batch.targets[:, None])[:, 0] - case.batch.old_logps
-    for bound in (math.log(1 - CLIP[0]), math.log(1 + CLIP[1])):
-        assert (log_ratio - bound).abs().min() > 0.05
-    assert all(x.float().mean() > 0.15 for x in (log_ratio.abs() < 0.15, log_ratio > 0.15, log_ratio < -0.15))
+    logits = case.logits if contract == "logits" else case.hidden.double() @ case.weight.double().t()
+    off = logits.detach().double().log_softmax(-1).gather(1, case.batch.targets[:, None])[:, 0] - case.batch.old_logps
+    assert all((off - math.log(1 + bound)).abs().min() > 0.05 for bound in (-CLIP[0], CLIP[1]))
+    assert all(x.float().mean() > 0.15 for x in (off.abs() < 0.15, off > 0.15, off < -0.15))
     advantages = case.batch.advantages.view(16, 64)
     used = int((advantages[:, 0] != 0).sum())
     assert (advantages == advantages[:, :1]).all() and used == 16 * active == case.cell.active_rows / 64
@@ -460,39 +420,24 @@ def test_memory_is_that_of_the_run() -> None:
     assert 0.8 * 40e6 < found < 1.6 * 40e6 and last
 
 
-def test_recompilations_are_those_after_the_first_shape_in_a_fresh_compiler() -> None:
-    """New graphs and kernels are counted. Ours has none, whatever the number of sequences."""
+def test_new_graphs_and_kernels_are_counted() -> None:
     knobs = pytest.importorskip("triton").knobs
     former = knobs.compilation.listener
+    with harness.compilations() as count, torch.compiler.set_stance("default"):
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=False)
+        function, counts = torch.compile(lambda x: x + 1, backend="eager"), [count()]
+        for size in (3, 3, 4):
+            function(torch.ones(size))
+            counts.append(count())
+    assert counts == [1, 2, 2, 3] and knobs.compilation.listener is former
+
+
+def test_torch_compile_has_not_seen_the_shapes_of_the_cell_before() -> None:
+    """It would generalise from two of them, and be timed with a graph for any number of rows."""
+    graph = torch.compile(policy_loss, backend="eager")
+    compiled = contender("compiled", loss=lambda p, b, beta: graph(p, b, beta))
     with torch.compiler.set_stance("default"):
-        with harness.compilations() as count:
-            knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=False)
-            function, counts = torch.compile(lambda x: x + 1, backend="eager"), [count()]
-            for size in (3, 3, 4):
-                function(torch.ones(size))
-                counts.append(count())
-        assert counts == [1, 2, 2, 3] and knobs.compilation.listener is former
-        graph = torch.compile(policy_loss, backend="eager")
-        compiled = contender("compiled", loss=lambda p, b, beta: graph(p, b, beta))
-        for rows in (32, 48):  # torch.compile learns here that row counts vary, and must forget it
-            compiled.make(make_case(tiny("logits", rows=rows), "cpu")).call()
-        assert measuring.recompilations(compiled, tiny("logits", rows=64), "cpu") == 1
-    for sequences in (14, 1):
-        assert measuring._compiles(the("hidden", "grpo_kernels"), tiny("hidden", rows=28, sequences=sequences), "cpu") == 0
-
-
-def test_host_syncs_are_the_warnings_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[str] = []
-    waited: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(torch.cuda.Event, "synchronize", waited.append)
-    wait = torch.cuda.Event.synchronize
-
-    def run() -> None:
-        for text in ("called a synchronizing CUDA operation", "something else", "called a synchronizing CUDA operation"):
-            warnings.warn(text, stacklevel=1)
-        torch.cuda.Event.synchronize(object())  # torch's mode does not see it; a batch waits for its row counts so
-
-    assert harness.host_syncs(run) == 3 and modes == ["warn", "default"] and len(waited) == 1
-    assert torch.cuda.Event.synchronize is wait
+        for rows in (32, 48, 64):
+            with harness.compilations() as count:
+                quickly(tiny("logits", rows=rows), [compiled])
+            assert count() == 1, rows

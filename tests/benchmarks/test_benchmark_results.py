@@ -43,7 +43,7 @@ class Planned:
         return measuring.describe(cell) | {"limit": None, "providers": [], "number": len(self.log)}
 
     def run(self, **how: bool) -> dict[str, Any]:
-        (path,), self.unmeasured = suites.run(["logits"], "cpu", self.out, **how)
+        (path,), self.unmeasured = suites.run(["logits"], suites.How("cpu", self.out, **how))
         assert path == self.out / machine.kind("cpu") / "logits.json"
         return results.load(path)
 
@@ -147,22 +147,28 @@ def test_the_machine_is_described_by_what_changes_times(monkeypatch: pytest.Monk
     assert f"backend {found['backend']}" in head and f"{found['threads']} threads" in head and "NHV" in head
 
 
-def test_without_current_kernels_nothing_is_measured_unless_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_command_measures_with_current_kernels_only_and_ends_with_the_promise(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     calls: list[Path] = []
-    monkeypatch.setattr(command, "run", lambda suites, device, out, **_: calls.append(out) or ([], []))
-    monkeypatch.setattr(command, "promise", lambda *where: (True, ""))
+    outcome: Any = [([], []), (True, "")]  # of a run, of the promise
+    monkeypatch.setattr(command, "run", lambda suites, how: calls.append(how.out) or outcome[0])
+    monkeypatch.setattr(command, "promise", lambda *where: outcome[1])
     monkeypatch.setattr(machine, "findings", lambda needed: [Finding("it is stale", "build it", True, blocks=True)])
     with pytest.raises(SystemExit, match=r"Nothing was measured\.\nit is stale\n  -> build it"):
         command.main(["--device", "cpu"])
-    assert calls == []
     command.main(["--device", "cpu", "--without-native"])
     monkeypatch.setattr(machine, "findings", lambda needed: [Finding("threads spin", "wait", False)])
-    for options in ([], ["--quick"], ["--quick", "--out", "here"]):
-        command.main(["--device", "cpu", *options])
+    for options in ("--list", "", "--quick", "--quick --out here"):
+        command.main(["--device", "cpu", *options.split()])
     assert calls == [RESULTS, RESULTS, Path("runs/benchmarks"), Path("here")]
-    command.main(["--list", "--device", "cpu"])
     printed = capsys.readouterr().out
-    assert all(f"{name}: " in printed for name in suites.SUITES) and len(calls) == 4
+    assert all(f"{name}: " in printed for name in suites.SUITES)
+    for outcome[:] in ([([], []), (False, "broken")], [([], ["hidden: no room"]), (True, "kept")]):
+        with pytest.raises(SystemExit) as stop:
+            command.main(["--device", "cpu"])
+        printed = capsys.readouterr().out
+        assert stop.value.code == 1 and printed.endswith(f"\n{outcome[1][1]}\n") and all(x in printed for x in outcome[0][1])
 
 
 AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
@@ -227,22 +233,6 @@ def test_of_every_machine_that_was_measured_the_promise_is_kept_and_the_front_ha
             assert m["kind"] == kind and (m["device"] != "cpu" or amx or kind.endswith(m["instruction set"])), path
 
 
-@pytest.mark.parametrize(("kept", "unmeasured", "status"), [(True, [], None), (False, [], 1), (True, ["hidden: no room"], 1)])
-def test_the_command_ends_with_the_promise(
-    kept: bool, unmeasured: list, status: int | None, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(command, "require_kernels", lambda device: None)
-    monkeypatch.setattr(command, "run", lambda *_, **__: ([], unmeasured))
-    monkeypatch.setattr(command, "promise", lambda *where: (kept, f"of {where[1]}"))
-    ended = None
-    try:
-        command.main(["--device", "cpu"])
-    except SystemExit as stop:
-        ended = stop.code
-    out = capsys.readouterr().out
-    assert ended == status and out.endswith(f"\nof {machine.kind('cpu')}\n") and all(cell in out for cell in unmeasured)
-
-
 def test_pages_and_pictures_show_what_was_measured() -> None:
     """No figure was typed or forgotten: `python -m benchmarks.report --write`. The description of a picture holds its numbers."""
     plots = pytest.importorskip("benchmarks.plots", reason="matplotlib is not installed")
@@ -266,12 +256,9 @@ def test_a_contender_without_a_time_has_its_reason_in_table_and_picture(name: st
     plots = pytest.importorskip("benchmarks.plots")
     record = results.load(next(RESULTS.glob("*/hidden.json")))
     for row in (row for cell in record["cells"] for row in cell["providers"] if row["name"] == name):
-        for key in ("ms", "p20", "p80"):
-            row.pop(key)
-        row |= {"status": "wrong", "reason": "d_logits is off by 2e-01"}
+        row.update(status="wrong", reason="d_logits is off by 2e-01", ms=None)
     for kind in ("one-cpu", "two-cpu"):
-        record["machine"] = record["machine"] | {"kind": kind}
-        results.save(tmp_path / kind / "hidden.json", record)
+        results.save(tmp_path / kind / "hidden.json", record | {"machine": record["machine"] | {"kind": kind}})
     text, shown = report.figures(tmp_path, "hidden"), plots.of_suite(record)
     assert f"- wrong, d_logits is off by 2e-01: {name}" in text and f"\n| {name} |" not in text
     assert "| one-cpu fp32 ms |" in text and "| two-cpu bf16 ms |" in text
