@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -108,6 +108,25 @@ def compiling(target: str) -> Iterator[list[tuple[str, Any]]]:
 
 # ---- the launches of the library
 
+
+class Kind(NamedTuple):
+    """What budgets have to know about a kernel."""
+
+    launch: str  # the key of its launch
+    loops: str = "special"  # the pipe that its loops over a row issue to; "special" computes exponentials
+    counted: bool = True  # whether a loop does nothing but go over a row, so that its work can be counted per logit
+    stores: bool = False  # whether its loop stores a gradient
+
+
+#: The loop of scale_ also handles the end of a row; those of products read ids and values of slots, and store behind the loop; the
+#: selection scans some of its tiles and stores what it takes.
+KINDS = {
+    "stats": Kind("visit"), "pull": Kind("visit", stores=True), "fused": Kind("fused", stores=True),
+    "scale_": Kind("visit", "memory", counted=False, stores=True),
+    "two_stats": Kind("two"), "mixed": Kind("mixed"), "two_pull": Kind("two", stores=True),
+    **{kernel: Kind("slots", "fp32", counted=False) for kernel in ("slot_logits", "add_weight_rows", "add_hidden_rows")},
+    **{kernel: Kind("select", counted=False) for kernel in ("select", "masses")},
+}  # fmt: skip
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", None: "no gradient"}
 
 
@@ -139,27 +158,21 @@ class Case:
     @property
     def choice(self) -> Choice:
         if self.kernel != "fused":
-            return LAUNCH["visit"]
+            return LAUNCH[self.kind.launch]
         return choice_of(fused_kind(self.logits, self.gradient or self.logits, TRANSFORMS[self.transform](1).softcap))
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.kernel]
+
+    @property
+    def stores(self) -> bool:
+        return self.kind.stores and self.gradient is not None
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes that a visit reads per logit, for each stream; the first stream sets the width of an access."""
         return (self.logits.itemsize,)
-
-    @property
-    def loops(self) -> str:
-        """The pipe that the kernel's loops over a row issue to; "special" computes exponentials."""
-        return "memory" if self.kernel == "scale_" else "special"
-
-    @property
-    def counted(self) -> bool:
-        """Whether a loop does nothing but go over a row, so that its accesses and instructions can be counted per logit."""
-        return self.kernel != "scale_"  # whose loop also handles the end of a row
-
-    @property
-    def stores(self) -> bool:
-        return self.kernel != "stats" and self.gradient is not None
 
     @property
     def before_wait(self) -> float:
@@ -313,16 +326,8 @@ class Beside(Case):
     divergence: str = "reverse"
 
     @property
-    def choice(self) -> Choice:
-        return LAUNCH["mixed" if self.kernel == "mixed" else "two"]
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         return self.logits.itemsize, self.teacher.itemsize
-
-    @property
-    def stores(self) -> bool:
-        return self.kernel == "two_pull"
 
     @property
     def before_wait(self) -> float:
@@ -363,10 +368,6 @@ class Sparse(Case):
     row, `logits` the dtype of the rows that are read, `gradient` of those that they are multiplied with or added to."""
 
     @property
-    def choice(self) -> Choice:
-        return LAUNCH["slots"]
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         return self.logits.itemsize, self.second.itemsize
 
@@ -374,18 +375,6 @@ class Sparse(Case):
     def second(self) -> torch.dtype:
         assert self.gradient is not None
         return self.gradient
-
-    @property
-    def loops(self) -> str:
-        return "fp32"
-
-    @property
-    def counted(self) -> bool:
-        return False  # its loops also read ids and values of slots
-
-    @property
-    def stores(self) -> bool:
-        return False  # behind the loop
 
     def __str__(self) -> str:
         layout = "aligned" if self.aligned else "unaligned"
@@ -415,18 +404,6 @@ class Selecting(Case):
         """Whether all accesses of a row are aligned and whole. Those of an odd vocabulary are made of single elements."""
         return self.stride % 16 == 0 == self.vocab % 16
 
-    @property
-    def choice(self) -> Choice:
-        return LAUNCH["select"]
-
-    @property
-    def counted(self) -> bool:
-        return False  # a scan in some of the tiles
-
-    @property
-    def stores(self) -> bool:
-        return False  # of what is taken
-
     def __str__(self) -> str:
         layout = ("aligned" if self.aligned else "unaligned") + ", padded" * (self.stride > self.vocab)
         return f"{DTYPE_NAMES[self.logits]}, {self.vocab} columns, {layout}, {self.transform}"
@@ -452,8 +429,8 @@ KERNELS = (
     ("two_stats", "reverse"), ("two_stats", "forward"), ("mixed", "jsd"),
     ("two_pull", "reverse"), ("two_pull", "forward"), ("two_pull", "jsd"),
 )  # fmt: skip
-PRODUCTS = ("slot_logits", "add_weight_rows", "add_hidden_rows")
-SELECTIONS = ("select", "masses")
+PRODUCTS = tuple(kernel for kernel, kind in KINDS.items() if kind.launch == "slots")
+SELECTIONS = tuple(kernel for kernel, kind in KINDS.items() if kind.launch == "select")
 
 
 def beside(kernel: str, divergence: str, logits: torch.dtype, teacher: torch.dtype, gradient: torch.dtype) -> Beside:

@@ -99,7 +99,7 @@ def report(target: str, case: Case) -> Report:
     stages = next((int(value) for (i,), value in kernel.src.constants.items() if names[i] == "STAGES"), 1)
     return Report(
         target, case.kernel, str(case), **used, shared=shared, warps=warps, programs=programs, limit=limit, stages=stages,
-        fp64=bool(re.search(r"\.f64|_f64", code(kernel))), loops=tuple(row_loops(kernel, case.loops)), size=sum(case.sizes),
+        fp64=bool(re.search(r"\.f64|_f64", code(kernel))), loops=tuple(row_loops(kernel, case.kind.loops)), size=sum(case.sizes),
     )  # fmt: skip
 
 
@@ -128,18 +128,18 @@ def broken(case: Case, found: Report) -> list[str]:
         "bytes spilled": (found.spilled + found.stack, spill),
         "reloads in loops": (found.reloads, 0),
         "fp64": (int(found.fp64), 0),
-        "kinds of store": (len(found.stores), int(case.stores) if case.counted else 2),
+        "kinds of store": (len(found.stores), int(case.stores) if case.kind.counted else 2),
     }
     at_least = {"resident threads": (found.programs * found.threads, threads)}
     if case.aligned:
-        widest = min if case.counted else max
+        widest = min if case.kind.counted else max
         # The access to the first stream sets the width of a tile: accesses to a stream of a narrower dtype are narrower.
         at_least["bits per load"] = (widest(found.loads, default=0), min(128, 128 * min(case.sizes) // case.sizes[0]))
         if case.gradient is not None and case.stores:
             # 16-bit gradients of fp32 logits are stored in accesses of 64 bits.
             width = 128 * case.gradient.itemsize // max(case.logits.itemsize, case.gradient.itemsize)
             at_least["bits per store"] = (widest(found.stores, default=0), width)
-    if case.counted:
+    if case.kind.counted:
         at_least |= _loads_before_the_first_wait(case, found)
     return [f"{name} {value}, at most {limit}" for name, (value, limit) in at_most.items() if value > limit] + [
         f"{name} {value}, at least {limit}" for name, (value, limit) in at_least.items() if value < limit
