@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import kind, require_kernels
+from benchmarks.measure import describe
 from benchmarks.report import promise
 from benchmarks.results import RESULTS
 from benchmarks.suites import SUITES, How, run
@@ -45,11 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         for name in args.suite:
             print(f"{name}: {SUITES[name].title}")
             for cell, _ in SUITES[name].plan(args.device, args.quick):
-                shape = " x ".join(f"{n:,}" for n in (cell.rows, cell.hidden, cell.vocab) if n)
-                notes = [f", {cell.active:.1%} active"] if cell.active < 1 else []
-                notes += [f", {cell.entropy:g} nats"] if cell.entropy is not None else []
-                notes += [", one sequence"] if cell.sequences == 1 else []
-                print(f"  {shape} {str(cell.dtype).removeprefix('torch.')}{''.join(notes)}")
+                print("  " + ", ".join(f"{key} {value}" for key, value in describe(cell).items() if value is not None))
         return
     if not args.without_native:
         require_kernels(args.device)

@@ -187,36 +187,27 @@ def calls(on: Given) -> dict[str, Step]:
     }
 
 
-def recompilations(
-    device: str, vocab: int, width: int, lengths: int = 30, schedules: int = 10, longest: int = 300
-) -> int:  # fmt: skip
+def recompilations(device: str, vocab: int, width: int, lengths: int = 30, schedules: int = 10, longest: int = 300) -> int:
     """Counts the kernels and graphs that random lengths and schedules compile, after one call of each entry point."""
     draw = random.Random(0)
 
-    def step(length: int, schedule: tuple[float, ...]) -> None:
-        low, high, beta, temperature = schedule
+    def step(length: int, low: float, high: float, beta: float, temperature: float) -> None:
         objective = Objective.preset("dapo", surrogate=Clip(low, high), beta=beta)
-        transform = LogitTransform(temperature=temperature)
-        batch = batch_of((2, length), vocab, device)
-        logits = torch.randn(2, length, vocab, device=device, dtype=torch.bfloat16, requires_grad=True)
-        hidden = torch.randn(2, length, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.randn(vocab, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-        torch.autograd.grad(grpo_loss(logits, batch, objective, transform=transform).loss * 2.0, logits)
-        head = hidden, weight
-        torch.autograd.grad(linear_grpo_loss(*head, batch, objective, transform=transform).loss * 2.0, head)
-        kept = batch_of((2, length), vocab, device, kept=4)
-        torch.autograd.grad(linear_grpo_loss(*head, kept, objective, transform=transform).loss * 2.0, head)
-        logps, _ = token_logprobs(logits, batch.targets, transform=transform)
-        torch.autograd.grad(logps.sum(), logits)
+        how: dict[str, Any] = {"transform": LogitTransform(temperature=temperature)}
+        on = Given.of(device, (2, length), vocab, width, torch.bfloat16)
+        torch.autograd.grad(grpo_loss(on.logits, on.batch, objective, **how).loss * 2.0, on.logits)
+        for batch in (on.batch, on.kept):
+            torch.autograd.grad(linear_grpo_loss(*on.head, batch, objective, **how).loss * 2.0, on.head)
+        torch.autograd.grad(token_logprobs(on.logits, on.batch.targets, **how)[0].sum(), on.logits)
 
     kinds = [
         (draw.random(), draw.random(), draw.random() + 1e-3, draw.choice((1.0, 0.5, draw.random() + 0.1)))
         for _ in range(schedules)
     ]
-    step(min(longest, 33), kinds[0])
+    step(min(longest, 33), *kinds[0])
     with compilations() as count:
         for i in range(lengths):
-            step(min(longest, draw.choice((1, 16, draw.randint(2, 300)))), kinds[i % schedules])
+            step(min(longest, draw.choice((1, 16, draw.randint(2, 300)))), *kinds[i % schedules])
         return count()
 
 

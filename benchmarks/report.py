@@ -257,39 +257,18 @@ def gpus(folder: Path, page: Path = FIGURES) -> str:
 # ---- what was counted in machine code
 
 
-def _named(visit: Record) -> str:
-    return f"{visit['kernel']}, {'read and write' if visit['writes'] else 'read'}"
-
-
 def instructions() -> Table:
-    """Of Triton's newest version on Hopper: what a thread issues for a logit, in each visit of a row."""
+    """Of Triton's newest version on Hopper: what a thread issues for a logit in each visit of a row, and its loads before the first
+    wait, of all in a round of the loop."""
     record = results.load(INSTRUCTIONS)
-    lines = [["of a thread for a logit", "visit", "instructions", "exponentials", "fp32", "memory", "registers x threads"]]
-    for name, visit in _visits(record[max(record, key=numbers)]["targets"]["sm_90"]):
+    head = "of a thread for a logit", "visit", "instructions", "exponentials", "fp32", "memory", "registers x threads"
+    lines = [[*head, "loads before the first wait"]]
+    ways = record[max(record, key=numbers)]["targets"]["sm_90"]
+    for name, visit in ((name, visit) for name, way in ways.items() if name.startswith(OURS) for visit in way["visits"]):
         issued = [sum(visit["issued"].values()), *(visit["issued"][pipe] for pipe in ("special", "fp32", "memory"))]
         held = f"{visit['registers']} x {visit['threads']}" + f", {visit['spilled']} B spilled" * bool(visit["spilled"])
-        lines.append([name, _named(visit), *(f"{x:.2f}" for x in issued), held])
-    return lines
-
-
-def _visits(ways: Record) -> list[tuple[str, Record]]:
-    return [(name, visit) for name, way in ways.items() if name.startswith(OURS) for visit in way["visits"]]
-
-
-def loads() -> Table:
-    """The loads of a thread before its first wait, of all in a round of the loop, for each visit; and bytes spilled."""
-    record = results.load(INSTRUCTIONS)
-    columns = {
-        f"{x}, {version}": record[version]["targets"][x]
-        for version in sorted(record, key=numbers)
-        for x in record[version]["targets"]
-    }
-    lines = [["loads before the first wait", *columns]]
-    for name in dict.fromkeys(name for name, _ in _visits([*columns.values()][-1])):
-        visits = [ways[name]["visits"] for ways in columns.values()]
-        spilled = [max(visit["spilled"] for visit in of) for of in visits]
-        cells = [", ".join(f"{visit['together']} of {visit['loads']}" for visit in of) for of in visits]
-        lines.append([name, *(cell + f"; {n} B spilled" * bool(n) for cell, n in zip(cells, spilled, strict=True))])
+        what = f"{visit['kernel']}, {'read and write' if visit['writes'] else 'read'}"
+        lines.append([name, what, *(f"{x:.2f}" for x in issued), held, f"{visit['together']} of {visit['loads']}"])
     return lines
 
 
@@ -309,7 +288,7 @@ def budgets() -> Table:
 def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
     """{page: {name: text}} of what stands between a page's markers."""
     divergences = {"Reverse": "divergence", "Forward": "divergence-forward", "Jensen-Shannon": "divergence-jsd"}
-    counted = {"counts": instructions, "loads": loads, "budgets": budgets}
+    counted = {"counts": instructions, "budgets": budgets}
     return {
         README: {"front": front(folder), "presets_by_surrogate": presets_by_surrogate()},
         DOCS / "objectives.md": {"presets": presets()},

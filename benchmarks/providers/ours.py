@@ -76,10 +76,9 @@ def loss(
         how |= {"inplace": True} if inplace else {}
 
         def run() -> Result:
-            inputs = (case.output(),) if inplace else case.inputs()
-            batch = batch_of(case)
-            inputs = tuple(x.view(*batch.targets.shape, -1) if i == 0 else x for i, x in enumerate(inputs))
-            value = loss_of(case, inputs, spec, batch, **how)
+            of_model = case.model is not None and (case.states(), case.model.lm_head.weight)
+            inputs = of_model or ((case.output(),) if inplace else case.inputs())
+            value = loss_of(case, inputs, spec, batch_of(case), **how)
             return case.gradients(value if upstream == 1 else upstream * value)
 
         return run
