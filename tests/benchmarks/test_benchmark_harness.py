@@ -283,6 +283,22 @@ def test_a_limit_of_parts_is_the_sum_of_the_fastest_ways(monkeypatch: pytest.Mon
     assert alone["products"]["status"] == "failed" and alone["right"]["x_limit"] is None
 
 
+def test_a_limit_is_the_product_that_it_is_named_by() -> None:
+    """Of the operand that was made for it, untimed."""
+    case, seen = make_case(tiny("hidden"), "cpu"), set()
+    h, w = case.hidden.detach(), case.weight.detach()
+    expected = {"logits": lambda _: h @ w.t(), "d_hidden": lambda d: d @ w, "d_weight": lambda d: d.t() @ h}
+    for limit in (p for p in providers("hidden") if p.part and "chunks" not in p.name):
+        run = limit.make(case)
+        if run.restore is not None:
+            run.restore()
+        found = run.call()
+        product, operand = found if isinstance(found, tuple) else (found, None)
+        torch.testing.assert_close(product, expected[limit.part](operand), rtol=1e-3, atol=1e-3)
+        seen.add(limit.part)
+    assert seen == expected.keys()
+
+
 @pytest.mark.parametrize(
     ("contract", "changes", "ms", "rates"),
     [

@@ -262,6 +262,7 @@ def test_a_contender_without_a_time_has_its_reason_in_table_and_picture(name: st
     text, shown = report.figures(tmp_path, "hidden"), plots.of_suite(record)
     assert f"- wrong, d_logits is off by 2e-01: {name}" in text and f"\n| {name} |" not in text
     assert "| one-cpu fp32 ms |" in text and "| two-cpu bf16 ms |" in text
+    assert report.front(tmp_path).count("from hidden states, bf16: 256 x") == 2
     assert all([name, 0.0, "wrong, not timed"] in panel["bars"] for panel in shown["panels"])
     svg, png = plots.save(shown, tmp_path / "picture", ".png")
     assert plots.described(shown) in html.unescape(svg.read_text()) and png.stat().st_size > 5000
