@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +50,9 @@ class Planned(NamedTuple):
 
 Plan = list[Planned]
 Shape = tuple[int, int | None, int]  # rows, hidden size, vocabulary
-SMALL, MEDIUM, LARGE = (64, 256, 32768), (2048, 4096, QWEN), (8192, 4096, QWEN)
+LARGE = (8192, 4096, QWEN)
+#: The most that a cell has with --quick.
+QUICK = {"cpu": {"rows": 64, "hidden": 256, "vocab": 32768, "layers": 2}, "cuda": {"rows": 2048, "layers": 4}}
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,21 @@ class Suite:
     name: str
     title: str
     contract: str
-    cells: dict[str, Plan]  # by "cpu", "cpu quick", "cuda", "cuda quick"
+    cpu: Plan
+    cuda: Plan
 
     def plan(self, device: str, quick: bool) -> Plan:
-        return self.cells[device + " quick" * quick]
+        """quick: a cell of each dtype, made small."""
+        cells, most = (self.cpu, QUICK["cpu"]) if device == "cpu" else (self.cuda, QUICK["cuda"])
+        if not quick:
+            return cells
+        enough = [one for one in cells if one.cell.rows >= most["rows"]] or cells
+        first = {one.cell.dtype: one for one in reversed(enough)}
+        return [Planned(replace(cell, **_least(cell, most)), only) for cell, only in reversed(first.values())]
+
+
+def _least(cell: Cell, most: dict[str, int]) -> dict[str, int]:
+    return {name: min(x, size) for name, x in most.items() if (size := getattr(cell, name)) is not None}
 
 
 def plan(
@@ -75,142 +88,91 @@ def plan(
     return cells
 
 
-def _logits(contract: str, *many: Shape) -> dict[str, Plan]:
-    def of(*shapes: Shape, **more: Any) -> Plan:
-        return plan(contract, *shapes, **more)
-
-    return {
-        "cpu": of((256, None, QWEN)) + of((1000, None, QWEN), *many, only=FROM_LOGITS),
-        "cpu quick": of((64, None, QWEN)),
-        "cuda": of((8192, None, QWEN), (8192, None, LLAMA), dtypes=(BF16,)) + of((2048, None, QWEN), dtypes=(FP32,)),
-        "cuda quick": of((4096, None, QWEN), dtypes=(BF16,)),
-    }
+def gpu(contract: str, *shapes: Shape, **more: Any) -> Plan:
+    return plan(contract, *shapes, dtypes=(BF16,), **more)
 
 
-def _on(cpu: Plan, quick: Plan, cuda: Plan, few: Plan) -> dict[str, Plan]:
-    return {"cpu": cpu, "cpu quick": quick, "cuda": cuda, "cuda quick": few}
+def _logits(name: str, title: str, *many: Shape) -> Suite:
+    """Contracts on logits have the names of their suites."""
+    cpu = plan(name, (256, None, QWEN)) + plan(name, (1000, None, QWEN), *many, only=FROM_LOGITS)
+    cuda = gpu(name, (8192, None, QWEN), (8192, None, LLAMA)) + plan(name, (2048, None, QWEN), dtypes=(FP32,))
+    return Suite(name, title, name, cpu, cuda)
 
 
-def _head(contract: str, cpu: Plan, quick: Plan, cuda: tuple[Shape, ...] = (LARGE,), few: Shape = MEDIUM) -> dict[str, Plan]:
-    """Of one contract from hidden states; on a GPU in bf16."""
-    return _on(cpu, quick, plan(contract, *cuda, dtypes=(BF16,)), plan(contract, few, dtypes=(BF16,)))
-
-
-def _divergence(contract: str, *many: Shape) -> dict[str, Plan]:
-    few = (OURS, "TRL chunked divergence + mean")
-    cpu = plan(contract, (256, 1024, QWEN)) + plan(contract, *many, only=few)
-    return _head(contract, cpu, plan(contract, (64, 256, 32768), dtypes=(FP32,)))
-
-
-def _one_head(contract: str) -> dict[str, Plan]:
-    quick = plan(contract, (64, 512, 32768), dtypes=(FP32,), only=(*SWEEP, "TRL fused head"))
-    return _head(contract, plan(contract, (256, 1024, QWEN)), quick)
+def _head(name: str, title: str, *many: Plan) -> Suite:
+    """From hidden states: 256 rows and more."""
+    return Suite(
+        name, title, name, [*plan(name, (256, 1024, QWEN)), *(one for cells in many for one in cells)], gpu(name, LARGE)
+    )
 
 
 def _swept(
-    *shapes: tuple[Shape, ...], only: tuple[tuple[str, ...], ...] = (SWEEP, PEERS), shares: tuple[tuple[float, ...], ...] = ((1.0,),) * 2
-) -> dict[str, Plan]:  # fmt: skip
-    """Cells from hidden states, in fp32 on a CPU and in bf16 on a GPU. shapes: on a CPU, few there, on a GPU, few there. only:
-    the providers on each. shares: of sequences with an advantage, in all cells and in few."""
-
-    def of(i: int) -> Plan:
-        how: dict[str, Any] = {"dtypes": ((FP32, BF16)[i // 2],), "only": only[i // 2]}
-        return [one for share in shares[i % 2] for one in plan("hidden", *shapes[i], active=share, **how)]
-
-    return _on(*(of(i) for i in range(4)))
+    name: str, title: str, cpu: list[Shape], cuda: list[Shape], shares: tuple[float, ...] = (1.0,), only: tuple[str, ...] | None = None
+) -> Suite:  # fmt: skip
+    """From hidden states with few providers, in fp32 on a CPU and in bf16 on a GPU. shares: of sequences with an advantage."""
+    on_cpu = [x for a in shares for x in plan("hidden", *cpu, dtypes=(FP32,), only=only or SWEEP, active=a)]
+    return Suite(name, title, "hidden", on_cpu, [x for a in shares for x in gpu("hidden", *cuda, only=only or PEERS, active=a)])
 
 
-def _by(*rows: int, hidden: int, vocab: int) -> tuple[Shape, ...]:
-    return tuple((n, hidden, vocab) for n in rows)
+def _entropies(shape: Shape, *entropies: float, **more: Any) -> Plan:
+    return [one for entropy in entropies for one in plan("sparse", shape, entropy=entropy, **more)]
 
 
-def _sparse() -> dict[str, Plan]:
-    """Cells by the mean entropy of the rows. Many rows are measured at two entropies, and only with ours: a cell takes
-    minutes."""
-    ours = (OURS, *(f"grpo_kernels, sparse 1/{fraction}" for fraction in (64, 256, 1024)))
-
-    def of(shape: Shape, *entropies: float, **more: Any) -> Plan:
-        return [one for entropy in entropies for one in plan("sparse", shape, entropy=entropy, **more)]
-
-    return _on(
-        of((256, 1024, QWEN), 0.6, 0.3, 2.0, 6.0) + of((2048, 1024, QWEN), 0.6, 6.0, only=ours), of(SMALL, 0.6),
-        of(LARGE, 0.6, 0.3, 2.0, 6.0, dtypes=(BF16,)), of(LARGE, 0.6, dtypes=(BF16,)),
-    )  # fmt: skip
-
-
-FEW = (OURS, EAGER)
 KEPT = ("grpo_kernels, into weight_grad", OURS, "pairs in PyTorch, autograd")
+DIVERGENCES = (OURS, "TRL chunked divergence + mean")
+SPARSE = (OURS, *(f"grpo_kernels, sparse 1/{fraction}" for fraction in (64, 256, 1024)))
 VOCABULARIES = (32768, 65536, LLAMA, QWEN, GEMMA)
 SHARES = (1.0, 0.5, 0.25, 0.75, 0.125)  # with an advantage; those of the targets first
-_options = plan("cross-entropy", SMALL)
+MANY = (1000, 1024, QWEN)
 SUITES = {
     s.name: s
     for s in (
-        Suite("logits", "Loss and gradient from logits", "logits", _logits("logits", (4096, None, QWEN))),
-        Suite("logits-forward", "Log-probs and entropy from logits", "logits-forward", _logits("logits-forward")),
+        _logits("logits", "Loss and gradient from logits", (4096, None, QWEN)),
+        _logits("logits-forward", "Log-probs and entropy from logits"),
         Suite(
             "hidden", "Loss and gradients from hidden states", "hidden",
-            _head(
-                "hidden",
-                # Row counts that are a whole number of chunks, and some that are not: 700 and 1000 are no multiples of 16.
-                plan("hidden", (16, 1024, QWEN), (256, 1024, QWEN))
-                + plan("hidden", (700, 1024, QWEN), (1000, 1024, QWEN), (4096, 1024, QWEN), only=MANY_ROWS),
-                plan("hidden", SMALL), (LARGE, (8192, 4096, LLAMA), (4096, 2304, GEMMA)), LARGE,
-            ),
+            # Row counts that are a whole number of chunks, and some that are not: 700 and 1000 are no multiples of 16.
+            plan("hidden", (16, 1024, QWEN), (256, 1024, QWEN))
+            + plan("hidden", (700, 1024, QWEN), MANY, (4096, 1024, QWEN), only=MANY_ROWS),
+            gpu("hidden", LARGE, (8192, 4096, LLAMA), (4096, 2304, GEMMA)),
         ),
         Suite(
             "kept", "Loss and gradients over kept sets, from hidden states", "kept",
-            _head(
-                "kept", plan("kept", (256, 1024, QWEN)) + plan("kept", (8192, 1024, QWEN), only=KEPT), plan("kept", SMALL),
-                ((256, 1024, QWEN), (8192, 1024, QWEN)), SMALL,
-            ),
+            plan("kept", (256, 1024, QWEN)) + plan("kept", (8192, 1024, QWEN), only=KEPT),
+            gpu("kept", (256, 1024, QWEN), (8192, 1024, QWEN)),
         ),
-        Suite("sparse", "Loss and sparse gradients, by the mean entropy of the rows", "sparse", _sparse()),
-        Suite("divergence", "Exact KL to a teacher, from hidden states", "divergence", _divergence("divergence", (1000, 1024, QWEN))),
-        Suite("divergence-forward", "The same, forward", "divergence-forward", _divergence("divergence-forward")),
-        Suite("divergence-jsd", "The same, Jensen-Shannon", "divergence-jsd", _divergence("divergence-jsd")),
-        Suite("logits-divergence", "Exact KL to a teacher, from logits", "logits-divergence", _logits("logits-divergence")),
-        Suite("hidden-frozen", "Loss from hidden states, frozen head", "hidden-frozen", _one_head("hidden-frozen")),
-        Suite("hidden-forward", "Log-probs from hidden states", "hidden-forward", _one_head("hidden-forward")),
+        Suite(
+            # Many rows are measured at two entropies, and only with ours: a cell takes minutes.
+            "sparse", "Loss and sparse gradients, by the mean entropy of the rows", "sparse",
+            _entropies((256, 1024, QWEN), 0.6, 0.3, 2.0, 6.0) + _entropies((2048, 1024, QWEN), 0.6, 6.0, only=SPARSE),
+            _entropies(LARGE, 0.6, 0.3, 2.0, 6.0, dtypes=(BF16,)),
+        ),
+        _head("divergence", "Exact KL to a teacher, from hidden states", plan("divergence", MANY, only=DIVERGENCES)),
+        _head("divergence-forward", "The same, forward"),
+        _head("divergence-jsd", "The same, Jensen-Shannon"),
+        _logits("logits-divergence", "Exact KL to a teacher, from logits"),
+        _head("hidden-frozen", "Loss from hidden states, frozen head"),
+        _head("hidden-forward", "Log-probs from hidden states"),
         Suite(
             "cross-entropy", "Cross-entropy from hidden states", "cross-entropy",
-            _head(
-                "cross-entropy",
-                plan("cross-entropy", (256, 1024, QWEN), (1000, 1024, QWEN), only=CROSS_ENTROPIES) + _options, _options,
-            ),
+            plan("cross-entropy", (256, 1024, QWEN), MANY, only=CROSS_ENTROPIES) + plan("cross-entropy", (64, 256, 32768)),
+            gpu("cross-entropy", LARGE),
         ),
-        Suite(
-            "rows", "From hidden states, by the number of rows", "hidden",
-            _swept(
-                _by(64, 256, 1024, 4096, 8192, hidden=256, vocab=32768), _by(64, 256, hidden=256, vocab=32768),
-                _by(1024, 4096, 8192, 32768, hidden=4096, vocab=QWEN), _by(1024, 4096, hidden=4096, vocab=QWEN),
-            ),
+        _swept(
+            "rows", "From hidden states, by the number of rows",
+            [(n, 256, 32768) for n in (64, 256, 1024, 4096, 8192)], [(n, 4096, QWEN) for n in (1024, 4096, 8192, 32768)],
         ),
-        Suite(
-            "vocab", "From hidden states, by vocabulary", "hidden",
-            _swept(
-                tuple((128, 512, v) for v in VOCABULARIES), ((32, 256, 32768), (32, 256, QWEN)),
-                tuple((8192, 4096, v) for v in VOCABULARIES), ((2048, 4096, 32768), MEDIUM),
-            ),
+        _swept(
+            "vocab", "From hidden states, by vocabulary", [(128, 512, v) for v in VOCABULARIES], [(8192, 4096, v) for v in VOCABULARIES]
         ),
-        Suite(
-            "active", "From hidden states, by the share of sequences with an advantage", "hidden",
-            _swept(((128, 1024, QWEN),), ((64, 512, 32768),), (LARGE,), (MEDIUM,), shares=(SHARES, (1.0, 0.25))),
-        ),
-        Suite(
-            "length", "From hidden states, long batches and sequences: time and memory", "hidden",
-            _swept(
-                _by(4096, 16384, 65536, hidden=128, vocab=32768), _by(1024, 2048, hidden=64, vocab=8192),
-                _by(8192, 65536, 131072, 262144, hidden=1024, vocab=QWEN), _by(8192, 65536, hidden=1024, vocab=QWEN),
-                only=(FEW, FEW),
-            ),
+        _swept("active", "From hidden states, by the share of sequences with an advantage", [(128, 1024, QWEN)], [LARGE], SHARES),
+        _swept(
+            "length", "From hidden states, long batches and sequences: time and memory",
+            [(n, 128, 32768) for n in (4096, 16384, 65536)], [(n, 1024, QWEN) for n in (8192, 65536, 131072, 262144)], only=(OURS, EAGER),
         ),
         Suite(
             "step", "A training step end to end", "step",
-            _on(
-                plan("step", (256, 128, QWEN), dtypes=(FP32,), layers=2), plan("step", (64, 128, 16384), dtypes=(FP32,), layers=2),
-                plan("step", (8192, 896, QWEN), dtypes=(BF16,), layers=24), plan("step", (2048, 896, QWEN), dtypes=(BF16,), layers=4),
-            ),
+            plan("step", (256, 128, QWEN), dtypes=(FP32,), layers=2), gpu("step", (8192, 896, QWEN), layers=24),
         ),
     )
 }  # fmt: skip

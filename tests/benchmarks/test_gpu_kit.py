@@ -312,14 +312,14 @@ def test_tuning_goes_on_after_a_candidate_that_breaks_cuda_and_after_a_cut(
     monkeypatch.setattr(tune, "compile_all", lambda jobs, workers: None)
     monkeypatch.setattr(tune, "details", lambda cell, markdown: "")
 
-    def tuned(file: str, failure: type[Any] | None = None, at: int = 99) -> dict[str, Any]:
+    def tuned(file: str, failure: type[Any] | None = None, at: int = 99, of: str = "logits-forward") -> dict[str, Any]:
         tried.clear()
 
         def measured(cell: Any, device: str, *, candidates: list[Any], known: dict | None, save: Any, **_: Any) -> dict:
             rows: list[dict] = []
             for i, name in enumerate(c.name for c in candidates if not c.limit):
                 wrong = name in (known or {})
-                if i == at and failure is not None and not wrong:
+                if i == at and failure is not None and cell.contract == of and not wrong:
                     raise failure(name, "broke CUDA")
                 tried.append(name)
                 rows.append(row(name, 1000.0 - i) | ({"status": "failed"} if wrong else {}))
@@ -330,8 +330,8 @@ def test_tuning_goes_on_after_a_candidate_that_breaks_cuda_and_after_a_cut(
         assert tune.main(["--kind", "visit", "--json", str(tmp_path / file)]) == (suites.LOST_DEVICE if failure else 0)
         return json.loads((tmp_path / file).read_text())["visit"]
 
-    for at in (3, 5):
-        tuned("a", DeviceLost, at)
+    for at, of in ((3, "logits-forward"), (5, "logits")):  # of either cell
+        tuned("a", DeviceLost, at, of)
     ranked = [name for name, _ in tuned("a")["ranking"]]
     assert ranked == [name for name in reversed(names) if name not in (names[3], names[5])]
     with pytest.raises(KeyboardInterrupt):
