@@ -55,7 +55,7 @@ class Experiment:
         m = record["machine"]
         made_by = f"{m['name']}, {m['threads']} threads, torch {m['torch']}, {record['date']}; `{record['command']}`."
         if record.get("load", 0) > QUIET:
-            made_by += f"\n\n**Load average {record['load']:.0f} before: other programs ran, so times are theirs too, and ratios are rough.**"
+            made_by += f"\n\n**Load average {record['load']:.0f} before: other programs ran, ratios are rough.**"
         return "\n\n".join([made_by, *(render(table, markdown=True) for table in self.tables(record))])
 
     def updated(self) -> str:

@@ -1,5 +1,5 @@
-"""The measurements of the stages `counters` and `resources` of the GPU kit. For calls of every public function: what they compile,
-where they make the host wait, how much host time they take, and whether a CUDA graph of them gives the same result.
+"""The measurements of the stages `counters` and `resources` of the GPU kit. For calls of every public function: what they
+compile, where they make the host wait, how much host time they take, and whether a CUDA graph of them gives the same result.
 
 A new entry point of the package registers in `calls`, and in CAPTURED if it is to be captured."""
 

@@ -225,7 +225,8 @@ def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[
 
 
 def rows(suites: dict[str, dict], suite: str, **shape: Any) -> dict[str, dict]:
-    """{provider: its row} of the cell of this shape, with 8192 rows of Qwen's vocabulary; "limit" is the fastest of the limits."""
+    """{provider: its row} of the cell of this shape, with 8192 rows of Qwen's vocabulary; "limit" is the fastest of the
+    limits."""
     wanted = {"rows": 8192, "vocab": 151936, **shape}
     cells = (x for x in suites.get(suite, {}).get("cells", []) if all(x[key] == value for key, value in wanted.items()))
     cell = next(cells, {})

@@ -118,8 +118,8 @@ class Kind(NamedTuple):
     stores: bool = False  # whether its loop stores a gradient
 
 
-#: The loop of scale_ also handles the end of a row; those of products read ids and values of slots, and store behind the loop; the
-#: selection scans some of its tiles and stores what it takes.
+#: The loop of scale_ also handles the end of a row; those of products read ids and values of slots, and store behind the loop;
+#: the selection scans some of its tiles and stores what it takes.
 KINDS = {
     "stats": Kind("visit"), "pull": Kind("visit", stores=True), "fused": Kind("fused", stores=True),
     "scale_": Kind("visit", "memory", counted=False, stores=True),

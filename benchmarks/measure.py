@@ -25,7 +25,8 @@ from benchmarks.tables import Record, Row
 #: row or one missing term.
 FULL = {"loss": 1e-4, "gradient": 1e-4, "worst row": 1e-3, "parameter": 1e-4, "value": 1e-4}
 HALF = {"loss": 1e-2, "gradient": 3e-2, "worst row": 0.3, "parameter": 0.1, "value": 0.15}
-#: The same limits for one draw of a gradient. A row may be off by more than its norm, which is small if the target's p is near 1.
+#: The same limits for one draw of a gradient. A row may be off by more than its norm, which is small if the target's p is near
+#: 1.
 NOISE = {"gradient": 0.5, "worst row": math.inf}
 
 
@@ -105,7 +106,8 @@ def _row(provider: Provider) -> Row:
 def _checked(
     provider: Provider, case: Case, device: str, expected: Record, memory: bool, known: str | None, runs: dict[str, Run]
 ) -> Row:  # fmt: skip
-    """The status, the errors, and for a provider that passes the check the memory of a separate run; its run is put into `runs`."""
+    """The status, the errors, and for a provider that passes the check the memory of a separate run; its run is put into
+    `runs`."""
     row: Row = {}
     try:
         reason = provider.reason_against(case.cell, device, 0.9 * memory_free(device))
@@ -150,7 +152,8 @@ def _early(provider: Provider, row: Row, runs: dict[str, Run], device: str) -> R
 
 def with_sum_of_parts(rows: list[Row], times: dict[str, Row], failures: dict[str, str]) -> list[Row]:
     """The rows, with one row for each limit that has parts: the sum of the fastest way to compute each part. The row's "ways"
-    are the milliseconds of all ways, or the reasons why they have none; "of" names the fastest. Its times are added to `times`."""
+    are the milliseconds of all ways, or the reasons why they have none; "of" names the fastest. Its times are added to
+    `times`."""
     ways = {row["name"]: row for row in rows if row.get("part")}
     if not ways:
         return rows

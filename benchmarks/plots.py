@@ -169,7 +169,8 @@ def _draw_bars(axes: Axes, panel: Record) -> None:
 
 
 def _draw_curves(axes: Axes, panel: Record, names: list[str]) -> None:
-    """A mean line of each, thin ones of what it is the mean of. Each is thinner than those before, so that equal ones are seen."""
+    """A mean line of each, thin ones of what it is the mean of. Each is thinner than those before, so that equal ones are
+    seen."""
     axes.set_xlabel(panel["x"])
     axes.grid(color=TEXT, alpha=0.2, linewidth=0.5)
     for i, (name, (x, y, *thin)) in enumerate(panel["curves"].items()):

@@ -258,8 +258,8 @@ def gpus(folder: Path, page: Path = FIGURES) -> str:
 
 
 def instructions() -> Table:
-    """Of Triton's newest version on Hopper: what a thread issues for a logit in each visit of a row, and its loads before the first
-    wait, of all in a round of the loop."""
+    """Of Triton's newest version on Hopper: what a thread issues for a logit in each visit of a row, and its loads before the
+    first wait, of all in a round of the loop."""
     record = results.load(INSTRUCTIONS)
     head = "of a thread for a logit", "visit", "instructions", "exponentials", "fp32", "memory", "registers x threads"
     lines = [[*head, "loads before the first wait"]]

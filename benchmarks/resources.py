@@ -212,7 +212,8 @@ def visits(target: str, cases: Sequence[Case]) -> list[Record]:
         {
             "kernel": found.kernel, "writes": bool(loop.stores),
             "issued": {pipe: round(loop.issued[pipe] / found.elements(loop), 3) for pipe in PIPES}, "together": loop.in_flight,
-            "loads": len(loop.loads), "registers": found.registers, "spilled": found.spilled + found.stack, "threads": found.threads,
+            "loads": len(loop.loads), "registers": found.registers, "spilled": found.spilled + found.stack,
+            "threads": found.threads,
         }
         for found in (report(target, case) for case in cases) for loop in found.loops
     ]  # fmt: skip

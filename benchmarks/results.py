@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 #: The files that a figure depends on: the library, and the parts of the benchmarks that measure.
 SOURCES = (
-    "grpo_kernels/**/*.py", "csrc/*", "benchmarks/cases.py", "benchmarks/harness.py", "benchmarks/measure.py", "benchmarks/suites.py",
-    "benchmarks/providers/*.py",
+    "grpo_kernels/**/*.py", "csrc/*", "benchmarks/cases.py", "benchmarks/harness.py", "benchmarks/measure.py",
+    "benchmarks/suites.py", "benchmarks/providers/*.py",
 )  # fmt: skip
 
 

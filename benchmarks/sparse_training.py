@@ -329,8 +329,8 @@ def pictures(record: Record) -> Record:
 EXPERIMENT = Runs(
     "sparse_training", ROOT / "docs" / "sparse_training.md", tables, pictures=pictures, tasks=tasks, seeds=SEEDS[:3],
     settings={
-        "run": SETTINGS, "trl_steps": TRL_STEPS, "steps": list(STEPS), "stops": list(STOPS), "batches": BATCHES, "vocabulary": VOCABULARY,
-        "warm_up": WARM_UP,
+        "run": SETTINGS, "trl_steps": TRL_STEPS, "steps": list(STEPS), "stops": list(STOPS), "batches": BATCHES,
+        "vocabulary": VOCABULARY, "warm_up": WARM_UP,
     },
 )  # fmt: skip
 

@@ -78,7 +78,8 @@ def _least(cell: Cell, most: dict[str, int]) -> dict[str, int]:
 
 
 def plan(
-    contract: str, *shapes: Shape, dtypes: tuple[torch.dtype, ...] = (FP32, BF16), only: tuple[str, ...] | None = None, **more: Any
+    contract: str, *shapes: Shape, dtypes: tuple[torch.dtype, ...] = (FP32, BF16), only: tuple[str, ...] | None = None,
+    **more: Any,
 ) -> Plan:  # fmt: skip
     """A cell for each shape and dtype. Its sequences are as many as divide the rows, and one from 65,536 rows on."""
     cells = []
@@ -107,7 +108,8 @@ def _head(name: str, title: str, *many: Plan) -> Suite:
 
 
 def _swept(
-    name: str, title: str, cpu: list[Shape], cuda: list[Shape], shares: tuple[float, ...] = (1.0,), only: tuple[str, ...] | None = None
+    name: str, title: str, cpu: list[Shape], cuda: list[Shape], shares: tuple[float, ...] = (1.0,),
+    only: tuple[str, ...] | None = None,
 ) -> Suite:  # fmt: skip
     """From hidden states with few providers, in fp32 on a CPU and in bf16 on a GPU. shares: of sequences with an advantage."""
     on_cpu = [x for a in shares for x in plan("hidden", *cpu, dtypes=(FP32,), only=only or SWEEP, active=a)]
@@ -163,12 +165,14 @@ SUITES = {
             [(n, 256, 32768) for n in (64, 256, 1024, 4096, 8192)], [(n, 4096, QWEN) for n in (1024, 4096, 8192, 32768)],
         ),
         _swept(
-            "vocab", "From hidden states, by vocabulary", [(128, 512, v) for v in VOCABULARIES], [(8192, 4096, v) for v in VOCABULARIES]
+            "vocab", "From hidden states, by vocabulary",
+            [(128, 512, v) for v in VOCABULARIES], [(8192, 4096, v) for v in VOCABULARIES],
         ),
         _swept("active", "From hidden states, by the share of sequences with an advantage", [(128, 1024, QWEN)], [LARGE], SHARES),
         _swept(
             "length", "From hidden states, long batches and sequences: time and memory",
-            [(n, 128, 32768) for n in (4096, 16384, 65536)], [(n, 1024, QWEN) for n in (8192, 65536, 131072, 262144)], only=(OURS, EAGER),
+            [(n, 128, 32768) for n in (4096, 16384, 65536)], [(n, 1024, QWEN) for n in (8192, 65536, 131072, 262144)],
+            only=(OURS, EAGER),
         ),
         Suite(
             "step", "A training step end to end", "step",

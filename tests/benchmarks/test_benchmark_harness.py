@@ -1,6 +1,6 @@
 """What would make a figure of the benchmarks wrong: a contender that computes something else, one that is missing without a
-reason, times that are not those of a run, limits that are none, inputs that hide an error. Shapes are tiny, and torch.compile runs
-in eager mode."""
+reason, times that are not those of a run, limits that are none, inputs that hide an error. Shapes are tiny, and torch.compile
+runs in eager mode."""
 
 from __future__ import annotations
 
@@ -214,8 +214,8 @@ def test_eager_is_not_measured_in_place_of_missing_kernels(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("contract", CONTRACTS)
 def test_every_provider_that_runs_here_is_right(contract: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And so are the reference results, which are computed some rows at a time. Providers are found by their file, and plans name
-    those that there are."""
+    """And so are the reference results, which are computed some rows at a time. Providers are found by their file, and plans
+    name those that there are."""
     dtype = BF16 if contract in ("sparse", "logits-forward", "hidden-frozen") else FP32
     monkeypatch.setattr("benchmarks.cases.row_blocks", lambda cell, size, device: (slice(lo, lo + 8) for lo in range(0, 32, 8)))
     cell = quickly(tiny(contract, dtype, active=0.5)).pop("")
@@ -333,7 +333,8 @@ def test_old_log_probs_keep_away_from_the_clip_bounds(contract: str, active: flo
 
 
 def test_a_run_is_a_whole_step_and_changes_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training step leaves its parameters alone. Checking a batch and, on a GPU, counting its rows are part of a loss's cost."""
+    """A training step leaves its parameters alone. Checking a batch and, on a GPU, counting its rows are part of a loss's
+    cost."""
     run = the("step", "eager PyTorch").make(make_case(tiny("step"), "cpu"))
     assert float(run.call()["loss"]) == float(run.call()["loss"])
     made: list[TokenBatch] = []

@@ -234,7 +234,8 @@ def test_of_every_machine_that_was_measured_the_promise_is_kept_and_the_front_ha
 
 
 def test_pages_and_pictures_show_what_was_measured() -> None:
-    """No figure was typed or forgotten: `python -m benchmarks.report --write`. The description of a picture holds its numbers."""
+    """No figure was typed or forgotten: `python -m benchmarks.report --write`. The description of a picture holds its
+    numbers."""
     plots = pytest.importorskip("benchmarks.plots", reason="matplotlib is not installed")
     pages = [*report.pages()]
     assert len(pages) > 10 and [page.name for page, made in pages if made() != page.read_text()] == []

@@ -145,7 +145,8 @@ def test_the_plan_fits_its_calls_and_names_what_there_is() -> None:
 
 
 def test_a_call_goes_on_where_an_earlier_one_was(kit: gpu_kit.Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its folder or from its results. A stage that failed, or that is named, is run again; so is what each machine needs."""
+    """From its folder or from its results. A stage that failed, or that is named, is run again; so is what each machine
+    needs."""
     ran: list[str] = []
 
     def command(self: Any, stage: str, seconds: float) -> list[str]:
@@ -578,8 +579,8 @@ WITHOUT_A_GPU = {
 
 @pytest.mark.slow
 def test_rehearsal_of_everything(tmp_path: Path) -> None:
-    """The calls of docs/gpu.md in turn, each from the results of the one before and with an empty work folder, as on a machine that
-    keeps nothing. With the versions of such a machine: in an environment that has them."""
+    """The calls of docs/gpu.md in turn, each from the results of the one before and with an empty work folder, as on a machine
+    that keeps nothing. With the versions of such a machine: in an environment that has them."""
     home: list[str] = []
     for call, stages in CALLS.items():
         out = tmp_path / str(call)

@@ -105,7 +105,8 @@ def test_a_broken_budget_is_named(fused: Report, change: dict, words: str) -> No
 
 
 def test_budgets_know_the_kernel_and_its_dtypes(fused: Report) -> None:
-    """All loads of a tile of both streams are in flight, half of them for a mixture. A narrowed gradient has narrower stores."""
+    """All loads of a tile of both streams are in flight, half of them for a mixture. A narrowed gradient has narrower
+    stores."""
     narrow, of_jsd = replace(fused, loops=(loop(in_flight=8, store=64),)), OTHER_QUICK[4]
     assert not broken(Case("fused", FP32, BF16), narrow) and broken(Case("fused", FP32, FP32), narrow)
     half = replace(report("sm_90", of_jsd), loops=(loop(in_flight=2),))
@@ -163,7 +164,8 @@ def test_what_is_kept_of_a_kernel(fused: Report) -> None:
 
 @pytest.mark.parametrize(("what", "most"), [("with a mask", 26), ("without", 18)])
 def test_operations_of_the_host_in_a_loss_in_place(what: str, most: int) -> None:
-    """One kernel, and a microsecond or two of the host for each operation: views, weights, vectors that a mask cuts, the sum."""
+    """One kernel, and a microsecond or two of the host for each operation: views, weights, vectors that a mask cuts, the
+    sum."""
     with host_time.as_on_a_gpu() as launched:
         call = host_time.losses()[what]
         call()

@@ -1,9 +1,9 @@
 """The C++ backend keeps its lead over plain PyTorch, and the eager backend is no slower: ratios within one process, never
 absolute times.
 
-The two take turns, and the best run of each counts: other work on the machine only adds to a time, and more to the longer one. The
-factors are below the smallest ratio seen with twice as many busy processes as cores. From logits they are above the ratio that
-remains if the eager backend runs instead or, in fp32, if the logits are copied once more (into fresh memory, as is every
+The two take turns, and the best run of each counts: other work on the machine only adds to a time, and more to the longer one.
+The factors are below the smallest ratio seen with twice as many busy processes as cores. From logits they are above the ratio
+that remains if the eager backend runs instead or, in fp32, if the logits are copied once more (into fresh memory, as is every
 allocation of this size on Linux)."""
 
 from __future__ import annotations
