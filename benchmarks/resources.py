@@ -26,7 +26,19 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from benchmarks.assembly import PIPES, Loop, code, row_loops, taken
-from benchmarks.launches import OTHER_QUICK, QUICK, TARGETS, Case, Selecting, backend, cases, compiling, of_two, other_cases
+from benchmarks.launches import (
+    KINDS,
+    OTHER_QUICK,
+    QUICK,
+    TARGETS,
+    Case,
+    Selecting,
+    backend,
+    cases,
+    compiling,
+    of_two,
+    other_cases,
+)
 from benchmarks.report import BUDGETS, INSTRUCTIONS
 from benchmarks.results import load, save
 from benchmarks.tables import Record, Table, render
@@ -244,7 +256,8 @@ def shown(found: Sequence[Judged]) -> Table:
     for r, _ in found:
         widths = ["/".join(map(str, x)) or "-" for x in (r.loads, r.stores)]
         together = "/".join(f"{loop.in_flight} of {len(loop.loads)}" for loop in r.loops)
-        work = f"{r.written:g}", *(f"{r.issued(*pipes):.2f}" for pipes in (("fp32",), ("special",), PIPES))
+        work = [f"{r.written:g}", *(f"{r.issued(*pipes):.2f}" for pipes in (("fp32",), ("special",), PIPES))]
+        work = work if KINDS[r.kernel].counted else [""] * len(work)
         held = f"{r.registers}", f"{r.spilled + r.stack}", f"{r.shared}", *widths, f"{r.warps}", f"{r.programs}", r.limit
         lines.append([f"{r.kernel:10} {r.case}", *held, together, f"{r.in_flight:.0f}", *work])
     return lines
