@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from triton.runtime.jit import JITFunction
 
 from benchmarks.harness import compilations
 from grpo_kernels import (
@@ -33,36 +35,24 @@ from grpo_kernels import (
     token_logprobs,
 )
 from grpo_kernels.formulas.surrogates import Clip
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_divergence_kernels as beside
-from grpo_kernels.vocabulary.backends import triton_select_kernels as select
-from grpo_kernels.vocabulary.backends import triton_sparse_kernels as sparse
 
 Tensor = torch.Tensor
 
 # ---- kernels that have run
 
 
-KERNELS = (
-    backend._stats_kernel, backend._pull_kernel, backend._fused_kernel, backend._scale_kernel,
-    sparse._slot_logits_kernel, sparse._add_weight_rows_kernel, sparse._add_hidden_rows_kernel, sparse._add_pieces_kernel,
-    beside._two_stats_kernel, beside._mixed_kernel, beside._two_pull_kernel, select._select_kernel,
-)  # fmt: skip
-
-
 def loaded_kernels() -> list[dict]:
-    """Registers, spills and shared memory of the kernels that this process has launched, as the driver reports them."""
-    kernels = []
-    for kernel in KERNELS:
-        for caches in kernel.device_caches.values():
-            kernels += [
-                {
-                    "kernel": kernel.__name__, "registers": compiled.n_regs, "spills": compiled.n_spills,
-                    "shared": compiled.metadata.shared, "warps": compiled.metadata.num_warps,
-                }
-                for compiled in caches[0].values() if compiled.module is not None
-            ]  # fmt: skip
-    return kernels
+    """Registers, spills and shared memory of the package's kernels that this process has launched, as the driver reports them."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("grpo_kernels.")]
+    kernels = {x.__name__: x for module in modules for x in vars(module).values() if isinstance(x, JITFunction)}
+    return [
+        {
+            "kernel": name, "registers": compiled.n_regs, "spills": compiled.n_spills, "shared": compiled.metadata.shared,
+            "warps": compiled.metadata.num_warps,
+        }
+        for name, kernel in kernels.items() for caches in kernel.device_caches.values()
+        for compiled in caches[0].values() if compiled.module is not None
+    ]  # fmt: skip
 
 
 # ---- calls

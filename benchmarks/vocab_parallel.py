@@ -31,22 +31,17 @@ from benchmarks.results import ROOT
 from benchmarks.tables import DTYPES, Record, Table, figure, size, times, worst
 from grpo_kernels import grpo_loss, linear_grpo_loss, token_logprobs
 from grpo_kernels.distributed import VocabShard
-from grpo_kernels.vocabulary.merging import merge
-from grpo_kernels.vocabulary.rows import partials_of
-from grpo_kernels.vocabulary.shard import all_gather
 
 RANKS = 2
-BURST = 20  # exchanges in a run: a single one is too short to be timed
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Rows of a call, hidden size, whole vocabulary; rows of the exchanges that are timed alone; runs of each contender."""
+    """Rows of a call, hidden size, whole vocabulary; runs of each contender."""
 
     rows: int = 256
     hidden: int = 1024
     vocab: int = 151936
-    exchanges: tuple[int, ...] = (256, 2048, 16384)
     runs: int = 11
 
 
@@ -142,23 +137,6 @@ def measure_call(name: str, dtype: torch.dtype, effort: Effort, rank: int) -> Re
     return {"call": name} | shape | {"errors": off, "times": taken, "extra_mb": memory}
 
 
-def measure_exchange(rows: int, runs: int) -> Record:
-    """Microseconds of one all-gather of four partials a row, and of their merge."""
-    partials, everyone = torch.rand(4, rows), torch.empty(RANKS, 4, rows)
-    steps = {
-        "all-gather": lambda: all_gather(everyone, partials[None], None),
-        "merge": lambda: merge(everyone, partials_of(("entropy",)), None),
-    }
-    bursts: dict[str, Callable[[], Any]] = {name: partial(burst, step) for name, step in steps.items()}
-    timed = interleaved(bursts, "cpu", lambda _: dist.barrier(), seconds=math.inf, most=2 * runs)
-    return {"rows": rows, "bytes": 16 * rows, "us": {name: 1e3 * x["ms"] / BURST for name, x in slower(timed).items()}}
-
-
-def burst(step: Callable[[], Any]) -> None:
-    for _ in range(BURST):
-        step()
-
-
 def slower(timed: dict[str, dict]) -> dict[str, dict]:
     """The times of each contender on its slower rank, the one with the larger median."""
     every: list[Any] = [None] * RANKS
@@ -172,7 +150,6 @@ def on_rank(rank: int, folder: str, effort: Effort) -> None:
     measurements = {
         "machine": machine("cpu"),
         "calls": [measure_call(name, dtype, effort, rank) for name in CALLS for dtype in (torch.float32, torch.bfloat16)],
-        "exchanges": [measure_exchange(rows, effort.runs) for rows in effort.exchanges],
     }
     if rank == 0:
         results.save(Path(folder) / "found.json", measurements)
@@ -198,10 +175,6 @@ def tables(record: Record) -> Iterator[Table]:
         name = f"{call['call']}, {size(call)}, {DTYPES[call['dtype']]}"
         calls.append([name, figure(shard), figure(alone), times(shard / alone), *held, worst(call)])
     yield calls
-    alone = [["one exchange, rows", "bytes a rank sends", "all-gather, us", "merge, us"]]
-    for x in record["exchanges"]:
-        alone.append([f"{x['rows']:,}", f"{x['bytes']:,}", figure(x["us"]["all-gather"]), figure(x["us"]["merge"])])
-    yield alone
 
 
 EXPERIMENT = Experiment("vocab_parallel", ROOT / "docs" / "beyond_one_gpu.md", tables, lambda: measure(Effort()))
