@@ -95,7 +95,7 @@ def spread(policy: Any, reference: Any, rows: tuple[list[Any], list[Any]], seed:
     """Over batches of completions of the same prompts, each as large as that of a step: for each arm the mean and standard
     deviation of the value, and the statistics of the gradient from `of_gradient`."""
     values: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    sums: dict[str, list[Any]] = {arm: [0.0, 0.0, 0.0, 0.0] for arm in ARMS}
+    gradients: dict[str, list[torch.Tensor]] = {arm: [] for arm in ARMS}
     with tempfile.TemporaryDirectory() as folder:
         settings = SETTINGS | {"preset": "distillation", "kl": "exact", "seed": seed}  # the KL alone
         t = still(policy, arithmetic.tokenizer(), rows, exact, folder, teacher=reference, eval_steps=EVERY, **settings)
@@ -104,34 +104,26 @@ def spread(policy: Any, reference: Any, rows: tuple[list[Any], list[Any]], seed:
         for number in range(batches):
             generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) - number - 1)
             completions = t.sample(prompts, t.config.group_size, 1.0, generator=generator)
-            exact_gradient = None
             for arm, objective in objectives.items():
                 t.objective = objective
                 values[arm].append(t.update(completions, torch.zeros(len(completions.ids)))["loss"])
-                exact_gradient = t.gradient if exact_gradient is None else exact_gradient
-                apart = t.gradient - exact_gradient
-                for i, x in enumerate((t.gradient, t.gradient @ t.gradient, apart, apart @ apart)):
-                    sums[arm][i] = sums[arm][i] + x
-    unit = float(torch.linalg.vector_norm(sums["exact"][0] / batches))
-    return {arm: of_value(values[arm]) | of_gradient(*sums[arm], batches, unit) for arm in ARMS}
+                gradients[arm].append(t.gradient)
+    found = {arm: torch.stack(of) for arm, of in gradients.items()}
+    of_values = {arm: {"value": mean(of), "value_sd": statistics.stdev(of)} for arm, of in values.items()}
+    return {arm: of_values[arm] | of_gradient(found[arm], found["exact"]) for arm in ARMS}
 
 
-def of_value(values: list[float]) -> Record:
-    x = torch.tensor(values, dtype=torch.float64)
-    return {"value": float(x.mean()), "value_sd": float(x.std())}
-
-
-def of_gradient(total: Any, squares: Any, apart: Any, squares_apart: Any, count: int, unit: float) -> Record:
-    """Statistics from sums over batches: of the gradients and their squared lengths, and of the differences from the gradients
-    of the exact KL and their squared lengths. deviation: root mean square distance of a batch's gradient from the mean
+def of_gradient(found: torch.Tensor, exactly: torch.Tensor) -> Record:
+    """Statistics of gradients [batches, parameters]. deviation: root mean square distance of a batch's gradient from the mean
     gradient, divided by the length of the mean. bias: distance of the mean gradient from that of the exact KL, divided by the
-    latter's length (`unit`), after subtracting the part due to the finite number of batches; bias_noise is that part."""
-    _, variance = moments(total, squares, count)
-    distance, noise = moments(apart, squares_apart, count)
+    latter's length, after subtracting the part due to the finite number of batches; bias_noise is that part."""
+    _, variance = moments(found)
+    distance, noise = moments(found - exactly)
+    unit = float(exactly.mean(0).norm())
     return {
-        "deviation": math.sqrt(variance) / float(torch.linalg.vector_norm(total / count)),
+        "deviation": math.sqrt(variance) / float(found.mean(0).norm()),
         "bias": math.sqrt(max(distance, 0.0)) / unit,
-        "bias_noise": math.sqrt(noise / count) / unit,
+        "bias_noise": math.sqrt(noise / len(found)) / unit,
     }
 
 

@@ -236,9 +236,7 @@ def still(model: Any, *rest: Any, **changes: Any) -> Any:
     return trainer(Still, model, *rest, **changes)
 
 
-def moments(total: Any, squares: Any, count: int) -> tuple[float, float]:
-    """(squared length of the expectation, sum of the variances) of vectors, unbiased, from their sum and that of their squared
-    lengths."""
-    middle = total / count
-    variance = max(float(squares - count * (middle @ middle)), 0.0) / (count - 1)
-    return float(middle @ middle) - variance / count, variance
+def moments(vectors: torch.Tensor) -> tuple[float, float]:
+    """(squared length of the expectation, sum of the variances) of vectors [n, size], unbiased."""
+    middle, variance = vectors.mean(0), float(vectors.var(0).sum())
+    return float(middle @ middle) - variance / len(vectors), variance

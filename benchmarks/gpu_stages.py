@@ -195,7 +195,7 @@ def correctness(kit: Kit) -> None:
             PYTEST_ADDOPTS="", GRPO_KERNELS_TEST_DEVICE=kit.device, GRPO_KERNELS_TEST_BACKENDS="triton",
             GRPO_KERNELS_TEST_REPORT=str(report), seconds=max(1.0, spent * whole - (time.monotonic() - begin)),
         )  # fmt: skip
-        group = found[name] = tally(report, cases.files)
+        group = found[name] = tally(report)
         kit.add(groups=found)
         enough = 0 < group["first"] <= group["ran"] and not group["failed"]
         kit.say(
@@ -222,28 +222,21 @@ def pytest_command(processes: int, rehearse: bool) -> list[str]:
     return command + (["-k", REHEARSED] if rehearse else [])
 
 
-def tally(report: Path, files: Sequence[str]) -> dict:
-    """What tests/support/on_device.py wrote about these files: {"collected", "first", "ran", "passed", "failed", "skipped",
-    "largest": {recorded property: its maximum}}."""
+def tally(report: Path) -> dict:
+    """What tests/support/on_device.py wrote: {"collected", "first", "ran", "passed", "failed", "skipped", "largest": {recorded
+    property: its maximum}}."""
     lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
-    names = {Path(file).name for file in files}
-    sizes = {
-        what: sum(count for line in lines for file, count in line.get(what, {}).items() if Path(file).name in names)
-        for what in ("collected", "first")
-    }
-    lines = [line for line in lines if "test" in line and Path(line["test"].split("::")[0]).name in names]
+    sizes = {what: sum(sum(line.get(what, {}).values()) for line in lines) for what in ("collected", "first")}
+    tests = [line for line in lines if "test" in line]
+    by = {how: [line for line in tests if line["outcome"] == how] for how in ("passed", "failed", "skipped")}
     largest: dict[str, float] = {}
-    for line in lines:
-        test = re.sub(r".*::|\[.*", "", line["test"])
+    for line in tests:
+        name = re.sub(r".*::|\[.*", "", line["test"])
         for what, value in line["properties"].items():
-            largest[f"{test}, {what}"] = max(value, largest.get(f"{test}, {what}", 0.0))
-    return sizes | {
-        "ran": len({line["test"] for line in lines}),
-        "passed": sum(line["outcome"] == "passed" for line in lines),
-        "failed": [line for line in lines if line["outcome"] == "failed"],
-        "skipped": sorted({f"{line['test']}: {line['message']}" for line in lines if line["outcome"] == "skipped"}),
-        "largest": largest,
-    }
+            largest[f"{name}, {what}"] = max(value, largest.get(f"{name}, {what}", 0.0))
+    skipped = sorted({f"{line['test']}: {line['message']}" for line in by["skipped"]})
+    counts = {"ran": len({line["test"] for line in tests}), "passed": len(by["passed"])}
+    return sizes | counts | {"failed": by["failed"], "skipped": skipped, "largest": largest}
 
 
 # ---- resources, counters

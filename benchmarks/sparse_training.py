@@ -27,7 +27,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else TRL calls home
 import torch
 
 from benchmarks import experiments
-from benchmarks.experiments import WARM_UP, Runs, Task, by, curve, last, mean, moments, problems, still, with_spread
+from benchmarks.experiments import WARM_UP, Runs, Task, by, curve, last, mean, problems, still, with_spread
 from benchmarks.results import ROOT
 from benchmarks.tables import Record, Table
 from examples import arithmetic
@@ -148,7 +148,7 @@ def spread(still: Any, batches: int) -> Record:
     the first batch's rows."""
     config, statistics = still.config, {}
     terms = {"policy": config.objective, "entropy": replace(config, entropy_coef=1.0).objective}
-    sums = {(term, group): [0.0] * (2 + len(STEPS)) for term in terms for group in GROUPS}
+    gradients: dict[Any, list[torch.Tensor]] = {(term, step): [] for term in terms for step in (0.0, *STEPS)}
     for number in range(batches):
         still.step = number  # the columns' seed depends on it
         prompts = prompts_of_step(still.train_rows, number, config.prompts_per_step, config.seed)
@@ -157,34 +157,20 @@ def spread(still: Any, batches: int) -> Record:
         scores = still.score(prompts, completions, config.group_size)
         advantages = still.credit.advantages(prompts, completions, scores)
         statistics = statistics or rows(still.model, completions)
-        for term, objective in terms.items():
-            still.objective = objective
-            dense: dict[str, Any] = {}
-            for i, step in enumerate((0.0, *STEPS)):
-                still.losses.sparse_step = step
-                still.update(completions, advantages if term == "policy" else torch.zeros_like(advantages))
-                gradient = by_group(still)
-                dense = dense or gradient
-                for group, x in gradient.items():
-                    apart = x - dense[group]
-                    total = sums[term, group]
-                    if i:
-                        total[i + 1] += apart @ apart
-                    else:
-                        total[0], total[1] = total[0] + x, total[1] + x @ x
-    for (term, group), (total, squares, *apart) in sums.items():
-        variance = moments(total, squares, batches)[1]
-        statistics.setdefault(term, {})[group] = [float(x) / batches / variance for x in apart]
+        for (term, step), of in gradients.items():
+            still.objective, still.losses.sparse_step = terms[term], step
+            still.update(completions, advantages if term == "policy" else torch.zeros_like(advantages))
+            of.append(still.gradient)
+    sizes = {name: p.numel() for name, p in still.model.named_parameters()}
+    owner = [next(group for group, begin in GROUPS.items() if name.startswith(begin)) for name in sizes]
+    for term in terms:
+        dense = torch.stack(gradients[term, 0.0])
+        squares = [(torch.stack(gradients[term, step]) - dense).square().mean(0) for step in STEPS]
+        parts = [x.split([*sizes.values()]) for x in (dense.var(0), *squares)]
+        for group in GROUPS:
+            variance, *apart = (float(sum(x.sum() for x, of in zip(part, owner, strict=True) if of == group)) for part in parts)
+            statistics.setdefault(term, {})[group] = [x / variance for x in apart]
     return statistics
-
-
-def by_group(still: Any) -> dict[str, torch.Tensor]:
-    """The gradient of each group of parameters, flattened."""
-    names, sizes = zip(*((name, p.numel()) for name, p in still.model.named_parameters()), strict=True)
-    parts: dict[str, list[torch.Tensor]] = {group: [] for group in GROUPS}
-    for name, part in zip(names, still.gradient.split(list(sizes)), strict=True):
-        parts[next(group for group, begin in GROUPS.items() if name.startswith(begin))].append(part)
-    return {group: torch.cat(part) for group, part in parts.items()}
 
 
 @torch.no_grad()
