@@ -205,7 +205,6 @@ def recompilations(device: str, vocab: int, width: int, lengths: int = 30, sched
 WAITS = {
     "linear_logprobs, masked": "rows are picked by the mask",
     "linear_divergence, masked": "rows are picked by the mask",
-    "linear_divergence, several teachers": "rows of each teacher are picked by its weights",
     "TokenBatch and linear_grpo_loss": "row counts, sent to the host when the batch is made, are needed right after",
 }
 

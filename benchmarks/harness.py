@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from grpo_kernels.vocabulary.memory import release
+from grpo_kernels.rows.memory import release
 
 FLUSH_BYTES = 256 << 20  # beyond every L2
 AHEAD_MS = 0.6  # the host time that Python code may need before its kernels reach the GPU

@@ -18,15 +18,16 @@ from triton.runtime.jit import JITFunction
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.formulas.filters import EntropyFloor
 from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
-from grpo_kernels.formulas.token_stage import TokenRows, formulas
+from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice, choice_of, fused_kind
-from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, Teacher, partials_of
-from grpo_kernels.vocabulary.sparse import Slots
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends.triton_choices import LAUNCH, Choice, choice_of, fused_kind
+from grpo_kernels.rows.partials import SLOPES, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
+from grpo_kernels.rows.ragged import Ragged
 
 Tensor = torch.Tensor
+KERNELS = backend.Kernels()
 
 # ---- targets
 
@@ -199,21 +200,20 @@ class Case:
         n = 2
         logits = torch.zeros(1, n, self.stride, dtype=self.logits)[..., : self.vocab]
         out = None if self.gradient is None else torch.zeros(1, n, self.stride, dtype=self.gradient)[..., : self.vocab]
-        transform = TRANSFORMS[self.transform](n)
         objective = replace(OBJECTIVES[self.objective], entropy_coef=0.01 if self.entropy else 0.0)
-        rows = token_rows(n, objective, self.without)
+        of_tokens = token_rows(n, objective, self.without)
+        rows = LogitRows(logits, of_tokens.targets, of_tokens.read, TRANSFORMS[self.transform](n))
         if self.kernel == "fused":
-            backend.fused(logits, rows, objective, transform, out)
+            KERNELS.fused(rows, objective.stage(of_tokens), out)
         elif self.kernel == "stats":
-            backend.stats(logits, rows.targets, rows.read, transform, self.partials)
+            KERNELS.stats(rows, self.partials)
         elif self.kernel == "pull":
             assert out is not None
-            stats = RowStats.not_read(self.partials, n, logits.device)
-            zeros = [torch.zeros(n) for _ in range(4)]
-            slopes = Slopes(*zeros) if self.squares else Slopes(*zeros[:3]) if self.entropy else Slopes(zeros[0])
-            backend.pull(logits, rows.targets, stats, slopes, transform, out)
+            slopes = SLOPES[: 4 if self.squares else 3 if self.entropy else 1]
+            partials = Partials.not_read(self.partials, n, logits.device)
+            KERNELS.pull(rows, partials, Slopes(torch.zeros(len(slopes), n), slopes), out)
         else:
-            backend.scale_(logits, torch.ones(()))
+            KERNELS.scale_(logits, torch.ones(()))
 
 
 def token_rows(n: int, objective: Objective, without: str | None = None, offset: int = 0) -> TokenRows:
@@ -238,7 +238,7 @@ def _objectives() -> dict[str, Objective]:
     every["grpo, bounded ratio"] = replace(grpo, log_ratio_bounds=(-20.0, 20.0))
     # Presets with the same formula differ only in parameters, which do not cause a compilation: only the first is kept.
     distinct = {
-        (*formulas(o).values(), o.beta != 0, o.kl_spec.clamps is None, o.filters == (), o.log_ratio_bounds): name
+        (*o.formula.chosen.values(), o.beta != 0, o.kl_spec.clamps is None, o.filters == (), o.log_ratio_bounds): name
         for name, o in reversed(every.items())
     }
     return {name: every[name] for name in reversed(distinct.values())}
@@ -350,16 +350,16 @@ class Beside(Case):
         n, dtypes = 2, (self.logits, self.teacher, self.gradient)
         logits, of_teacher, out = (torch.zeros(1, n, self.stride, dtype=dtype)[..., : self.vocab] for dtype in dtypes)
         transform, targets = TRANSFORMS[self.transform](n), torch.zeros(n, dtype=torch.int64)
-        teacher = Teacher(of_teacher, transform, self.divergence, 0.5)
+        rows = LogitRows(logits, targets, None, transform, Second(of_teacher, transform, self.divergence, 0.5))
         names = partials_of(("divergence",) + ("entropy",) * self.entropy + ("sum_squares",) * self.squares, self.divergence)
-        stats, ones = RowStats.not_read(names, n, logits.device, teacher), torch.ones(n)
+        partials = Partials.not_read(names, n, logits.device, rows.second)
         if self.kernel == "two_stats":
-            backend.stats(logits, targets, None, transform, names, teacher=teacher)
+            KERNELS.stats(rows, names)
         elif self.kernel == "mixed":
-            backend.mixed(logits, stats, transform, teacher, None)
+            KERNELS.mixed(rows, partials)
         else:
-            log, prob = ones if self.entropy else None, ones if self.squares else None
-            backend.pull(logits, targets, stats, Slopes(ones, log, log, prob, ones), transform, out, teacher=teacher)
+            slopes = ("target", *("constant", "log") * self.entropy, *("prob",) * self.squares, "divergence")
+            KERNELS.pull(rows, partials, Slopes(torch.ones(len(slopes), n), slopes), out)
 
 
 @dataclass(frozen=True)
@@ -382,15 +382,15 @@ class Sparse(Case):
 
     def launch(self) -> None:
         n, m, ids = 4, 8, 16
-        slots = Slots(*(torch.zeros(k, dtype=torch.int64) for k in (m, n + 1, m)))
+        slots = Ragged(*(torch.zeros(k, dtype=torch.int64) for k in (m, n + 1, m)))
         # The weight, or the hidden states: the first matrix sets the width of an access.
         read, second = (torch.zeros(ids, self.stride, dtype=dtype)[:, : self.vocab] for dtype in (self.logits, self.second))
         if self.kernel == "slot_logits":
-            backend.slot_logits(second[:n], read, slots)
+            KERNELS.slot_logits(second[:n], read, slots)
         elif self.kernel == "add_weight_rows":
-            backend.add_weight_rows(torch.ones(m), slots, read, second[:n])
+            KERNELS.add_weight_rows(torch.ones(m), slots, read, second[:n])
         else:
-            backend.add_hidden_rows(torch.ones(m), slots, read[:n], second)
+            KERNELS.add_hidden_rows(torch.ones(m), slots, read[:n], second)
 
 
 @dataclass(frozen=True)
@@ -410,13 +410,13 @@ class Selecting(Case):
 
     def launch(self) -> None:
         n = 2
-        logits = torch.zeros(n, self.stride, dtype=self.logits)[:, : self.vocab]
-        stats, whole = RowStats.not_read(partials_of(()), n, logits.device), torch.zeros(n, dtype=torch.int64)
-        transform = TRANSFORMS[self.transform](n)
+        logits = torch.zeros(1, n, self.stride, dtype=self.logits)[..., : self.vocab]
+        stats, whole = Partials.not_read(partials_of(()), n, logits.device), torch.zeros(n, dtype=torch.int64)
+        rows = LogitRows(logits, whole, transform=TRANSFORMS[self.transform](n))
         if self.kernel == "select":
-            backend.select(logits, whole, stats, transform, 1 / 256, whole)
+            KERNELS.select(rows, stats, 1 / 256, whole)
         else:
-            backend.masses(logits, whole, stats, transform, 1 / 256)
+            KERNELS.masses(rows, stats, 1 / 256)
 
 
 #: (logits, teacher, gradient): of logits, of a chunk at hidden level, and with one stream of another width.
@@ -425,7 +425,7 @@ PAIRS = (
     (FP16, SINGLE, FP16),
 )  # fmt: skip
 #: The kernels of each direction.
-KERNELS = (
+OF_TWO = (
     ("two_stats", "reverse"), ("two_stats", "forward"), ("mixed", "jsd"),
     ("two_pull", "reverse"), ("two_pull", "forward"), ("two_pull", "jsd"),
 )  # fmt: skip
@@ -440,14 +440,14 @@ def beside(kernel: str, divergence: str, logits: torch.dtype, teacher: torch.dty
 
 def of_two(divergence: str, transform: str = "linear") -> tuple[Case, ...]:
     """The launches that make a divergence of two rows of bf16 logits and its gradient."""
-    kernels = ("two_stats", *(kernel for kernel, kind in KERNELS[2:] if kind == divergence))
+    kernels = ("two_stats", *(kernel for kernel, kind in OF_TWO[2:] if kind == divergence))
     return tuple(replace(beside(kernel, divergence, HALF, HALF, HALF), transform=transform) for kernel in kernels)
 
 
 def other_cases() -> list[Case]:
     """Layouts, transforms and further sums are varied one at a time."""
     launches: dict[Case, None] = {}
-    for kernel, divergence in KERNELS:
+    for kernel, divergence in OF_TWO:
         for dtypes in PAIRS:
             launches[beside(kernel, divergence, *dtypes)] = None
         base = beside(kernel, divergence, HALF, HALF, HALF)

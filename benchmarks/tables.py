@@ -23,10 +23,10 @@ SWEEPS = {
     "active": ("active", "share of sequences with an advantage"),
     "length": ("rows", "tokens in the batch (one sequence from 65,536 on)"),
 }
-LEGEND = """ms: median of n runs, interleaved; p20, p80: quantiles; host ms: of the host in a call, which the GPU need not wait
-for. U: the bytes of the logits, N x V; NHV: tokens x hidden x vocabulary. limit: what the hardware needs for the least that the
-contract asks for, measured in the same run (the fastest of those named so). error: the worst of the loss (by the mean
-|advantage|), gradients and their worst row (relative), log-probs and entropy (absolute)."""
+LEGEND = """ms: median of n runs, interleaved; p20, p80: quantiles; host ms: of the host in a call, which the GPU need not wait for.
+U: the bytes of the logits, N x V; NHV: tokens x hidden x vocabulary.
+limit: what the hardware needs for the least that the contract asks for, measured in the same run (the fastest of those named so).
+error: the worst of the loss (by the mean |advantage|), gradients and their worst row (relative), log-probs and entropy."""
 #: The note below a table with rows whose gradient is drawn.
 DRAWN = (
     "Errors of gradients in sparse rows are those of one draw: unbiased noise around the dense gradient, not a wrong result."

@@ -37,9 +37,10 @@ from benchmarks.providers import Provider, Run, Unavailable, first_line, provide
 from benchmarks.results import load, save
 from benchmarks.suites import LOST_DEVICE
 from benchmarks.tables import Record, details
-from grpo_kernels.vocabulary import backends, blocks
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import FUSED, Choice
+from grpo_kernels.rows import backends
+from grpo_kernels.rows import products as blocks
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends.triton_choices import FUSED, Choice
 
 #: The kinds of settings, the most valuable first, and the share of the time for each.
 KINDS = {"fused": 3.0, "visit": 2.0, "fused32": 3.0, "chunk": 3.0, "two": 1.5, "mixed": 1.0, "select": 0.7, "slots": 0.7}
@@ -158,7 +159,7 @@ def settings(kind: str, small: bool) -> list[Setting]:
 def on_triton() -> Iterator[None]:
     """Every backend is Triton, for tensors on a CPU too (in its interpreter), whether or not the C++ module is there."""
     with (
-        mock.patch.object(backends, "load", lambda name: backend),
+        mock.patch.object(backends, "_made", lambda name, strict: backend.OrEager()),
         mock.patch.object(backends, "unavailable", lambda name: None),
     ):
         yield

@@ -64,7 +64,7 @@ def pytest_collection_finish() -> None:
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend that runs on CPU tensors in this process; Triton's interpreter has a process of its own."""
     if request.param == "cpu":
-        from grpo_kernels.vocabulary.backends import cpu
+        from grpo_kernels.rows.backends import cpu
 
         reason = cpu.available()
         if reason is not None:
@@ -120,7 +120,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["float32", "bfloat16", "bfloat16 through fp32", "float16"])
 def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """A dtype for hidden states, bf16 with the products of this processor and with those of any other."""
-    from grpo_kernels.vocabulary.backends import cpu_products
+    from grpo_kernels.rows.backends import cpu_products
 
     if request.param == "bfloat16" and cpu_products.available() is not None:
         pytest.skip(f"no bf16 products here: {cpu_products.available()}")

@@ -15,8 +15,7 @@ from benchmarks.cases import Case
 from benchmarks.providers import BETAS, Run, Unavailable, provider
 from benchmarks.providers.ours import loss_of, native, objective
 from grpo_kernels import Options
-from grpo_kernels.vocabulary.blocks import Work
-from grpo_kernels.vocabulary.products import Products, products_for
+from grpo_kernels.rows.products import Products, Work, products_for
 
 Tensor = torch.Tensor
 Call = Callable[[], Any]

@@ -25,7 +25,7 @@ from grpo_kernels import (
     linear_logprobs,
     token_logprobs,
 )
-from grpo_kernels.vocabulary import backends
+from grpo_kernels.rows import backends
 
 Call = Callable[[], Result]
 OURS = "grpo_kernels"

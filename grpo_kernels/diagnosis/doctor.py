@@ -49,8 +49,8 @@ from typing import Any
 import torch
 
 from .._version import __version__
-from ..vocabulary import backends
-from ..vocabulary.backends import cpu_products
+from ..rows import backends
+from ..rows.backends import cpu_products
 from . import Finding, environment, first_line, machine, native
 from .self_test import Report, self_test
 from .step import Step, Timing, measure
@@ -98,7 +98,7 @@ def examine(step: bool = True, say: Any = print, without_native: bool = False) -
     device = machine.where()
     report, findings = facts(device)
     say(_text_of_facts(report))
-    name, reason = backends.native(device)
+    name, reason = backends.native_backend(device)
     report |= {"auto": name if reason is None else "eager"}
     report |= {"backends": {}, "step": None}
     if without_native or not any(f.blocks for f in findings):
@@ -129,7 +129,7 @@ def tests(report: dict[str, Any], device: torch.device, step: bool, say: Any, kn
         else:
             tested[name] = {"available": False, "reason": reason}
             # `facts` has already reported a missing module, with the reason.
-            if name == backends.native(device)[0] and (name != "cpu" or report["native"]["path"] is not None):
+            if name == backends.native_backend(device)[0] and (name != "cpu" or report["native"]["path"] is not None):
                 problem = f"the kernels for {device.type} tensors do not run: {reason}"
                 findings.append(Finding(problem, remedy_for(reason), True))
         say(_text_of_backend(name, tested[name]))

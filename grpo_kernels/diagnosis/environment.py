@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..vocabulary.backends import BACKENDS, cpu_products
+from ..rows.backends import BACKENDS, cpu_products
 from . import Finding, numbers
 
 OPTIONAL = ("numpy", "transformers", "trl", "accelerate", "deepspeed", "liger-kernel", "flash-attn", "verl", "vllm")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..vocabulary import backends
+from ..rows import backends
 from . import Finding, numbers
 
 
@@ -122,7 +122,7 @@ def where() -> torch.device:
     """Where losses run here: on the accelerator if Triton has a driver for it, else on the CPU. "cuda" (NVIDIA, AMD) is
     returned even if Triton cannot run, so that this is reported as a problem."""
     kind = _accelerator()
-    served = kind is not None and (kind == "cuda" or backends.native(torch.device(kind))[1] is None)
+    served = kind is not None and (kind == "cuda" or backends.native_backend(torch.device(kind))[1] is None)
     return torch.device(str(kind) if served else "cpu")
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..vocabulary.backends import cpu_products
-from ..vocabulary.native import PACKAGE, build_command, built_from, load, module_files, package, sources
+from ..rows.backends import cpu_products
+from ..rows.backends.native import PACKAGE, build_command, built_from, load, module_files, package, sources
 from . import Finding
 from .machine import processor
 

@@ -26,13 +26,10 @@ from .. import (
     grpo_loss,
     linear_grpo_loss,
     linear_logprobs,
+    token_divergence,
     token_logprobs,
 )
 from ..formulas.surrogates import Cispo, Clip
-from ..vocabulary.backends import pick
-from ..vocabulary.rows import RowTransform, Teacher
-from ..vocabulary.sources import Logits
-from ..vocabulary.stage import vocabulary_stage
 from . import first_line
 
 Tensor = torch.Tensor
@@ -286,12 +283,10 @@ def results(case: Case, level: str, x: Inputs, backend: str, device: torch.devic
     given: dict[str, Any] = {name: value for name, value in vars(x).items() if value is not None}
     x = Inputs(**{name: value.to(device) for name, value in given.items()})
     if case.divergence:
-        transform = RowTransform(1.0, 0.0, 1.0 / TEMPERATURE)
-        teacher = Teacher(teacher_logits(x), transform, case.divergence, 0.5 if case.divergence == "jsd" else 0.0)
-        source, names = Logits(pick(backend, device, strict=True), teacher=teacher), ("divergence",)
-        rows = (x.targets.flatten(), x.mask.flatten(), transform)
-        _, statistics = vocabulary_stage(source, names, names, *rows, leaves["logits"])
-        divergence = statistics["divergence"].view(x.mask.shape)
+        divergence = token_divergence(
+            leaves["logits"], teacher_logits(x), case.divergence, mask=x.mask, transform=LogitTransform(TEMPERATURE),
+            options=Options(backend=backend, strict=True),
+        )  # fmt: skip
         return _collect((x.upstream[0] * divergence).mean(), {"divergence": divergence}, leaves)
     options: dict[str, Any] = {"transform": LogitTransform(TEMPERATURE), "backend": backend, "strict": True}
     if case.objective is not None:

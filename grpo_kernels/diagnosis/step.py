@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from .. import Objective, TokenBatch, grpo_loss, linear_grpo_loss
-from ..vocabulary import products
-from ..vocabulary.backends import cpu_products
-from ..vocabulary.memory import release
+from ..rows import products
+from ..rows.backends import cpu_products
+from ..rows.memory import release
 from .machine import memory_available
 
 Tensor = torch.Tensor

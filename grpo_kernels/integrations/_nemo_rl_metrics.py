@@ -11,7 +11,6 @@ from ..batch import TokenBatch
 from ..formulas.kl import k3
 from ..formulas.ops import bounded_exp
 from ..formulas.surrogates import PolicyGradient
-from ..formulas.token_stage import kl_of_rows
 from ..losses import LossOutput
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def metrics_of(
         metrics[f"{name}_min"] = torch.where(mask, ratio, torch.inf).amin() if mask.numel() else r.new_tensor(torch.inf)
         metrics[f"{name}_max"] = torch.where(mask, ratio, -torch.inf).amax() if mask.numel() else r.new_tensor(-torch.inf)
     if out.rows.kl_weight is not None:
-        kl = kl_of_rows(loss_fn.objective, logps.reshape(-1), out.rows, x.reshape(-1))[0]
+        kl = loss_fn.objective.kl_terms(logps.reshape(-1), out.rows, x.reshape(-1))[0]
         metrics["kl_penalty"] = torch.where(mask.reshape(-1), out.rows.kl_weight * kl, 0.0).sum() / loss_fn.objective.beta
     w = torch.where(mask, old - sampler, 0.0)
     samples = sequences.clamp(min=1)

@@ -12,8 +12,8 @@ from ..distributed import VocabShard
 from ..formulas.divergence import Exact
 from ..layout import of_a_leaf
 from ..logprobs import token_logprobs
+from ..specs import LogitTransform
 from ..token_sets import TokenSets
-from ..transform import LogitTransform
 from ._slots import DTYPES, NotCovered
 
 Tensor = torch.Tensor

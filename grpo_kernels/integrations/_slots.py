@@ -126,7 +126,7 @@ class Trial:
             )
 
 
-class Slots:
+class Ragged:
     """The replaced functions of one trainer. `undo()`, or leaving a `with` block, restores all of them.
 
     counts   Counter of calls: "fused", or the trainer's name and why its own function was called.
@@ -223,7 +223,7 @@ class Slots:
                 setattr(late, key, theirs)
         self._bound.clear()
 
-    def __enter__(self) -> Slots:
+    def __enter__(self) -> Ragged:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

@@ -14,12 +14,11 @@ import torch
 
 from ..batch import TokenBatch
 from ..formulas.token_stage import TokenRows
-from ..head import plain_head
 from ..logprobs import linear_logprobs
 from ..losses import LossOutput, linear_grpo_loss
+from ..model import plain_head
 from ..objective import Objective
-from ..options import Options
-from ..transform import LogitTransform
+from ..specs import LogitTransform, Options
 from ._trl_replay import Replay
 from ._trl_specs import router
 from .trl_head import gathered

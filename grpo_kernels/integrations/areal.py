@@ -20,23 +20,23 @@ from typing import Any
 import torch
 
 from ..logprobs import token_logprobs
-from ..transform import LogitTransform
+from ..specs import LogitTransform
 from ._shared import even_shard, plain
-from ._slots import Slots, untested
+from ._slots import Ragged, untested
 
 Tensor = torch.Tensor
 
 TESTED = ("1.0.4",)
 
 
-def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace AReaL's two functions by ours. The returned `Slots` restores them, by `undo()` or as a context manager.
+def bind(*, strict: bool = False, any_version: bool = False) -> Ragged:
+    """Replace AReaL's two functions by ours. The returned `Ragged` restores them, by `undo()` or as a context manager.
 
     strict   True: a call that AReaL's own function has to handle raises RuntimeError.
     any_version   True: no comparison under a version that was not tested, see `_slots.Trial`.
     Raises RuntimeError where a function is replaced already, and in the first step where such a comparison fails."""
     version = untested("areal", TESTED, any_version)
-    slots = Slots("areal", strict, version=version)
+    slots = Ragged("areal", strict, version=version)
     slots.bind("areal.utils.functional.vocab_parallel", "gather_logprobs", gather_logprobs)
     slots.bind("areal.utils.functional.vocab_parallel", "gather_logprobs_entropy", gather_logprobs_entropy)
     return slots

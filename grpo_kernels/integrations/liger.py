@@ -30,13 +30,13 @@ import torch
 from ..batch import TokenBatch
 from ..checks import require
 from ..formulas.ops import bounded_exp
-from ..formulas.token_stage import TokenRows, kl_of_rows
+from ..formulas.token_stage import TokenRows
 from ..layout import of_a_leaf
 from ..logprobs import linear_logprobs, token_logprobs
-from ..loss_stages import total
 from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Objective
-from ..transform import LogitTransform
+from ..rows.run import total
+from ..specs import LogitTransform
 from ._liger_specs import (
     UNCLIPPED,
     as_bool,
@@ -336,7 +336,7 @@ def _kl_and_clipped(logps: Tensor, objective: Objective, rows: TokenRows, batch:
     """fp32 [n], 0 where masked: the KL term (None with beta = 0) as it is in the loss, and 1 where the ratio is clipped."""
     x = objective.log_ratio(logps, rows, batch)
     clipped = torch.logical_or(*objective.surrogate.clipped(bounded_exp(x), rows.advantages))
-    kl = None if rows.ref_logps is None else kl_of_rows(objective, logps, rows, x)[0]
+    kl = None if rows.ref_logps is None else objective.kl_terms(logps, rows, x)[0]
     if rows.trained is not None:
         clipped &= rows.trained
         kl = None if kl is None else torch.where(rows.trained, kl, 0.0)

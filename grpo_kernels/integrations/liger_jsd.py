@@ -15,7 +15,7 @@ from ..batch import TokenBatch
 from ..checks import require_number
 from ..losses import linear_grpo_loss
 from ..objective import Objective
-from ..transform import LogitTransform
+from ..specs import LogitTransform
 from ._shared import divergence_of
 
 Tensor = torch.Tensor

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ._liger_specs import TESTED
-from ._slots import Slots, untested
+from ._slots import Ragged, untested
 from .liger import LigerFusedLinearGRPOLoss
 
 #: By package, the versions whose object was compared with ours.
@@ -30,7 +30,7 @@ HOME, NAME = "liger_kernel.chunked_loss", "LigerFusedLinearGRPOLoss"
 ATTRIBUTES = ("liger_loss", "liger_grpo_loss")
 
 
-def patch(trainer: Any, *, strict: bool = False, any_version: bool = False) -> Slots:
+def patch(trainer: Any, *, strict: bool = False, any_version: bool = False) -> Ragged:
     """Replace the loss object of this trainer, and of no other; the result undoes it, by `undo()` or as a context manager.
 
     strict        True: a call that Liger has to handle raises RuntimeError.
@@ -51,7 +51,7 @@ def patch(trainer: Any, *, strict: bool = False, any_version: bool = False) -> S
     return slots
 
 
-def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
+def bind(*, strict: bool = False, any_version: bool = False) -> Ragged:
     """Make `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` ours for what imports it from now on; `undo()` puts it back,
     but for trainers that are made already. Options and errors are those of `patch`."""
     home = importlib.import_module(HOME)
@@ -68,12 +68,12 @@ def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
     return slots
 
 
-def _slots(theirs: Any, strict: bool, any_version: bool) -> Slots:
+def _slots(theirs: Any, strict: bool, any_version: bool) -> Ragged:
     package = type(theirs).__module__.partition(".")[0].replace("_", "-")
-    return Slots("liger_kernel", strict, "Liger", untested(package, KNOWN.get(package, ()), any_version))
+    return Ragged("liger_kernel", strict, "Liger", untested(package, KNOWN.get(package, ()), any_version))
 
 
-def _in_place_of(theirs: Any, slots: Slots) -> Any:
+def _in_place_of(theirs: Any, slots: Ragged) -> Any:
     """Our loss with the constants of their object, which is also called while the two are being compared."""
     names = [name for name in inspect.signature(LigerFusedLinearGRPOLoss.__init__).parameters if hasattr(theirs, name)]
     missing = {"beta", "epsilon_low", "epsilon_high", "loss_type", "temperature"} - {*names}

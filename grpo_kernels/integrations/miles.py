@@ -28,12 +28,11 @@ from typing import Any
 import torch
 
 from ..logprobs import token_logprobs
-from ..options import Options
+from ..specs import LogitTransform, Options
 from ..token_sets import TokenSets
-from ..transform import LogitTransform
 from ._records import first_empty, on_rows, predicting, response_sets
 from ._shared import default_group, even_shard, plain
-from ._slots import NotCovered, Slots, untested
+from ._slots import NotCovered, Ragged, untested
 
 Tensor = torch.Tensor
 
@@ -54,7 +53,7 @@ def bind(
     missing: str = "raise",
     strict: bool = False,
     any_version: bool = False,
-) -> Slots:
+) -> Ragged:
     """Put our functions in the place of miles'; the result undoes it, by `undo()` or as a context manager.
 
     args            miles' arguments: rollout_top_p and rollout_top_k say whether there is replay.
@@ -76,7 +75,7 @@ def bind(
             f"{compared}={getattr(args, compared)!r} with replay: miles refuses it, the other network's log-probs being over the "
             "vocabulary. Switch one off, or pass reference_over='kept' if they run over the same sets."
         )
-    slots = Slots("miles", strict, version=version)
+    slots = Ragged("miles", strict, version=version)
     ours = functools.wraps(calculate_log_probs_and_entropy)(
         functools.partial(calculate_log_probs_and_entropy, options=Options(missing=missing, entropy_over=entropy_over))
     )

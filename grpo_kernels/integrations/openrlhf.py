@@ -31,9 +31,9 @@ from ..logprobs import token_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
 from ..rewards.corrections import importance_weights, rejection_mask
-from ..transform import LogitTransform
+from ..specs import LogitTransform
 from ._shared import at_least_one, entropy_from_logits, plain, scored_batch
-from ._slots import Slots, untested
+from ._slots import Ragged, untested
 
 Tensor = torch.Tensor
 
@@ -206,15 +206,15 @@ class PolicyLoss(torch.nn.Module):
         return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
 
-def bind(*, entropy_temperature: float = 1.0, strict: bool = False, any_version: bool = False) -> Slots:
+def bind(*, entropy_temperature: float = 1.0, strict: bool = False, any_version: bool = False) -> Ragged:
     """Replace `log_probs_from_logits` and `compute_entropy` of openrlhf.models.utils by our functions, also in the actor that
-    imported them. The returned `Slots` restores them, by `undo()` or as a context manager.
+    imported them. The returned `Ragged` restores them, by `undo()` or as a context manager.
 
     strict   True: a call that OpenRLHF's own function has to handle raises RuntimeError.
     any_version   True: under a version that was not tested, skip the comparison with OpenRLHF's own functions, see `_slots.Trial`.
     Raises RuntimeError if a function is replaced already, and in the first step if that comparison fails."""
     version = untested("openrlhf", TESTED, any_version)
-    slots = Slots("openrlhf", strict, version=version)
+    slots = Ragged("openrlhf", strict, version=version)
     slots.bind("openrlhf.models.utils", "log_probs_from_logits", log_probs_from_logits)
     entropy = functools.wraps(compute_entropy)(functools.partial(compute_entropy, temperature=entropy_temperature))
     slots.bind("openrlhf.models.utils", "compute_entropy", entropy, comparable=entropy_temperature == 1.0)

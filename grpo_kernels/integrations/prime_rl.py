@@ -36,12 +36,11 @@ from ..formulas.ops import bounded_exp
 from ..logprobs import linear_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
-from ..options import Options
 from ..presets import NUMERICS
+from ..specs import LogitTransform, Options
 from ..token_sets import TokenSets
-from ..transform import LogitTransform
 from ._shared import plain, scored_batch
-from ._slots import NotCovered, Slots, untested
+from ._slots import NotCovered, Ragged, untested
 
 Tensor = torch.Tensor
 
@@ -50,8 +49,8 @@ TESTED = ("0.8.0",)
 
 def bind(
     *, entropy_over: str = "vocabulary", missing: str = "full", strict: bool = False, any_version: bool = False
-) -> Slots:  # fmt: skip
-    """Replace `_SequenceChunkedLogProbEntropyFn` by our function. The returned `Slots` restores it, by `undo()` or as a context
+) -> Ragged:  # fmt: skip
+    """Replace `_SequenceChunkedLogProbEntropyFn` by our function. The returned `Ragged` restores it, by `undo()` or as a context
     manager.
 
     entropy_over, missing   for replayed rows, as in `Options`: the set that the entropy is taken over, and how a label outside its
@@ -60,7 +59,7 @@ def bind(
     any_version   True: under a version that was not tested, skip the comparison with prime-rl's own function, see `_slots.Trial`.
     Raises RuntimeError if a function is replaced already, and in the first step if that comparison fails."""
     version = untested("prime-rl", TESTED, any_version)
-    slots = Slots("prime_rl", strict, version=version)
+    slots = Ragged("prime_rl", strict, version=version)
     comparable = (missing, entropy_over) == ("full", "vocabulary")
     home = "prime_rl.trainer.models.layers.lm_head"
     options = Options(missing=missing, entropy_over=entropy_over)

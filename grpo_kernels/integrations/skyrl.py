@@ -41,11 +41,11 @@ from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
+from ..specs import LogitTransform
 from ..token_sets import TokenSets
-from ..transform import LogitTransform
 from ._records import on_rows
 from ._shared import default_group, entropy_from_logits, even_shard, logprobs_from_logits, plain, scored_batch
-from ._slots import NotCovered, Slots, Trial, untested
+from ._slots import NotCovered, Ragged, Trial, untested
 
 Tensor = torch.Tensor
 
@@ -176,8 +176,8 @@ def _ratios(log_ratio: Tensor, mask: Tensor | None, low: float, high: float) -> 
     }  # fmt: skip
 
 
-def bind(*, megatron: bool = False, replay: bool = False, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace SkyRL's functions by ours. The returned `Slots` restores them, by `undo()` or as a context manager. Bind before
+def bind(*, megatron: bool = False, replay: bool = False, strict: bool = False, any_version: bool = False) -> Ragged:
+    """Replace SkyRL's functions by ours. The returned `Ragged` restores them, by `undo()` or as a context manager. Bind before
     `HFModelWrapper` is created, because it stores the entropy function of that time.
 
     megatron   True: the fused head of SkyRL's Megatron worker too.
@@ -186,7 +186,7 @@ def bind(*, megatron: bool = False, replay: bool = False, strict: bool = False, 
     any_version   True: under a version that was not tested, skip the comparison with SkyRL's own functions, see `_slots.Trial`.
     Raises RuntimeError if a function is replaced already, and in the first step if that comparison fails."""
     version = untested("skyrl", TESTED, any_version)
-    slots = Slots("skyrl", strict, version=version)
+    slots = Ragged("skyrl", strict, version=version)
     home = "skyrl.backends.skyrl_train"
     slots.bind(f"{home}.utils.torch_utils", "logprobs_from_logits", logprobs_from_logits)
     slots.bind(f"{home}.utils.torch_utils", "chunked_entropy_from_logits", chunked_entropy_from_logits)

@@ -38,15 +38,14 @@ from ..batch import TokenBatch
 from ..formulas.kl import Kl
 from ..formulas.ops import bounded_exp
 from ..formulas.surrogates import Cispo, Clip
-from ..formulas.token_stage import kl_of_rows
 from ..logprobs import token_logprobs
 from ..losses import objective_loss
 from ..objective import Objective
-from ..options import Options
+from ..specs import Options
 from ..token_sets import TokenSets
 from ._records import response_sets
 from ._shared import default_group, even_shard, plain, scored_batch
-from ._slots import Slots, untested
+from ._slots import Ragged, untested
 
 Tensor = torch.Tensor
 
@@ -67,8 +66,8 @@ class Replay(NamedTuple):
 
 def bind(
     *, replay: bool = False, entropy_over: str = "vocabulary", strict: bool = False, any_version: bool = False
-) -> Slots:  # fmt: skip
-    """Replace `slime.utils.ppo_utils.calculate_log_probs_and_entropy` by our function. The returned `Slots` restores it, by
+) -> Ragged:  # fmt: skip
+    """Replace `slime.utils.ppo_utils.calculate_log_probs_and_entropy` by our function. The returned `Ragged` restores it, by
     `undo()` or as a context manager.
 
     replay   True: also replace `slime.backends.megatron_utils.loss._build_topp_keep_mask`, so that the record is not made a mask.
@@ -77,7 +76,7 @@ def bind(
     any_version   True: under a version that was not tested, skip the comparison with slime's own function, see `_slots.Trial`.
     Raises RuntimeError if a function is replaced already, and in the first step if that comparison fails."""
     version = untested("slime", TESTED, any_version)
-    slots = Slots("slime", strict, version=version)
+    slots = Ragged("slime", strict, version=version)
     ours = functools.wraps(calculate_log_probs_and_entropy)(
         functools.partial(calculate_log_probs_and_entropy, options=Options(entropy_over=entropy_over))
     )
@@ -253,7 +252,7 @@ def _metrics(objective: Objective, out: Any, batch: TokenBatch, weights: Tensor,
     named = {"loss": loss, "entropy_loss": entropy, "pg_clipfrac": reduce(clipped.float()), "ppo_kl": reduce(-x)}
     named["pg_loss"] = loss + objective.entropy_coef * entropy
     if objective.beta != 0:
-        named["kl_loss"] = reduce(kl_of_rows(objective, logps, rows, x)[0])
+        named["kl_loss"] = reduce(objective.kl_terms(logps, rows, x)[0])
         named["pg_loss"] = named["pg_loss"] - objective.beta * named["kl_loss"]
     if rollout is not None:
         named["train_rollout_logprob_abs_diff"] = reduce((old - rollout).abs())

@@ -36,8 +36,8 @@ import torch
 
 from ..architectures import language_model
 from ..formulas.token_stage import TokenRows
-from ..options import Options
-from ..sparsity import Sparse
+from ..rows.selection import Sparse
+from ..specs import Options
 from . import _trl_specs as specs
 from ._slots import Trial, untested
 from ._trial import Differs, alike

@@ -24,10 +24,9 @@ import torch
 from ..batch import TokenBatch
 from ..losses import linear_grpo_loss
 from ..objective import Objective
-from ..projection import Head
-from ..transform import LogitTransform
+from ..specs import Head, LogitTransform
 from ._shared import divergence_of, plain
-from ._slots import NotCovered, Slots, untested
+from ._slots import NotCovered, Ragged, untested
 from .trl_head import gathered
 
 Tensor = torch.Tensor
@@ -37,8 +36,8 @@ KNOWN = ("1.16",)
 MODULE, SLOT = "trl.trainer.distillation_trainer", "_chunked_divergence_loss"
 
 
-def fused_divergence(*, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace TRL's function of its distillation loss by `linear_grpo_loss`. The returned `Slots` restores it, by `undo()` or
+def fused_divergence(*, strict: bool = False, any_version: bool = False) -> Ragged:
+    """Replace TRL's function of its distillation loss by `linear_grpo_loss`. The returned `Ragged` restores it, by `undo()` or
     as a context manager, and its `counts` tell which calls were "fused", and which ran in TRL and why.
 
     strict   True: a call that TRL's own function has to handle raises RuntimeError, and so does the end of a `with` block in
@@ -54,7 +53,7 @@ def fused_divergence(*, strict: bool = False, any_version: bool = False) -> Slot
         raise RuntimeError(
             f"{MODULE}.{SLOT} takes ({', '.join(arguments)}), but ours takes ({', '.join(expected)}): install TRL {KNOWN[-1]}."
         )
-    slots = Slots("trl", strict, "TRL", version)
+    slots = Ragged("trl", strict, "TRL", version)
     slots.bind(MODULE, SLOT, divergence_loss)
     return slots
 

@@ -25,9 +25,9 @@ from collections.abc import Callable
 import torch
 
 from ..logprobs import linear_logprobs
-from ..transform import LogitTransform
+from ..specs import LogitTransform
 from ._shared import plain
-from ._slots import NotCovered, Slots, untested
+from ._slots import NotCovered, Ragged, untested
 
 Tensor = torch.Tensor
 
@@ -39,8 +39,8 @@ EVERY_OUTPUT = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 FUSED_OUTPUTS = {"entropy": None, "log_sum_sq_probs": "sum_squares", "is_top1": "top_id"}
 
 
-def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace TRL's function of its fused head by `linear_logprobs`. The returned `Slots` restores it, by `undo()` or as a
+def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Ragged:
+    """Replace TRL's function of its fused head by `linear_logprobs`. The returned `Ragged` restores it, by `undo()` or as a
     context manager, and its `counts` tell which calls were "fused", and which ran in TRL and why.
 
     strict   True: a call that TRL's own function has to handle raises RuntimeError, and so does the end of a `with` block in
@@ -68,7 +68,7 @@ def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
             f"trl is {trl.__version__}, whose trl.trainer.utils.{SLOT} takes ({', '.join(arguments)}), but ours takes "
             f"({', '.join(_names(log_probs))}) and returns as many results as there are in TRL {TESTED[-1]}: install that one."
         )
-    slots = Slots("trl", strict, "TRL", version)
+    slots = Ragged("trl", strict, "TRL", version)
     slots.bind(utils.__name__, SLOT, ours, attribute="apply")
     if hasattr(utils, "_use_triton"):  # from 1.16 on
         slots.put(utils, "_use_triton", _wanted_rows_only(utils._use_triton))

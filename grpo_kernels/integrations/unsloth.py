@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from ..logprobs import linear_logprobs
-from ..transform import LogitTransform
+from ..specs import LogitTransform
 from ._shared import plain
-from ._slots import NotCovered, Slots, untested
+from ._slots import NotCovered, Ragged, untested
 
 Tensor = torch.Tensor
 
@@ -38,8 +38,8 @@ TESTED = ("2026.8.13", "2026.9.1", "2026.10.8", "2026.10.9")
 ZOO = "unsloth_zoo.rl_replacements"
 
 
-def bind(trainer: type, *, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace Unsloth's functions by ours in the module of `trainer`, the class that Unsloth generated. The returned `Slots`
+def bind(trainer: type, *, strict: bool = False, any_version: bool = False) -> Ragged:
+    """Replace Unsloth's functions by ours in the module of `trainer`, the class that Unsloth generated. The returned `Ragged`
     restores them, by `undo()` or as a context manager.
 
     strict   True: a call that Unsloth's own function has to handle raises RuntimeError.
@@ -48,11 +48,11 @@ def bind(trainer: type, *, strict: bool = False, any_version: bool = False) -> S
     Raises AttributeError if the module has no such name."""
     version = untested("unsloth_zoo", TESTED, any_version)
     if hasattr(sys.modules.get(ZOO), "grpo_chunked_hidden_states_logprobs"):
-        slots = Slots("unsloth_zoo", strict, version=version)
+        slots = Ragged("unsloth_zoo", strict, version=version)
         slots.bind(ZOO, "grpo_chunked_hidden_states_logprobs", selective_log_softmax)
         slots.bind(ZOO, "chunked_hidden_states_selective_log_softmax_recompute", log_softmax_and_entropy)
         return slots
-    slots = Slots(trainer.__module__.split(".")[0], strict, version=version)
+    slots = Ragged(trainer.__module__.split(".")[0], strict, version=version)
     slots.bind(trainer.__module__, "chunked_hidden_states_selective_log_softmax", selective_log_softmax)
     return slots
 

@@ -54,10 +54,10 @@ from ..logprobs import linear_logprobs
 from ..losses import LossOutput, objective_loss
 from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
+from ..specs import LogitTransform
 from ..token_sets import TokenSets
-from ..transform import LogitTransform
 from ._shared import at_least_one, entropy_from_logits, even_shard, logprobs_from_logits, plain, scored_batch
-from ._slots import NotCovered, Slots, Trial, untested
+from ._slots import NotCovered, Ragged, Trial, untested
 from ._verl_versions import gspo_by_sequence
 
 Tensor = torch.Tensor
@@ -284,8 +284,8 @@ def _metrics(name: str | None, objective: Objective, out: LossOutput, batch: Tok
 # ---- log-probs and entropy
 
 
-def bind(*, hidden: bool = True, logits: bool = True, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace verl's functions by ours in this process. The returned `Slots` restores them, by `undo()` or as a context
+def bind(*, hidden: bool = True, logits: bool = True, strict: bool = False, any_version: bool = False) -> Ragged:
+    """Replace verl's functions by ours in this process. The returned `Ragged` restores them, by `undo()` or as a context
     manager.
 
     hidden   `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`, for use_fused_kernels with impl_backend=triton.
@@ -296,7 +296,7 @@ def bind(*, hidden: bool = True, logits: bool = True, strict: bool = False, any_
              beside it, and RuntimeError says where they differ.
     Raises RuntimeError where a function is replaced already."""
     version = untested("verl", TESTED, any_version)
-    slots = Slots("verl", strict, version=version)
+    slots = Ragged("verl", strict, version=version)
     if hidden:
         slots.bind("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy", linear_cross_entropy)
     if logits:

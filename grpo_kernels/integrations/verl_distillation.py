@@ -36,7 +36,7 @@ from ..formulas.divergence import Exact, divergence_at
 from ..logprobs import token_logprobs
 from ..token_sets import TokenSets
 from ._shared import distinct, no_ids, plain
-from ._slots import NotCovered, Slots, untested
+from ._slots import NotCovered, Ragged, untested
 
 Tensor = torch.Tensor
 
@@ -78,12 +78,12 @@ def register(losses: Mapping[str, Exact] | None = None, prefix: str = "fused_", 
     return list(named)
 
 
-def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace verl's function of top-k losses from logits by ours, for losses that `register` has added. The returned `Slots`
+def bind(*, strict: bool = False, any_version: bool = False) -> Ragged:
+    """Replace verl's function of top-k losses from logits by ours, for losses that `register` has added. The returned `Ragged`
     restores it, by `undo()` or as a context manager, and counts the calls. strict: a call of another loss raises RuntimeError.
     Raises RuntimeError for a version of verl that was not tested, unless any_version, and where it is replaced already."""
     _check_version(any_version)
-    slots = Slots("verl", strict)
+    slots = Ragged("verl", strict)
     slots.bind(HOME, SLOT, topk_divergence)
     return slots
 

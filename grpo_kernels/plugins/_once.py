@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 LOG = logging.getLogger("grpo_kernels.plugins")
-#: The result of each plugin that has acted in this process: `Slots`, whose undo() removes the change again, or names.
+#: The result of each plugin that has acted in this process: `Ragged`, whose undo() removes the change again, or names.
 DONE: dict[str, Any] = {}
 
 

@@ -14,12 +14,13 @@ import torch
 from ..batch import TokenBatch
 from ..formulas.filters import EntropyQuantile
 from ..objective import Objective
-from ..options import OVER
 from ..presets import PRESETS
 from ..rewards.advantages import BASELINES, SCALES
 from ..rewards.advantages import NUMERICS as CONSTANTS
-from ..rewards.estimators import ADVANTAGES, CORRECTIONS, Estimator, Evidence, lookup
-from ..sparsity import FINEST
+from ..rewards.corrections import CORRECTIONS
+from ..rewards.estimators import ADVANTAGES, Estimator, Evidence, lookup
+from ..rows.selection import FINEST
+from ..specs import OVER
 from .command_line import with_options
 from .fields import DTYPES, EXACT, KNOWN, LOSSES, RATIOS, SCHEDULES, TRAINABLE, TRAINERS, Fields
 from .parallel import LAYOUTS

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from ..formulas.divergence import Exact
 from ..presets import NUMERICS, PRESETS
 from ..rewards.advantages import BASELINES, SCALES
-from ..rewards.estimators import ADVANTAGES, CORRECTIONS
+from ..rewards.corrections import CORRECTIONS
+from ..rewards.estimators import ADVANTAGES
 from .trackers import TRACKERS
 
 #: What the trainer knows beside the rewards, for estimators of advantages; it has no critic.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..transform import LogitTransform
+from ..specs import LogitTransform
 from .sampling import Completions, positions
 
 Tensor = torch.Tensor

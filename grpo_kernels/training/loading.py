@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..vocabulary import backends
+from ..rows import backends
 from . import recompute, require
 from .config import TrainConfig
 from .data import FILE_LOADERS

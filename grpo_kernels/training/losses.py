@@ -11,10 +11,8 @@ from ..batch import TokenBatch
 from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Denominators, Objective
-from ..options import Options
-from ..projection import Head
-from ..sparsity import Sparse
-from ..transform import LogitTransform
+from ..rows.selection import Sparse
+from ..specs import Head, LogitTransform, Options
 from .config import TrainConfig
 from .head import check_projection, completion_hidden, head_parameters, logit_transform
 from .parallel import ParallelModel

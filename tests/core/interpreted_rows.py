@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, token_logprobs
-from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.rows.backends import triton as backend
 from support.cases import same_bits
 
 Tensor = torch.Tensor

@@ -31,7 +31,7 @@ from grpo_kernels import (
 )
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.formulas.surrogates import Surrogate
-from grpo_kernels.head import FusedLMHead
+from grpo_kernels.model import FusedLMHead
 from support.doors import batch_of, compare, objective_of, run
 from support.inside import rows_of_head, rows_of_logits, traced_stages
 from support.recipes import KINDS, Problem, Recipe, legal, problem

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, linear_grpo_loss, linear_logprobs
-from grpo_kernels.head import FusedLMHead, HeadLogprobs, HeadLoss
+from grpo_kernels.model import FusedLMHead, HeadLogprobs, HeadLoss
 from support.gradients import gradients
 
 Tensor = torch.Tensor

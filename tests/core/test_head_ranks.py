@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, linear_grpo_loss, linear_logprobs
-from grpo_kernels.head import FusedLMHead, HeadLogprobs, HeadLoss
+from grpo_kernels.model import FusedLMHead, HeadLogprobs, HeadLoss
 from support import oracle
 from support.gradients import gradients
 from support.processes import WHOLE_PRODUCTS, checks_of, finish, run_checks, run_whole_products, start

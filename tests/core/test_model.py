@@ -14,7 +14,7 @@ from torch import nn
 from grpo_kernels import Exact, LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss, loss_from_model
 from grpo_kernels.architectures import language_model
 from grpo_kernels.batch import shift_targets
-from grpo_kernels.head import FusedLMHead
+from grpo_kernels.model import FusedLMHead
 from support.gradients import take_gradients
 from support.models import VOCAB, build
 

@@ -22,9 +22,9 @@ from trl.experimental.gmpo import GMPOTrainer
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils
 
-from grpo_kernels.head import FusedLMHead
 from grpo_kernels.integrations import trl_head
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_lm_head, patch
+from grpo_kernels.model import FusedLMHead
 from support import trl_cases
 from support.pairs import label, pairs
 from support.trl_cases import assert_same_history, history

@@ -13,6 +13,7 @@ import torch
 
 from grpo_kernels import TokenBatch
 from grpo_kernels.rewards.corrections import (
+    CORRECTIONS,
     LEVELS,
     METRICS,
     MODES,
@@ -24,7 +25,6 @@ from grpo_kernels.rewards.corrections import (
     second_moment_mask,
     without_truncated,
 )
-from grpo_kernels.rewards.estimators import CORRECTIONS
 from support import advantage_oracle as oracle
 from support.pairs import label, pairs
 from support.refused import Refused, refusals

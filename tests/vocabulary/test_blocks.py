@@ -9,9 +9,11 @@ import torch
 
 from grpo_kernels import Objective, TokenBatch, linear_grpo_loss, linear_logprobs
 from grpo_kernels.distributed import VocabShard
-from grpo_kernels.vocabulary import backends, blocks
-from grpo_kernels.vocabulary.backends import eager
-from grpo_kernels.vocabulary.blocks import Plan, Work
+from grpo_kernels.rows import backends
+from grpo_kernels.rows import products as blocks
+from grpo_kernels.rows.backends import eager
+from grpo_kernels.rows.partials import LogitRows
+from grpo_kernels.rows.products import Plan, Work
 from support.cases import OBJECTIVES, same_bits
 from support.gpu_products import LiveBytes, NoRows, Product, of_a_gpu
 from support.linear_cases import LinearCase, assert_gradients_no_worse, build_linear, gradients_of
@@ -132,7 +134,7 @@ def test_what_is_not_wanted_takes_no_memory(frozen: str) -> None:
     work = QWEN._replace(d_hidden=0) if frozen == "hidden" else QWEN._replace(d_weight=0)
     index = torch.empty(5120, dtype=torch.int64, device="meta")
     with of_a_gpu() as made, LiveBytes() as live, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_kernels.losses.split_rows", lambda *_: (index, 5120))
+        patch.setattr("grpo_kernels.losses._split_rows", lambda *_: (index, 5120))
         linear_grpo_loss(hidden, weight, batch, Objective.preset("gspo"), weight_grad=total).loss.backward()
     plan = work.plan("cuda", 5120)
     kinds = {(p.m, p.k, p.n) for p in made if 151936 in (p.m, p.k)}
@@ -145,22 +147,20 @@ def test_what_is_not_wanted_takes_no_memory(frozen: str) -> None:
 # ---- numbers
 
 
-class Poisoned:
+class Poisoned(eager.Kernels):
     """The eager row kernels, on the layout of a GPU's: logits are read once, and no other memory is used for them or for rows
     of gradients that products have taken."""
 
-    WRITES_BEHIND_READS = False
+    writes_behind_reads = False
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(eager, name)
+    def pull(self, rows: LogitRows, partials: Any, slopes: Any, out: Tensor) -> None:
+        super().pull(rows, partials, slopes, out)
+        self._after(rows.logits, out)
 
-    def pull(self, logits: Tensor, targets: Tensor, stats: Any, slopes: Any, transform: Any, out: Tensor, **more: Any) -> None:
-        eager.pull(logits, targets, stats, slopes, transform, out, **more)
-        self._after(logits, out)
-
-    def fused(self, logits: Tensor, rows: Any, objective: Any, transform: Any, out: Tensor | None, **more: Any) -> Any:
-        found = eager.fused(logits, rows, objective, transform, out, **more)
-        self._after(logits, out)
+    def fused(self, rows: LogitRows, stage: Any, out: Tensor | None) -> Any:
+        # Not by its own pull, which would poison what is read again.
+        found = eager.Kernels().fused(rows, stage, out)
+        self._after(rows.logits, out)
         return found
 
     def _after(self, logits: Tensor, out: Tensor | None) -> None:
@@ -338,7 +338,7 @@ def test_fp32_parameters_under_autocast_get_a_sum_that_is_not_rounded() -> None:
     case, spec = rows_of(150, dtype=FP32), OBJECTIVES["reinforce"][1]
     exact = case.expected(spec)[1]
     with of_a_gpu() as made, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_kernels.vocabulary.hidden.compute_dtype", lambda hidden: BF16)
+        patch.setattr("grpo_kernels.streams.compute_dtype", lambda hidden: BF16)
         found = gradients_of(run(case))
     assert {p.dtype for p in made} == {FP32} and [p.m for p in made] == [64, 64, 22, 150, V]
     for name, gradient in found.items():

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import Objective
 from grpo_kernels.formulas.surrogates import Custom
-from grpo_kernels.vocabulary.rows import RowTransform, partials_of
+from grpo_kernels.rows.backends import Backend
+from grpo_kernels.rows.partials import RowTransform, partials_of
 from support.kernel_rows import (
     COOL,
     DTYPES,
@@ -27,11 +27,13 @@ from support.kernel_rows import (
     check,
     exact,
     fused,
+    given,
+    in_cpp,
     kernels,
     same,
     slopes_of,
+    stage_of,
     stats_of,
-    token_rows,
     visited,
 )
 
@@ -42,7 +44,7 @@ SOME = DTYPES[1:2] if TRITON else DTYPES
 
 
 @pytest.fixture(params=KERNELS)
-def module(request: pytest.FixtureRequest) -> Iterator[Any]:
+def module(request: pytest.FixtureRequest) -> Iterator[Backend]:
     with kernels(request.param) as module:
         yield module
 
@@ -51,7 +53,7 @@ def drawn(vocab: int = V, dtype: torch.dtype = torch.float32, shape: tuple[int, 
     return Rows((4 * torch.randn(*shape, vocab)).clamp(-6e4, 6e4).to(dtype), **fields)
 
 
-def check_each_way(module: Any, r: Rows) -> None:
+def check_each_way(module: Backend, r: Rows) -> None:
     check(r, visited(module, r), "two visits")
     for names in (("logps",), ("logps", "entropy")):
         check(r.only(*names), fused(module, r.only(*names)), f"one call {names}")
@@ -61,7 +63,7 @@ SIZES = (7, 257, 1, 531) if TRITON else (*range(1, 68), 127, 128, 129, 1000, 411
 BOTH = [] if TRITON else [(vocab, dtype, name) for vocab in (65, 1003) for dtype in DTYPES for name in TRANSFORMS]
 
 
-def test_values_and_gradients(module: Any) -> None:
+def test_values_and_gradients(module: Backend) -> None:
     """Rows that end anywhere in a vector, a step or a tile; every dtype with every transform; a temperature for each row."""
     for vocab, dtype, name in (*zip(SIZES, cycle(DTYPES), cycle(TRANSFORMS), strict=False), *BOTH):
         check_each_way(module, drawn(vocab, dtype, transform=TRANSFORMS[name]))
@@ -111,7 +113,7 @@ HARD: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", HARD)
-def test_hard_rows(module: Any, name: str) -> None:
+def test_hard_rows(module: Backend, name: str) -> None:
     """Exponentials are kept relative to the maximum so far, which the second visit makes up for."""
     for dtype in SOME:
         r = drawn()
@@ -129,7 +131,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_where_rows_lie(module: Any, view: str) -> None:
+def test_where_rows_lie(module: Backend, view: str) -> None:
     """The bits do not depend on strides; a gradient goes over its logits, and nothing beside it is written."""
     for dtype in SOME:
         whole = torch.randn(3, 4, V).to(dtype)
@@ -151,21 +153,21 @@ def test_where_rows_lie(module: Any, view: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gradient_of_another_dtype(module: Any, dtype: torch.dtype) -> None:
+def test_a_gradient_of_another_dtype(module: Backend, dtype: torch.dtype) -> None:
     """Apart and, where the backend says that it may, narrower at the beginning of its row of logits: the same but for rounding."""
     for of_logits in SOME:
         r = drawn(1003, of_logits)
         for one, way in ((r.only("logps", "entropy"), fused), (r.only("logps"), fused), (r, visited)):
             found = way(module, one, out=torch.full(r.logits.shape, math.nan, dtype=dtype))
             check(one, found, str(way))
-            if module.WRITES_BEHIND_READS and dtype.itemsize < of_logits.itemsize:
+            if module.writes_behind_reads and dtype.itemsize < of_logits.itemsize:
                 logits = r.logits.clone()
                 narrow = logits.view(dtype)[..., :1003]
                 same(way(module, replace(one, logits=logits), out=narrow), found, "narrower, in place")
 
 
 @pytest.mark.parametrize("dtype", SOME, ids=str)
-def test_a_row_depends_on_nothing_but_itself(module: Any, dtype: torch.dtype) -> None:
+def test_a_row_depends_on_nothing_but_itself(module: Backend, dtype: torch.dtype) -> None:
     """Bit by bit: not on threads, on the range of rows, on the rows beside it, on what a thread's memory held before."""
     vocab = V if TRITON else 20_011
     r = drawn(vocab, dtype, (3, 4), transform=RowTransform(1.0, 0.0, torch.linspace(0.5, 2.0, 12)))
@@ -195,7 +197,7 @@ def test_a_row_depends_on_nothing_but_itself(module: Any, dtype: torch.dtype) ->
         assert torch.equal(found[1].view(-1), expected[1][1].view(12, -1)[i])
 
 
-def test_rows_that_are_not_read(module: Any) -> None:
+def test_rows_that_are_not_read(module: Backend) -> None:
     """Whatever they, their targets and their temperatures hold, they are 0; so is the gradient of a row without a slope, which is
     not looked at again."""
     read = torch.tensor([True, False, True, True, False, True])
@@ -229,12 +231,12 @@ def test_rows_that_are_not_read(module: Any) -> None:
     assert not fused(module, r)[1].view(6, -1)[none].any()
     stats = stats_of(module, r)
     r.logits.view(6, -1)[none], out = math.nan, torch.full_like(r.logits, math.nan)
-    module.pull(r.logits, r.targets, stats, slopes_of(stats, r.slopes), PLAIN, out)
+    module.pull(given(r), stats, slopes_of(stats, r.slopes), out)
     assert not out.view(6, -1)[none].any() and out.view(6, -1)[~none].all()
 
 
 @pytest.mark.parametrize("at", [0, 500, 1002])
-def test_what_cannot_be_computed_shows_in_its_row(module: Any, at: int) -> None:
+def test_what_cannot_be_computed_shows_in_its_row(module: Backend, at: int) -> None:
     """NaN, +inf, a row of only -inf, a target that is no id; rows beside it keep their bits, and memory around is not written."""
     for dtype in SOME:
         r = drawn(1003, dtype, (1, 6))
@@ -255,14 +257,14 @@ def test_what_cannot_be_computed_shows_in_its_row(module: Any, at: int) -> None:
             assert (around[[0, 2]] == 7.0).all()
 
 
-def test_every_nan_pattern_shows(module: Any) -> None:
+def test_every_nan_pattern_shows(module: Backend) -> None:
     payloads = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1, 0x7FC001FF], dtype=torch.int32).view(torch.float32)
     r = drawn(40, shape=(1, 5))
     r.logits[0, torch.arange(5), 17] = payloads
     assert stats_of(module, r).logps.isnan().all()
 
 
-def test_sums_of_a_million_terms_and_exponentials_between_powers_of_2(module: Any) -> None:
+def test_sums_of_a_million_terms_and_exponentials_between_powers_of_2(module: Backend) -> None:
     """Rows of an element at 0 and one at d: the sum and the entropy's term show exp(d)."""
     r = Rows(2 * torch.rand(1, 1, 4099 if TRITON else 1 << 20))
     d, stats = r.logits.double() - r.logits.double().max(), stats_of(module, r)
@@ -281,11 +283,11 @@ def test_sums_of_a_million_terms_and_exponentials_between_powers_of_2(module: An
     assert ((stats.get("weighted") - wide * exp).abs() <= (3e-7 + 1e-7 * wide.abs()) * (wide * exp).abs() + 1e-35).all()
 
 
-def test_fewer_statistics_are_the_same(module: Any) -> None:
+def test_fewer_statistics_are_the_same(module: Backend) -> None:
     r = drawn()
     more = stats_of(module, r)
     for names in ((), ("entropy",), ("top_id",)):
-        fewer = module.stats(r.logits, r.targets, None, PLAIN, partials_of(names))
+        fewer = module.stats(given(r), partials_of(names))
         assert fewer.names == partials_of(names) and all(torch.equal(fewer.get(name), more.get(name)) for name in fewer.names)
     logits = torch.zeros(1, 3, 300)
     logits[0, 0, [17, 40, 299]], logits[0, 1] = 3.0, -math.inf
@@ -293,7 +295,7 @@ def test_fewer_statistics_are_the_same(module: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scale(module: Any, dtype: torch.dtype) -> None:
+def test_scale(module: Backend, dtype: torch.dtype) -> None:
     for shape in ((1,), (37,), (3, V), (2, 3, 531 if TRITON else 40_000)):
         for factor in (0.3, 0.0, -2.0):
             x = torch.randn(shape).to(dtype)
@@ -310,16 +312,16 @@ def test_scale(module: Any, dtype: torch.dtype) -> None:
     assert torch.equal(x[:, :-1], before[:, :-1] * 0.5) and torch.equal(x[:, -1], before[:, -1])
 
 
-def test_nothing_to_do(module: Any) -> None:
+def test_nothing_to_do(module: Backend) -> None:
     """No rows; and a factor of 1, for which more than the machine has is not looked at."""
     r = Rows(torch.zeros(0, 3, 10))
     for values, gradient in (visited(module, r), fused(module, r.only("logps"))):
         assert all(x.shape == (0,) for x in values.values()) and gradient.shape == (0, 3, 10)
-    if "cpu" in module.__name__:
+    if in_cpp(module):
         module.scale_(torch.zeros(1).expand(1 << 40), torch.tensor(1.0))
 
 
-def test_a_slope_beyond_fp32_is_no_finite_gradient(module: Any) -> None:
+def test_a_slope_beyond_fp32_is_no_finite_gradient(module: Backend) -> None:
     """Also where only its product with 1 / temperature is beyond it, with kept exponentials and without them."""
 
     def steep(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
@@ -328,9 +330,7 @@ def test_a_slope_beyond_fp32_is_no_finite_gradient(module: Any) -> None:
     for factor, inverse, coefficient in ((1e10, 1.0, 0.0), (1.0, 1e4, 0.0), (1.0, 1e4, 1e-3)):
         r = Rows(torch.randn(1, 2, 100), PLAIN._replace(inv_temperature=inverse))
         r.slopes = {"logps": torch.ones(2), "entropy": torch.full((2,), -coefficient)}
-        rows, _ = token_rows(r)
-        objective = Objective(Custom(steep, (factor,)), entropy_coef=coefficient)
-        module.fused(r.logits, rows, objective, r.transform, r.logits)
+        module.fused(given(r), stage_of(r, Custom(steep, (factor,))), r.logits)
         assert not r.logits.isfinite().any()
 
 

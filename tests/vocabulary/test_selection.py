@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes
-from grpo_kernels.vocabulary.selection import BITS, Drawn, capacity, per_unit, starts
-from support.kernel_rows import DTYPES, KERNELS, PLAIN, TRITON, kernels
+from grpo_kernels.rows.backends import Backend
+from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform, Slopes
+from grpo_kernels.rows.selection import BITS, Drawn, capacity, per_unit, starts
+from support.kernel_rows import DTYPES, KERNELS, TRITON, kernels
 
 Tensor = torch.Tensor
 
@@ -19,7 +19,7 @@ STEP = 1 / 16
 
 
 @pytest.fixture(params=KERNELS)
-def module(request: pytest.FixtureRequest) -> Iterator[Any]:
+def module(request: pytest.FixtureRequest) -> Iterator[Backend]:
     with kernels(request.param) as module:
         yield module
 
@@ -37,14 +37,13 @@ def rows_of(vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
     return logits, targets, starts(7, torch.arange(n))
 
 
-def probabilities(module: Any, logits: Tensor) -> tuple[RowStats, Tensor]:
+def probabilities(module: Backend, logits: Tensor) -> tuple[Partials, Tensor]:
     """As the row kernels of a backend have them: the gradient of the log-sum-exp."""
     n = len(logits)
     nowhere = torch.full((n,), -1)
-    stats = module.stats(logits[None], nowhere, None, PLAIN, NAMES)
-    p = torch.empty(logits.shape)
-    slopes = Slopes(torch.zeros(n), torch.ones(n))
-    module.pull(logits[None], nowhere, stats, slopes, PLAIN, p[None])
+    rows = LogitRows(logits[None], nowhere)
+    stats, p = module.stats(rows, NAMES), torch.empty(logits.shape)
+    module.pull(rows, stats, Slopes.stacked({"target": torch.zeros(n), "constant": torch.ones(n)}), p[None])
     return stats, p
 
 
@@ -78,83 +77,83 @@ def ids_of(drawn: Drawn) -> list[list[int]]:
     [(1, DTYPES[0]), (5, DTYPES[1]), (61, DTYPES[1]), (256, DTYPES[2]), (1000, DTYPES[0]), (1003, DTYPES[1])],
     ids=str,
 )
-def test_columns_are_those_of_whole_numbers(module: Any, vocab: int, dtype: torch.dtype) -> None:
+def test_columns_are_those_of_whole_numbers(module: Backend, vocab: int, dtype: torch.dtype) -> None:
     logits, targets, first = rows_of(vocab, dtype)
     stats, p = probabilities(module, logits)
     for step in (STEP, 1 / 100, 1.0):
-        drawn = module.select(logits, targets, stats, PLAIN, step, first)
+        rows = LogitRows(logits[None], targets)
+        drawn = module.select(rows, stats, step, first)
         ids, masses = expected(p, targets, first, step)
         assert ids_of(drawn) == ids
-        assert module.masses(logits, targets, stats, PLAIN, step).tolist() == masses
+        assert module.masses(rows, stats, step).tolist() == masses
         assert drawn.ids.shape == drawn.logits.shape == (len(logits), capacity(step))
         for row, own, values in zip(ids, logits, drawn.logits, strict=True):
             assert torch.equal(values[: len(row)], own[row].float())
 
 
-def test_transforms(module: Any) -> None:
+def test_transforms(module: Backend) -> None:
     logits, targets, first = rows_of(300)
     factors = torch.linspace(0.5, 1.5, len(logits))
     for transform in (RowTransform(2.0, 0.0, 0.4), RowTransform(1.0, 3.0, 1.3), RowTransform(1.0, 3.0, factors)):
         rows = torch.arange(len(logits))[:, None]
-        stats = module.stats(logits[None], targets, None, transform, NAMES)
-        drawn = module.select(logits, targets, stats, transform, STEP, first)
+        given = LogitRows(logits[None], targets, transform=transform)
+        drawn = module.select(given, module.stats(given, NAMES), STEP, first)
         z = transform.of(logits.double(), rows)
         assert ids_of(drawn) == expected(z.softmax(-1).float(), targets, first, STEP)[0]
 
 
-def test_parts_of_a_row_draw_what_the_row_does(module: Any) -> None:
+def test_parts_of_a_row_draw_what_the_row_does(module: Backend) -> None:
     """The running sum of a part goes on from the mass of the parts before."""
     logits, targets, first = rows_of(1000)
     stats, _ = probabilities(module, logits)
-    whole = ids_of(module.select(logits, targets, stats, PLAIN, STEP, first))
+    whole = ids_of(module.select(LogitRows(logits[None], targets), stats, STEP, first))
     found: list[list[int]] = [[] for _ in whole]
     for lo, hi in ((0, 300), (300, 301), (301, 1000)):
-        part, own = logits[:, lo:hi], targets - lo
-        for row, ids in zip(found, ids_of(module.select(part, own, stats, PLAIN, STEP, first)), strict=True):
+        part = LogitRows(logits[None, :, lo:hi], targets - lo)
+        for row, ids in zip(found, ids_of(module.select(part, stats, STEP, first)), strict=True):
             row += [lo + j for j in ids]
-        first = first + module.masses(part, own, stats, PLAIN, STEP)
+        first = first + module.masses(part, stats, STEP)
     assert found == whole
 
 
-def test_how_often_a_column_is_drawn(module: Any) -> None:
+def test_how_often_a_column_is_drawn(module: Backend) -> None:
     """Of offsets at equal distances a column gets its share, to one."""
     logits = rows_of(40)[0]
     stats, p = probabilities(module, logits)
     often, counts, nowhere = 16 if TRITON else 512, torch.zeros_like(p), torch.full((len(p),), -1)
     for k in range(often):
-        drawn = module.select(logits, nowhere, stats, PLAIN, STEP, torch.full((len(p),), k * (2**BITS // often)))
+        drawn = module.select(LogitRows(logits[None], nowhere), stats, STEP, torch.full((len(p),), k * (2**BITS // often)))
         for row, ids in enumerate(ids_of(drawn)):
             counts[row, ids] += 1
     assert ((counts - often * (p / STEP).clamp(max=1)).abs() <= 1.001).all()
     assert counts.max() == often and counts[0].max() < often and (TRITON or counts[0].min() > 0)
 
 
-def test_rows_without_probabilities(module: Any) -> None:
+def test_rows_without_probabilities(module: Backend) -> None:
     logits = torch.zeros(4, 70)
     logits[0, 3], logits[1, 4], logits[2] = torch.nan, torch.inf, -torch.inf
-    targets = torch.tensor([9, 10, 11, -1])
-    stats = module.stats(logits[None], targets, None, PLAIN, NAMES)
-    drawn = module.select(logits, targets, stats, PLAIN, 1.0, torch.zeros(4, dtype=torch.int64))
+    rows = LogitRows(logits[None], torch.tensor([9, 10, 11, -1]))
+    drawn = module.select(rows, module.stats(rows, NAMES), 1.0, torch.zeros(4, dtype=torch.int64))
     assert ids_of(drawn)[:3] == [[9], [10], [11]]
 
 
-def test_threads_change_no_bit(module: Any) -> None:
+def test_threads_change_no_bit(module: Backend) -> None:
     logits, targets, first = rows_of(1000)
     stats, _ = probabilities(module, logits)
     found = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        found.append(module.select(logits, targets, stats, PLAIN, STEP, first))
+        found.append(module.select(LogitRows(logits[None], targets), stats, STEP, first))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_no_rows_and_strided_rows(module: Any) -> None:
+def test_no_rows_and_strided_rows(module: Backend) -> None:
     logits, targets, first = rows_of(61)
     stats, _ = probabilities(module, logits)
     wide = torch.full((len(logits), 100), torch.nan)[:, 7:68].copy_(logits)
-    both = [module.select(x, targets, stats, PLAIN, STEP, first) for x in (logits, wide)]
+    both = [module.select(LogitRows(x[None], targets), stats, STEP, first) for x in (logits, wide)]
     assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
-    drawn = module.select(logits[:0], targets[:0], stats.at(slice(0, 0)), PLAIN, STEP, first[:0])
+    drawn = module.select(LogitRows(logits[None, :0], targets[:0]), stats.at(slice(0, 0)), STEP, first[:0])
     assert drawn.ids.shape == (0, capacity(STEP))
 
 

@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grpo_kernels.vocabulary.backends import eager_sparse
-from grpo_kernels.vocabulary.sparse import Slots, write_at
+from grpo_kernels.rows.backends import Backend, eager
+from grpo_kernels.rows.ragged import Ragged, write_at
 from support.kernel_rows import DTYPES, EPS, KERNELS, TRITON, UNIT, kernels
 from support.largest import note
 from support.slots import matrix, random_slots, slots_of, values_for
 
 Tensor = torch.Tensor
+EAGER = eager.Kernels()
 
 
 @pytest.fixture(params=KERNELS)
-def module(request: pytest.FixtureRequest) -> Iterator[Any]:
+def module(request: pytest.FixtureRequest) -> Iterator[Backend]:
     with kernels(request.param) as module:
         yield module
 
@@ -33,7 +34,7 @@ def close(got: Tensor, want: Tensor, size: Tensor, terms: float) -> None:
     assert (beyond <= EPS * (terms + 1) * size).all(), beyond.max()
 
 
-def check(module: Any, slots: Slots, hidden: Tensor, weight: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
+def check(module: Backend, slots: Ragged, hidden: Tensor, weight: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
     """The three products; rows that no slot with a value names are left alone."""
     values, (n, width) = values_for(slots), hidden.shape
     used = slots.ids >= 0
@@ -60,7 +61,7 @@ def check(module: Any, slots: Slots, hidden: Tensor, weight: Tensor, d_hidden: T
 @pytest.mark.parametrize(
     "width, gap", [(20, 6), (1, 0)] if TRITON else [(w, 6 * (i % 2)) for i, w in enumerate((1, 3, 16, 33, 64, 100, 513, 2100))]
 )
-def test_products(module: Any, width: int, gap: int) -> None:
+def test_products(module: Backend, width: int, gap: int) -> None:
     """Of every two dtypes, at tails of every vector, wider than what C++ sums up at a time; rows apart."""
     n = 5 if width > 1000 else 23
     for dtype in DTYPES:
@@ -71,7 +72,7 @@ def test_products(module: Any, width: int, gap: int) -> None:
             )
 
 
-def test_many_ids_and_one_in_all_rows(module: Any) -> None:
+def test_many_ids_and_one_in_all_rows(module: Backend) -> None:
     n, vocab = (60, 300) if TRITON else (500, 70_000)
     check(module, random_slots(n, vocab), *(matrix(rows, 20, torch.float32, i) for i, rows in enumerate((n, vocab, n, vocab))))
     heavy = slots_of([[2, 0] if i % 2 else [i % 4 + 3, 2] for i in range(n)])
@@ -79,7 +80,7 @@ def test_many_ids_and_one_in_all_rows(module: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_no_slot_names_is_not_read(module: Any, dtype: torch.dtype) -> None:
+def test_what_no_slot_names_is_not_read(module: Backend, dtype: torch.dtype) -> None:
     """Nor is what a value of 0 multiplies. NaN of what is read goes through."""
     slots = slots_of([[3, -1, 5], [], [-1, -1], [3, 4], [1, 3]])
     values = torch.tensor([0.5, torch.nan, 2.0, 1.0, torch.nan, -1.0, 0.0, 0.0, 0.25])
@@ -106,7 +107,7 @@ def test_what_no_slot_names_is_not_read(module: Any, dtype: torch.dtype) -> None
     assert module.slot_logits(hidden, weight, slots).isnan().tolist() == [False, True, False]
 
 
-def test_nothing_to_do(module: Any) -> None:
+def test_nothing_to_do(module: Backend) -> None:
     """No slots, no rows, only slots that are not used."""
     for lists in ([], [[], []], [[-1], [-1, -1]]):
         slots, n = slots_of(lists), len(lists)
@@ -119,19 +120,19 @@ def test_nothing_to_do(module: Any) -> None:
             assert (d_hidden == 1).all() and (d_weight == 1).all()
 
 
-def check_one_rounding(module: Any, dtype: torch.dtype) -> None:
+def check_one_rounding(module: Backend, dtype: torch.dtype) -> None:
     n, eps, out = 64, torch.finfo(dtype).eps, torch.ones(2, 21, dtype=dtype)
     module.add_hidden_rows(torch.full((n,), eps / 4), slots_of([[1]] * n), torch.ones(n, 21, dtype=dtype), out)
     assert (out[1] == 1 + eps * n / 4).all() and (out[0] == 1).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_are_rounded_once(module: Any, dtype: torch.dtype) -> None:
+def test_sums_are_rounded_once(module: Backend, dtype: torch.dtype) -> None:
     """Terms that are each too small for the sum's dtype still count."""
     check_one_rounding(module, dtype)
 
 
-def results(module: Any, values: Tensor, slots: Slots, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def results(module: Backend, values: Tensor, slots: Ragged, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The three products, the sums into zeros."""
     d_hidden, d_weight = torch.zeros(hidden.shape), torch.zeros(weight.shape)
     module.add_weight_rows(values, slots, weight, d_hidden)
@@ -140,7 +141,7 @@ def results(module: Any, values: Tensor, slots: Slots, hidden: Tensor, weight: T
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_rows_are_independent(module: Any, dtype: torch.dtype) -> None:
+def test_rows_are_independent(module: Backend, dtype: torch.dtype) -> None:
     """Each row, each id and each slot alone gives the same bits as all together."""
     for width in (20,) if TRITON else (1, 16, 77):
         n, vocab = 12, 9
@@ -163,13 +164,13 @@ def test_rows_are_independent(module: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_threads_change_no_bit(module: Any, dtype: torch.dtype) -> None:
+def test_threads_change_no_bit(module: Backend, dtype: torch.dtype) -> None:
     n, width = (60, 40) if TRITON else (600, 1100)
     slots = random_slots(n, 50)
     assert_threads_change_no_bit(module, values_for(slots), slots, matrix(n, width, dtype, 1), matrix(50, width, dtype, 2))
 
 
-def assert_threads_change_no_bit(module: Any, *arguments: Any) -> list[Tensor]:
+def assert_threads_change_no_bit(module: Backend, *arguments: Any) -> list[Tensor]:
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -179,14 +180,14 @@ def assert_threads_change_no_bit(module: Any, *arguments: Any) -> list[Tensor]:
     return list(found[0])
 
 
-def test_slots_of_an_id_keep_their_order_when_threads_sort(module: Any) -> None:
+def test_slots_of_an_id_keep_their_order_when_threads_sort(module: Backend) -> None:
     """The order of an id's slots counts: 2^24 + 1 - 2^24 is 0 in fp32, and 2^24 - 2^24 + 1 is 1."""
     n, vocab = (600, 40) if TRITON else (90_000, 3000)
     g = torch.Generator().manual_seed(1)
     ids, rows = torch.randint(0, vocab, (n,), generator=g), torch.arange(n)
     ids[5:9] = ids[-1] = 17
     ids[(torch.arange(n) > 100) & (ids == 17)] = 18
-    slots, values = Slots(ids, torch.arange(n + 1), rows), torch.randn(n, generator=g)
+    slots, values = Ragged(ids, torch.arange(n + 1), rows), torch.randn(n, generator=g)
     values[ids == 17] = 0.0
     values[5:9] = torch.tensor([2.0**24, 1.0, -(2.0**24), 0.5])
     hidden, weight = torch.ones(n, 2), torch.ones(vocab, 2)
@@ -202,18 +203,18 @@ def test_blocks_of_eager_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group may lie in several blocks, one of a single slot among them: rounded once all the same, and the same bits."""
     slots = random_slots(60, 9)
     values, hidden, weight = values_for(slots), *(matrix(n, 8, torch.float32, n) for n in (60, 9))
-    whole = results(eager_sparse, values, slots, hidden, weight)
+    whole = results(EAGER, values, slots, hidden, weight)
     for rows in (1, 2, 7):
-        monkeypatch.setattr(eager_sparse, "block_bytes", lambda device, rows=rows: 16 * 8 * rows)
-        parts = results(eager_sparse, values, slots, hidden, weight)
+        monkeypatch.setattr(eager, "block_bytes", lambda device, rows=rows: 16 * 8 * rows)
+        parts = results(EAGER, values, slots, hidden, weight)
         assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True)), rows
         for dtype in DTYPES:
-            check_one_rounding(eager_sparse, dtype)
+            check_one_rounding(EAGER, dtype)
 
 
 @pytest.mark.parametrize("used", ["some", "the last", "none"])
 def test_values_are_written_where_slots_are_used(used: str) -> None:
-    """Slots that are not used stand anywhere, also where others do."""
+    """Ragged that are not used stand anywhere, also where others do."""
     g = torch.Generator().manual_seed(3)
     flat = torch.randperm(7 * 9, generator=g)[:20]
     places = torch.stack([flat // 9, flat % 9])
@@ -237,5 +238,5 @@ def test_eager_asks_for_no_value() -> None:
     mode = FakeTensorMode()
     values, slots, hidden, weight = torch.utils._pytree.tree_map(mode.from_tensor, arguments)
     with mode:
-        logits, d_hidden, d_weight = results(eager_sparse, values, slots, hidden, weight)
+        logits, d_hidden, d_weight = results(EAGER, values, slots, hidden, weight)
     assert (logits.shape, d_hidden.shape, d_weight.shape) == (values.shape, (12, 8), (9, 8))

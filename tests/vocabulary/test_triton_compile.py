@@ -14,7 +14,8 @@ import torch
 
 from grpo_kernels.formulas.surrogates import Cispo, Clip, Custom, PolicyGradient, Surrogate
 from grpo_kernels.objective import Objective
-from grpo_kernels.vocabulary.rows import RowTransform, Teacher
+from grpo_kernels.rows.partials import LogitRows, RowTransform, Second
+from grpo_kernels.rows.ragged import Ragged
 from support.kernel_rows import Rows, visited
 from support.slots import random_slots, values_for
 
@@ -23,16 +24,20 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from benchmarks.assembly import LOAD, STORE, accesses, bits, blocks, code, loops, taken
-from benchmarks.launches import TARGETS, Beside, Case, compiling, device_name, token_rows
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_sparse as sparse
-from grpo_kernels.vocabulary.backends.triton_divergence import _mixed_kernel, _two_pull_kernel, _two_stats_kernel
+from benchmarks.launches import KERNELS, TARGETS, Beside, Case, compiling, device_name, token_rows
+from grpo_kernels.rows.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
 )
 
 PLAIN = RowTransform(1.0, 0.0, 1.0)
+
+
+def fuse(logits: torch.Tensor, objective: Objective, transform: RowTransform = PLAIN, rows: Any = None) -> None:
+    """A launch of the fused kernel, in place."""
+    rows = token_rows(logits.shape[0] * logits.shape[1], objective) if rows is None else rows
+    KERNELS.fused(LogitRows(logits, rows.targets, rows.read, transform), objective.stage(rows), logits)
 
 
 def unordered(assembly: str, before: str, after: str) -> list[tuple[int, int]]:
@@ -108,7 +113,7 @@ def test_minimum_and_maximum_of_a_formula_keep_nan() -> None:
     """The hardware's default drops it, as no test on a CPU would show: a row of NaN would get a finite loss."""
     with compiling("sm_90") as launches:
         logits = torch.zeros(1, 2, 64)
-        backend.fused(logits, token_rows(2, Objective()), Objective(), PLAIN, logits)
+        fuse(logits, Objective())
     ((_, kernel),) = launches
     assembly = code(kernel)
     # exp(min(x, 60)), min(r, delta) A, clip(r): the lane reductions of the row's maximum use the plain form.
@@ -165,9 +170,9 @@ def test_no_length_and_no_schedule_compiles_again(columns: int) -> None:
             )
             transform = RowTransform(draw.choice((1.0, 16.0, draw.random())), draw.choice((1.0, 30.0)), draw.choice((1.0, 0.5)))
             rows = token_rows(n, objective, offset=draw.randint(0, 3))
-            backend.fused(logits, rows, objective, transform, logits)
-            visited(backend, Rows(logits, transform), logits, (0, n) if call % 3 else (n // 3, n - n // 4))
-            backend.scale_(torch.zeros(n, columns, dtype=torch.bfloat16), torch.ones(()))
+            fuse(logits, objective, transform, rows)
+            visited(KERNELS, Rows(logits, transform), logits, (0, n) if call % 3 else (n // 3, n - n // 4))
+            KERNELS.scale_(torch.zeros(n, columns, dtype=torch.bfloat16), torch.ones(()))
             if call == 0:
                 first = variants("sm_90")
     assert all(count == before.get(name, 0) + 1 or name == "_scale_kernel" for name, count in first.items()), (before, first)
@@ -201,11 +206,11 @@ def test_each_formula_has_its_own_kernel(tmp_path: Path) -> None:
     with compiling("sm_90") as launches:
         for objective in (*map(Objective, surrogates), *(Objective(beta=0.1, kl=kl) for kl in ("k1", "k2", "k3"))):
             logits = torch.zeros(1, 2, 64)
-            backend.fused(logits, token_rows(2, objective), objective, PLAIN, logits)
+            fuse(logits, objective)
         assert len({id(kernel) for _, kernel in launches}) == len(launches) == 9
         binaries = [kernel.asm["cubin"] for _, kernel in launches]
         assert len(set(binaries[:5])) == 5 and len(set(binaries[6:])) == 3
-        backend.fused(logits, token_rows(2, Objective()), Objective(Clip(0.1, 0.4, 3.0)), PLAIN, logits)
+        fuse(logits, Objective(Clip(0.1, 0.4, 3.0)))
         assert launches[-1][1] is launches[0][1]
 
 
@@ -243,7 +248,7 @@ def test_annotations_are_not_compiled(tmp_path: Path) -> None:
     objective = Objective(Custom(imported(tmp_path / "annotated.py", ANNOTATED)))
     with compiling("sm_90") as launches:
         logits = torch.zeros(1, 2, 64)
-        backend.fused(logits, token_rows(2, objective), objective, PLAIN, logits)
+        fuse(logits, objective)
         assert len(launches) == 1 and launches[0][1].asm["cubin"]
 
 
@@ -256,9 +261,12 @@ def test_no_length_and_no_mixture_compiles_again() -> None:
         for n in (1, 16, *(draw.randint(2, 70) for _ in range(5))):
             transform = RowTransform(draw.choice((1.0, 16.0, draw.random())), draw.choice((1.0, 30.0)), draw.choice((1.0, 0.5)))
             logits, teacher = torch.zeros(2, 1, n, 1040, dtype=torch.bfloat16).unbind()
-            visited(backend, Rows(logits, transform, Teacher(teacher, transform, "jsd", 0.5)))
+            visited(KERNELS, Rows(logits, transform, Second(teacher, transform, "jsd", 0.5)))
             counts.append(
-                [len(kernel.device_caches[device][0]) for kernel in (_two_stats_kernel, _mixed_kernel, _two_pull_kernel)]
+                [
+                    len(kernel.device_caches[device][0])
+                    for kernel in (backend._two_stats_kernel, backend._mixed_kernel, backend._two_pull_kernel)
+                ]
             )
     assert all(count == counts[0] for count in counts[1:]), counts
 
@@ -266,7 +274,7 @@ def test_no_length_and_no_mixture_compiles_again() -> None:
 # ---- sparse products
 
 SPARSE_KERNELS = (
-    sparse._slot_logits_kernel, sparse._add_weight_rows_kernel, sparse._add_hidden_rows_kernel, sparse._add_pieces_kernel,
+    backend._slot_logits_kernel, backend._add_weight_rows_kernel, backend._add_hidden_rows_kernel, backend._add_pieces_kernel,
 )  # fmt: skip
 
 #: Dtypes of hidden states and weight.
@@ -281,11 +289,11 @@ PAIRS = (
 def launch_sparse(n: int, vocab: int, width: int, hidden: torch.dtype, weight: torch.dtype, gap: int = 0) -> None:
     slots = random_slots(n, vocab)
     x, y = (torch.zeros(rows, width + gap, dtype=dtype)[:, :width] for rows, dtype in ((n, hidden), (vocab, weight)))
-    sparse.slot_logits(x, y, slots)
-    sparse.add_weight_rows(values_for(slots), slots, y, x)
+    KERNELS.slot_logits(x, y, slots)
+    KERNELS.add_weight_rows(values_for(slots), slots, y, x)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse, "PIECE", 4)  # so that an id may be cut
-        sparse.add_hidden_rows(values_for(slots), slots, x, y)
+        patch.setattr(backend, "PIECE", 4)  # so that an id may be cut
+        KERNELS.add_hidden_rows(values_for(slots), slots, x, y)
 
 
 @pytest.mark.parametrize("gap", (0, 1))
@@ -329,19 +337,19 @@ def test_a_program_without_an_id_ends_after_one_load(target: str) -> None:
 def test_there_are_programs_for_as_many_ids_as_there_can_be(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of padded slots no more than the vocabulary has ids; the places are those where the used ones begin."""
     width, grids = 64, []
-    monkeypatch.setattr(sparse, "run", lambda kernel, launch, grid, *_: grids.append(grid(launch(0))))
+    monkeypatch.setattr(backend, "run", lambda kernel, launch, grid, *_: grids.append(grid(launch(0))))
     g = torch.Generator().manual_seed(0)
     for m in (1, 40, 400, 8000):
         ids = torch.randint(-vocab, vocab, (m,), generator=g).clamp(min=-1).to(torch.int32).sort().values
-        found = sparse.first_places(ids, min(m, vocab)).tolist()
+        found = backend.first_places(ids, min(m, vocab)).tolist()
         listed = ids.tolist()
         want = [listed.index(i) for i in sorted(set(listed)) if i >= 0]
         assert found == want + [m] * (min(m, vocab) - len(want))
-        slots = sparse.Slots(ids.to(torch.int64), torch.tensor([0, m]), torch.zeros(m, dtype=torch.int64))
+        slots = Ragged(ids.to(torch.int64), torch.tensor([0, m]), torch.zeros(m, dtype=torch.int64))
         with compiling("sm_90"):
-            sparse.add_hidden_rows(torch.ones(m), slots, torch.zeros(1, width), torch.zeros(vocab, width))
+            KERNELS.add_hidden_rows(torch.ones(m), slots, torch.zeros(1, width), torch.zeros(vocab, width))
         # A block of columns has them all; of many slots, an id may have programs for every PIECE of its own.
-        cut = [m // sparse.PIECE] * 2 if m >= 2 * sparse.PIECE else [0]
+        cut = [m // backend.PIECE] * 2 if m >= 2 * backend.PIECE else [0]
         assert grids == [min(m, vocab) + cut[0], *cut[1:]], m
         grids.clear()
 

@@ -19,19 +19,19 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
-from benchmarks.launches import compiling, token_rows
+from benchmarks.launches import KERNELS, compiling, token_rows
 from grpo_kernels.formulas.surrogates import Custom
+from grpo_kernels.formulas.token_stage import TokenStage
 from grpo_kernels.objective import Objective
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_choices, triton_launch
-from grpo_kernels.vocabulary.backends.triton_launch import KernelFailure
-from grpo_kernels.vocabulary.rows import RowTransform, partials_of
+from grpo_kernels.rows import backends
+from grpo_kernels.rows.backends import eager, triton_choices, triton_launch
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends.triton_launch import KernelFailure
+from grpo_kernels.rows.partials import LogitRows, partials_of
 
 compiles = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
 )
-PLAIN = RowTransform(1.0, 0.0, 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +55,10 @@ def test_auto_alone_may_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "unavailable", lambda name: None)
     monkeypatch.setattr(backend, "serves", lambda device: device.type == "cuda")
     gpu = torch.device("cuda")
-    assert backends.pick("auto", gpu) is backends.load("triton_or_eager")
-    assert backends.pick("auto", gpu, strict=True) is backends.pick("triton", gpu) is backend
+    assert type(backends.pick("auto", gpu)) is backend.OrEager
+    assert all(type(x) is backend.Kernels for x in (backends.pick("auto", gpu, strict=True), backends.pick("triton", gpu)))
     monkeypatch.setenv("GRPO_KERNELS_STRICT", "1")
-    assert backends.pick("auto", gpu) is backend
+    assert type(backends.pick("auto", gpu)) is backend.Kernels
 
 
 @compiles
@@ -80,11 +80,11 @@ def test_the_device_is_the_one_that_tritons_driver_serves(served: str, monkeypat
     monkeypatch.setattr(triton.backends, "backends", {served: SimpleNamespace(driver=Driver)})
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     triton_choices.driver_failure.cache_clear()
-    assert backends.pick("auto", torch.device(served)) is backends.load("triton_or_eager")
-    assert backends.pick("triton", torch.device(served)) is backend
+    assert type(backends.pick("auto", torch.device(served))) is backend.OrEager
+    assert type(backends.pick("triton", torch.device(served))) is backend.Kernels
     other = torch.device({"cuda": "xpu", "xpu": "cuda"}[served])
     with pytest.warns(RuntimeWarning, match=f"no kernels for {other.type} tensors"):
-        assert backends.pick("auto", other) is backends.load("eager")
+        assert type(backends.pick("auto", other)) is eager.Kernels
     with pytest.raises(RuntimeError, match="the data is on the CPU"):
         backends.pick("triton", torch.device("cpu"))
     monkeypatch.setattr(triton.backends, "backends", {})
@@ -110,6 +110,11 @@ def test_triton_that_cannot_start_is_not_available(monkeypatch: pytest.MonkeyPat
     triton_choices.driver_failure.cache_clear()
 
 
+def calls(logits: torch.Tensor, objective: Objective) -> tuple[LogitRows, TokenStage]:
+    rows = token_rows(logits.shape[1], objective)
+    return LogitRows(logits, rows.targets, rows.read), objective.stage(rows)
+
+
 def helper(x):
     return x.clamp(0.0, 1.0)
 
@@ -122,12 +127,12 @@ def under_torch_only(logp, old_logp, advantage, params):
 def test_a_users_formula_that_does_not_compile_is_named() -> None:
     objective, logits = Objective(Custom(under_torch_only)), torch.zeros(1, 2, 64)
     with compiling("sm_90") as launches, pytest.raises(KernelFailure) as failure:
-        backend.fused(logits, token_rows(2, objective), objective, PLAIN, logits)
+        KERNELS.fused(*calls(logits, objective), logits)
     for words in (f"fused with {__name__}.under_torch_only", "no attribute 'clamp'", "of `def helper(x):`"):
         assert words in failure.value.reason and "\n" not in failure.value.reason
     assert not launches
     with compiling("sm_90") as launches:  # others are not affected
-        backend.fused(logits, token_rows(2, Objective()), Objective(), PLAIN, logits)
+        KERNELS.fused(*calls(logits, Objective()), logits)
     assert len(launches) == 1
 
 
@@ -146,8 +151,8 @@ def test_refused_by_the_assembler(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         with pytest.warns(
             RuntimeWarning, match=r"stats does not run with a tile of 1024 x 4 .*PTXASError: .*no-such-option.* 256 x 4"
         ):
-            backend.stats(logits, targets, None, PLAIN, partials_of(()))
-        backend.stats(logits, targets, None, PLAIN, partials_of(()))
+            KERNELS.stats(LogitRows(logits, targets), partials_of(()))
+        KERNELS.stats(LogitRows(logits, targets), partials_of(()))
     assert [kernel.metadata.num_warps for _, kernel in launches] == [8, 8] and launches[0][1] is launches[1][1]
     assert asked == [512, 512, 256]  # two accesses, one, half the threads; then what is known to run, which is not made again
     triton_choices._launch.cache_clear()
@@ -179,7 +184,7 @@ def test_a_failed_pass_is_told_from_a_failed_launch(where: str, monkeypatch: pyt
 
         monkeypatch.setattr(JITFunction, "run", launch)
         with pytest.raises(RuntimeError) as raised:
-            backend.stats(logits, targets, None, PLAIN, partials_of(()))
+            KERNELS.stats(LogitRows(logits, targets), partials_of(()))
         monkeypatch.setattr(JITFunction, "run", compile_only)
     if where == "launch":
         assert raised.value is error and len(made) == 1 and not triton_launch._remembered

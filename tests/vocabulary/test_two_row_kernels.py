@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels.vocabulary.merging import merge
-from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Teacher
+from grpo_kernels.rows.backends import Backend
+from grpo_kernels.rows.partials import Partials, RowTransform, Second, merge
 from support.kernel_rows import (
     CAPPED,
     COOL,
@@ -24,12 +24,14 @@ from support.kernel_rows import (
     check,
     exact,
     fused,
+    given,
+    in_cpp,
     kernels,
     row_pairs,
     same,
     slopes_of,
+    stage_of,
     stats_of,
-    token_rows,
     visited,
 )
 
@@ -40,7 +42,7 @@ WARM = RowTransform(-0.7, 9.0, torch.linspace(0.4, 2.0, 10))
 
 
 @pytest.fixture(params=KERNELS)
-def module(request: pytest.FixtureRequest) -> Iterator[Any]:
+def module(request: pytest.FixtureRequest) -> Iterator[Backend]:
     with kernels(request.param) as module:
         yield module
 
@@ -49,7 +51,7 @@ def two(
     z: Tensor, w: Tensor, kind: str, mixture: float, transform: RowTransform = PLAIN, own: RowTransform = PLAIN, **fields: Any
 ) -> Rows:
     """Rows [n, V] of both streams, with slopes of the divergence alone."""
-    r = Rows(z[None], transform, Teacher(w[None], own, kind, mixture), **fields)
+    r = Rows(z[None], transform, Second(w[None], own, kind, mixture), **fields)
     return replace(r, slopes={"divergence": torch.randn(len(z))}) if "slopes" not in fields else r
 
 
@@ -58,16 +60,16 @@ def alone(r: Rows) -> Rows:
     return replace(r, slopes={"logps": torch.zeros(r.count), "divergence": r.slopes["divergence"]})
 
 
-def check_both(module: Any, r: Rows, what: str = "") -> tuple[dict[str, Tensor], Tensor]:
+def check_both(module: Backend, r: Rows, what: str = "") -> tuple[dict[str, Tensor], Tensor]:
     found = visited(module, r)
     check(r, found, f"{what}, two visits")
-    if "cpu" in module.__name__:  # the others make them one after the other
+    if in_cpp(module):  # the others make them one after the other
         check(alone(r), fused(module, alone(r)), f"{what}, one call")
     return found
 
 
 @each_kind
-def test_values_and_gradients(module: Any, kind: str, mixture: float) -> None:
+def test_values_and_gradients(module: Backend, kind: str, mixture: float) -> None:
     """Blocks, vectors and tiles that end anywhere; dtypes and transforms of each stream; the slopes of all statistics at once."""
     single, half = torch.float32, torch.bfloat16
     cases = [
@@ -81,28 +83,24 @@ def test_values_and_gradients(module: Any, kind: str, mixture: float) -> None:
             z, w = row_pairs(vocab)
             r = two(z.to(own), w.to(of_teacher), kind, mixture, *transforms)
             check_both(module, r, f"{vocab} {own} {of_teacher}")
-            r = Rows(r.logits, r.transform, r.teacher)
+            r = Rows(r.logits, r.transform, r.second)
             together, apart = visited(module, r), [visited(module, r.only(name))[1].float() for name in r.slopes]
             scale = torch.stack(apart).abs().sum(0).amax(-1, keepdim=True)
             unit = {single: 1e-5, half: 2.0**-7}[own]
             assert ((together[1].float() - sum(apart)).abs() <= unit * scale + 1e-6).all()
-            single_stream = visited(module, replace(r, teacher=None, slopes={"logps": r.slopes["logps"]}))[0]
+            single_stream = visited(module, replace(r, second=None, slopes={"logps": r.slopes["logps"]}))[0]
             for name, x in single_stream.items():
                 torch.testing.assert_close(together[0][name], x, rtol=1e-5, atol=1e-5)
-            if "cpu" in module.__name__:
+            if in_cpp(module):
                 all_terms = r.only("logps", "entropy", "divergence")
                 found = fused(module, all_terms)
                 check(replace(all_terms), found, "one call, all terms")
-                assert torch.equal(module_losses(module, all_terms), found[0]["losses"])
-
-
-def module_losses(module: Any, r: Rows) -> Tensor:
-    """Without a gradient."""
-    return module.fused(r.logits, *token_rows(r), r.transform, None, teacher=r.teacher).losses
+                alone_losses = module.fused(given(all_terms), stage_of(all_terms), None).losses
+                assert torch.equal(alone_losses, found[0]["losses"])
 
 
 @each_kind
-def test_nearly_equal_rows(module: Any, kind: str, mixture: float) -> None:
+def test_nearly_equal_rows(module: Backend, kind: str, mixture: float) -> None:
     """Down to 1e-10 the value keeps three digits, none is negative; so in a row whose maxima move while it is visited, and 83
     apart."""
     vocab = 300 if TRITON else 32_003
@@ -119,7 +117,7 @@ def test_nearly_equal_rows(module: Any, kind: str, mixture: float) -> None:
 
 
 @pytest.mark.parametrize("mixture", (1e-6, 1 - 1e-6))
-def test_shares_near_an_end(module: Any, mixture: float) -> None:
+def test_shares_near_an_end(module: Backend, mixture: float) -> None:
     """In fp32, 1 less the larger share has few digits of the smaller one, and m/p - 1 few of a small m/p."""
     z, w = 4.0 * torch.randn(2, 6, V)
     z[0, 7], w[1, 9] = 8.0, 40.0
@@ -135,7 +133,7 @@ FAR = (-60.0, -88.0, -100.0, -300.0, -715.0, -2000.0, -1e30)
 
 
 @each_kind
-def test_targets_that_hardly_are(module: Any, kind: str, mixture: float) -> None:
+def test_targets_that_hardly_are(module: Backend, kind: str, mixture: float) -> None:
     """The column of a target, which is formed apart, is one like any other; also where one side has no probability there."""
     z, w = torch.randn(2, 2 * len(FAR), V)
     z[: len(FAR), 0], w[len(FAR) :, 0] = torch.tensor(FAR), torch.tensor(FAR)
@@ -155,7 +153,7 @@ def test_targets_that_hardly_are(module: Any, kind: str, mixture: float) -> None
 
 
 @each_kind
-def test_what_is_impossible_or_no_number(module: Any, kind: str, mixture: float) -> None:
+def test_what_is_impossible_or_no_number(module: Backend, kind: str, mixture: float) -> None:
     """-inf in both streams counts nothing; where only the second distribution is 0 a KL is infinite, and a JSD is not. NaN and rows
     of only -inf show, in either stream; a row that is not read is 0."""
     z, w = torch.randn(2, 9, 300 if TRITON else 2100)
@@ -172,7 +170,7 @@ def test_what_is_impossible_or_no_number(module: Any, kind: str, mixture: float)
         found = values["divergence"]
         assert (
             found.isnan().tolist() == [True] * 4 + [False] * 5
-            and gradient[0, : 4 if "cpu" in module.__name__ else 2].isnan().any(-1).all()
+            and gradient[0, : 4 if in_cpp(module) else 2].isnan().any(-1).all()
         )
         assert found.isinf().tolist() == [kind != "jsd" and i == 5 for i in range(9)]
         assert (
@@ -187,7 +185,7 @@ def test_what_is_impossible_or_no_number(module: Any, kind: str, mixture: float)
 
 
 @each_kind
-def test_maxima_that_rise_apart_and_logits_of_1e30(module: Any, kind: str, mixture: float) -> None:
+def test_maxima_that_rise_apart_and_logits_of_1e30(module: Backend, kind: str, mixture: float) -> None:
     """The terms of each block are relative to other maxima, of either row, some far below the last. A row of 1e30 keeps the
     differences of the row beside it."""
     vocab = 400 if TRITON else 5000
@@ -211,18 +209,18 @@ def test_maxima_that_rise_apart_and_logits_of_1e30(module: Any, kind: str, mixtu
 
 
 @each_kind
-def test_where_rows_lie(module: Any, kind: str, mixture: float) -> None:
+def test_where_rows_lie(module: Backend, kind: str, mixture: float) -> None:
     """Strides, gradients over the logits, narrower in their memory, over a teacher; ranges of rows, threads: no bit changes."""
     z, w = row_pairs(291 if TRITON else 2085)
     n, vocab = z.shape
     r = Rows(
-        z.bfloat16().view(2, 5, vocab), WARM, Teacher(w.view(2, 5, vocab), COOL, kind, mixture), read=torch.arange(n) % 5 != 4
+        z.bfloat16().view(2, 5, vocab), WARM, Second(w.view(2, 5, vocab), COOL, kind, mixture), read=torch.arange(n) % 5 != 4
     )
     for way, one in ((visited, r), (fused, r.only("logps", "entropy", "divergence"))):
         expected = way(module, one)
         wide = torch.full((2, 7, vocab + 5), math.nan)[:, 1:6, : vocab + 4][..., 3 : vocab + 3].copy_(w.view(2, 5, vocab))
         if not TRITON:  # whose threads take other columns, so that sums have another order
-            same(way(module, replace(one, teacher=one.teacher._replace(logits=wide))), expected, "strides")  # type: ignore[union-attr]
+            same(way(module, replace(one, second=one.second._replace(logits=wide))), expected, "strides")  # type: ignore[union-attr]
         for threads in (2, 3):
             torch.set_num_threads(threads)
             way(module, alone(two(*torch.randn(2, threads, 7), "reverse", 0.0)))
@@ -230,7 +228,7 @@ def test_where_rows_lie(module: Any, kind: str, mixture: float) -> None:
         torch.set_num_threads(1)
         own = one.logits.clone()
         same(way(module, replace(one, logits=own), out=own), expected, "in place")
-        if module.WRITES_BEHIND_READS:
+        if module.writes_behind_reads:
             single = replace(one, logits=one.logits.float())
             apart = way(module, single)
             for dtype in (torch.bfloat16, torch.float16):
@@ -246,13 +244,13 @@ def test_where_rows_lie(module: Any, kind: str, mixture: float) -> None:
     over = two(both[0], both[0], kind, mixture, PLAIN, COOL, targets=torch.arange(n) * 40)
     over.targets[-1] = vocab + 9
     found = visited(module, replace(over, logits=both.clone()))
-    shared = replace(over, logits=both, teacher=over.teacher._replace(logits=both))  # type: ignore[union-attr]
-    if "eager" not in module.__name__:
+    shared = replace(over, logits=both, second=over.second._replace(logits=both))  # type: ignore[union-attr]
+    if not type(module).__module__.endswith("eager"):
         same(visited(module, shared, out=both), found, "over its teacher")
 
 
 @each_kind
-def test_rows_without_a_slope_are_not_looked_at(module: Any, kind: str, mixture: float) -> None:
+def test_rows_without_a_slope_are_not_looked_at(module: Backend, kind: str, mixture: float) -> None:
     """Of a row in which the divergence has no weight the teacher may hold anything; of one that is not read both streams."""
     z, w = torch.randn(2, 4, V)
     read, weight = torch.tensor([True, True, True, False]), torch.tensor([0.7, 0.0, 0.0, 0.0])
@@ -260,12 +258,12 @@ def test_rows_without_a_slope_are_not_looked_at(module: Any, kind: str, mixture:
     r.slopes = {"logps": torch.randn(4) * read, "divergence": weight}
     expected, stats = fused(module, r), stats_of(module, r)
     z[3], w[3], w[1], w[2, 5] = math.nan, math.inf, math.nan, -math.inf
-    values, gradient = fused(module, r) if "cpu" in module.__name__ else expected  # others look at both streams
+    values, gradient = fused(module, r) if in_cpp(module) else expected  # others look at both streams
     assert (
         torch.equal(gradient, expected[1]) and torch.equal(values["losses"], expected[0]["losses"]) and not gradient[0, 3].any()
     )
     z[1], out = math.nan, torch.full_like(r.logits, math.nan)
-    module.pull(r.logits, r.targets, stats, slopes_of(stats, {"divergence": weight}), PLAIN, out, teacher=r.teacher)
+    module.pull(given(r), stats, slopes_of(stats, {"divergence": weight}), out)
     assert not out[0, 1:].any() and out[0, 0].all()
     of_both = [stats.get(name)[3].item() for name in ("teacher_max", "teacher_sum", "cross", "excess")]  # type: ignore[index]
     assert of_both == [0.0, 1.0, 0.0, 0.0]
@@ -273,7 +271,7 @@ def test_rows_without_a_slope_are_not_looked_at(module: Any, kind: str, mixture:
 
 @pytest.mark.parametrize("floor", [-math.inf, torch.finfo(torch.float32).min, -1e30, -2e4, -300.0])
 @each_kind
-def test_parts_of_rows_merge(module: Any, kind: str, mixture: float, floor: float) -> None:
+def test_parts_of_rows_merge(module: Backend, kind: str, mixture: float, floor: float) -> None:
     """Also parts that a number masks, in both streams or in the one that may be 0 there, and rows that are nearly equal."""
     z, w = row_pairs(V)
     near = 3.0 * torch.randn(4, V)
@@ -283,20 +281,20 @@ def test_parts_of_rows_merge(module: Any, kind: str, mixture: float, floor: floa
     cuts = (slice(0, 50), slice(50, 90), slice(90, V))
 
     def of(columns: slice) -> Rows:
-        teacher = r.teacher._replace(logits=r.teacher.logits[..., columns])  # type: ignore[union-attr]
-        return replace(r, logits=r.logits[..., columns], targets=r.targets - columns.start, teacher=teacher)
+        second = r.second._replace(logits=r.second.logits[..., columns])  # type: ignore[union-attr]
+        return replace(r, logits=r.logits[..., columns], targets=r.targets - columns.start, second=second)
 
     whole, (right, _) = stats_of(module, r), exact(r)
     names = tuple(name for name in whole.names if not name.startswith("mixed"))
     parts = [stats_of(module, of(c)).values[: len(names)] for c in cuts]
     starts = torch.tensor([[c.start] * len(z) for c in cuts], dtype=torch.int32)
-    merged: RowStats = merge(torch.stack(parts), names, None, starts, r.teacher)
+    merged: Partials = merge(torch.stack(parts), names, None, starts, r.second)
     assert torch.equal(merged.top_id, whole.top_id)
     for name, rtol, atol in (("logps", 1e-5, 1e-5), ("entropy", 1e-5, 1e-6), ("sum_squares", 1e-5, 1e-6)):
         torch.testing.assert_close(getattr(merged, name).double(), right[name], rtol=rtol, atol=atol)
     torch.testing.assert_close(merged.log_sums, whole.log_sums, rtol=2e-5, atol=2e-6)
     if kind == "jsd":
-        sums = [module.mixed(of(c).logits, merged, PLAIN, of(c).teacher, None) for c in cuts]
+        sums = [module.mixed(given(of(c)), merged) for c in cuts]
         student, of_teacher = torch.stack(sums).sum(0)
         found = mixture * of_teacher + (1 - mixture) * student
     else:
@@ -305,7 +303,7 @@ def test_parts_of_rows_merge(module: Any, kind: str, mixture: float, floor: floa
 
 
 @pytest.mark.parametrize("kind", ["reverse", "forward"])
-def test_a_part_without_probability_may_have_an_impossible_id(module: Any, kind: str) -> None:
+def test_a_part_without_probability_may_have_an_impossible_id(module: Backend, kind: str) -> None:
     """Its own KL is infinite, and in the row its probabilities are 0."""
     front, behind = torch.randn(2, V), torch.randn(2, V)
     front[:, :50] -= 400.0

@@ -10,9 +10,9 @@ import torch
 
 from grpo_kernels import Objective, grpo_loss
 from grpo_kernels.distributed import VocabShard
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.merging import merge
-from grpo_kernels.vocabulary.shard import on_shard
+from grpo_kernels.rows import backends
+from grpo_kernels.rows.parallel import on_shard
+from grpo_kernels.rows.partials import merge
 from support.cases import build, same_bits
 from support.kernel_rows import Rows, visited
 from support.processes import checks_of, run_whole_products
@@ -58,7 +58,7 @@ def test_without_a_group_one_rank_has_it_all(level: str, backend: str) -> None:
 def test_a_shards_backend_takes_a_range_of_rows(backend: str) -> None:
     """As every backend does: the block by block visits of a loss ask for it. Padding of those rows becomes 0, others stay."""
     vocab, n = 61, 12
-    module = on_shard(backends.load(backend), VocabShard(0, vocab - 3))  # three columns are padding
+    module = on_shard(backends.load(backend).Kernels(), VocabShard(0, vocab - 3))  # three columns are padding
     r = Rows(torch.randn(2, 6, vocab), targets=torch.randint(vocab - 3, (n,)))
     (whole, gradient), out = visited(module, r), torch.full_like(r.logits, torch.nan)
     part, _ = visited(module, r, out, (5, n - 4))

@@ -19,15 +19,15 @@ from grpo_kernels.formulas.surrogates import Cispo, Custom
 from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_sparse, two_visits
-from grpo_kernels.vocabulary.backends.triton_choices import INTERPRETED, LAUNCH, Choice, choose
-from grpo_kernels.vocabulary.rows import RowTransform
-from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, same, visited
+from grpo_kernels.rows.backends import triton
+from grpo_kernels.rows.backends.triton_choices import INTERPRETED, LAUNCH, Choice, choose
+from grpo_kernels.rows.partials import LogitRows, RowTransform
+from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, given, same, visited
 from support.slots import matrix, slots_of
 
 Tensor = torch.Tensor
 WIDTH = 0.5
+backend = triton.Kernels()
 ON_GPU = torch.zeros(()).device.type == "cuda"
 
 
@@ -83,8 +83,8 @@ def test_the_family_compiles_to_what_torch_runs(name: str, old: bool) -> None:
         entropy_weight=objective.entropy_coef * torch.rand(n) if objective.entropy_coef else None, sampler_logps=base + 0.1 * torch.randn(n),
     )  # fmt: skip
     outs = [torch.full_like(r.logits, math.nan) for _ in range(2)]
-    ours = backend.fused(r.logits, rows, objective, PLAIN, outs[0])
-    visits = two_visits(backend, r.logits, rows, objective, PLAIN, outs[1], 8)
+    ours = backend.fused(given(r), objective.stage(rows), outs[0])
+    visits = backend.two_visits(given(r), objective.stage(rows), outs[1], 8)
     for got, want in ((ours.losses, visits.losses), (outs[0], outs[1])):
         assert want.abs().max() > 1e-3 and (got - want).abs().max() <= 3e-6 * want.abs().max()
 
@@ -106,9 +106,8 @@ class Called:
 def test_formulas_that_cannot_be_compiled_are_refused(function: Any, word: str) -> None:
     r = drawn(7)
     with pytest.raises(ValueError, match=word):
-        backend.fused(
-            r.logits, TokenRows(r.targets, None, torch.ones(3), torch.ones(3)), Objective(Custom(function)), PLAIN, None
-        )
+        rows = TokenRows(r.targets, None, torch.ones(3), torch.ones(3))
+        backend.fused(given(r), Objective(Custom(function)).stage(rows), None)
 
 
 # ---- launches
@@ -211,7 +210,7 @@ def test_rows_of_a_real_length_as_they_are_launched(dtype: torch.dtype, V: int) 
 @pytest.mark.parametrize("width", (20, 48))
 def test_an_id_with_many_slots_is_summed_in_pieces(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 slots here, the last longer. Its bits do not depend on what other ids have, nor on how columns go to programs."""
-    monkeypatch.setattr(triton_sparse, "PIECE", 16)
+    monkeypatch.setattr(triton, "PIECE", 16)
     counts = {0: 31, 1: 32, 2: 5, 3: 33, 4: 161, 5: 1, 7: 48}
     ids = torch.tensor([id for id, count in counts.items() for _ in range(count)] + [-1] * 19)
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
@@ -237,5 +236,5 @@ def test_tiles_of_any_size_select_the_same_columns(monkeypatch: pytest.MonkeyPat
     for threads, accesses in ((32, 1), (256, 2)):
         monkeypatch.setitem(LAUNCH, "select", Choice(threads, accesses))
         stats, _ = probabilities(backend, logits)
-        found.append(backend.select(logits, targets, stats, PLAIN, 1 / 100, first))
+        found.append(backend.select(LogitRows(logits[None], targets), stats, 1 / 100, first))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and (found[0].ids >= 0).sum() > 100

@@ -11,24 +11,24 @@ from typing import Any
 
 import pytest
 import torch
-import triton
+import triton as language
 from triton.runtime.errors import PTXASError
 from triton.runtime.interpreter import InterpretedFunction
 
 from grpo_kernels import Objective, TokenBatch, grpo_loss, token_logprobs
 from grpo_kernels.formulas.surrogates import Custom
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_launch
-from grpo_kernels.vocabulary.backends.triton_launch import KernelFailure
-from grpo_kernels.vocabulary.rows import partials_of
+from grpo_kernels.rows import backends
+from grpo_kernels.rows.backends import triton, triton_launch
+from grpo_kernels.rows.backends.triton_launch import KernelFailure
+from grpo_kernels.rows.partials import LogitRows, partials_of
 from support.doors import batch_of, compare, objective_of, run
 from support.kernel_rows import PLAIN, Rows, check, fused, visited
 from support.recipes import Recipe, problem
 
 Tensor = torch.Tensor
+backend = triton.Kernels()
 KERNELS = ("stats", "pull", "fused", "scale")
-OUT = triton.OutOfResources(262144, 232448, "shared memory")
+OUT = language.OutOfResources(262144, 232448, "shared memory")
 REASON = f"OutOfResources: {OUT}".rstrip(".")
 
 
@@ -38,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pick = backends.pick
     monkeypatch.setattr(backends, "unavailable", lambda name: None)
     monkeypatch.setattr(backends, "pick", lambda name, device, strict=False: pick(name, torch.device("cuda"), strict))
-    monkeypatch.setattr(backend, "available", lambda: None)
+    monkeypatch.setattr(triton, "available", lambda: None)
     monkeypatch.setattr(triton_launch, "_remembered", {})
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
     monkeypatch.delenv("GRPO_KERNELS_STRICT", raising=False)
@@ -203,7 +203,7 @@ DEVICE_ERRORS = (
     RuntimeError("Triton Error [CUDA]: out of memory"),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     torch.AcceleratorError("CUDA error: unspecified launch failure"),
-    triton.InterpreterError("it was running"),
+    language.InterpreterError("it was running"),
 )
 
 
@@ -226,7 +226,7 @@ def test_an_error_of_the_device_is_not_swallowed(error: Exception, compiling: bo
     "error",
     [
         PTXASError("Internal Triton PTX codegen error\n`ptxas` stderr:\nptxas fatal   : (C7600) Register allocation failed\n"),
-        triton.CompilationError("def f(x):\n    return 1", None, "the culprit"),  # type: ignore[arg-type]
+        language.CompilationError("def f(x):\n    return 1", None, "the culprit"),  # type: ignore[arg-type]
         RuntimeError("PassManager::run failed"),
         OSError("No space left on device"),
         RuntimeError("Triton Error [CUDA]: too many resources requested for launch"),
@@ -246,7 +246,7 @@ def test_what_the_compiler_refuses_goes_elsewhere(error: Exception, refuse: Refu
 def test_short_rows_have_no_smaller_tile(refuse: Refuse) -> None:
     launches = refuse("stats")
     with pytest.raises(KernelFailure, match="tiles of 32 x 4 logits: OutOfResources"):
-        backend.stats(torch.randn(1, 2, 7), torch.zeros(2, dtype=torch.int64), None, PLAIN, partials_of(()))
+        backend.stats(LogitRows(torch.randn(1, 2, 7), torch.zeros(2, dtype=torch.int64)), partials_of(()))
     assert launches == {("stats", 32): 1}
 
 
@@ -264,7 +264,7 @@ def test_another_kernel_is_tried_anew(refuse: Refuse) -> None:
     with pytest.warns(RuntimeWarning):
         for _ in range(2):
             for logits, transform, names in calls:
-                backend.stats(logits, targets, None, transform, names)
+                backend.stats(LogitRows(logits, targets, None, transform), names)
     assert launches == {("stats", 256): len(calls), ("stats", 128): 2 * len(calls)}
 
 
@@ -297,7 +297,7 @@ def test_a_value_error_that_is_no_refused_formula_is_not_taken_for_one(monkeypat
     def broken(*_: Any) -> Any:
         raise ValueError("something else is wrong")
 
-    monkeypatch.setattr(backend, "fused", broken)
+    monkeypatch.setattr(triton.Kernels, "fused", broken)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         with pytest.raises(ValueError, match="something else is wrong"):

@@ -23,8 +23,8 @@ from grpo_kernels import (
     token_logprobs,
 )
 from grpo_kernels.distributed import VocabShard
-from grpo_kernels.vocabulary import blocks
-from grpo_kernels.vocabulary import hidden as linear
+from grpo_kernels.rows import hidden as linear
+from grpo_kernels.rows import products as blocks
 from support.cases import same_bits
 from support.collectives import counted
 from support.doors import compare, run

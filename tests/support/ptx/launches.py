@@ -28,8 +28,8 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 from benchmarks.launches import _Driver
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_choices
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends import triton_choices
 from support.largest import LARGEST
 from support.ptx.program import Counts, Program
 
