@@ -22,7 +22,7 @@ import torch
 
 import grpo_kernels
 from support.processes import run_checks
-from support.trainers import ROOTS, VERSIONS
+from support.trainers import ROOTS, versions
 
 try:  # the same examples in every run, on a busy machine too
     from hypothesis import HealthCheck, settings
@@ -132,8 +132,8 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Trainers' modules that a test puts into sys.modules go away with it; their versions are as the adapters know them."""
-    before = set(sys.modules)
-    monkeypatch.setattr(metadata, "version", lambda name: VERSIONS[name])
+    before, known = set(sys.modules), versions()
+    monkeypatch.setattr(metadata, "version", lambda name: known[name])
     yield
     for name in set(sys.modules) - before:
         if name.split(".")[0] in ROOTS:

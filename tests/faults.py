@@ -270,7 +270,7 @@ FAULTS: list[Fault] = [
             "masked weights of teachers are read",
             "weights if policy.mask is None else torch.where(policy.mask.reshape(-1), weights, 0.0)", "weights",
         ),
-        ("temperatures of masked rows are squared", "inverse = torch.where(read, inverse, 1.0)", "pass"),
+        ("temperatures of masked rows are squared", "inverse = torch.where(read, inverse, 1.0)", "pass", "tests/core/test_refusals.py"),
         ("a teacher's own transform is dropped", "transform if own is None else own, shard", "transform, shard"),
     ),
     *of("grpo_kernels/batch.py", OBJECTIVES,

@@ -172,16 +172,17 @@ class Engine(Gradients):
             else:
                 partials = Partials.not_read(whole.names, n, device, whole.one) if partials is None else partials
                 partials.values[:, at] = part.values
-            places = self._places(at)
-            for i, here, own, _ in beside(rows, places, others, self.logits_of):
-                apart[i].values[:, at if here is None else places[here]] = self.backend.visit(own, others[i].names).values
+            for i, here, own, _ in beside(rows, self._places(at), others, self.logits_of) if others else ():
+                these = at if here is None else self._places(at)[here]
+                apart[i].values[:, these] = self.backend.visit(own, others[i].names).values
             if draws is not None and sparse is not None:
+                places = self._places(at)
                 first = starts(sparse.seed, places + sparse.first_row)
                 draws.take(places, self.backend.select(rows, part, sparse.step, first))
             if OUTSIDE[0] in whole.names:  # the last thing that the logits are needed for
                 assert whole.at is not None
                 z = rows.transform.of_rows(rows.logits[0], rows.logits[0])
-                slots = self.stream.own(whole.at).in_chunk(places, n)
+                slots = self.stream.own(whole.at).in_chunk(self._places(at), n)
                 partials.values[-len(OUTSIDE) :, at] = sums_outside(self.backend, z, slots, rows)
             del rows  # before the next chunk's are made
         if partials is None:

@@ -9,7 +9,7 @@ import torch
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, token_logprobs
 from grpo_kernels.rows.backends import triton as backend
-from support.cases import same_bits
+from support.bits import same_bits
 
 Tensor = torch.Tensor
 N = 6

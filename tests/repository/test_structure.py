@@ -60,10 +60,6 @@ CIRCLES: list[set[str]] = [
         "token_set_rules.py",
         "token_sets.py",
     },
-    {
-        "integrations/_nemo_rl_metrics.py",
-        "integrations/nemo_rl.py",
-    },
 ]
 
 

@@ -15,9 +15,8 @@ import torch
 from grpo_kernels import Sparse
 from grpo_kernels.layout import logit_rows, whole_rows
 from grpo_kernels.layout import overlap as overlap
-from grpo_kernels.rows import backends
+from grpo_kernels.rows import backends, products
 from grpo_kernels.rows import hidden as linear
-from grpo_kernels.rows import products
 from grpo_kernels.rows.backends import cpu_products
 from grpo_kernels.rows.backends import native as native
 from grpo_kernels.rows.backends.cpu import _cpu

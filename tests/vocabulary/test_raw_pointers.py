@@ -14,7 +14,7 @@ from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.rows.backends import cpu, cpu_products
 from grpo_kernels.rows.partials import Partials, RowTransform, Slopes, Teacher, partials_of
 from grpo_kernels.rows.ragged import Ragged
-from support.cases import same_bits
+from support.bits import same_bits
 from support.processes import start
 
 Tensor = torch.Tensor

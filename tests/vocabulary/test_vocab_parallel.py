@@ -13,9 +13,11 @@ from grpo_kernels.distributed import VocabShard
 from grpo_kernels.rows import backends
 from grpo_kernels.rows.parallel import on_shard
 from grpo_kernels.rows.partials import merge
-from support.cases import build, same_bits
+from support.bits import same_bits
+from support.doors import batch_of
 from support.kernel_rows import Rows, visited
 from support.processes import checks_of, run_whole_products
+from support.recipes import Recipe, problem
 
 MODULE = "vocab_parallel_checks"
 
@@ -42,11 +44,11 @@ def test_no_part_has_the_target() -> None:
 def test_without_a_group_one_rank_has_it_all(level: str, backend: str) -> None:
     """Bit by bit where rows are visited twice with and without a shard: always those of sequence levels. At token level
     the fused kernels of "cpu" and "triton" take their sums in another order than their two visits."""
-    case, objective = build(), Objective(level=level, beta=0.1)
+    p, objective = problem(Recipe(objective="dapo, k3", lengths=(7, 4, 2, 0, 6))), Objective(level=level, beta=0.1)
     results = []
-    for shard in (None, VocabShard(0, case.logits.shape[-1])):
-        leaf = case.logits.clone().requires_grad_()
-        out = grpo_loss(leaf, case.batch(), objective, shard=shard, backend=backend)
+    for shard in (None, VocabShard(0, p.recipe.vocab)):
+        leaf = p.given["logits"].clone().requires_grad_()
+        out = grpo_loss(leaf, batch_of(p), objective, shard=shard, backend=backend)
         out.loss.backward()
         results.append((out.loss.detach(), out.logps, leaf.grad))
     if level == "sequence" or backend == "eager":
