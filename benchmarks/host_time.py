@@ -56,7 +56,7 @@ def as_on_a_gpu() -> Iterator[list[str]]:
         stack.enter_context(compiling("sm_90"))  # for a driver: nothing is compiled
         stack.enter_context(mock.patch.object(JITFunction, "run", launch))
         stack.enter_context(mock.patch.object(backends, "unavailable", lambda name: None))
-        stack.enter_context(mock.patch.object(backends, "_made", lambda name, strict: backend.OrEager()))
+        stack.enter_context(mock.patch.object(backends, "_made", lambda name, strict: backend.Kernels(strict)))
         for module in ours:
             if hasattr(module, "values_are_checked"):
                 stack.enter_context(mock.patch.object(module, "values_are_checked", lambda _: False))

@@ -22,7 +22,7 @@ from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
 from grpo_kernels.rows.backends import triton as backend
-from grpo_kernels.rows.backends.triton_choices import LAUNCH, Choice, choice_of, fused_kind
+from grpo_kernels.rows.backends.triton.launch import LAUNCH, Choice, choice_of, fused_kind
 from grpo_kernels.rows.partials import SLOPES, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
 from grpo_kernels.rows.ragged import Ragged
 

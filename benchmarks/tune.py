@@ -40,7 +40,7 @@ from benchmarks.tables import Record, details
 from grpo_kernels.rows import backends
 from grpo_kernels.rows import products as blocks
 from grpo_kernels.rows.backends import triton as backend
-from grpo_kernels.rows.backends.triton_choices import FUSED, Choice
+from grpo_kernels.rows.backends.triton.launch import FUSED, Choice
 
 #: The kinds of settings, the most valuable first, and the share of the time for each.
 KINDS = {"fused": 3.0, "visit": 2.0, "fused32": 3.0, "chunk": 3.0, "two": 1.5, "mixed": 1.0, "select": 0.7, "slots": 0.7}
@@ -98,7 +98,7 @@ class Setting:
         if isinstance(self.choice, Chunk):
             sizes = zip((blocks.CHUNK_BYTES, blocks.BLOCK_BYTES), self.choice, strict=True)
             return [(where, device, size * MIB) for where, size in sizes for device in where]
-        return [(backend.LAUNCH, self.kind, self.choice)]
+        return [(backend.launch.LAUNCH, self.kind, self.choice)]
 
     def put(self, but: str = "") -> None:
         """Changes the package's, except under one key."""
@@ -136,7 +136,7 @@ def settings(kind: str, small: bool) -> list[Setting]:
         # Rows of a large vocabulary: (512, 3072) now. Of one sum of bytes: (768, 2304), (1024, 2048); of more: the others.
         large = ((450, 700), (600, 600), (300, 1800), (600, 1200), (1200, 1200), (1200, 2400))
         return [Setting(kind, x) for x in dict.fromkeys((chunk, *(Chunk(*sizes) for sizes in (((1, 1),) if small else large))))]
-    now = backend.LAUNCH[kind]
+    now = backend.launch.LAUNCH[kind]
     shapes = [
         now._replace(threads=threads, accesses=accesses, programs=programs)
         for threads, accesses, programs in product(*SHAPES.get(kind, OF_A_ROW))
@@ -159,7 +159,7 @@ def settings(kind: str, small: bool) -> list[Setting]:
 def on_triton() -> Iterator[None]:
     """Every backend is Triton, for tensors on a CPU too (in its interpreter), whether or not the C++ module is there."""
     with (
-        mock.patch.object(backends, "_made", lambda name, strict: backend.OrEager()),
+        mock.patch.object(backends, "_made", lambda name, strict: backend.Kernels(strict)),
         mock.patch.object(backends, "unavailable", lambda name: None),
     ):
         yield
@@ -315,7 +315,7 @@ def apply(path: Path) -> Record:
 
 def summary(found: Record) -> list[str]:
     """The best of each kind, the current setting of the package, and the table to paste."""
-    lines, launch = [], dict(backend.LAUNCH)
+    lines, launch = [], dict(backend.launch.LAUNCH)
     for kind, result in found.items():
         if not result["ranking"]:
             lines.append(f"{kind}: no setting was right in all workloads")

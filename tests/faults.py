@@ -461,50 +461,56 @@ FAULTS: list[Fault] = [
     *of("csrc/parallel.h", RELATIONS,
         ("a thread skips a range", "index = threads + taken.fetch_add", "index = threads + 1 + taken.fetch_add"),
     ),
-    *of("grpo_kernels/rows/backends/triton_kernels.py", COMPILED,
-        ("the target's logit lacks the transform", "tl.store(z_targets + i, k * u)", "tl.store(z_targets + i, u)"),
+    *of("grpo_kernels/rows/backends/triton/kernels.py", COMPILED,
+        (
+            "the target's logit lacks the transform", 's, NAMES, "sum")\n        _put(partials, partials_stride, i, k * u, NAMES, "target")\n'
+            '        _put(partials, partials_stride, i, w, NAMES, "weighted")\n        _put(partials, partials_stride, i, q, NAMES, "squares")\n'
+            '        if', 's, NAMES, "sum")\n        _put(partials, partials_stride, i, u, NAMES, "target")\n'
+            '        _put(partials, partials_stride, i, w, NAMES, "weighted")\n        _put(partials, partials_stride, i, q, NAMES, "squares")\n'
+            '        if',
+        ),
+        (
+            "a slope is read one row early", "return tl.load(table + _row(NAMES, NAME) * stride + i)",
+            "return tl.load(table + (_row(NAMES, NAME) - 1) * stride + i)",
+        ),
         (
             "a row is scaled one element too far", "f).to(x.dtype.element_ty), mask=here < V)",
             "f).to(x.dtype.element_ty), mask=here <= V)",
         ),
         (
             "gradients of a part start at the first row",
-            "out_row = out + _row_offset(first + i, T, out_stride_a, out_stride_t, ALIGNED)",
-            "out_row = out + _row_offset(i, T, out_stride_a, out_stride_t, ALIGNED)",
+            "out_row = out + _row_offset(first + i, T, out_stride_a, out_stride_t, ALIGNED)\n    if active:\n        inv_t",
+            "out_row = out + _row_offset(i, T, out_stride_a, out_stride_t, ALIGNED)\n    if active:\n        inv_t",
         ),
         ("a sign of the entropy's slope", "-d_entropy * entropy, -d_entropy, 0.0", "d_entropy * entropy, -d_entropy, 0.0"),
+        ("id 0 is not in use", "id = tl.load(ids + s)\n    if id >= 0:", "id = tl.load(ids + s)\n    if id > 0:"),
+        (
+            "an id that is not cut leaves its sum in a piece", "others = _is_at(ids, p + 2 * PIECE - 1, m, id)",
+            "others = _is_at(ids, p + PIECE - 1, m, id)",
+        ),
+        (
+            "columns are stored one place late", "place = count + tl.cumsum(taken, axis=0) - 1",
+            "place = count + tl.cumsum(taken, axis=0)",
+        ),
+        ("no barrier before the gradient overwrites the teacher", "tl.debug_barrier()  # between", "# between"),
     ),
-    *of("grpo_kernels/rows/backends/triton_gradient.py", COMPILED,
+    *of("grpo_kernels/rows/backends/triton/one_row.py", COMPILED,
         ("a factor of the sum of squares is dropped", "d_prob * down * down", "d_prob * down"),
         ("no barrier before the target's store", "tl.debug_barrier()  # one store", "# one store"),
         ("the end of a peeled row is one element late", "i < head, here < V)", "i < head, here <= V)"),
-    ),
-    *of("grpo_kernels/rows/backends/triton_rows.py", COMPILED,
         ("squares are rescaled once", "q = q * keep * keep + tl.sum", "q = q * keep + tl.sum"),
         (
             "a column behind the row counts", "u = tl.where(at + i * STEP + cols < V, u, _NEG_INF)",
             "u = tl.where(at + i * STEP + cols <= V, u, _NEG_INF)",
         ),
     ),
-    *of("grpo_kernels/rows/backends/triton_sparse_kernels.py", COMPILED,
-        ("id 0 is not in use", "id = tl.load(ids + s)\n    if id >= 0:", "id = tl.load(ids + s)\n    if id > 0:"),
-        (
-            "an id that is not cut leaves its sum in a piece", "others = _is_at(ids, p + 2 * PIECE - 1, m, id)",
-            "others = _is_at(ids, p + PIECE - 1, m, id)",
-        ),
-    ),
-    *of("grpo_kernels/rows/backends/triton_select_kernels.py", COMPILED,
-        (
-            "columns are stored one place late", "place = count + tl.cumsum(taken, axis=0) - 1",
-            "place = count + tl.cumsum(taken, axis=0)",
-        ),
-    ),
-    *of("grpo_kernels/rows/backends/triton_divergence_rows.py", COMPILED,
+    *of("grpo_kernels/rows/backends/triton/two_rows.py", COMPILED,
         ("a sign where maxima are raised", "f * (w + s * (m - to))", "f * (w - s * (m - to))"),
-    ),
-    *of("grpo_kernels/rows/backends/triton_divergence_kernels.py", COMPILED,
-        ("no barrier before the gradient overwrites the teacher", "tl.debug_barrier()  # between", "# between"),
         ("a factor of the sum of squares is dropped", "factor += quadratic * p", "factor += quadratic"),
+    ),
+    *of("grpo_kernels/rows/backends/triton/launch.py", COMPILED,
+        ("a formula subtracts the other way round", '"sub": "{} - {}"', '"sub": "-{} + {}"'),
+        ("a formula has a constant in place of a number", "used.append(k)", "used.append(0)"),
     ),
 ]
 # fmt: on

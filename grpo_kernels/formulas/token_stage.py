@@ -231,7 +231,7 @@ class TokenStage(NamedTuple):
                 i = int(off.nonzero()[0])
                 at = ", ".join(f"{name}={float(v[i]):.6g}" for name, v in zip(program.inputs, inputs, strict=True))
                 raise FormulaRefused(
-                    f"{program.name} gives {what} {float(x[i]):.6g} in the C++ kernel and {float(expected[i]):.6g} in torch, at {at}: it "
+                    f"{program.name} gives {what} {float(x[i]):.6g} in the kernels and {float(expected[i]):.6g} in torch, at {at}: it "
                     "must do the same with every kind of number that it is given."
                 )
         made.compared = True

@@ -290,7 +290,7 @@ def test_a_run_that_is_cut_off_has_seen_every_value_of_every_parameter() -> None
 
 def test_every_choice_of_a_launch_is_tuned_and_put_back() -> None:
     """Each entry of the package's tables has candidates that fit, its own first, and a workload that runs its kernel."""
-    kinds = {*tune.backend.LAUNCH, "chunk"}
+    kinds = {*tune.backend.launch.LAUNCH, "chunk"}
     assert kinds == {*tune.KINDS} == {w.kind for w in tune.workloads(small=False)}
     for kind in kinds:
         now, *others = every = tune.settings(kind, small=False)
@@ -342,18 +342,18 @@ def test_tuning_goes_on_after_a_candidate_that_breaks_cuda_and_after_a_cut(
 
 
 def test_later_stages_run_with_what_was_clearly_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    choice, visit, before = Choice(256, 8, programs=2, grid=1.0), Choice(32, 1), dict(tune.backend.LAUNCH)
+    choice, visit, before = Choice(256, 8, programs=2, grid=1.0), Choice(32, 1), dict(tune.backend.launch.LAUNCH)
     best = {"fused": (choice._asdict(), 0.1), "visit": (visit._asdict(), 0.01), "chunk": ({"mib": 7, "block": 9}, 0.5)}
     found = {kind: {"ranking": [("x", 1.0), ("now", 1 + by)], "best": one, "now": "now"} for kind, (one, by) in best.items()}
     *lines, table = tune.summary(found | {"fused32": {"ranking": [], "best": None, "now": "now"}})
     assert "10.0 % slower" in lines[0] and "no setting was right" in lines[-1]
     assert eval(table.removeprefix("LAUNCH = "), {"Choice": Choice}) == before | {"fused": choice, "visit": visit}
-    for module, name in ((tune.backend, "LAUNCH"), (tune.blocks, "CHUNK_BYTES"), (tune.blocks, "BLOCK_BYTES")):
+    for module, name in ((tune.backend.launch, "LAUNCH"), (tune.blocks, "CHUNK_BYTES"), (tune.blocks, "BLOCK_BYTES")):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
     chunk, path = tune.blocks.CHUNK_BYTES, tmp_path / "choices.json"
     expected = chunk | {"cuda": 7 << 20}
     path.write_text(json.dumps(tune.winners(found)))
-    assert tune.apply(path).keys() == {"fused", "chunk"} and before | {"fused": choice} == tune.backend.LAUNCH
+    assert tune.apply(path).keys() == {"fused", "chunk"} and before | {"fused": choice} == tune.backend.launch.LAUNCH
     assert chunk == expected and tune.blocks.BLOCK_BYTES["cuda"] == 9 << 20
 
 

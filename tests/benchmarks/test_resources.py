@@ -115,8 +115,8 @@ def test_budgets_know_the_kernel_and_its_dtypes(fused: Report) -> None:
 
 
 def test_a_kernel_with_too_few_registers_is_seen_to_spill(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = backend.LAUNCH["fused"]
-    monkeypatch.setitem(backend.LAUNCH, "fused", type(launch)(1024, 16))  # 128 logits per thread in 64 registers
+    launch = backend.launch.LAUNCH["fused"]
+    monkeypatch.setitem(backend.launch.LAUNCH, "fused", type(launch)(1024, 16))  # 128 logits per thread in 64 registers
     found = report("sm_90", Case("fused", vocab=1 << 18, stride=1 << 18))
     assert found.registers <= 64 and found.spilled + found.stack > 0
     assert any(words.startswith("bytes spilled") for words in broken(Case("fused"), found))

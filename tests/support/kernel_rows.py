@@ -5,7 +5,7 @@ With GRPO_KERNELS_TEST_BACKENDS=triton the kernels are Triton's: in its interpre
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -44,7 +44,7 @@ def kernels(name: str) -> Iterator[Backend]:
     """A backend, with one instruction set. Tiles of Triton are small, so that short rows have several."""
     with executor(name) as backend, pytest.MonkeyPatch.context() as patch:
         if backend == "triton":
-            from grpo_kernels.rows.backends.triton_choices import LAUNCH
+            from grpo_kernels.rows.backends.triton.launch import LAUNCH
 
             for kind in LAUNCH.keys() - {"slots"}:
                 patch.setitem(LAUNCH, kind, LAUNCH[kind]._replace(threads=32, accesses=1))
@@ -85,6 +85,25 @@ class Rows:
     def only(self, *names: str) -> Rows:
         """With slopes of these statistics alone."""
         return replace(self, slopes={name: self.slopes[name] for name in names})
+
+    @property
+    def divergence_alone(self) -> Rows:
+        """As the loss of a divergence has its slopes."""
+        return replace(self, slopes={"logps": torch.zeros(self.count), "divergence": self.slopes["divergence"]})
+
+    def row(self, i: int) -> Rows:
+        def alone(x: Tensor) -> Tensor:
+            return x.reshape(self.count, 1, -1)[at].clone()
+
+        at = slice(i, i + 1)
+        second = None if self.second is None else self.second.at(at)._replace(logits=alone(self.second.logits))
+        slopes, read = {name: x[at] for name, x in self.slopes.items()}, None if self.read is None else self.read[at]
+        return Rows(alone(self.logits), self.transform.at(at), second, read, self.targets[at], slopes)
+
+
+def beside(r: Rows, logits: Tensor, second: tuple[str, float], transform: RowTransform = PLAIN) -> Rows:
+    """Rows with a second stream for a divergence: its kind, its mixture. Slopes are new."""
+    return Rows(r.logits, r.transform, Second(logits.view(r.logits.shape), transform, *second), r.read, r.targets)
 
 
 # ---- by the kernels
@@ -136,6 +155,13 @@ def fused(kernels: Backend, r: Rows, out: Tensor | None = None) -> tuple[dict[st
     out = torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format) if out is None else out
     found = kernels.fused(given(r), stage_of(r), out)
     return {name: x for name, x in found._asdict().items() if x is not None}, out
+
+
+def ways(r: Rows) -> list[tuple[Callable[..., tuple[dict[str, Tensor], Tensor]], Rows]]:
+    """What kernels make of rows, each with the slopes that it takes: all statistics in two visits; losses in one call, with an
+    entropy bonus and without, of the divergence alone where there is one."""
+    names = ("logps", "entropy") + ("divergence",) * (r.second is not None)
+    return [(visited, r), (fused, r.only(*names)), (fused, r.only("logps") if r.second is None else r.divergence_alone)]
 
 
 # ---- in float64

@@ -1,5 +1,6 @@
-"""Kernels over rows of logits, of every backend and instruction set, against float64: statistics, what is pulled through them, and
-both in one call. support/ptx/runs.py runs the same for the Triton kernels as compiled, benchmarks/gpu_kit.py on a GPU."""
+"""Kernels over rows of logits, and beside a second stream, of every backend and instruction set, against float64: statistics, what
+is pulled through them, and both in one call. What only divergences have: test_two_row_kernels.py. support/ptx/runs.py runs the
+same for the Triton kernels as compiled, benchmarks/gpu_kit.py on a GPU."""
 
 from __future__ import annotations
 
@@ -14,16 +15,18 @@ import torch
 
 from grpo_kernels.formulas.surrogates import Custom
 from grpo_kernels.rows.backends import Backend
-from grpo_kernels.rows.partials import RowTransform, partials_of
+from grpo_kernels.rows.partials import partials_of
 from support.kernel_rows import (
     COOL,
     DTYPES,
     KERNELS,
+    KINDS,
     PLAIN,
     TRANSFORMS,
     TRITON,
     UNIT,
     Rows,
+    beside,
     check,
     exact,
     fused,
@@ -35,12 +38,16 @@ from support.kernel_rows import (
     stage_of,
     stats_of,
     visited,
+    ways,
 )
 
 Tensor = torch.Tensor
 V = 531 if TRITON else 5003
 #: Each dtype is a kernel of its own to compile.
 SOME = DTYPES[1:2] if TRITON else DTYPES
+#: No second stream, or one: (kind, mixture) of the divergence.
+STREAMS = [None, *(KINDS[:2] + KINDS[3:] if TRITON else KINDS)]
+each_stream = pytest.mark.parametrize("second", STREAMS, ids=str)
 
 
 @pytest.fixture(params=KERNELS)
@@ -49,14 +56,16 @@ def module(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield module
 
 
-def drawn(vocab: int = V, dtype: torch.dtype = torch.float32, shape: tuple[int, int] = (2, 3), **fields: Any) -> Rows:
-    return Rows((4 * torch.randn(*shape, vocab)).clamp(-6e4, 6e4).to(dtype), **fields)
+def drawn(
+    vocab: int = V, dtype: torch.dtype = torch.float32, shape: tuple[int, int] = (2, 3), second: Any = None, **fields: Any
+) -> Rows:
+    r = Rows((4 * torch.randn(*shape, vocab)).clamp(-6e4, 6e4).to(dtype), **fields)
+    return beside(r, r.logits.float() + torch.randn(*shape, vocab), second, COOL) if second else r
 
 
 def check_each_way(module: Backend, r: Rows) -> None:
-    check(r, visited(module, r), "two visits")
-    for names in (("logps",), ("logps", "entropy")):
-        check(r.only(*names), fused(module, r.only(*names)), f"one call {names}")
+    for way, one in ways(r):
+        check(one, way(module, one), str(way))
 
 
 SIZES = (7, 257, 1, 531) if TRITON else (*range(1, 68), 127, 128, 129, 1000, 4111, 32_001)
@@ -126,112 +135,123 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "all but the last token": lambda x: x[:, :-1],
     "every second row": lambda x: x[:, ::2],
     "a column of sequences": lambda x: x.transpose(0, 1),
-    "a padded vocabulary": lambda x: x[..., 1 : V - 3],
+    "a padded vocabulary": lambda x: x[..., 1 : x.shape[-1] - 3],
 }
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_where_rows_lie(module: Backend, view: str) -> None:
-    """The bits do not depend on strides; a gradient goes over its logits, and nothing beside it is written."""
-    for dtype in SOME:
-        whole = torch.randn(3, 4, V).to(dtype)
+@each_stream
+def test_where_rows_lie(module: Backend, view: str, second: Any) -> None:
+    """The bits do not depend on strides, of either stream; a gradient goes over its logits, or narrower into their memory, and
+    nothing beside it is written."""
+    for dtype in SOME if second is None else (torch.bfloat16,):
+        whole = torch.randn(3, 4, V if second is None else 291).to(dtype)
         logits = VIEWS[view](whole)
-        dense = Rows(logits.clone(memory_format=torch.contiguous_format))
-        if TRITON and view == "a padded vocabulary":  # threads take other columns there, and sums have another order
-            dense.logits = VIEWS[view](whole.clone())
-        r = replace(dense, logits=logits)
-        for one, way in ((dense.only("logps", "entropy"), fused), (dense, visited)):
-            of_view, around = replace(one, logits=logits), whole.clone()
-            expected = way(module, one)
+        moved = TRITON and view == "a padded vocabulary"  # threads take other columns there, and sums have another order
+        dense = Rows(VIEWS[view](whole.clone()) if moved else logits.clone(memory_format=torch.contiguous_format))
+        if second:
+            of_second = VIEWS[view](torch.randn_like(whole))
+            dense = beside(dense, of_second if moved else of_second.contiguous(), second, COOL)
+        for way, one in ways(dense):
+            expected, around = way(module, one), whole.clone()
+            of_view = replace(one, logits=logits)
+            if second:
+                of_view.second = one.second._replace(logits=of_second)  # type: ignore[union-attr]
             same(way(module, of_view), expected, dtype)
             before = whole.clone()
             same(way(module, of_view, out=logits), expected, "in place")
             VIEWS[view](around).copy_(expected[1])
             assert torch.equal(whole, around), "beside the rows"
             whole.copy_(before)
-        assert r.logits.data_ptr() == logits.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gradient_of_another_dtype(module: Backend, dtype: torch.dtype) -> None:
+@each_stream
+def test_a_gradient_of_another_dtype(module: Backend, dtype: torch.dtype, second: Any) -> None:
     """Apart and, where the backend says that it may, narrower at the beginning of its row of logits: the same but for rounding."""
-    for of_logits in SOME:
-        r = drawn(1003, of_logits)
-        for one, way in ((r.only("logps", "entropy"), fused), (r.only("logps"), fused), (r, visited)):
+    for of_logits in SOME if second is None else (torch.float32,):
+        r = drawn(1003 if second is None else 291, of_logits, second=second)
+        for way, one in ways(r):
             found = way(module, one, out=torch.full(r.logits.shape, math.nan, dtype=dtype))
             check(one, found, str(way))
             if module.writes_behind_reads and dtype.itemsize < of_logits.itemsize:
                 logits = r.logits.clone()
-                narrow = logits.view(dtype)[..., :1003]
+                narrow = logits.view(dtype)[..., : r.logits.shape[-1]]
                 same(way(module, replace(one, logits=logits), out=narrow), found, "narrower, in place")
 
 
-@pytest.mark.parametrize("dtype", SOME, ids=str)
-def test_a_row_depends_on_nothing_but_itself(module: Backend, dtype: torch.dtype) -> None:
+@each_stream
+def test_a_row_depends_on_nothing_but_itself(module: Backend, second: Any) -> None:
     """Bit by bit: not on threads, on the range of rows, on the rows beside it, on what a thread's memory held before."""
-    vocab = V if TRITON else 20_011
-    r = drawn(vocab, dtype, (3, 4), transform=RowTransform(1.0, 0.0, torch.linspace(0.5, 2.0, 12)))
-    expected = [visited(module, r), fused(module, r.only("logps", "entropy")), fused(module, r.only("logps"))]
-    for threads in (2, 3, 8):
-        torch.set_num_threads(threads)
-        fused(module, drawn(7, dtype, (1, threads)))
-        fused(module, drawn(7, dtype, (1, threads)).only("logps"))
-        for way, right in zip(
-            (visited(module, r), fused(module, r.only("logps", "entropy")), fused(module, r.only("logps"))),
-            expected,
-            strict=True,
-        ):
-            same(way, right, threads)
-    torch.set_num_threads(1)
-    out = torch.full_like(r.logits, math.nan)
-    for lo, hi in ((0, 1), (1, 6), (6, 11), (11, 12)):
-        part, _ = visited(module, r, out, (lo, hi))
-        assert all(torch.equal(x, expected[0][0][name][lo:hi]) for name, x in part.items())
-        assert out.view(12, -1)[hi:].isnan().all(), "rows that were not asked for"
-    assert torch.equal(out, expected[0][1])
-    for i in (0, 5, 11):
-        alone = Rows(r.logits.view(12, 1, vocab)[i : i + 1].clone(), r.transform.at(slice(i, i + 1)), None, None, r.targets[i : i + 1],
-                     {name: x[i : i + 1] for name, x in r.slopes.items() if name != "sum_squares"})  # fmt: skip
-        found = fused(module, alone)
-        assert all(torch.equal(x[0], expected[1][0][name][i]) for name, x in found[0].items())
-        assert torch.equal(found[1].view(-1), expected[1][1].view(12, -1)[i])
+    for dtype in SOME if second is None else SOME[:1]:
+        vocab = V if TRITON else 20_011 if second is None else 2085
+        t = torch.linspace(0.5, 2.0, 12)
+        r = drawn(vocab, dtype, (3, 4), second, transform=PLAIN._replace(inv_temperature=t))
+        expected = [way(module, one) for way, one in ways(r)]
+        for threads in (2, 3, 8):
+            torch.set_num_threads(threads)
+            for way, one in ways(drawn(7, dtype, (1, threads), second)):
+                way(module, one)
+            for (way, one), right in zip(ways(r), expected, strict=True):
+                same(way(module, one), right, threads)
+        torch.set_num_threads(1)
+        out = torch.full_like(r.logits, math.nan)
+        for lo, hi in ((0, 1), (1, 6), (6, 11), (11, 12)):
+            part, _ = visited(module, r, out, (lo, hi))
+            assert all(torch.equal(x, expected[0][0][name][lo:hi]) for name, x in part.items())
+            assert out.view(12, -1)[hi:].isnan().all(), "rows that were not asked for"
+        assert torch.equal(out, expected[0][1])
+        for (way, one), (values, gradient) in zip(ways(r), expected, strict=True):
+            for i in (0, 5, 11):
+                found = way(module, one.row(i))
+                assert all(torch.equal(x[0], values[name][i]) for name, x in found[0].items())
+                assert torch.equal(found[1].view(-1), gradient.view(12, -1)[i])
 
 
-def test_rows_that_are_not_read(module: Backend) -> None:
-    """Whatever they, their targets and their temperatures hold, they are 0; so is the gradient of a row without a slope, which is
-    not looked at again."""
+@each_stream
+def test_rows_that_are_not_read(module: Backend, second: Any) -> None:
+    """Whatever they, their targets, their temperatures and their second stream hold, they are 0."""
     read = torch.tensor([True, False, True, True, False, True])
     t = torch.tensor([0.8, math.nan, 1.0, 1.2, math.inf, 1.0])
     for dtype in SOME:
-        clean = drawn(1000, dtype, read=read, transform=RowTransform(1.0, 0.0, torch.where(read, t, 1.0)))
-        for way, one in ((visited, clean), (fused, clean.only("logps", "entropy")), (fused, clean.only("logps"))):
+        clean = drawn(
+            1000, dtype, second=second, read=read, transform=PLAIN._replace(inv_temperature=torch.where(read, t, 1.0))
+        )
+        for way, one in ways(clean):
             bad = replace(
                 one, logits=one.logits.clone(), targets=one.targets.clone(), transform=one.transform._replace(inv_temperature=t)
             )
             bad.logits.view(6, -1)[~read] = torch.tensor([math.nan, math.inf])[:, None].to(dtype)
             bad.targets[~read] = torch.tensor([2**40, -100])
-            values, gradient = way(module, bad)
             expected = way(module, one)
+            if bad.second is not None:
+                bad.second = bad.second._replace(logits=bad.second.logits.clone())
+                bad.second.logits.view(6, -1)[~read] = math.nan
+            values, gradient = way(module, bad)
+            same((values, gradient), expected)
             for name, x in values.items():
-                assert name == "top_prob" or (torch.equal(x, expected[0][name]) and not x[~read].any() and x[read].all()), name
-            assert (
-                torch.equal(gradient, expected[1])
-                and not gradient.view(6, -1)[~read].any()
-                and gradient.view(6, -1)[read].any(1).all()
-            )
+                assert name == "top_prob" or (not x[~read].any() and x[read].all()), name
+            assert gradient.view(6, -1).any(1).tolist() == read.tolist()
             if way is fused:
                 same(fused(module, bad, out=bad.logits), expected, "in place")
         stats = stats_of(module, clean)
-        for name, x in zip(stats.names, (0.0, 1.0, 0.0, 0.0, 0.0), strict=False):
-            assert (stats.get(name)[~read] == x).all()  # type: ignore[index]
-        assert (stats.top_id[~read] == -1).all()
-    r = drawn(1000)
-    r.slopes = {"logps": torch.tensor([0.0, 1.0, 0.0, 0.0, 2.0, 0.0])}
-    none = r.slopes["logps"] == 0
+        nothing = {"sum": 1.0, "teacher_sum": 1.0, "top": -1}
+        assert all((stats.get(name)[~read] == nothing.get(name, 0.0)).all() for name in stats.names)  # type: ignore[index]
+
+
+@each_stream
+def test_rows_without_a_slope_are_not_looked_at(module: Backend, second: Any) -> None:
+    """Again: the gradient is 0. Of a row in which the divergence has no weight its stream may hold anything."""
+    r, last = drawn(1000, second=second), "divergence" if second else "logps"
+    r.slopes = {"logps": torch.zeros(6), last: torch.tensor([0.0, 1.0, 0.0, 0.0, 2.0, 0.0])}
+    none, stats = r.slopes[last] == 0, stats_of(module, r)
     assert not fused(module, r)[1].view(6, -1)[none].any()
-    stats = stats_of(module, r)
-    r.logits.view(6, -1)[none], out = math.nan, torch.full_like(r.logits, math.nan)
-    module.pull(given(r), stats, slopes_of(stats, r.slopes), out)
+    losses, out = fused(module, r)[0]["losses"], torch.full_like(r.logits, math.nan)
+    if r.second is not None:
+        r.second.logits.view(6, -1)[none] = math.nan
+        assert not in_cpp(module) or torch.equal(fused(module, r)[0]["losses"], losses)  # the others look at both streams
+    r.logits.view(6, -1)[none] = math.nan
+    module.pull(given(r), stats, slopes_of(stats, {last: r.slopes[last]}), out)
     assert not out.view(6, -1)[none].any() and out.view(6, -1)[~none].all()
 
 
@@ -240,16 +260,14 @@ def test_what_cannot_be_computed_shows_in_its_row(module: Backend, at: int) -> N
     """NaN, +inf, a row of only -inf, a target that is no id; rows beside it keep their bits, and memory around is not written."""
     for dtype in SOME:
         r = drawn(1003, dtype, (1, 6))
-        expected = {names: fused(module, r.only(*names)) for names in (("logps",), ("logps", "entropy"))} | {
-            (): visited(module, r)
-        }
-        bad = replace(r, logits=r.logits.clone(), targets=r.targets.clone())
-        bad.logits[0, 1, at], bad.logits[0, 2, at], bad.logits[0, 3] = math.nan, math.inf, -math.inf
-        bad.targets[4] = (-1, 1003, 1 << 60)[(at + 1) % 3]
-        for names, (values, gradient) in expected.items():
+        for way, one in ways(r):
+            values, gradient = way(module, one)
+            bad = replace(one, logits=r.logits.clone(), targets=r.targets.clone())
+            bad.logits[0, 1, at], bad.logits[0, 2, at], bad.logits[0, 3] = math.nan, math.inf, -math.inf
+            bad.targets[4] = (-1, 1003, 1 << 60)[(at + 1) % 3]
             around = torch.full((3, 6, 1003), 7.0).to(dtype)
             out = around[1:2]
-            found, _ = fused(module, bad.only(*names), out) if names else visited(module, bad, out)
+            found, _ = way(module, bad, out)
             for name, x in found.items():
                 assert x[[1, 2]].isnan().all() and torch.equal(x[[0, 5]], values[name][[0, 5]]), name
             assert found["logps"][1:5].isnan().all() and found["entropy"][1:4].isnan().all()
@@ -271,12 +289,8 @@ def test_sums_of_a_million_terms_and_exponentials_between_powers_of_2(module: Ba
     for name, terms in (("sum", d.exp()), ("weighted", d * d.exp()), ("squares", (2 * d).exp())):
         assert abs(stats.get(name) / terms.sum() - 1) < 1e-6, name  # type: ignore[operator]
     assert stats.max == r.logits.max()
-    d = torch.cat(
-        [
-            torch.tensor([0.0, -0.3, -17.3, -60.0, -86.99, -87.01, -1e4, -math.inf]),
-            torch.linspace(-86.9, 0, 50 if TRITON else 5000),
-        ]
-    )
+    some = torch.tensor([0.0, -0.3, -17.3, -60.0, -86.99, -87.01, -1e4, -math.inf])
+    d = torch.cat([some, torch.linspace(-86.9, 0, 50 if TRITON else 5000)])
     stats = stats_of(module, Rows(torch.stack([torch.zeros_like(d), d], -1)[None]))
     exp, wide = d.double().exp(), d.double().clamp(min=-1e9)
     assert ((stats.sum - 1 - exp).abs() <= 2.5e-7).all()
@@ -302,10 +316,8 @@ def test_scale(module: Backend, dtype: torch.dtype) -> None:
             x.view(-1)[0] = math.nan
             want = x.double() * factor
             module.scale_(x, torch.tensor(factor))
-            assert (
-                torch.equal(x.isnan(), want.isnan())
-                and (x - want).nan_to_num().abs().le(UNIT[dtype] * want.nan_to_num().abs() + 2.0**-24).all()
-            )
+            off = (x - want).abs() - UNIT[dtype] * want.abs() - 2.0**-24
+            assert torch.equal(x.isnan(), want.isnan()) and off.nan_to_num(-1.0).max() <= 0
     x = torch.randn(2, 4, 77).to(dtype)
     before = x.clone()
     module.scale_(x[:, :-1], torch.tensor(0.5))

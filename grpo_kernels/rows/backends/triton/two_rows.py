@@ -1,14 +1,14 @@
-"""A row of logits beside a teacher's inside a Triton kernel: the formulas of rows/divergence.py, for both streams at once.
+"""A row of logits beside another stream's inside a Triton kernel: the formulas of rows/divergence.py, for both streams at once.
 
-Unlike in the kernels of one stream (triton_rows.py), exponents are relative to the maxima themselves, and multiplications and
-additions are fused only by `_fma`: the difference of two nearly equal rows is accurate only if z - w uses rounded z and w."""
+Unlike in the kernels of one stream, exponents are relative to the maxima themselves, and multiplications and additions are
+fused only by `_fma`: the difference of two nearly equal rows is accurate only if z - w uses rounded z and w."""
 
 import math
 
 import triton
 import triton.language as tl
 
-from .triton_rows import _FLOOR, _LOG2E, _NEG_INF, _fma, _u
+from .one_row import _FLOOR, _LOG2E, _NEG_INF, _columns, _dz_dx, _fma, _load_end, _load_full, _u
 
 _INF = tl.constexpr(float("inf"))
 #: The same constants and polynomials as in rows/divergence.py and csrc/simd.h.
@@ -172,7 +172,7 @@ def _log_parts(v, x):
 def _log_against(d, b, rest_of_b):
     """log p/m of columns, from d = log p - log q and the mixture m = rest_of_b p + b q. Where p is negligible, a finite number."""
     power, _, less = _decay(tl.minimum(tl.maximum(d, -_BEYOND), _BEYOND))
-    n, t, rest = _log_parts(_fma(b, power, rest_of_b), b * less)
+    n, t, rest = _log_parts(_fma(power, b, rest_of_b), b * less)
     return _fma(n, -_LN2_OF_BITS, rest - t)
 
 
@@ -210,3 +210,116 @@ def _slope_of_divergence(p, q, d, center, b, rest_of_b, DIRECTION: tl.constexpr)
         return rest_of_b * p * (_log_against(d, b, rest_of_b) - center)
     else:
         return tl.where(p == 0.0, 0.0, p * (d - center))
+
+
+@triton.jit
+def _partials_of_two(
+    row,
+    teacher_row,
+    V,
+    k,
+    scale,
+    softcap,
+    teacher_k,
+    teacher_scale,
+    teacher_softcap,
+    SHAPE: tl.constexpr,
+    TEACHER_SHAPE: tl.constexpr,
+    FORWARD: tl.constexpr,
+    KIND: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ACCESSES: tl.constexpr,
+    LANES: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Both maxima and the sums of `_fold_two` relative to them, of whole rows."""
+    BLOCK: tl.constexpr = ACCESSES * LANES * COLS
+    cols = _columns(ALIGNED, LANES, COLS)
+    m = tl.full((LANES,), _NEG_INF, tl.float32)
+    n = m
+    s = tl.zeros((LANES,), tl.float32)
+    t = s
+    cross = s
+    excess = s
+    w = s
+    q = s
+    end = (V - 1) // BLOCK * BLOCK
+    for start in range(0, end, BLOCK):
+        xs = _load_full(row, start, cols, ACCESSES, "")
+        ys = _load_full(teacher_row, start, cols, ACCESSES, "")
+        zs = _logits(xs, start, V, cols, k, scale, softcap, False, SHAPE)
+        ws = _logits(ys, start, V, cols, teacher_k, teacher_scale, teacher_softcap, False, TEACHER_SHAPE)
+        m, n, s, t, cross, excess, w, q = _fold_two(m, n, s, t, cross, excess, w, q, zs, ws, FORWARD, KIND)
+    xs = _load_end(row, end, V, cols, ACCESSES, "")
+    ys = _load_end(teacher_row, end, V, cols, ACCESSES, "")
+    zs = _logits(xs, end, V, cols, k, scale, softcap, True, SHAPE)
+    ws = _logits(ys, end, V, cols, teacher_k, teacher_scale, teacher_softcap, True, TEACHER_SHAPE)
+    m, n, s, t, cross, excess, w, q = _fold_two(m, n, s, t, cross, excess, w, q, zs, ws, FORWARD, KIND)
+    top = tl.max(m, axis=0)
+    teacher_top = tl.max(n, axis=0)
+    s, t, cross, excess, w, q = _rescaled(m, n, top, teacher_top, s, t, cross, excess, w, q, FORWARD)
+    s = tl.sum(s, axis=0)
+    t = tl.sum(t, axis=0)
+    s = tl.where((s < 1.0) & (top > _NEG_INF), 1.0, s)  # rounding; the maximum itself adds 1
+    t = tl.where((t < 1.0) & (teacher_top > _NEG_INF), 1.0, t)
+    return top, teacher_top, s, t, tl.sum(cross, axis=0), tl.sum(excess, axis=0), tl.sum(w, axis=0), tl.sum(q, axis=0)
+
+
+@triton.jit
+def _pulled(
+    xs,
+    ys,
+    out,
+    at,
+    V,
+    cols,
+    k,
+    scale,
+    softcap,
+    inv_t,
+    teacher_k,
+    teacher_scale,
+    teacher_softcap,
+    base,
+    teacher_base,
+    down,
+    teacher_down,
+    log_sum,
+    center,
+    b,
+    rest_of_b,
+    constant,
+    linear,
+    quadratic,
+    c,
+    nothing,
+    END: tl.constexpr,
+    SHAPE: tl.constexpr,
+    TEACHER_SHAPE: tl.constexpr,
+    DIRECTION: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    STEP: tl.constexpr = cols.shape[0] * cols.shape[1]
+    ws = _logits(ys, at, V, cols, teacher_k, teacher_scale, teacher_softcap, END, TEACHER_SHAPE)
+    for j in tl.static_range(len(xs)):
+        u = _u(xs[j], scale, softcap, SHAPE)
+        z = k * u
+        x = z - base
+        p = _exp(x) * down
+        factor = constant
+        if KIND >= 1:
+            factor += linear * tl.maximum(x, _FLOOR)
+        if KIND >= 2:
+            factor += quadratic * p
+        d = _between(z, ws[j], base, teacher_base) + log_sum
+        q = p
+        if DIRECTION == "forward":
+            q = _exp(ws[j] - teacher_base) * teacher_down
+        of_divergence = c * _slope_of_divergence(p, q, d, center, b, rest_of_b, DIRECTION)
+        g = p * factor + tl.where(c == 0.0, 0.0, of_divergence + nothing)
+        g = (g * _dz_dx(u, scale, inv_t, SHAPE)).to(out.dtype.element_ty)
+        here = at + j * STEP + cols
+        if END:
+            tl.store(out + here, g, mask=here < V)
+        else:
+            tl.store(out + here, g)
