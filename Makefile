@@ -21,7 +21,7 @@ test: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench,dev]"
 	status=0; $(BIN)/python -m benchmarks || status=$$?; \
-	$(BIN)/python -m benchmarks.plots && $(BIN)/python -m benchmarks.tables --write && exit $$status
+	$(BIN)/python -m benchmarks.report --write && exit $$status
 
 docs: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"

@@ -3,7 +3,6 @@
 python -m benchmarks                     all suites; a second run measures only what is missing or changed
 python -m benchmarks --quick             the smallest meaningful cells, a few minutes; with --suite logits hidden one
 python -m benchmarks --suite hidden rows
-python -m benchmarks --busy              beside a process that keeps one core busy; not for the tables
 
 Ends with the cells of this kind of machine in which ours is slower than plain PyTorch by more than 5 %, or with the line that
 none is. Exit code: 0; 1 if there is such a cell, or one that could not be measured."""
@@ -15,10 +14,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import front
-from benchmarks.harness import RESULTS
 from benchmarks.machine import kind, require_kernels
-from benchmarks.suites import SUITES, run
+from benchmarks.measure import describe
+from benchmarks.report import promise
+from benchmarks.results import RESULTS
+from benchmarks.suites import SUITES, How, run
 from benchmarks.tune import apply
 
 
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--suite", nargs="+", choices=SUITES, default=list(SUITES), metavar="NAME", help="see --list")
-    parser.add_argument("--quick", action="store_true", help="small cells, few runs, no counters")
+    parser.add_argument("--quick", action="store_true", help="small cells, few runs")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--without-native", action="store_true", help="measure what runs where our kernels are missing or stale"
@@ -37,10 +37,7 @@ def main(argv: list[str] | None = None) -> None:
         "--first", action="store_true", help="the first cell of each suite, without providers that compile for long"
     )
     parser.add_argument("--choices", type=Path, help="settings of our launches: a file that benchmarks.tune has written")
-    parser.add_argument("--busy", action="store_true", help="beside a process that keeps one core busy")
-    parser.add_argument(
-        "--out", type=Path, help="folder (default: benchmarks/results; with --quick runs/benchmarks, with --busy runs/busy)"
-    )
+    parser.add_argument("--out", type=Path, help="folder (default: benchmarks/results; with --quick runs/benchmarks)")
     parser.add_argument("--list", action="store_true", help="print the suites and their cells, and do nothing")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -49,23 +46,19 @@ def main(argv: list[str] | None = None) -> None:
         for name in args.suite:
             print(f"{name}: {SUITES[name].title}")
             for cell, _ in SUITES[name].plan(args.device, args.quick):
-                shape = " x ".join(f"{n:,}" for n in (cell.rows, cell.hidden, cell.vocab) if n)
-                notes = [f", {cell.active:.1%} active"] if cell.active < 1 else []
-                notes += [f", {cell.entropy:g} nats"] if cell.entropy is not None else []
-                notes += [", one sequence"] if cell.sequences == 1 else []
-                print(f"  {shape} {str(cell.dtype).removeprefix('torch.')}{''.join(notes)}")
+                print("  " + ", ".join(f"{key} {value}" for key, value in describe(cell).items() if value is not None))
         return
     if not args.without_native:
         require_kernels(args.device)
-    out = args.out or (Path("runs/busy") if args.busy else Path("runs/benchmarks") if args.quick else RESULTS)
-    how = {"quick": args.quick, "first": args.first, "fresh": args.fresh, "busy": args.busy}
-    paths, unmeasured = run(args.suite, args.device, out, **how, choices=apply(args.choices) if args.choices else None)
+    out = args.out or (Path("runs/benchmarks") if args.quick else RESULTS)
+    choices = apply(args.choices) if args.choices else None
+    paths, unmeasured = run(args.suite, How(args.device, out, args.quick, args.first, args.fresh, choices))
     print("\nwritten:", *paths)
     if unmeasured:
         print("\nCells without figures:", *unmeasured, sep="\n")
     kept, said = True, "Not compared with plain PyTorch: without our kernels there is nothing to compare."
     if not args.without_native:
-        kept, said = front.promise(out, kind(args.device))
+        kept, said = promise(out, kind(args.device))
     print(f"\n{said}")
     if unmeasured or not kept:
         raise SystemExit(1)

@@ -1,8 +1,8 @@
-"""A cell of a table: its inputs, the loss in plain PyTorch, and the reference results in float64.
+"""A cell of a table: its inputs, its loss in plain PyTorch, the reference results in float64, and errors against these.
 
-Rows form sequences of equal length, 16 by default, with one advantage per sequence: every trainer supports that. No ratio of new to
-old policy is near a clip bound. So rounding of the logits changes a gradient by no more than a rounding error, and the accuracy
-check can tell that from a wrong formula."""
+Rows form sequences of equal length, 16 by default, with one advantage per sequence: every trainer supports that. No ratio of
+new to old policy is near a clip bound. So rounding of the logits changes a gradient by no more than a rounding error, and the
+accuracy check can tell that from a wrong formula."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from grpo_kernels import TokenBatch
+from grpo_kernels import TokenBatch, TokenSets
 from grpo_kernels.diagnosis.step import Output
 
 Tensor = torch.Tensor
@@ -36,6 +36,10 @@ CONTRACTS = {
     "logits-divergence": "mean KL(policy, teacher) of given logits [N, V]: value and gradient with respect to the policy's",
     "step": "a training step end to end: forward, DAPO loss, backward, AdamW",
 }
+#: The direction of each divergence.
+DIRECTIONS = {
+    "divergence": "reverse", "divergence-forward": "forward", "divergence-jsd": "jsd", "logits-divergence": "reverse"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,31 +82,53 @@ class Cell:
 
 
 @dataclass
-class LogitsCase:
+class Case:
+    """The inputs of a contract; what it does not have is None."""
+
     cell: Cell
     batch: TokenBatch
-    logits: Tensor  # [N, V], read by a contender, which may overwrite it
-    pristine: Tensor  # [N, V], to restore it
-    buffer: Tensor  # [N, V], warm memory for a copy
+    logits: Any = None  # [N, V], read by a contender, which may overwrite it
+    pristine: Any = None  # [N, V], to restore it
+    buffer: Any = None  # [N, V], warm memory for a copy
+    hidden: Any = None  # [N, H]
+    weight: Any = None  # [V, H]
+    weight_grad: Any = None  # fp32 [V, H] of kept sets: the caller's memory, to which a gradient is added
+    ref_logits: Any = None  # of the teacher of a divergence: the policy's plus noise of the same standard deviation
+    ref_hidden: Any = None
+    ref_weight: Any = None
+    entropy: float | None = None  # the mean in nats, of rows that were made for one
+    model: Any = None  # of a training step, whose batch is [B, T]
+    optimizer: Any = None
+    ids: Any = None  # [B, T + 1]
 
     def restore(self) -> None:
+        """Undoes what a run has overwritten."""
         with torch.no_grad():
-            self.logits.copy_(self.pristine)
+            if self.logits is not None:
+                self.logits.copy_(self.pristine)
+            if self.weight_grad is not None:
+                self.weight_grad[self.sets.ids.long()] = 0
 
     def output(self) -> Tensor:
         """The logits for a contender that works in place."""
         return Output.apply(self.logits)
 
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        every = {"d_logits": self.logits, "d_hidden": self.hidden, "d_weight": self.weight}
+        return {name: x for name, x in every.items() if x is not None and x.requires_grad}
+
     def gradients(self, loss: Tensor) -> Result:
-        return {"loss": loss.detach(), "d_logits": torch.autograd.grad(loss, self.logits)[0]}
+        """The results of a loss; of one that adds the weight's gradient to `weight_grad`, of a step of training."""
+        if self.model is not None:
+            return self.step(loss)
+        leaves = self.leaves
+        return {"loss": loss.detach(), **dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True))}
 
-
-@dataclass
-class HiddenCase:
-    cell: Cell
-    batch: TokenBatch
-    hidden: Tensor  # [N, H]
-    weight: Tensor  # [V, H]
+    def added(self, loss: Tensor) -> Result:
+        """The results of a loss whose backward adds the gradient of the weight to `weight_grad`."""
+        (d_hidden,) = torch.autograd.grad(loss, (self.hidden,))
+        return {"loss": loss.detach(), "d_hidden": d_hidden, "d_weight": self.weight_grad}
 
     @property
     def active(self) -> Tensor:
@@ -110,24 +136,28 @@ class HiddenCase:
         rows = torch.arange(self.cell.rows, device=self.hidden.device)
         return rows if self.cell.contract == "cross-entropy" else rows[self.batch.advantages != 0]
 
-    def gradients(self, loss: Tensor) -> Result:
-        leaves = {"d_hidden": self.hidden, "d_weight": self.weight}
-        leaves = {name: x for name, x in leaves.items() if x.requires_grad}
-        return {"loss": loss.detach(), **dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))}
+    @property
+    def sets(self) -> TokenSets:
+        assert self.batch.kept is not None
+        return self.batch.kept
 
+    @property
+    def plain_batch(self) -> TokenBatch:
+        """The batch without its sets, for implementations that do not support them."""
+        return TokenBatch(self.batch.targets, self.batch.advantages, old_logps=self.batch.old_logps)
 
-@dataclass
-class StepCase:
-    cell: Cell
-    batch: TokenBatch  # [B, T]
-    ids: Tensor  # [B, T + 1]
-    model: Any
-    optimizer: torch.optim.Optimizer
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What log-probs are made of: (logits), or (hidden states, weight)."""
+        if self.model is not None:
+            return self.states().flatten(0, 1), self.model.lm_head.weight
+        return (self.logits,) if self.hidden is None else (self.hidden, self.weight)
 
-    def hidden(self) -> Tensor:
+    def states(self) -> Tensor:
+        """The last hidden states of the model, [B, T, H]."""
         return self.model.model(input_ids=self.ids, use_cache=False).last_hidden_state[:, :-1]
 
-    def logits(self) -> Tensor:
+    def outputs(self) -> Tensor:
+        """The logits of the model, [B, T, V]."""
         return self.model(input_ids=self.ids, use_cache=False).logits[:, :-1]
 
     def step(self, loss: Tensor) -> Result:
@@ -138,7 +168,7 @@ class StepCase:
         return {"loss": loss.detach(), "gradients": [p.grad for p in self.model.parameters()]}
 
 
-Case = LogitsCase | HiddenCase | StepCase
+# ---- losses in plain PyTorch
 
 
 def policy_loss(logps: Tensor, batch: TokenBatch, beta: float) -> Tensor:
@@ -152,9 +182,16 @@ def policy_loss(logps: Tensor, batch: TokenBatch, beta: float) -> Tensor:
     return loss.sum() / logps.numel()
 
 
-def loss_of(cell: Cell, logps: Tensor, batch: TokenBatch) -> Tensor:
-    """The loss of the cell's contract, from log-probs."""
-    return -logps.mean() if cell.contract == "cross-entropy" else policy_loss(logps, batch, cell.beta)
+def mean_divergence(direction: str, z: Tensor, w: Tensor) -> Tensor:
+    """The mean divergence from logits [n, V], by its definition."""
+    log_p, log_q = z.log_softmax(-1), w.log_softmax(-1)
+    if direction == "reverse":
+        return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    if direction == "forward":
+        return (log_q.exp() * (log_q - log_p)).sum(-1).mean()
+    log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0, device=z.device))
+    of_q, of_p = (log_q.exp() * (log_q - log_m)).sum(-1), (log_p.exp() * (log_p - log_m)).sum(-1)
+    return 0.5 * (of_q + of_p).mean()
 
 
 # ---- inputs
@@ -163,11 +200,27 @@ def loss_of(cell: Cell, logps: Tensor, batch: TokenBatch) -> Tensor:
 def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
     g = torch.Generator(device).manual_seed(seed)
     if cell.contract == "step":
-        return _step_case(cell, device, g)
-    return _logits_case(cell, device, g) if cell.hidden is None else _hidden_case(cell, device, g)
+        return _step(cell, device, g)
+    if cell.hidden is None:
+        return _two_logits(cell, device, g) if cell.contract in DIRECTIONS else _logits(cell, device, g)
+    hidden, weight, targets, entropy = (_of_entropy if cell.contract == "sparse" else _near)(cell, device, g)
+    case = Case(cell, TokenBatch(targets, torch.ones(cell.rows, device=device)), hidden=hidden, weight=weight, entropy=entropy)
+    if cell.contract in DIRECTIONS:
+        case.ref_hidden, case.ref_weight = (
+            (x + x.float().std() * torch.randn(x.shape, generator=g, device=device)).to(cell.dtype) for x in (hidden, weight)
+        )
+    else:
+        kept = sets_of(targets, cell.vocab, g) if cell.contract == "kept" else None
+        case.batch = TokenBatch(targets, case.batch.advantages, kept=kept)
+        parts = (_chosen(z.float(), targets[part]) for part, z in _rows_of_logits(case, 4))
+        case.batch = tokens(cell, targets, torch.cat([*parts]), g, kept)
+        case.weight_grad = torch.zeros(weight.shape, device=device) if kept is not None else None
+    hidden.requires_grad_(cell.contract != "hidden-forward")
+    weight.requires_grad_(cell.contract not in ("hidden-forward", "hidden-frozen"))
+    return case
 
 
-def _logits_case(cell: Cell, device: str, g: torch.Generator) -> LogitsCase:
+def _logits(cell: Cell, device: str, g: torch.Generator) -> Case:
     """Logits like those of a policy: a few likely tokens and a flat tail. Targets are sampled from them."""
     pristine = torch.empty(cell.rows, cell.vocab, dtype=cell.dtype, device=device)
     targets = torch.empty(cell.rows, dtype=torch.int64, device=device)
@@ -179,28 +232,80 @@ def _logits_case(cell: Cell, device: str, g: torch.Generator) -> LogitsCase:
         targets[part] = torch.multinomial(x.softmax(-1), 1, generator=g)[:, 0]
     now = torch.cat([_chosen(pristine[part].float(), targets[part]) for part in row_blocks(cell, 4, device)])
     logits = pristine.clone().requires_grad_(cell.contract == "logits")
-    return LogitsCase(cell, tokens(cell, targets, now, g), logits, pristine, torch.empty_like(pristine).copy_(pristine))
+    return Case(cell, tokens(cell, targets, now, g), logits, pristine, torch.empty_like(pristine).copy_(pristine))
 
 
-def hidden_near(cell: Cell, device: str, g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """(hidden, weight, targets): hidden states near the weight of their target, as a trained head has them."""
+def _two_logits(cell: Cell, device: str, g: torch.Generator) -> Case:
+    logits, ref_logits = (torch.empty(cell.rows, cell.vocab, dtype=cell.dtype, device=device) for _ in range(2))
+    for row, ref in zip(logits.split(64), ref_logits.split(64), strict=True):
+        x = 2 * torch.randn(row.shape, generator=g, device=device)
+        x[:, : cell.vocab // 3000 + 1] += 8
+        row.copy_(x)
+        ref.copy_(x + torch.randn(row.shape, generator=g, device=device))
+    ones = torch.ones(cell.rows, device=device)  # advantages, by which errors of a loss are scaled
+    own, buffer = logits.clone().requires_grad_(), torch.empty_like(logits).copy_(logits)
+    return Case(cell, TokenBatch(ones.long(), ones), own, logits, buffer, ref_logits=ref_logits)
+
+
+Inputs = tuple[Tensor, Tensor, Tensor, float | None]  # hidden, weight, targets, entropy
+
+
+def _near(cell: Cell, device: str, g: torch.Generator) -> Inputs:
+    """Hidden states near the weight of their target, as a trained head has them."""
     assert cell.hidden is not None
     weight = torch.randn(cell.vocab, cell.hidden, generator=g, device=device) / cell.hidden**0.5
     targets = torch.randint(0, cell.vocab, (cell.rows,), generator=g, device=device)
     confidence = 12 * torch.rand(cell.rows, 1, generator=g, device=device)
     hidden = torch.randn(cell.rows, cell.hidden, generator=g, device=device) + confidence * weight[targets]
-    return hidden.to(cell.dtype), weight.to(cell.dtype), targets
+    return hidden.to(cell.dtype), weight.to(cell.dtype), targets, None
 
 
-def _hidden_case(cell: Cell, device: str, g: torch.Generator) -> HiddenCase:
-    hidden, weight, targets = hidden_near(cell, device, g)
-    now = _head_logps(cell, hidden, weight, targets, device)
-    hidden.requires_grad_(cell.contract != "hidden-forward")
-    weight.requires_grad_(cell.contract in ("hidden", "cross-entropy"))
-    return HiddenCase(cell, tokens(cell, targets, now, g), hidden, weight)
+def _of_entropy(cell: Cell, device: str, g: torch.Generator) -> Inputs:
+    """Random hidden states, scaled until their rows have the mean entropy; the scale is chosen from 64 of them. Targets are
+    sampled from the rows, like those of a policy."""
+    assert cell.hidden is not None and cell.entropy is not None
+    weight = (torch.randn(cell.vocab, cell.hidden, generator=g, device=device) / cell.hidden**0.5).to(cell.dtype)
+    hidden = torch.randn(cell.rows, cell.hidden, generator=g, device=device)
+    some = (hidden[:64].to(cell.dtype) @ weight.t()).float()
+    low, high = 0.0, 1024.0
+    for _ in range(24):  # the entropy falls as the scale grows
+        scale = (low + high) / 2
+        low, high = (scale, high) if float(entropies(scale * some).mean()) > cell.entropy else (low, scale)
+    hidden = ((low + high) / 2 * hidden).to(cell.dtype)
+    targets, reached = [], 0.0
+    for part in row_blocks(cell, 4, device):
+        logits = (hidden[part] @ weight.t()).float()
+        targets.append(torch.multinomial(logits.softmax(-1), 1, generator=g)[:, 0])
+        reached += float(entropies(logits).sum()) / cell.rows
+    return hidden, weight, torch.cat(targets), reached
 
 
-def _step_case(cell: Cell, device: str, g: torch.Generator) -> StepCase:
+def entropies(logits: Tensor) -> Tensor:
+    return torch.special.entr(logits.softmax(-1)).sum(-1)
+
+
+#: The sizes of the sets follow figures that prime-rl published for top-k and top-p sampling: 46 % of the rows have a single id,
+#: the median is 2, the mean about 8, the 99th percentile about 82. For rows with more than one id, sizes are drawn from a
+#: log-normal distribution whose parameters reproduce these quantiles.
+SINGLE, MU, SIGMA, LARGEST = 0.46, 1.936, 1.185, 512
+
+
+def sets_of(targets: Tensor, vocab: int, g: torch.Generator) -> TokenSets:
+    """Sets of such sizes with the targets among them."""
+    random = {"generator": g, "device": targets.device}
+    several = (SIGMA * torch.randn(targets.shape, **random) + MU).exp().round().clamp(2, min(LARGEST, vocab)).long()
+    counts = torch.where(torch.rand(targets.shape, **random) < SINGLE, 1, several)
+    row, begin = torch.repeat_interleave(counts), counts.cumsum(0) - counts
+    inside = torch.arange(row.numel(), device=row.device) - begin[row]
+    # The ids of a row are consecutive numbers from a random one on, times a factor that scatters them over the vocabulary.
+    start = torch.randint(0, vocab, targets.shape, **random)[row]
+    factor = next(p for p in (7919, 104729) if vocab % p)  # a prime that does not divide V: different ids stay different
+    ids = torch.where(inside == 0, targets[row], (start + inside) * factor % vocab)
+    again = (inside > 0) & (ids == targets[row])
+    return TokenSets.from_counts(torch.where(again, (start + counts[row]) * factor % vocab, ids).int(), counts)
+
+
+def _step(cell: Cell, device: str, g: torch.Generator) -> Case:
     """A Qwen3 with random weights, in the proportions of the small ones."""
     import transformers
 
@@ -221,18 +326,17 @@ def _step_case(cell: Cell, device: str, g: torch.Generator) -> StepCase:
     optimizer.step()  # creates the optimizer's state
     optimizer.zero_grad(set_to_none=True)
     ids = torch.randint(0, cell.vocab, (cell.sequences, cell.length + 1), generator=g, device=device)
-    case = StepCase(cell, None, ids, model, optimizer)  # type: ignore[arg-type]  # the batch needs the model's log-probs
-    targets = ids[:, 1:].contiguous()
+    shape, targets = (cell.sequences, cell.length), ids[:, 1:].reshape(-1)
+    case = Case(cell, TokenBatch(targets, torch.ones(cell.rows, device=device)), model=model, optimizer=optimizer, ids=ids)
     with torch.no_grad():
-        hidden = case.hidden().reshape(cell.rows, cell.hidden)
-        now = _head_logps(cell, hidden, model.lm_head.weight, targets.view(-1), device)
-    flat = tokens(cell, targets.view(-1), now, g)
+        head = Case(cell, case.batch, hidden=case.states().reshape(cell.rows, cell.hidden), weight=model.lm_head.weight)
+        flat = tokens(cell, targets, torch.cat([_chosen(z.float(), targets[part]) for part, z in _rows_of_logits(head, 4)]), g)
     assert flat.old_logps is not None
-    case.batch = TokenBatch(targets, flat.advantages.view_as(targets), old_logps=flat.old_logps.view_as(targets))
+    case.batch = TokenBatch(targets.view(shape), flat.advantages.view(shape), old_logps=flat.old_logps.view(shape))
     return case
 
 
-def tokens(cell: Cell, targets: Tensor, now: Tensor, g: torch.Generator) -> TokenBatch:
+def tokens(cell: Cell, targets: Tensor, now: Tensor, g: torch.Generator, kept: TokenSets | None = None) -> TokenBatch:
     """`now` are the log-probs of today's policy."""
     random = {"generator": g, "device": targets.device}
     size = torch.randn(cell.sequences, **random)
@@ -240,7 +344,7 @@ def tokens(cell: Cell, targets: Tensor, now: Tensor, g: torch.Generator) -> Toke
     active = torch.randperm(cell.sequences, **random) < round(cell.active * cell.sequences)
     advantages = torch.where(active, size, 0.0).repeat_interleave(cell.length)
     ref_logps = now + 1.5 * torch.randn(cell.rows, **random) if cell.beta else None
-    return TokenBatch(targets, advantages, old_logps=now - log_ratios(cell.rows, g), ref_logps=ref_logps)
+    return TokenBatch(targets, advantages, old_logps=now - log_ratios(cell.rows, g), ref_logps=ref_logps, kept=kept)
 
 
 def log_ratios(rows: int, g: torch.Generator) -> Tensor:
@@ -249,11 +353,6 @@ def log_ratios(rows: int, g: torch.Generator) -> Tensor:
     kind, near, far = torch.rand(3, rows, generator=g, device=g.device)
     far = 0.4 + 0.2 * far
     return torch.where(kind < 0.6, 0.2 * near - 0.1, torch.where(kind < 0.8, far, -far))
-
-
-def _head_logps(cell: Cell, hidden: Tensor, weight: Tensor, targets: Tensor, device: str) -> Tensor:
-    parts = row_blocks(cell, 4, device)
-    return torch.cat([_chosen((hidden[part] @ weight.t()).float(), targets[part]) for part in parts])
 
 
 def _chosen(logits: Tensor, targets: Tensor) -> Tensor:
@@ -267,79 +366,110 @@ def row_blocks(cell: Cell, size: int, device: str) -> Iterator[slice]:
         yield slice(lo, min(lo + step, cell.rows))
 
 
-# ---- the reference results
+def _rows_of_logits(case: Case, size: int) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their logits [n, V] in the dtype of the operands, -inf outside their sets) some at a time."""
+    kept = case.batch.kept
+    for part in row_blocks(case.cell, size, case.batch.targets.device.type):
+        z = case.pristine[part] if case.pristine is not None else case.hidden[part] @ case.weight.t()
+        yield part, z if kept is None else z.masked_fill(~kept[part].mask(case.cell.vocab), -torch.inf)
+
+
+# ---- the reference results, and errors
 
 
 @torch.no_grad()
 def reference(case: Case) -> Result:
-    """The results of the contract, computed in float64, some rows at a time, and returned in fp32. The slope of the loss
-    comes from autograd through `loss_of`. The derivative of the softmax, onehot - p, is written out, because a pass
-    over logits of this size takes long."""
-    if isinstance(case, StepCase):
+    """The results of the contract, computed in float64 by autograd, some rows at a time, and returned in fp32."""
+    if case.model is not None:
         return _step_reference(case)
-    cell, batch = case.cell, case.batch
-    device = batch.targets.device.type
-    results: dict[str, Tensor] = {}
-    if isinstance(case, HiddenCase):
-        hidden, weight = case.hidden.double(), case.weight.double()
-        if case.hidden.requires_grad:
-            results["d_hidden"] = torch.empty_like(hidden)
-        if case.weight.requires_grad:
-            results["d_weight"] = torch.zeros_like(weight)
-    elif case.logits.requires_grad:
-        results["d_logits"] = torch.empty(case.pristine.shape, device=device)
-    loss = torch.zeros((), dtype=torch.float64, device=device)
-    logps, entropy = (torch.empty(cell.rows, dtype=torch.float64, device=device) for _ in range(2))
-    for part in row_blocks(cell, 8, device):
-        z = case.pristine[part].double() if isinstance(case, LogitsCase) else hidden[part] @ weight.t()
-        targets = batch.targets[part, None]
-        z -= z.logsumexp(-1, keepdim=True)
-        logps[part] = z.gather(1, targets)[:, 0]
-        if cell.contract == "logits-forward":
-            entropy[part] = -(z.exp() * z).sum(-1)
-        if not results:
+    cell, batch, device = case.cell, case.batch, case.batch.targets.device
+    names, wide = ("hidden", "weight", "ref_hidden", "ref_weight"), {"dtype": torch.float64, "device": device}
+    hidden, weight, *teacher = (None if x is None else x.detach().double() for x in (getattr(case, name) for name in names))
+    # The gradient of logits, which is as large as they are, is kept in fp32.
+    found = {
+        name: torch.zeros(x.shape, dtype=None if name == "d_logits" else wide["dtype"], device=device)
+        for name, x in case.leaves.items()
+    }
+    loss, logps, entropy = torch.zeros((), **wide), torch.empty(cell.rows, **wide), torch.empty(cell.rows, **wide)
+    for part in row_blocks(cell, 8, device.type):
+        z = case.pristine[part].double() if hidden is None else hidden[part] @ weight.t()
+        z.requires_grad_(bool(found))
+        with torch.enable_grad():
+            if cell.contract in DIRECTIONS:
+                w = case.ref_logits[part].double() if hidden is None else teacher[0][part] @ teacher[1].t()
+                value = mean_divergence(DIRECTIONS[cell.contract], z, w)
+            else:
+                inside = z if batch.kept is None else z.masked_fill(~batch.kept[part].mask(cell.vocab), -torch.inf)
+                chosen = _chosen(inside, batch.targets[part])
+                value = (
+                    -chosen.mean() if cell.contract == "cross-entropy" else policy_loss(chosen, _part(batch, part), cell.beta)
+                )
+                logps[part] = chosen.detach()
+        if not found:
+            entropy[part] = entropies(z)
             continue
-        value, slope = loss_and_slope(logps[part], batch, part, cell)
-        loss += value
-        d_logits = z.exp_().mul_(-slope[:, None]).scatter_add_(1, targets, slope[:, None])
-        if "d_logits" in results:
-            results["d_logits"][part] = d_logits
-        if "d_hidden" in results:
-            results["d_hidden"][part] = d_logits @ weight
-        if "d_weight" in results:
-            results["d_weight"].addmm_(d_logits.t(), hidden[part])
-    if results:
-        return {name: x.float() for name, x in ({"loss": loss} | results).items()}
-    return {"logps": logps.float()} | ({"entropy": entropy.float()} if cell.contract == "logits-forward" else {})
+        share = len(z) / cell.rows
+        loss += share * value.detach()
+        d_logits = share * torch.autograd.grad(value, z)[0]
+        if "d_logits" in found:
+            found["d_logits"][part] = d_logits
+        if "d_hidden" in found:
+            found["d_hidden"][part] = d_logits @ weight
+        if "d_weight" in found:
+            found["d_weight"].addmm_(d_logits.t(), hidden[part])
+    results = {"loss": loss} | found if found else {"logps": logps} | ({"entropy": entropy} if hidden is None else {})
+    return {name: x.float() for name, x in results.items()}
 
 
-def loss_and_slope(logps: Tensor, batch: TokenBatch, part: slice, cell: Cell) -> tuple[Tensor, Tensor]:
-    """The part of the loss from these rows, and its derivative with respect to their log-probs."""
-    assert batch.old_logps is not None
-    rows = TokenBatch(
-        batch.targets[part], batch.advantages[part], old_logps=batch.old_logps[part],
-        ref_logps=None if batch.ref_logps is None else batch.ref_logps[part],
-    )  # fmt: skip
-    with torch.enable_grad():
-        leaf = logps.clone().requires_grad_()
-        value = loss_of(cell, leaf, rows) * (logps.numel() / cell.rows)
-        return value.detach(), torch.autograd.grad(value, leaf)[0]
+def _part(batch: TokenBatch, part: slice) -> TokenBatch:
+    """Some rows, without sets."""
+    optional = {name: x[part] for name in ("old_logps", "ref_logps") for x in [getattr(batch, name)] if x is not None}
+    return TokenBatch(batch.targets[part], batch.advantages[part], **optional)
 
 
-def _step_reference(case: StepCase) -> Result:
+def _step_reference(case: Case) -> Result:
     """The head and the loss are computed in float64. The model's body is not: all contenders share it."""
-    assert case.cell.hidden is not None and case.batch.old_logps is not None
-    weight = case.model.lm_head.weight
+    assert case.batch.old_logps is not None
+    weight, batch = case.model.lm_head.weight, case.batch
     with torch.enable_grad():
-        hidden = case.hidden()
-        flat = TokenBatch(
-            case.batch.targets.view(-1), case.batch.advantages.reshape(-1), old_logps=case.batch.old_logps.reshape(-1)
-        )
-        leaf = hidden.detach().reshape(case.cell.rows, case.cell.hidden).requires_grad_()
-        head = reference(HiddenCase(case.cell, flat, leaf, weight))
+        hidden = case.states()
+        flat = TokenBatch(batch.targets.view(-1), batch.advantages.reshape(-1), old_logps=batch.old_logps.reshape(-1))
+        leaf = hidden.detach().reshape(case.cell.rows, -1).requires_grad_()
+        head = reference(Case(case.cell, flat, hidden=leaf, weight=weight))
         case.optimizer.zero_grad(set_to_none=True)
         hidden.backward(head["d_hidden"].view(hidden.shape).to(hidden.dtype))
     # The head is tied to the embedding, which has a gradient of its own by now.
     gradients = [p.grad.float() + (head["d_weight"] if p is weight else 0) for p in case.model.parameters()]
     case.optimizer.zero_grad(set_to_none=True)
     return {"loss": head["loss"], "gradients": gradients}
+
+
+@torch.no_grad()
+def errors(found: Result, expected: Result, scale: float = 1.0) -> dict[str, float]:
+    """The error of the loss is divided by `scale`. Of log-probs and entropies it is the largest absolute error. Of a
+    gradient it is the relative error in the Euclidean norm, of all rows and of the worst row; of a model's gradients, that
+    of the worst parameter."""
+    if found.keys() != expected.keys():
+        raise ValueError(f"it returned {sorted(found)}, but the contract asks for {sorted(expected)}")
+    off: dict[str, float] = {}
+    for name, x in expected.items():
+        if name == "loss":
+            off[name] = float((found[name].float() - x).abs()) / scale
+        elif name == "gradients":
+            every = [_relative(y, z)[0] for y, z in zip(found[name], x, strict=True)]
+            off[name] = float(torch.tensor(every).max())  # NaN if one of them is
+        elif name.startswith("d_"):
+            off[name], off[f"{name}, worst row"] = _relative(found[name], x)
+        else:
+            off[name] = float((found[name].reshape(x.shape).float() - x).abs().max())
+    return off
+
+
+def _relative(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Relative errors of all rows together, and of the worst row. A row's norm counts as at least a fifth of the root mean
+    square of all rows: if the gradient of a row nearly vanishes, its relative error is only rounding."""
+    pairs = zip(found.reshape(expected.shape).split(512), expected.split(512), strict=True)  # 512: no copies of everything
+    norms = [((x.float() - y).norm(dim=-1).flatten(), y.norm(dim=-1).flatten()) for x, y in pairs]
+    off, size = (torch.cat(parts) for parts in zip(*norms, strict=True))
+    usual = size.norm() / size.count_nonzero().clamp(min=1) ** 0.5
+    return float(off.norm() / size.norm()), float((off / size.clamp(min=0.2 * usual)).max())

@@ -9,10 +9,9 @@ grpo_kernels/integrations/README.md."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
-import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from benchmarks import results
-from benchmarks.harness import RESULTS, interleaved
-from benchmarks.machine import machine, require_kernels
+from benchmarks.experiments import Experiment
+from benchmarks.harness import interleaved
 from benchmarks.swaps import PAGE
-from benchmarks.tables import replace_block
+from benchmarks.tables import Record, Table
 
-FILE = RESULTS / "crossover.json"
-COMMAND = "python -m benchmarks.crossover --write"
 VOCABULARIES = (104, 512, 2048, 8192, 32768)
 #: Tokens of each of the eight completions of a micro-batch.
 LENGTHS = (4, 8, 16, 32, 128)
@@ -110,44 +106,17 @@ def measure(
     return rows
 
 
-def block(record: dict[str, Any]) -> str:
-    if not record:
-        return f"Not measured yet: `{COMMAND}`."
-    m, rows = record["machine"], {(r["vocabulary"], r["tokens"]): r for r in record["rows"]}
-    tokens = sorted({t for _, t in rows})
-    lines = [
-        f"{m['name']}, {m['threads']} threads, torch {m['torch']}, {record['date']}; `{record['command']}`.",
-        "",
-        f"| vocabulary | {' | '.join(f'{t} tokens' for t in tokens)} |",
-        "|---" * (1 + len(tokens)) + "|",
-    ]
-    for vocabulary in sorted({v for v, _ in rows}):
-        cells = [rows[vocabulary, t] for t in tokens]
-        shown = [f"{r['stock']:.1f} -> {r['fused']:.1f} ({r['fused'] / r['stock']:.2f})" for r in cells]
-        lines.append(f"| {vocabulary} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+def tables(record: Record) -> Iterator[Table]:
+    rows = {(r["vocabulary"], r["tokens"]): r for r in record["rows"]}
+    vocabularies, tokens = (sorted({key[i] for key in rows}) for i in range(2))
+    lines = [["vocabulary", *(f"{n} tokens" for n in tokens)]]
+    for v in vocabularies:
+        shown = (f"{r['stock']:.1f} -> {r['fused']:.1f} ({r['fused'] / r['stock']:.2f})" for r in (rows[v, n] for n in tokens))
+        lines.append([str(v), *shown])
+    yield lines
 
 
-def insert(text: str, record: dict[str, Any]) -> str:
-    return replace_block(text, PAGE.name, "crossover", block(record), COMMAND)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="keep the figures")
-    write = parser.parse_args().write
-    require_kernels("cpu")
-    record = {
-        "command": COMMAND,
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine("cpu"),
-        "rows": measure(),
-    }
-    print(block(record))
-    if write:
-        results.save(FILE, record)
-        PAGE.write_text(insert(PAGE.read_text(), record))
-
+EXPERIMENT = Experiment("crossover", PAGE, tables, lambda: {"rows": measure()})
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

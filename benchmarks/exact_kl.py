@@ -2,26 +2,28 @@
 
     python -m benchmarks.exact_kl [--seeds 0 1 ...] [--write]
 
-Three experiments with the reference trainer on the problems of examples/arithmetic.py: how much the KL and its gradient vary from
-batch to batch while the policy is fixed; the reward and the KL at the end of training runs; and whether a small student reaches its
-teacher. Each result is saved in runs/exact_kl as soon as it is known, so that an interrupted command can be run again, and several
-commands may share the seeds. --write: writes the results so far to benchmarks/results/exact_kl.json, and from it the tables and
-pictures of docs/exact_kl_experiment.md."""
+Three experiments with the reference trainer on the problems of examples/arithmetic.py: how much the KL and its gradient vary
+from batch to batch while the policy is fixed; the reward and the KL at the end of training runs; and whether a small student
+reaches its teacher. Each result is saved in runs/exact_kl as soon as it is known, so that an interrupted command can be run
+again, and several commands may share the seeds. --write: writes the results so far to benchmarks/results/exact_kl.json, and
+from it the tables and pictures of docs/exact_kl_experiment.md."""
 
 from __future__ import annotations
 
 import functools
 import math
+import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import exact_kl_page, experiments, replay, results
-from benchmarks.experiments import Record, Still, Task, moments
+from benchmarks import experiments, replay
+from benchmarks.experiments import Runs, Task, by, curve, last, mean, moments, short, still, with_spread
+from benchmarks.results import ROOT
+from benchmarks.tables import Record, Table
 from examples import arithmetic
 from grpo_kernels import token_divergence
 from grpo_kernels.training.data import prompts_of_step
@@ -29,17 +31,17 @@ from grpo_kernels.training.rewards import exact
 from grpo_kernels.training.sampling import completion_logits
 from grpo_kernels.training.trainer import Trainer
 
-FOLDER = results.ROOT / "runs" / "exact_kl"
 SEEDS = (0, 1, 2, 3, 4)
-#: Values of --kl. The gradients of k1+ and k3 are those of the two exact divergences above them, estimated from the sampled token.
+#: Values of --kl. The gradients of k1+ and k3 are those of the two exact divergences above them, estimated from the sampled
+#: token.
 ARMS = ("exact", "exact-forward", "k1+", "k3")
 #: The settings of all runs with rewards.
 SETTINGS: Record = {
     "preset": "dapo", "steps": 120, "prompts_per_step": 32, "group_size": 8, "max_new_tokens": 4, "lr": 5e-4, "warmup_steps": 5,
     "lr_schedule": "linear",
 }  # fmt: skip
-#: Coefficients of the KL, and two settings in which noise has more effect: a large learning rate until the end, and an eighth of
-#: the completions.
+#: Coefficients of the KL, and two settings in which noise has more effect: a large learning rate until the end, and an eighth
+#: of the completions.
 REWARDS: dict[str, Record] = {
     "beta=0.3": {"beta": 0.3},
     "beta=1": {"beta": 1.0},
@@ -62,10 +64,9 @@ WAYS = {"exact": "distillation", "sampled token": "sampled_distillation"}
 PAIRS = (("exact", 5e-3), ("sampled token", 1e-3), ("exact", 1e-3), ("sampled token", 5e-3))
 
 
-def trainer(kind: type[Trainer], model: Any, rows: tuple[list[Any], list[Any]], folder: str, **changes: Any) -> Any:
+def trainer(model: Any, rows: tuple[list[Any], list[Any]], folder: str, **changes: Any) -> Any:
     """A trainer of a copy of the model."""
-    settings = {"eval_steps": EVERY, **changes}
-    return experiments.trainer(kind, model, arithmetic.tokenizer(), rows, exact, folder, **settings)
+    return experiments.trainer(Trainer, model, arithmetic.tokenizer(), rows, exact, folder, **({"eval_steps": EVERY} | changes))
 
 
 @functools.cache
@@ -82,7 +83,7 @@ def gradients(seed: int, stops: tuple[int, ...] = STOPS, batches: int = BATCHES)
     model, training, held_out = warmed_up(seed)
     measurements = []
     with tempfile.TemporaryDirectory() as folder:
-        run = trainer(Trainer, model, (training, held_out), folder, seed=seed, **SETTINGS)
+        run = trainer(model, (training, held_out), folder, seed=seed, **SETTINGS)
         for stop in stops:
             while run.step < stop:
                 run.train_step()
@@ -94,43 +95,35 @@ def spread(policy: Any, reference: Any, rows: tuple[list[Any], list[Any]], seed:
     """Over batches of completions of the same prompts, each as large as that of a step: for each arm the mean and standard
     deviation of the value, and the statistics of the gradient from `of_gradient`."""
     values: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    sums: dict[str, list[Any]] = {arm: [0.0, 0.0, 0.0, 0.0] for arm in ARMS}
+    gradients: dict[str, list[torch.Tensor]] = {arm: [] for arm in ARMS}
     with tempfile.TemporaryDirectory() as folder:
         settings = SETTINGS | {"preset": "distillation", "kl": "exact", "seed": seed}  # the KL alone
-        t = trainer(Still, policy, rows, folder, teacher=reference, **settings)
+        t = still(policy, arithmetic.tokenizer(), rows, exact, folder, teacher=reference, eval_steps=EVERY, **settings)
         objectives = {arm: replace(t.config, kl=arm).objective for arm in ARMS}
         prompts = prompts_of_step(t.train_rows, 0, t.config.prompts_per_step, seed)
         for number in range(batches):
             generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) - number - 1)
             completions = t.sample(prompts, t.config.group_size, 1.0, generator=generator)
-            exact_gradient = None
             for arm, objective in objectives.items():
                 t.objective = objective
                 values[arm].append(t.update(completions, torch.zeros(len(completions.ids)))["loss"])
-                exact_gradient = t.gradient if exact_gradient is None else exact_gradient
-                apart = t.gradient - exact_gradient
-                for i, x in enumerate((t.gradient, t.gradient @ t.gradient, apart, apart @ apart)):
-                    sums[arm][i] = sums[arm][i] + x
-    unit = float(torch.linalg.vector_norm(sums["exact"][0] / batches))
-    return {arm: of_value(values[arm]) | of_gradient(*sums[arm], batches, unit) for arm in ARMS}
+                gradients[arm].append(t.gradient)
+    found = {arm: torch.stack(of) for arm, of in gradients.items()}
+    of_values = {arm: {"value": mean(of), "value_sd": statistics.stdev(of)} for arm, of in values.items()}
+    return {arm: of_values[arm] | of_gradient(found[arm], found["exact"]) for arm in ARMS}
 
 
-def of_value(values: list[float]) -> Record:
-    x = torch.tensor(values, dtype=torch.float64)
-    return {"value": float(x.mean()), "value_sd": float(x.std())}
-
-
-def of_gradient(total: Any, squares: Any, apart: Any, squares_apart: Any, count: int, unit: float) -> Record:
-    """Statistics from sums over batches: of the gradients and their squared lengths, and of the differences from the gradients
-    of the exact KL and their squared lengths. deviation: root mean square distance of a batch's gradient from the mean
+def of_gradient(found: torch.Tensor, exactly: torch.Tensor) -> Record:
+    """Statistics of gradients [batches, parameters]. deviation: root mean square distance of a batch's gradient from the mean
     gradient, divided by the length of the mean. bias: distance of the mean gradient from that of the exact KL, divided by the
-    latter's length (`unit`), after subtracting the part due to the finite number of batches; bias_noise is that part."""
-    _, variance = moments(total, squares, count)
-    distance, noise = moments(apart, squares_apart, count)
+    latter's length, after subtracting the part due to the finite number of batches; bias_noise is that part."""
+    _, variance = moments(found)
+    distance, noise = moments(found - exactly)
+    unit = float(exactly.mean(0).norm())
     return {
-        "deviation": math.sqrt(variance) / float(torch.linalg.vector_norm(total / count)),
+        "deviation": math.sqrt(variance) / float(found.mean(0).norm()),
         "bias": math.sqrt(max(distance, 0.0)) / unit,
-        "bias_noise": math.sqrt(noise / count) / unit,
+        "bias_noise": math.sqrt(noise / len(found)) / unit,
     }
 
 
@@ -141,7 +134,7 @@ def rewarded(seed: int, **changes: Any) -> Record:
     """One run: the mean reward of each step, and the reward and exact KL on held-out prompts every few steps and at the end."""
     model, training, held_out = warmed_up(seed)
     with tempfile.TemporaryDirectory() as folder:
-        t = trainer(Trainer, model, (training, held_out), folder, seed=seed, **{**SETTINGS, **changes})
+        t = trainer(model, (training, held_out), folder, seed=seed, **{**SETTINGS, **changes})
         seen, reward = [look(t, model)], []
         while t.step < t.config.steps:
             reward.append(t.train_step()["reward"])
@@ -152,8 +145,8 @@ def rewarded(seed: int, **changes: Any) -> Record:
 
 @torch.no_grad()
 def look(t: Trainer, reference: Any) -> tuple[float, float]:
-    """(mean reward, KL(policy, reference) per token) of completions of the held-out prompts, always sampled with the same random
-    numbers."""
+    """(mean reward, KL(policy, reference) per token) of completions of the held-out prompts, always sampled with the same
+    random numbers."""
     completions = t.sample(t.eval_rows, LOOK, 1.0, generator=torch.Generator().manual_seed(0))
     reward = float(t.score(t.eval_rows, completions, LOOK).totals.mean())
     logits, of_reference = (completion_logits(model, completions) for model in (t.model, reference))
@@ -187,7 +180,7 @@ def distilled(seed: int, way: str, lr: float, teacher_steps: int = TEACHER_STEPS
     teacher, student, training, held_out = pair(seed, teacher_steps)
     settings = {**DISTILLED, "preset": WAYS[way], "lr": lr, "seed": seed, "reward_weights": [0.0], **changes}
     with tempfile.TemporaryDirectory() as folder:
-        t = trainer(Trainer, student, (training, held_out), folder, teacher=teacher, **settings)
+        t = trainer(student, (training, held_out), folder, teacher=teacher, **settings)
         steps = [t.config.steps * i // 20 for i in range(21)]
         accuracy = []
         for stop in steps:
@@ -211,19 +204,105 @@ def tasks() -> Iterator[Task]:
         yield {"part": "distillation", "arm": way, "lr": lr}, functools.partial(distilled, way=way, lr=lr)
 
 
-def measure(seeds: tuple[int, ...] = SEEDS, folder: Path = FOLDER, parts: tuple[str, ...] = ()) -> None:
-    """Adds the results of the seeds to the folder. Results in the folder or in the result file are not computed again."""
-    experiments.measure(tasks(), known(folder), seeds, folder, parts)
+# ---- the page
+
+NAMES = {
+    "exact": "exact, reverse", "exact-forward": "exact, forward", "k1+": "k1+ (gradient of k2)", "k3": "k3", "no KL": "no KL",
+    "sampled token": "sampled token",
+}  # fmt: skip
+#: The exact KL whose gradient is the expectation of an estimator's gradient.
+ESTIMATED = {"k1+": "exact", "k3": "exact-forward"}
+#: The end of a run is the mean of so many last evaluations.
+LAST = 3
+#: The settings whose curves are drawn.
+SHOWN = ("beta=1", "beta=1, large steps")
 
 
-def known(folder: Path = FOLDER) -> list[Record]:
-    return experiments.known(tasks(), SEEDS, folder, exact_kl_page.FILE, setup())
+def chosen(record: Record, part: str, *fields: str) -> dict[Any, list[Record]]:
+    """The runs of a part, by these fields."""
+    return by((run for run in record["runs"] if run["part"] == part), *fields)
 
 
-def setup() -> Record:
-    """The settings that a result depends on."""
-    return {"run": SETTINGS, "changes": REWARDS, "stops": list(STOPS), "batches": BATCHES, "distillation": DISTILLED}
+def at_policies(record: Record) -> dict[Any, list[Record]]:
+    """(step, arm) -> the measurements there, one per seed."""
+    stops = [stop for runs in chosen(record, "gradients").values() for run in runs for stop in run["found"]]
+    return by(({"step": stop["step"], "arm": arm, **stop[arm]} for stop in stops for arm in ARMS), "step", "arm")
 
+
+def of_seeds(runs: list[Record], name: str) -> dict[int, float]:
+    return {run["seed"]: last(run["found"][name], LAST) for run in runs}
+
+
+def tables(record: Record) -> Iterator[Table]:
+    policies = at_policies(record)
+    head = ["policy after", "`--kl`", "seeds", "value of a batch", "gradient: deviation", "bias"]
+    lines = [[*head, "completions for the noise of the exact form"]]
+    for (step, arm), at in policies.items():
+        spread = mean(100 * x["value_sd"] / y["value"] for x, y in zip(at, policies[step, "exact"], strict=True))
+        pairs = zip(at, policies[step, ESTIMATED.get(arm, arm)], strict=True)
+        more = statistics.median((x["deviation"] / y["deviation"]) ** 2 for x, y in pairs)
+        value, deviation, bias = (mean(x[name] for x in at) for name in ("value", "deviation", "bias"))
+        lines.append([
+            f"{step} step{'s' * (step > 1)}", NAMES[arm], str(len(at)), f"{value:.3f} ± {spread:.1f} %", f"{deviation:.2f}",
+            "0" if arm == "exact" else f"{bias:.2f}", f"{more:.0f} x" if arm in ESTIMATED else "",
+        ])  # fmt: skip
+    yield lines
+    runs = chosen(record, "rewards", "setting", "arm")
+    lines = [["setting", "`--kl`", "seeds", "reward at the end", "less that of exact", "KL to the reference at the end"]]
+    for (setting, arm), of in runs.items():
+        ends, exactly = (of_seeds(x, "held_out_reward") for x in (of, runs.get((setting, "exact"), [])))
+        apart = [ends[seed] - exactly[seed] for seed in ends if seed in exactly and arm != "exact"]
+        spreads = (with_spread(values, ".3f") for values in (ends.values(), apart, of_seeds(of, "kl").values()))
+        lines.append([setting, NAMES[arm], str(len(of)), *spreads])
+    yield lines
+    lines = [["KL to the teacher", "learning rate", "seeds", "teacher", "student: first", "halfway", "last"]]
+    for (arm, lr), of in chosen(record, "distillation", "arm", "lr").items():
+        curves = [run["found"]["accuracy"] for run in of]
+        columns = [[run["found"]["teacher"] for run in of], *([x[at] for x in curves] for at in (0, len(curves[0]) // 2, -1))]
+        lines.append([NAMES[arm], f"{lr:g}", str(len(of)), *(with_spread(values, ".1%") for values in columns)])
+    yield lines
+
+
+def pictures(record: Record) -> Record:
+    """Curves of gradients and rewards; and of students, at the learning rate with the best last accuracy."""
+    policies, every = at_policies(record), record["settings"]["run"]["steps"]
+    panels: list[Record] = []
+    for name, title in (
+        ("deviation", "gradient of the KL: deviation of a batch from the mean"),
+        ("bias", "gradient of the KL: bias against that of the exact KL"),
+    ):
+        curves = {
+            NAMES[arm]: [[float(step) for step in STOPS], short([mean(x[name] for x in policies[step, arm]) for step in STOPS])]
+            for arm in ARMS
+        }
+        panels.append({"title": title, "x": "steps of the policy from the reference", "log": "x", "curves": curves})
+    runs = chosen(record, "rewards", "setting", "arm")
+    for setting in SHOWN:
+        rewards = {arm: [run["found"]["held_out_reward"] for run in of] for (name, arm), of in runs.items() if name == setting}
+        curves = {
+            NAMES[arm]: curve([every * i / (len(of[0]) - 1) for i in range(len(of[0]))], of) for arm, of in rewards.items()
+        }
+        panels.append({"title": f"reward on held-out prompts, {setting}", "x": "step", "curves": curves})
+    best: dict[str, list[Record]] = {}
+    for (arm, _), of in sorted(
+        chosen(record, "distillation", "arm", "lr").items(), key=lambda x: mean(run["found"]["accuracy"][-1] for run in x[1])
+    ):
+        best[arm] = of
+    steps = best["exact"][0]["found"]["steps"]
+    curves = {NAMES[arm]: curve(steps, [run["found"]["accuracy"] for run in of]) for arm, of in best.items()}
+    teacher = short(mean(run["found"]["teacher"] for run in best["exact"]))
+    curves["teacher"] = [[steps[0], steps[-1]], [teacher, teacher]]
+    student = [{"title": "greedy accuracy on held-out problems", "x": "step", "curves": curves}]
+    return {
+        "exact_kl.svg": {"title": "Exact and estimated KL", "panels": panels, "notes": []},
+        "distillation.svg": {"title": "A student and its teacher", "panels": student, "notes": []},
+    }
+
+
+EXPERIMENT = Runs(
+    "exact_kl", ROOT / "docs" / "exact_kl_experiment.md", tables, pictures=pictures, tasks=tasks, seeds=SEEDS,
+    settings={"run": SETTINGS, "changes": REWARDS, "stops": list(STOPS), "batches": BATCHES, "distillation": DISTILLED},
+)  # fmt: skip
 
 if __name__ == "__main__":
-    experiments.main(__doc__, exact_kl_page, ("gradients", "rewards", "distillation"), SEEDS, measure, known, setup)
+    EXPERIMENT.main()

@@ -1,12 +1,13 @@
-"""The measurements of the stages `counters` and `resources` of the GPU kit. For calls of every public function: what they compile,
-where they make the host wait, how much host time they take, and whether a CUDA graph of them gives the same result.
+"""The measurements of the stages `counters` and `resources` of the GPU kit. For calls of every public function: what they
+compile, where they make the host wait, how much host time they take, and whether a CUDA graph of them gives the same result.
 
-A new entry point of the package registers in `losses`, and in `graphed` if it is to be captured."""
+A new entry point of the package registers in `calls`, and in CAPTURED if it is to be captured."""
 
 from __future__ import annotations
 
 import random
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from triton.runtime.jit import JITFunction
 
 from benchmarks.harness import compilations
 from grpo_kernels import (
@@ -33,33 +35,24 @@ from grpo_kernels import (
     token_logprobs,
 )
 from grpo_kernels.formulas.surrogates import Clip
-from grpo_kernels.rows.backends import triton as backend
 
 Tensor = torch.Tensor
 
 # ---- kernels that have run
 
 
-KERNELS = (
-    backend._stats_kernel, backend._pull_kernel, backend._fused_kernel, backend._scale_kernel,
-    backend._slot_logits_kernel, backend._add_weight_rows_kernel, backend._add_hidden_rows_kernel, backend._add_pieces_kernel,
-    backend._two_stats_kernel, backend._mixed_kernel, backend._two_pull_kernel, backend._select_kernel,
-)  # fmt: skip
-
-
 def loaded_kernels() -> list[dict]:
-    """Registers, spills and shared memory of the kernels that this process has launched, as the driver reports them."""
-    kernels = []
-    for kernel in KERNELS:
-        for caches in kernel.device_caches.values():
-            kernels += [
-                {
-                    "kernel": kernel.__name__, "registers": compiled.n_regs, "spills": compiled.n_spills,
-                    "shared": compiled.metadata.shared, "warps": compiled.metadata.num_warps,
-                }
-                for compiled in caches[0].values() if compiled.module is not None
-            ]  # fmt: skip
-    return kernels
+    """Registers, spills and shared memory of the package's kernels that this process has launched, as the driver reports them."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("grpo_kernels.")]
+    kernels = {x.__name__: x for module in modules for x in vars(module).values() if isinstance(x, JITFunction)}
+    return [
+        {
+            "kernel": name, "registers": compiled.n_regs, "spills": compiled.n_spills, "shared": compiled.metadata.shared,
+            "warps": compiled.metadata.num_warps,
+        }
+        for name, kernel in kernels.items() for caches in kernel.device_caches.values()
+        for compiled in caches[0].values() if compiled.module is not None
+    ]  # fmt: skip
 
 
 # ---- calls
@@ -124,90 +117,87 @@ class Given(NamedTuple):
 
 DAPO = Objective.preset("dapo", beta=0.04)
 EXACT = Objective.preset("dapo", beta=0.04, kl=Exact("jsd"))
-SPARSE = Options(sparse=Sparse())
+#: A call with its backward: values and gradients.
+Step = Callable[[], tuple[Tensor, ...]]
 
 
-def losses(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Callable[[], Any]]:
-    """{entry point: a call of it with its backward}; each has been called once."""
-    found = calls(device, rows, vocab, width, dtype)
+def losses(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Step]:
+    """The calls; each has been made once."""
+    found = calls(Given.of(device, (4, max(2, rows // 4)), vocab, width, dtype))
     for call in found.values():
         call()
     return found
 
 
-def calls(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """{entry point: a call of it with its backward}."""
-    shape = 4, max(2, rows // 4)
-    on = Given.of(device, shape, vocab, width, dtype)
-    logits, head, batch, objective, second = on.logits, on.head, on.batch, DAPO, on.second
-    frozen = on.hidden.detach(), on.weight.detach()
+def calls(on: Given) -> dict[str, Step]:
+    """{entry point: a call of it}."""
+    logits, head, batch, second = on.logits, on.head, on.batch, on.second
+    frozen, device = tuple(x.detach() for x in head), logits.device
+    seeded = Options(sparse=Sparse(seed=torch.zeros((), dtype=torch.int64, device=device)))
 
-    def loss(over: TokenBatch, objective: Objective = DAPO, **more: Any) -> Any:
-        return torch.autograd.grad(linear_grpo_loss(*head, over, objective, **more).loss, head)
+    def pulled(value: Tensor, *given: Tensor, beside: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
+        total = value.sum() + sum(x.sum() for x in beside)
+        return value.detach(), *(x.detach() for x in beside), *torch.autograd.grad(total, given)
 
-    def of_logits(logps: Tensor, *_: Any) -> Any:
-        return torch.autograd.grad(logps.sum(), logits)
+    def loss(over: TokenBatch, objective: Objective = DAPO, **more: Any) -> tuple[Tensor, ...]:
+        return pulled(linear_grpo_loss(*head, over, objective, **more).loss, *head)
 
-    def of_head(value: Tensor, *_: Any) -> Any:
-        return torch.autograd.grad(value.sum(), head)
+    def of_logits(**more: Any) -> tuple[Tensor, ...]:
+        logps, entropy, *others = token_logprobs(logits, batch.targets, entropy=True, **more)
+        return pulled(logps, logits, beside=(entropy, *(x["at"] for x in others)))  # type: ignore[arg-type]
 
-    def several(logps: Tensor, _: Any, more: dict[str, Tensor]) -> Tensor:
-        return logps.sum() + more["at"].sum()
+    def several() -> tuple[Tensor, ...]:
+        logps, _, more = linear_logprobs(*head, batch.targets, at=on.ids)  # type: ignore[misc]
+        return pulled(logps, *head, beside=(more["at"],))
 
+    shape, vocab = (batch.targets.shape[0], batch.targets.shape[1]), logits.shape[-1]
+    teachers = [(second, 0.5), (second, 0.25)]
     return {
-        "grpo_loss": lambda: of_logits(grpo_loss(logits, batch, objective).loss),
-        "grpo_loss, in place": lambda: of_logits(grpo_loss(logits * 1, batch, objective, inplace=True).loss),
-        "grpo_loss, metrics": lambda: grpo_loss(logits.detach(), batch, objective).metrics,
+        "grpo_loss": lambda: pulled(grpo_loss(logits, batch, DAPO).loss, logits),
+        "grpo_loss, in place": lambda: pulled(grpo_loss(logits * 1, batch, DAPO, inplace=True).loss, logits),
+        "grpo_loss, metrics": lambda: tuple(grpo_loss(logits.detach(), batch, DAPO).metrics.values()),
         "linear_grpo_loss": lambda: loss(batch),
-        "TokenBatch and linear_grpo_loss": lambda: linear_grpo_loss(*head, batch_of(shape, vocab, device), objective).loss,
+        "TokenBatch and linear_grpo_loss": lambda: (linear_grpo_loss(*head, batch_of(shape, vocab, str(device)), DAPO).loss,),
         "linear_grpo_loss, kept sets": lambda: loss(on.kept),
         "linear_grpo_loss, wide kept sets": lambda: loss(on.wide),
-        "linear_grpo_loss, sparse": lambda: loss(batch, options=SPARSE),
+        "linear_grpo_loss, sparse": lambda: loss(batch, options=Options(sparse=Sparse())),
+        "linear_grpo_loss, sparse with a seed": lambda: loss(batch, options=seeded),
         "linear_grpo_loss, divergence": lambda: loss(on.alone, EXACT, reference=second),
-        "linear_grpo_loss, several teachers": lambda: loss(on.alone, EXACT, reference=[(second, 0.5), (second, 0.25)]),
-        "token_logprobs": lambda: of_logits(*token_logprobs(logits, batch.targets)),
-        "token_logprobs, masked": lambda: of_logits(*token_logprobs(logits, batch.targets, mask=batch.mask)),
-        "token_logprobs, several ids": lambda: of_logits(several(*token_logprobs(logits, batch.targets, at=on.ids))),
-        "linear_logprobs, no gradient": lambda: linear_logprobs(*frozen, batch.targets),
-        "linear_logprobs, masked": lambda: linear_logprobs(*frozen, batch.targets, mask=batch.mask),
-        "linear_logprobs, several ids": lambda: of_head(several(*linear_logprobs(*head, batch.targets, at=on.ids))),
-        "token_divergence": lambda: of_logits(token_divergence(logits, logits.detach().roll(1, 0), "forward")),
-        "linear_divergence": lambda: of_head(linear_divergence(*head, second, "jsd")),
-        "linear_divergence, masked": lambda: linear_divergence(*frozen, second, "jsd", mask=batch.mask),
-        "linear_divergence, several teachers": lambda: linear_divergence(*frozen, [(second, 0.5)], "jsd"),
+        "linear_grpo_loss, several teachers": lambda: loss(on.alone, EXACT, reference=teachers),
+        "token_logprobs": of_logits,
+        "token_logprobs, masked": lambda: of_logits(mask=batch.mask),
+        "token_logprobs, masked, several ids": lambda: of_logits(mask=batch.mask, at=on.ids),
+        "linear_logprobs, no gradient": lambda: (linear_logprobs(*frozen, batch.targets)[0],),
+        "linear_logprobs, masked": lambda: (linear_logprobs(*frozen, batch.targets, mask=batch.mask)[0],),
+        "linear_logprobs, several ids": several,
+        "token_divergence": lambda: pulled(token_divergence(logits, logits.detach().roll(1, 0), "forward"), logits),
+        "linear_divergence": lambda: pulled(linear_divergence(*head, second, "jsd"), *head),
+        "linear_divergence, masked": lambda: (linear_divergence(*frozen, second, "jsd", mask=batch.mask),),
+        "linear_divergence, several teachers": lambda: (linear_divergence(*frozen, teachers[:1], "jsd"),),
     }
 
 
-def recompilations(
-    device: str, vocab: int, width: int, lengths: int = 30, schedules: int = 10, longest: int = 300
-) -> int:  # fmt: skip
+def recompilations(device: str, vocab: int, width: int, lengths: int = 30, schedules: int = 10, longest: int = 300) -> int:
     """Counts the kernels and graphs that random lengths and schedules compile, after one call of each entry point."""
     draw = random.Random(0)
 
-    def step(length: int, schedule: tuple[float, ...]) -> None:
-        low, high, beta, temperature = schedule
+    def step(length: int, low: float, high: float, beta: float, temperature: float) -> None:
         objective = Objective.preset("dapo", surrogate=Clip(low, high), beta=beta)
-        transform = LogitTransform(temperature=temperature)
-        batch = batch_of((2, length), vocab, device)
-        logits = torch.randn(2, length, vocab, device=device, dtype=torch.bfloat16, requires_grad=True)
-        hidden = torch.randn(2, length, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.randn(vocab, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-        torch.autograd.grad(grpo_loss(logits, batch, objective, transform=transform).loss * 2.0, logits)
-        head = hidden, weight
-        torch.autograd.grad(linear_grpo_loss(*head, batch, objective, transform=transform).loss * 2.0, head)
-        kept = batch_of((2, length), vocab, device, kept=4)
-        torch.autograd.grad(linear_grpo_loss(*head, kept, objective, transform=transform).loss * 2.0, head)
-        logps, _ = token_logprobs(logits, batch.targets, transform=transform)
-        torch.autograd.grad(logps.sum(), logits)
+        how: dict[str, Any] = {"transform": LogitTransform(temperature=temperature)}
+        on = Given.of(device, (2, length), vocab, width, torch.bfloat16)
+        torch.autograd.grad(grpo_loss(on.logits, on.batch, objective, **how).loss * 2.0, on.logits)
+        for batch in (on.batch, on.kept):
+            torch.autograd.grad(linear_grpo_loss(*on.head, batch, objective, **how).loss * 2.0, on.head)
+        torch.autograd.grad(token_logprobs(on.logits, on.batch.targets, **how)[0].sum(), on.logits)
 
     kinds = [
         (draw.random(), draw.random(), draw.random() + 1e-3, draw.choice((1.0, 0.5, draw.random() + 0.1)))
         for _ in range(schedules)
     ]
-    step(min(longest, 33), kinds[0])
+    step(min(longest, 33), *kinds[0])
     with compilations() as count:
         for i in range(lengths):
-            step(min(longest, draw.choice((1, 16, draw.randint(2, 300)))), kinds[i % schedules])
+            step(min(longest, draw.choice((1, 16, draw.randint(2, 300)))), *kinds[i % schedules])
         return count()
 
 
@@ -215,7 +205,6 @@ def recompilations(
 WAITS = {
     "linear_logprobs, masked": "rows are picked by the mask",
     "linear_divergence, masked": "rows are picked by the mask",
-    "linear_divergence, several teachers": "rows of each teacher are picked by its weights",
     "TokenBatch and linear_grpo_loss": "row counts, sent to the host when the batch is made, are needed right after",
 }
 
@@ -259,55 +248,30 @@ def host_ms(call: Callable[[], Any], runs: int = 30) -> float:
 # ---- CUDA graphs
 
 
+#: The calls that a trainer would capture, and whether their results must be equal bit by bit; if not, products may run another
+#: kernel while they are captured.
+CAPTURED = {
+    "grpo_loss": True, "grpo_loss, in place": True, "token_logprobs": True, "token_logprobs, masked, several ids": True,
+    "linear_grpo_loss": False, "linear_grpo_loss, kept sets": False, "linear_grpo_loss, wide kept sets": False,
+    "linear_grpo_loss, sparse with a seed": False, "linear_grpo_loss, divergence": False,
+    "linear_grpo_loss, several teachers": False, "linear_divergence": False,
+}  # fmt: skip
+
+
 class Captured(NamedTuple):
-    """A whole loss for a CUDA graph: `step` reads the tensor, which is overwritten before the replay."""
+    """A call for a CUDA graph: `step` reads the tensor, which is overwritten before the replay."""
 
     given: Tensor
-    step: Callable[[], tuple[Tensor, ...]]
-    exact: bool  # results must be equal bit by bit; if not, products may run another kernel while they are captured
+    step: Step
+    exact: bool
 
 
 def graphed(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Captured]:
-    """The losses that a trainer would capture, each with its backward, on one batch."""
     on = Given.of(device, (4, rows // 4), vocab, width, dtype)
-
-    def from_logits(inplace: bool) -> tuple[Tensor, ...]:
-        loss = grpo_loss(on.logits * 1 if inplace else on.logits, on.batch, DAPO, inplace=inplace).loss
-        return loss.detach(), *torch.autograd.grad(loss, on.logits)
-
-    def logprobs(**more: Any) -> tuple[Tensor, ...]:
-        logps, entropy, *others = token_logprobs(on.logits, on.batch.targets, entropy=True, **more)
-        assert entropy is not None
-        of_ids = [x["at"] for x in others]
-        loss = logps.sum() - entropy.sum() + sum(x.sum() for x in of_ids)
-        found = (x.detach() for x in (logps, entropy, *of_ids))
-        return *found, *torch.autograd.grad(loss, on.logits)
-
-    def from_hidden(over: TokenBatch, objective: Objective = DAPO, **more: Any) -> Captured:
-        def step() -> tuple[Tensor, ...]:
-            loss = linear_grpo_loss(*on.head, over, objective, **more).loss
-            return loss.detach(), *torch.autograd.grad(loss, on.head)
-
-        return Captured(on.hidden, step, False)
-
-    second, seed = on.second, torch.zeros((), dtype=torch.int64, device=device)
-
-    def divergence() -> tuple[Tensor, ...]:
-        value = linear_divergence(*on.head, second, "jsd")
-        return value.detach(), *torch.autograd.grad(value.sum(), on.head)
-
+    steps = calls(on)
     return {
-        "grpo_loss": Captured(on.logits, lambda: from_logits(False), True),
-        "grpo_loss, in place": Captured(on.logits, lambda: from_logits(True), True),
-        "token_logprobs": Captured(on.logits, logprobs, True),
-        "token_logprobs, masked, several ids": Captured(on.logits, lambda: logprobs(mask=on.batch.mask, at=on.ids), True),
-        "linear_grpo_loss": from_hidden(on.batch),
-        "linear_grpo_loss, kept sets": from_hidden(on.kept),
-        "linear_grpo_loss, wide kept sets": from_hidden(on.wide),
-        "linear_grpo_loss, sparse": from_hidden(on.batch, options=Options(sparse=Sparse(seed=seed))),
-        "linear_grpo_loss, divergence": from_hidden(on.alone, EXACT, reference=second),
-        "linear_grpo_loss, several teachers": from_hidden(on.alone, EXACT, reference=[(second, 0.5), (second, 0.25)]),
-        "linear_divergence": Captured(on.hidden, divergence, False),
+        name: Captured(on.hidden if name.startswith("linear") else on.logits, steps[name], exact)
+        for name, exact in CAPTURED.items()
     }
 
 

@@ -3,18 +3,18 @@
     python3 -m benchmarks.gpu_kit --out DIR [--call 1] [--wheels DIR] [--resume results.tar.gz] [--work DIR] [--minutes 10]
                                  [--stages NAME ...] [--rehearse]
 
-docs/gpu.md says what to run and which results each call gives. The script runs from the source tree, on a machine with torch and
-Triton, without network. The wheels of other projects come in a folder and are installed into a temporary one. gpu_plan.py lists the
-stages of each call. Each stage is a process with a time limit, a log and a JSON file, so that a crash or a hang does not affect the
-others. Most of the time that later stages need is reserved for them. After each stage, and every 20 seconds, DIR is updated
-with all results so far: summary.md, results.tar.gz (the JSON files and pictures), logs.tar.gz and a few of the pictures.
-`--resume` starts from the results of an earlier call, `--work` from those in that folder: stages that ended well are not run
-again unless --stages names them, and measured cells are not measured again. `--rehearse` runs the same script with small sizes
-on a CPU.
+docs/gpu.md says what to run and which results each call gives. The script runs from the source tree, on a machine with torch
+and Triton, without network. The wheels of other projects come in a folder and are installed into a temporary one. gpu_plan.py
+lists the stages of each call. Each stage is a process with a time limit, a log and a JSON file, so that a crash or a hang does
+not affect the others. Most of the time that later stages need is reserved for them. After each stage, and every 20 seconds, DIR
+is updated with all results so far: summary.md, results.tar.gz (the JSON files and pictures), logs.tar.gz and a few of the
+pictures. `--resume` starts from the results of an earlier call, `--work` from those in that folder: stages that ended well are
+not run again unless --stages names them, and measured cells are not measured again. `--rehearse` runs the same script with
+small sizes on a CPU.
 
 Copy the results into the repository, for the tables and the pictures of the documentation, by:
 
-    tar xzf DIR/results.tar.gz -C benchmarks results && python -m benchmarks.plots && python -m benchmarks.tables --write
+    tar xzf DIR/results.tar.gz -C benchmarks results && python -m benchmarks.report --write
 
 This file uses the standard library only, so that no failure of a stage can end it."""
 
@@ -183,71 +183,62 @@ class Target(NamedTuple):
 
 def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[Target]:
     """The project's targets on a GPU, and what this call measured."""
-    logits = times(suites, "logits", rows=8192, vocab=151936, dtype="bfloat16")
-    hidden = times(suites, "hidden", rows=8192, hidden=4096, vocab=151936, dtype="bfloat16")
+    logits, hidden = rows(suites, "logits", dtype="bfloat16"), rows(suites, "hidden", dtype="bfloat16", hidden=4096)
+    half, dense = (rows(suites, "active", hidden=4096, active=a) for a in (0.5, 1.0))
     inplace, layer2 = "grpo_kernels, in place", "grpo_kernels"
-    # The limit of a cell counts its active rows only; this target is relative to all rows.
-    half, dense = (times(suites, "active", rows=8192, hidden=4096, vocab=151936, active=a) for a in (0.5, 1.0))
-    share = half[layer2] / dense["limit"] if layer2 in half and "limit" in dense else None
-    memory = extra(suites, "hidden", layer2, rows=8192, hidden=4096, vocab=151936, dtype="bfloat16")
     waits, documented = counters.get("waits"), counters.get("documented", {})
-    waiting = None if waits is None else [name for name, wait in waits.items() if wait]
-    graphs = counters.get("graphs")
-    error = [
-        value for group in correctness.get("groups", {}).values() for what, value in group["largest"].items() if "logps" in what
-    ]
-    return [
-        at_most("logits 8192 x 151936 bf16, in place / copy", 1.15, ratio(logits, inplace, "copy")),
-        at_least("same, Liger GRPO loss / ours", 1.4, ratio(logits, "Liger GRPO loss", inplace)),
-        at_least("same, TRL kernel + loss / ours", 1.4, ratio(logits, "TRL kernel + loss", inplace)),
-        at_most("hidden 8192 x 4096 x 151936 bf16 / three products", 1.12, ratio(hidden, layer2, "limit")),
-        at_most("same, extra memory in GiB", 3.6, None if memory is None else memory * 1e6 / 2**30),
-        at_least("same, TRL fused head + loss / ours", 1.5, ratio(hidden, "TRL fused head + loss", layer2)),
-        at_least("same, Liger fused linear GRPO / ours", 5, ratio(hidden, "Liger fused linear GRPO", layer2)),
-        at_most("same with half of the rows at zero advantage / three dense products", 0.75, share),
-        at_most("recompilations, 30 lengths x 10 schedules", 0, counters.get("recompilations")),
-        at_most("calls that make the host wait", 0, None if waiting is None else len(set(waiting) - documented.keys())),
-        at_most("same, of those documented to", len(documented), None if waiting is None else len(documented.keys() & waiting)),
-        at_most(
-            "losses that a CUDA graph does not replay",
-            0,
-            None if graphs is None else sum(x is not None for x in graphs.values()),
+    waiting = None if waits is None else {name for name, wait in waits.items() if wait}
+    graphs, groups = counters.get("graphs"), correctness.get("groups", {})
+    errors = [value for group in groups.values() for what, value in group["largest"].items() if "logps" in what]
+    memory = hidden.get(layer2, {}).get("extra_mb")
+    wanted: list[tuple[str, str, float, float | None]] = [
+        ("logits 8192 x 151936 bf16, in place / copy", "<=", 1.15, ratio(logits, inplace, "copy")),
+        ("same, Liger GRPO loss / ours", ">=", 1.4, ratio(logits, "Liger GRPO loss", inplace)),
+        ("same, TRL kernel + loss / ours", ">=", 1.4, ratio(logits, "TRL kernel + loss", inplace)),
+        ("hidden 8192 x 4096 x 151936 bf16 / three products", "<=", 1.12, ratio(hidden, layer2, "limit")),
+        ("same, extra memory in GiB", "<=", 3.6, None if memory is None else memory * 1e6 / 2**30),
+        ("same, TRL fused head + loss / ours", ">=", 1.5, ratio(hidden, "TRL fused head + loss", layer2)),
+        ("same, Liger fused linear GRPO / ours", ">=", 5, ratio(hidden, "Liger fused linear GRPO", layer2)),
+        # The limit of a cell counts its active rows only; this target is relative to all rows.
+        (
+            "same with half of the rows at zero advantage / three dense products",
+            "<=",
+            0.75,
+            ratio(half, layer2, "limit", dense),
         ),
-        at_most("log-probs from hidden states, error", 1e-5, max(error, default=None)),
+        ("recompilations, 30 lengths x 10 schedules", "<=", 0, counters.get("recompilations")),
+        ("calls that make the host wait", "<=", 0, None if waiting is None else len(waiting - documented.keys())),
+        ("same, of those documented to", "<=", len(documented), None if waiting is None else len(waiting & documented.keys())),
+        (
+            "losses that a CUDA graph does not replay",
+            "<=",
+            0,
+            None if graphs is None else len([x for x in graphs.values() if x]),
+        ),
+        ("log-probs from hidden states, error", "<=", 1e-5, max(errors, default=None)),
     ]
+    found = []
+    for what, sign, limit, value in wanted:
+        met = None if value is None else value <= limit if sign == "<=" else value >= limit
+        found.append(Target(what, f"{sign} {limit:g}", "not measured" if value is None else f"{value:.3g}", met))
+    return found
 
 
-def times(suites: dict[str, dict], suite: str, **shape: Any) -> dict[str, float]:
-    """{provider: ms} of the cell of this shape; "limit" is the fastest of the limits."""
-    cell = find(suites, suite, **shape)
-    ms = {row["name"]: row["ms"] for row in cell.get("providers", []) if row["status"] == "ok"}
-    return ms | ({"limit": cell["limit"]["ms"]} if cell.get("limit") else {})
+def rows(suites: dict[str, dict], suite: str, **shape: Any) -> dict[str, dict]:
+    """{provider: its row} of the cell of this shape, with 8192 rows of Qwen's vocabulary; "limit" is the fastest of the
+    limits."""
+    wanted = {"rows": 8192, "vocab": 151936, **shape}
+    cells = (x for x in suites.get(suite, {}).get("cells", []) if all(x[key] == value for key, value in wanted.items()))
+    cell = next(cells, {})
+    return {row["name"]: row for row in cell.get("providers", []) if row["status"] == "ok"} | (
+        {"limit": cell["limit"]} if cell.get("limit") else {}
+    )
 
 
-def extra(suites: dict[str, dict], suite: str, name: str, **shape: Any) -> float | None:
-    rows = find(suites, suite, **shape).get("providers", [])
-    return next((row.get("extra_mb") for row in rows if row["name"] == name and row["status"] == "ok"), None)
-
-
-def find(suites: dict[str, dict], suite: str, **shape: Any) -> dict:
-    cells = suites.get(suite, {}).get("cells", [])
-    return next((cell for cell in cells if all(cell[key] == value for key, value in shape.items())), {})
-
-
-def ratio(found: dict[str, float], above: str, below: str) -> float | None:
-    return found[above] / found[below] if above in found and below in found else None
-
-
-def at_most(what: str, limit: float, value: float | None) -> Target:
-    return Target(what, f"<= {limit:g}", number(value), None if value is None else value <= limit)
-
-
-def at_least(what: str, limit: float, value: float | None) -> Target:
-    return Target(what, f">= {limit:g}", number(value), None if value is None else value >= limit)
-
-
-def number(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.3g}"
+def ratio(found: dict[str, dict], above: str, below: str, other: dict[str, dict] | None = None) -> float | None:
+    """Of two times, the second of another cell."""
+    other = found if other is None else other
+    return found[above]["ms"] / other[below]["ms"] if above in found and below in other else None
 
 
 def summary(kit: Kit) -> str:

@@ -1,8 +1,9 @@
-"""The stages of the GPU kit, their order and time limits: names only, for gpu_kit.py, which uses nothing but the standard library.
+"""The stages of the GPU kit, their order and time limits: names only, for gpu_kit.py, which uses nothing but the standard
+library.
 
-A new part of the package is registered here: files of tests in CASES, suites in HEADLINE, COMPARED or FURTHER. Calls whose waits,
-recompilations and CUDA graphs are checked are in gpu_counters.py (`losses`, `graphed`), workloads for tuning its launches in
-tune.py (`workloads`)."""
+A new part of the package is registered here: files of tests in CASES, suites in HEADLINE, COMPARED or FURTHER. Calls whose
+waits, recompilations and CUDA graphs are checked are in gpu_counters.py (`calls`, `CAPTURED`), workloads for tuning its
+launches in tune.py (`workloads`)."""
 
 from __future__ import annotations
 

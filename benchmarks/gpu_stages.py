@@ -10,19 +10,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import importlib.util
+import json
 import math
+import os
+import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks import tune as tuning
-from benchmarks import tune_settings
-from benchmarks.cases import Cell
-from benchmarks.gpu_correctness import correctness
+from benchmarks.cases import Cell, make_case
 from benchmarks.gpu_counters import (
     WAITS,
     batch_of,
@@ -34,16 +38,72 @@ from benchmarks.gpu_counters import (
     recompilations,
     replay_differs,
 )
-from benchmarks.gpu_plan import COMPARED, FURTHER, HEADLINE, REHEARSED_SUITES
-from benchmarks.gpu_running import Kit, outcome
+from benchmarks.gpu_plan import CASES, COMPARED, FURTHER, HEADLINE, REHEARSED, REHEARSED_SUITES
 from benchmarks.harness import interleaved
-from benchmarks.inputs import make_case
 from benchmarks.machine import gpu_state, machine
-from benchmarks.printing import table
 from benchmarks.providers import Unavailable, providers
-from benchmarks.results import load, save
+from benchmarks.results import ROOT, load, save
 from benchmarks.suites import LOST_DEVICE
+from benchmarks.tables import details
 from grpo_kernels import Objective, TokenBatch, grpo_loss
+
+
+class Kit:
+    """One running stage: its folder, its time limit, and its results."""
+
+    def __init__(
+        self,
+        stage: str,
+        work: Path,
+        seconds: float,
+        wheels: Path | None = None,
+        rehearse: bool = False,
+        asked: tuple[str, ...] = (),
+    ) -> None:
+        self.stage, self.work, self.wheels, self.rehearse, self.asked = stage, work, wheels, rehearse, asked
+        self.device = "cpu" if rehearse else "cuda"
+        self.deadline = time.monotonic() + seconds
+        self.found: dict[str, Any] = {"lines": []}
+        self.well = True  # the process ends with 1 otherwise
+
+    @property
+    def left(self) -> float:
+        return max(1.0, self.deadline - time.monotonic())
+
+    def add(self, **found: Any) -> None:
+        self.found |= found
+        save(self.work / "json" / f"{self.stage}.json", self.found)
+
+    def say(self, line: str, well: bool = True) -> None:
+        """Adds a line to the summary."""
+        self.well &= well
+        print(line, flush=True)
+        self.add(lines=[*self.found["lines"], line])
+
+    def leave_out(self, *names: str) -> None:
+        """Notes what this machine cannot do, and why."""
+        self.add(left_out=[*self.found.get("left_out", []), *names])
+        for name in names:
+            self.say(f"left out: {name}")
+
+    def child(self, *command: str, seconds: float | None = None, **environment: str) -> int | None:
+        """The exit status of a command, whose output goes to this stage's log; None if it took too long. "" unsets a
+        variable."""
+        values = {k: v for k, v in (os.environ | environment).items() if v or k not in environment}
+        print(f"\n$ {' '.join(command)}", flush=True)
+        try:
+            return subprocess.run(command, cwd=ROOT, env=values, timeout=min(seconds or self.left, self.left)).returncode
+        except subprocess.TimeoutExpired:
+            print("(took too long, ended)", flush=True)
+            return None
+
+    def python(self, *command: str, seconds: float | None = None, **environment: str) -> int | None:
+        return self.child(sys.executable, *command, seconds=seconds, **environment)
+
+
+def outcome(status: int | None) -> str:
+    return "ok" if status == 0 else "took too long" if status is None else f"exit status {status}"
+
 
 # ---- env
 
@@ -95,7 +155,8 @@ def env(kit: Kit) -> None:
 
 
 def peers(kit: Kit) -> None:
-    """The other projects that cannot be imported here, and why. It runs in a process of its own, because an import may crash."""
+    """The other projects that cannot be imported here, and why. It runs in a process of its own, because an import may
+    crash."""
     reasons: dict[str, str | None] = {}
     for contract in ("logits", "logits-forward", "hidden", "hidden-forward"):
         cell = Cell(contract, 16, 512, torch.bfloat16, None if contract.startswith("logits") else 128)
@@ -114,6 +175,68 @@ def peers(kit: Kit) -> None:
         if reason is not None:
             kit.say(f"not measured: {name}: {reason}")
     kit.say(f"can be measured: {', '.join(name for name, reason in reasons.items() if reason is None)}")
+
+
+# ---- correctness
+
+
+def correctness(kit: Kit) -> None:
+    """Runs the cases of the tests on the device, one group after the other. Of each test, single values of the parameters come
+    first and combinations later, see tests/support/on_device.py. Combinations that do not fit into the time are not a
+    failure."""
+    begin, whole, found, spent = time.monotonic(), 0.95 * kit.left, {}, 0.0
+    for name, cases in CASES.items():
+        spent += cases.share  # time left over by earlier groups is given to this one
+        report = kit.work / "json" / f"tests-{slug_of(name)}.jsonl"
+        report.unlink(missing_ok=True)
+        status = kit.python(
+            *pytest_command(cases.processes, kit.rehearse), *(f"tests/{file}" for file in cases.files),
+            PYTHONPATH=os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+            PYTEST_ADDOPTS="", GRPO_KERNELS_TEST_DEVICE=kit.device, GRPO_KERNELS_TEST_BACKENDS="triton",
+            GRPO_KERNELS_TEST_REPORT=str(report), seconds=max(1.0, spent * whole - (time.monotonic() - begin)),
+        )  # fmt: skip
+        group = found[name] = tally(report)
+        kit.add(groups=found)
+        enough = 0 < group["first"] <= group["ran"] and not group["failed"]
+        kit.say(
+            f"{name}: {group['passed']} passed, {len(group['failed'])} failed; {group['ran']} of {group['collected']} ran, "
+            f"{group['first']} have every value of every parameter ({outcome(status)})",
+            well=status == 0 or (status is None and enough),
+        )
+        for failure in group["failed"][:8]:
+            kit.say(f"  {failure['test'].removeprefix('tests/')}: {' '.join(failure['message'].split())[:160]}")
+        for what, value in group["largest"].items():
+            kit.say(f"  largest error, {what}: {value:.1e}")
+
+
+def slug_of(name: str) -> str:
+    return name.lower().replace(" ", "-")
+
+
+def pytest_command(processes: int, rehearse: bool) -> list[str]:
+    command = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "support.on_device"]
+    if importlib.util.find_spec("xdist") and not rehearse:  # few at a time, so that they keep their order
+        command += ["-n", str(min(processes, os.cpu_count() or 1)), "--maxschedchunk=2"]
+    if importlib.util.find_spec("pytest_timeout"):
+        command += ["--timeout=90"]
+    return command + (["-k", REHEARSED] if rehearse else [])
+
+
+def tally(report: Path) -> dict:
+    """What tests/support/on_device.py wrote: {"collected", "first", "ran", "passed", "failed", "skipped", "largest": {recorded
+    property: its maximum}}."""
+    lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    sizes = {what: sum(sum(line.get(what, {}).values()) for line in lines) for what in ("collected", "first")}
+    tests = [line for line in lines if "test" in line]
+    by = {how: [line for line in tests if line["outcome"] == how] for how in ("passed", "failed", "skipped")}
+    largest: dict[str, float] = {}
+    for line in tests:
+        name = re.sub(r".*::|\[.*", "", line["test"])
+        for what, value in line["properties"].items():
+            largest[f"{name}, {what}"] = max(value, largest.get(f"{name}, {what}", 0.0))
+    skipped = sorted({f"{line['test']}: {line['message']}" for line in by["skipped"]})
+    counts = {"ran": len({line["test"] for line in tests}), "passed": len(by["passed"])}
+    return sizes | counts | {"failed": by["failed"], "skipped": skipped, "largest": largest}
 
 
 # ---- resources, counters
@@ -171,7 +294,7 @@ def counters(kit: Kit) -> None:
 
 def on_triton(rehearse: bool) -> contextlib.AbstractContextManager[None]:
     """In a rehearsal "auto" is Triton for tensors on the CPU too."""
-    return tune_settings.on_triton() if rehearse else contextlib.nullcontext()
+    return tuning.on_triton() if rehearse else contextlib.nullcontext()
 
 
 # ---- tune, comparison, memcheck, plots
@@ -332,12 +455,16 @@ def plots(kit: Kit) -> None:
     """Tables and pictures from the result files."""
     results = kit.work / "results"
     name_the_command(results)  # an interrupted comparison has not done this
-    status = kit.python("-m", "benchmarks.plots", "--results", str(results))
+    status = kit.python("-m", "benchmarks.report", "--write", "--results", str(results))
     kit.say(f"plots: {outcome(status)}", well=status == 0)
     text = []
     for path in sorted(results.glob("*/*.json")):
         record = load(path)
-        text += [f"## {record['title']}", record["contract"], *(f"```\n{table(cell)}\n```" for cell in record["cells"])]
+        text += [
+            f"## {record['title']}",
+            record["contract"],
+            *(f"```\n{details(cell, markdown=False)}\n```" for cell in record["cells"]),
+        ]
     (kit.work / "tables.md").write_text("\n\n".join(text) + "\n")
 
 

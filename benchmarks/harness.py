@@ -8,12 +8,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import os
 import statistics
-import subprocess
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +19,6 @@ import torch
 
 from grpo_kernels.rows.memory import release
 
-RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 256 << 20  # beyond every L2
 AHEAD_MS = 0.6  # the host time that Python code may need before its kernels reach the GPU
 
@@ -99,8 +94,8 @@ def timed(run: Callable[[], Any], device: str) -> tuple[Any, float, float]:
 
 @functools.cache
 def _clocks_per_ms() -> float:
-    """Of the clock that torch.cuda._sleep counts: the most of several, since an idle GPU clocks low, and sleeps that are counted by
-    what it did then are too short."""
+    """Of the clock that torch.cuda._sleep counts: the most of several, since an idle GPU clocks low, and sleeps that are
+    counted by what it did then are too short."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1000)  # loads the kernel
     most = 0.0
@@ -138,23 +133,6 @@ def modes(times: list[float]) -> list[list[float]]:
     if not fast or slow[0] < 1.3 * fast[-1] or gap < max(fast[-1] - fast[0], slow[-1] - slow[0]):
         return []
     return [[statistics.median(group), len(group) / len(ordered)] for group in (fast, slow)]
-
-
-# ---- neighbours
-
-#: A program that keeps a core busy until it is ended or its parent has exited.
-NEIGHBOUR = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(100_000): pass"
-
-
-@contextmanager
-def busy_neighbour() -> Iterator[int]:
-    """Inside the block another process keeps one core busy; its id."""
-    neighbour = subprocess.Popen([sys.executable, "-S", "-c", NEIGHBOUR, str(os.getpid())])
-    try:
-        yield neighbour.pid
-    finally:
-        neighbour.kill()
-        neighbour.wait()
 
 
 # ---- memory
@@ -238,27 +216,3 @@ def compilations() -> Iterator[Callable[[], int]]:
         yield lambda: counters["stats"]["unique_graphs"] - graphs + kernels
     finally:
         knobs.compilation.listener = former
-
-
-def host_syncs(run: Callable[[], Any]) -> int:
-    """How often the host waits for CUDA during `run`: what torch reports, and waits for events, which torch does not
-    report."""
-    waits = 0
-    wait = torch.cuda.Event.synchronize
-
-    def counted(event: torch.cuda.Event) -> None:
-        nonlocal waits
-        waits += 1
-        wait(event)
-
-    torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        torch.cuda.Event.synchronize = counted  # type: ignore[method-assign]
-        try:
-            run()
-        finally:
-            torch.cuda.Event.synchronize = wait  # type: ignore[method-assign]
-            torch.cuda.set_sync_debug_mode("default")
-    return waits + sum("called a synchronizing" in str(w.message) for w in seen)

@@ -3,11 +3,10 @@
     python -m benchmarks.host_time [--write]
 
 Everything runs as it would for CUDA tensors, on tiny tensors of the CPU, but for the launch of a kernel, which does nothing,
-and the checks of values, which a GPU leaves out. `--write` keeps the figures in results/host_time.json."""
+and the checks of values, which a GPU leaves out. --write: benchmarks/results/host_time.json, and the table in docs/gpu.md."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import sys
@@ -20,15 +19,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from benchmarks import results
-from benchmarks.harness import RESULTS
+from benchmarks.experiments import Experiment, short
 from benchmarks.launches import compiling
-from benchmarks.machine import machine
+from benchmarks.results import ROOT
+from benchmarks.tables import Record, Table
 from grpo_kernels import Objective, TokenBatch, grpo_loss
 from grpo_kernels.rows import backends
 from grpo_kernels.rows.backends import triton as backend
 
-PATH = RESULTS / "host_time.json"
 CALLS, ROUNDS = 100, 20
 
 
@@ -95,26 +93,26 @@ def microseconds(call: Callable[[], Any]) -> list[float]:
     return taken
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"into {PATH.name}")
-    args = parser.parse_args()
+def measure() -> Record:
     torch.set_num_threads(1)
     found = {}
     with as_on_a_gpu():
         for name, call in losses().items():
             microseconds(call)  # what is made once is made
-            taken, names = microseconds(call), operations(call)
-            found[name] = {
-                "least": round(min(taken), 1),
-                "median": round(statistics.median(taken), 1),
-                "operations": len(names),
-            }
-            print(f"{name:12} {found[name]['median']} us, at least {found[name]['least']}, {len(names)} operations of torch")
-    if args.write:
-        command = "python -m benchmarks.host_time --write"
-        results.save(PATH, {"command": command, "date": time.strftime("%Y-%m-%d"), "machine": machine("cpu"), "us": found})
+            taken = microseconds(call)
+            found[name] = {"least": min(taken), "median": statistics.median(taken), "operations": len(operations(call))}
+    return {"us": short(found)}
 
+
+def tables(record: Record) -> Iterator[Table]:
+    heads = ("median", "least", "operations")
+    yield [
+        ["a loss from logits in place", "us", "us at least", "operations of torch"],
+        *([name, *(f"{x[h]:g}" for h in heads)] for name, x in record["us"].items()),
+    ]
+
+
+EXPERIMENT = Experiment("host_time", ROOT / "docs" / "gpu.md", tables, measure)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -1,4 +1,5 @@
-"""The launches of our Triton kernels: a list of them, and how to compile them ahead of time without the GPU."""
+"""The launches of our Triton kernels: a list of them, and how to compile them ahead of time without the GPU. Of one stream of
+rows, for rows next to a teacher's rows, for the sparse products of kept sets, and for the columns of sparse gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -22,7 +23,8 @@ from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
 from grpo_kernels.rows.backends import triton as backend
 from grpo_kernels.rows.backends.triton.launch import LAUNCH, Choice, choice_of, fused_kind
-from grpo_kernels.rows.partials import SLOPES, LogitRows, Partials, RowTransform, Slopes, partials_of
+from grpo_kernels.rows.partials import SLOPES, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
+from grpo_kernels.rows.ragged import Ragged
 
 Tensor = torch.Tensor
 KERNELS = backend.Kernels()
@@ -107,6 +109,25 @@ def compiling(target: str) -> Iterator[list[tuple[str, Any]]]:
 
 # ---- the launches of the library
 
+
+class Kind(NamedTuple):
+    """What budgets have to know about a kernel."""
+
+    launch: str  # the key of its launch
+    loops: str = "special"  # the pipe that its loops over a row issue to; "special" computes exponentials
+    counted: bool = True  # whether a loop does nothing but go over a row, so that its work can be counted per logit
+    stores: bool = False  # whether its loop stores a gradient
+
+
+#: The loop of scale_ also handles the end of a row; those of products read ids and values of slots, and store behind the loop;
+#: the selection scans some of its tiles and stores what it takes.
+KINDS = {
+    "stats": Kind("visit"), "pull": Kind("visit", stores=True), "fused": Kind("fused", stores=True),
+    "scale_": Kind("visit", "memory", counted=False, stores=True),
+    "two_stats": Kind("two"), "mixed": Kind("mixed"), "two_pull": Kind("two", stores=True),
+    **{kernel: Kind("slots", "fp32", counted=False) for kernel in ("slot_logits", "add_weight_rows", "add_hidden_rows")},
+    **{kernel: Kind("select", counted=False) for kernel in ("select", "masses")},
+}  # fmt: skip
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", None: "no gradient"}
 
 
@@ -138,8 +159,16 @@ class Case:
     @property
     def choice(self) -> Choice:
         if self.kernel != "fused":
-            return LAUNCH["visit"]
+            return LAUNCH[self.kind.launch]
         return choice_of(fused_kind(self.logits, self.gradient or self.logits, TRANSFORMS[self.transform](1).softcap))
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.kernel]
+
+    @property
+    def stores(self) -> bool:
+        return self.kind.stores and self.gradient is not None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -147,23 +176,9 @@ class Case:
         return (self.logits.itemsize,)
 
     @property
-    def loops(self) -> str:
-        """The pipe that the kernel's loops over a row issue to; "special" computes exponentials."""
-        return "memory" if self.kernel == "scale_" else "special"
-
-    @property
-    def counted(self) -> bool:
-        """Whether a loop does nothing but go over a row, so that its accesses and instructions can be counted per logit."""
-        return self.kernel != "scale_"  # whose loop also handles the end of a row
-
-    @property
-    def stores(self) -> bool:
-        return self.kernel != "stats" and self.gradient is not None
-
-    @property
     def before_wait(self) -> float:
-        """The share of the loads of a tile that a thread issues before it waits for the first. Tanh takes so long that half a tile
-        keeps memory busy. The gradient of an entropy in odd rows has registers for half a tile only."""
+        """The share of the loads of a tile that a thread issues before it waits for the first. Tanh takes so long that half a
+        tile keeps memory busy. The gradient of an entropy in odd rows has registers for half a tile only."""
         odd = not self.aligned or self.vocab % 8 != 0
         half = self.kernel == "fused" and (self.transform == "softcap" or (self.entropy and odd))
         return 0.5 if half else 1.0
@@ -195,9 +210,8 @@ class Case:
         elif self.kernel == "pull":
             assert out is not None
             slopes = SLOPES[: 4 if self.squares else 3 if self.entropy else 1]
-            KERNELS.pull(
-                rows, Partials.not_read(self.partials, n, logits.device), Slopes(torch.zeros(len(slopes), n), slopes), out
-            )
+            partials = Partials.not_read(self.partials, n, logits.device)
+            KERNELS.pull(rows, partials, Slopes(torch.zeros(len(slopes), n), slopes), out)
         else:
             KERNELS.scale_(logits, torch.ones(()))
 
@@ -296,4 +310,174 @@ QUICK = [
     Case("fused", vocab=50257, stride=50257),
     Case("fused", vocab=1024, stride=1024),
     Case("scale_"),
+]
+
+
+# ---- the other kernels
+
+SINGLE, HALF, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Beside(Case):
+    """Rows next to a teacher's rows: "two_stats", "two_pull", and "mixed", the sums of a mixture."""
+
+    teacher: torch.dtype = HALF
+    divergence: str = "reverse"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.logits.itemsize, self.teacher.itemsize
+
+    @property
+    def before_wait(self) -> float:
+        """A mixture takes eighty instructions per logit, which hide any load. A gradient with all slopes leaves registers for
+        three of four loads, and one with tanh, or all sums with it, for half of them; tanh takes so long that these keep memory
+        busy, and two fifths of single elements."""
+        tanh = self.transform == "softcap"
+        if self.divergence == "jsd" and self.kernel != "two_stats":
+            return 0.5 if self.aligned else 0.0
+        if not self.aligned:
+            return 0.4 if tanh else 0.5
+        if self.kernel != "two_pull":
+            return 0.5 if tanh and self.squares else 1.0
+        return 0.5 if tanh else 0.75 if self.squares else 1.0
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, teacher {DTYPE_NAMES[self.teacher]}, {self.divergence}"
+
+    def launch(self) -> None:
+        n, dtypes = 2, (self.logits, self.teacher, self.gradient)
+        logits, of_teacher, out = (torch.zeros(1, n, self.stride, dtype=dtype)[..., : self.vocab] for dtype in dtypes)
+        transform, targets = TRANSFORMS[self.transform](n), torch.zeros(n, dtype=torch.int64)
+        rows = LogitRows(logits, targets, None, transform, Second(of_teacher, transform, self.divergence, 0.5))
+        names = partials_of(("divergence",) + ("entropy",) * self.entropy + ("sum_squares",) * self.squares, self.divergence)
+        partials = Partials.not_read(names, n, logits.device, rows.second)
+        if self.kernel == "two_stats":
+            KERNELS.stats(rows, names)
+        elif self.kernel == "mixed":
+            KERNELS.mixed(rows, partials)
+        else:
+            slopes = ("target", *("constant", "log") * self.entropy, *("prob",) * self.squares, "divergence")
+            KERNELS.pull(rows, partials, Slopes(torch.ones(len(slopes), n), slopes), out)
+
+
+@dataclass(frozen=True)
+class Sparse(Case):
+    """A product over the slots of kept sets: "slot_logits", "add_weight_rows", "add_hidden_rows". `vocab` is the width of a
+    row, `logits` the dtype of the rows that are read, `gradient` of those that they are multiplied with or added to."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.logits.itemsize, self.second.itemsize
+
+    @property
+    def second(self) -> torch.dtype:
+        assert self.gradient is not None
+        return self.gradient
+
+    def __str__(self) -> str:
+        layout = "aligned" if self.aligned else "unaligned"
+        return f"{DTYPE_NAMES[self.logits]} and {DTYPE_NAMES[self.second]}, H {self.vocab}, {layout}"
+
+    def launch(self) -> None:
+        n, m, ids = 4, 8, 16
+        slots = Ragged(*(torch.zeros(k, dtype=torch.int64) for k in (m, n + 1, m)))
+        # The weight, or the hidden states: the first matrix sets the width of an access.
+        read, second = (torch.zeros(ids, self.stride, dtype=dtype)[:, : self.vocab] for dtype in (self.logits, self.second))
+        if self.kernel == "slot_logits":
+            KERNELS.slot_logits(second[:n], read, slots)
+        elif self.kernel == "add_weight_rows":
+            KERNELS.add_weight_rows(torch.ones(m), slots, read, second[:n])
+        else:
+            KERNELS.add_hidden_rows(torch.ones(m), slots, read[:n], second)
+
+
+@dataclass(frozen=True)
+class Selecting(Case):
+    """The columns of a sparse gradient, "select", or the mass of those that are sampled, "masses"."""
+
+    gradient: torch.dtype | None = None
+
+    @property
+    def aligned(self) -> bool:
+        """Whether all accesses of a row are aligned and whole. Those of an odd vocabulary are made of single elements."""
+        return self.stride % 16 == 0 == self.vocab % 16
+
+    def __str__(self) -> str:
+        layout = ("aligned" if self.aligned else "unaligned") + ", padded" * (self.stride > self.vocab)
+        return f"{DTYPE_NAMES[self.logits]}, {self.vocab} columns, {layout}, {self.transform}"
+
+    def launch(self) -> None:
+        n = 2
+        logits = torch.zeros(1, n, self.stride, dtype=self.logits)[..., : self.vocab]
+        stats, whole = Partials.not_read(partials_of(()), n, logits.device), torch.zeros(n, dtype=torch.int64)
+        rows = LogitRows(logits, whole, transform=TRANSFORMS[self.transform](n))
+        if self.kernel == "select":
+            KERNELS.select(rows, stats, 1 / 256, whole)
+        else:
+            KERNELS.masses(rows, stats, 1 / 256)
+
+
+#: (logits, teacher, gradient): of logits, of a chunk at hidden level, and with one stream of another width.
+PAIRS = (
+    (HALF, HALF, HALF), (SINGLE, SINGLE, SINGLE), (FP16, FP16, FP16), (SINGLE, SINGLE, HALF), (SINGLE, HALF, HALF),
+    (FP16, SINGLE, FP16),
+)  # fmt: skip
+#: The kernels of each direction.
+OF_TWO = (
+    ("two_stats", "reverse"), ("two_stats", "forward"), ("mixed", "jsd"),
+    ("two_pull", "reverse"), ("two_pull", "forward"), ("two_pull", "jsd"),
+)  # fmt: skip
+PRODUCTS = tuple(kernel for kernel, kind in KINDS.items() if kind.launch == "slots")
+SELECTIONS = tuple(kernel for kernel, kind in KINDS.items() if kind.launch == "select")
+
+
+def beside(kernel: str, divergence: str, logits: torch.dtype, teacher: torch.dtype, gradient: torch.dtype) -> Beside:
+    """`gradient` is of "two_pull" only."""
+    return Beside(kernel, logits, gradient if kernel == "two_pull" else logits, teacher=teacher, divergence=divergence)
+
+
+def of_two(divergence: str, transform: str = "linear") -> tuple[Case, ...]:
+    """The launches that make a divergence of two rows of bf16 logits and its gradient."""
+    kernels = ("two_stats", *(kernel for kernel, kind in OF_TWO[2:] if kind == divergence))
+    return tuple(replace(beside(kernel, divergence, HALF, HALF, HALF), transform=transform) for kernel in kernels)
+
+
+def other_cases() -> list[Case]:
+    """Layouts, transforms and further sums are varied one at a time."""
+    launches: dict[Case, None] = {}
+    for kernel, divergence in OF_TWO:
+        for dtypes in PAIRS:
+            launches[beside(kernel, divergence, *dtypes)] = None
+        base = beside(kernel, divergence, HALF, HALF, HALF)
+        around: list[Case] = [replace(base, vocab=vocab, stride=stride) for vocab, stride in LAYOUTS]
+        around += [replace(base, transform=transform) for transform in TRANSFORMS]
+        # A softcap takes most registers: with every pair of dtypes, an odd vocabulary, and all that is summed beside.
+        capped: list[Case] = [replace(beside(kernel, divergence, *dtypes), transform="softcap") for dtypes in PAIRS]
+        around += [*capped, replace(base, vocab=50257, stride=50257, transform="softcap")]
+        if kernel != "mixed":
+            around += [replace(case, entropy=True, squares=True) for case in capped]
+            around += [replace(base, entropy=True), replace(base, entropy=True, squares=True)]
+        launches |= dict.fromkeys(around)
+    for kernel in PRODUCTS:
+        for read, second in ((HALF, HALF), (FP16, FP16), (SINGLE, SINGLE), (HALF, SINGLE), (FP16, SINGLE)):
+            for width in (4096, 1001):
+                launches[Sparse(kernel, read, second, vocab=width, stride=width)] = None
+    for kernel in SELECTIONS:
+        launches |= dict.fromkeys(Selecting(kernel, dtype) for dtype in (HALF, FP16, SINGLE))
+        launches |= dict.fromkeys(Selecting(kernel, SINGLE, vocab=vocab, stride=stride) for vocab, stride in LAYOUTS)
+        launches |= dict.fromkeys(Selecting(kernel, SINGLE, transform=transform) for transform in TRANSFORMS)
+    return list(launches)
+
+
+OTHER_QUICK: list[Case] = [
+    beside("two_stats", "reverse", HALF, HALF, HALF),
+    beside("two_stats", "forward", SINGLE, SINGLE, SINGLE),
+    beside("mixed", "jsd", SINGLE, HALF, HALF),
+    beside("two_pull", "reverse", SINGLE, SINGLE, HALF),
+    beside("two_pull", "jsd", HALF, HALF, HALF),
+    replace(beside("two_pull", "jsd", SINGLE, SINGLE, HALF), transform="softcap"),
+    *(Sparse(kernel, HALF, HALF, vocab=4096, stride=4096) for kernel in PRODUCTS),
+    Selecting("select", SINGLE),
 ]

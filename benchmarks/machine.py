@@ -30,8 +30,8 @@ def kind(device: str) -> str:
 
 
 def kind_of_cpu(model: str, flags: frozenset[str]) -> str:
-    """Maker, family and the best instructions for products: "amd-epyc-avx512bf16". Ratios to other implementations depend on these
-    far more than on the generation, of which a virtual machine often says nothing."""
+    """Maker, family and the best instructions for products: "amd-epyc-avx512bf16". Ratios to other implementations depend on
+    these far more than on the generation, of which a virtual machine often says nothing."""
     brand = re.search(r"(?:amd|intel) [a-z]+", re.sub(r"\((r|tm)\)", "", model.lower()))
     best = "amx" if flags >= {"amx_tile", "amx_bf16"} else best_isa(flags)
     return _hyphened(f"{brand[0] if brand else model} {best or ''}")

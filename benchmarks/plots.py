@@ -1,17 +1,13 @@
-"""Pictures of the result files, SVG and PNG, for light and dark pages.
+"""Pictures, SVG and PNG, for light and dark pages: of result files, and of experiments.
 
-    python -m benchmarks.plots [--results DIR] [--out DIR]
-
-Writes <out>/<machine>/<suite>.svg and .png (default: <results>/<machine>/plots/), and front.svg: see front.py. A picture
-contains the numbers that it was drawn from, so that a test can compare them with the result file. The same result file gives
+A picture is described by plain numbers, {"title", "panels", "notes"}, which its file contains, so that a test can compare them
+with the result file. A panel has "bars", [[name, value, label], ...], or "curves", {name: [x, y]}. The same description gives
 the same SVG."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import textwrap
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +15,36 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
-from matplotlib.textpath import TextPath
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, NullLocator
 
-from benchmarks import front, results
-from benchmarks.cell_tables import machines
-from benchmarks.harness import RESULTS
-from benchmarks.pictures import Bars, Curves, Picture, picture
+from benchmarks import results
+from benchmarks.report import SCALED, asked
 from benchmarks.suites import OURS
+from benchmarks.tables import (
+    DTYPES,
+    SWEEPS,
+    Cell,
+    Record,
+    by_dtype,
+    figure,
+    fixed,
+    headline,
+    limit,
+    machines,
+    megabytes,
+    processor,
+    ratio,
+    size,
+    timed,
+    times,
+    untimed,
+)
 
+Picture = dict[str, Any]
 #: The background is transparent: all of these colours can be read on white and on GitHub's dark grey.
-TEXT = "#797979"
-MUTED = "#8f8f8f"
-HIGHLIGHT = "#2f81f7"
-#: Styles of curves, by the start of a name: the first match counts.
-COLOURS = {
-    "grpo_kernels,": "#5b8fc7",
-    "grpo_kernels": HIGHLIGHT,
-    "eager PyTorch": "#bb6f2c",
-    "TRL": "#8a76c9",
-    "Liger": "#3f9470",
-    "CCE, unfiltered": "#c0679a",
-    "CCE": "#c65f5f",
-    "verl": "#2e8f9a",
-    "products, ours": MUTED,
-    "products": TEXT,
-}
+TEXT, MUTED, HIGHLIGHT, VARIANT = "#797979", "#8f8f8f", "#2f81f7", "#5b8fc7"
+#: Of curves in their order, those of ours and of limits aside.
+COLOURS = ("#bb6f2c", "#3f9470", "#8a76c9", "#c65f5f", "#2e8f9a", "#c0679a")
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans", "font.size": 8.5, "text.color": TEXT, "axes.labelcolor": TEXT, "axes.edgecolor": TEXT,
     "xtick.color": TEXT, "ytick.color": TEXT, "xtick.labelsize": 8, "ytick.labelsize": 8, "axes.labelsize": 8.5,
@@ -53,141 +52,145 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False, "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6,
     "svg.hashsalt": "grpo_kernels", "svg.fonttype": "path",
 }  # fmt: skip
-WIDTH = 9.2  # inches, as all sizes below
+WIDTH = 9.2  # inches
 
 
-def draw(shown: Picture, columns: int | None = None) -> Figure:
-    """`columns`: panels of bars side by side; None: all of them."""
-    with matplotlib.rc_context(STYLE):
-        bars = [panel for panel in shown.panels if isinstance(panel, Bars)]
-        curves = [panel for panel in shown.panels if isinstance(panel, Curves)]
-        made = _draw_bars(shown, bars, columns or len(bars)) if bars else _draw_curves(shown, curves)
-        made.patch.set_alpha(0)
-        for axes in made.axes:
-            axes.patch.set_alpha(0)
-    return made
+# ---- what a picture shows
 
 
-def _page(shown: Picture, height: float) -> tuple[Figure, float, float]:
-    """A figure with its title and its notes, and the heights between which the panels go; `height` is what they need."""
-    notes = [line for note in shown.notes for line in textwrap.wrap(note, 140, subsequent_indent="    ")]
-    bottom = 0.1 + 0.15 * len(notes)
-    page = Figure(figsize=(WIDTH, height + bottom + 0.35))
-    FigureCanvasAgg(page)
-    full = height + bottom + 0.35
-    page.text(0.1 / WIDTH, 1 - 0.1 / full, shown.title, fontsize=10.5, fontweight="bold", va="top")
-    for i, line in enumerate(notes):
-        page.text(0.1 / WIDTH, (bottom - 0.15 * i) / full, line, fontsize=7.5, va="top")
-    return page, bottom, bottom + height
+def _rounded(x: float) -> float:
+    """Four digits, which is what a picture can show."""
+    return float(f"{x:.4g}")
 
 
-def _panel(page: Figure, left: float, bottom: float, right: float, top: float) -> Axes:
-    """Axes between these, in inches."""
-    high = page.get_figheight()
-    return page.add_axes((left / WIDTH, bottom / high, (right - left) / WIDTH, (top - bottom) / high))
+def duration(ms: float) -> str:
+    return f"{figure(ms)} ms" if ms < 10_000 else f"{figure(ms / 1000)} s"
 
 
-def _draw_bars(shown: Picture, panels: list[Bars], columns: int) -> Figure:
+def _bars(title: str, cell: Cell, relative: bool) -> Record:
+    """Time and memory of each contender, the fastest first, then those that are wrong. relative: as multiples of the limit."""
+    rows = sorted((row for row in timed(cell) if not row.get("limit")), key=lambda row: row["ms"])
+    bars = []
+    for row in rows if relative else (row for row in rows if "errors" in row and SCALED not in row["name"]):
+        cost = [duration(row["ms"])] + [f"{memory} MB" for memory in [megabytes(row)] if memory]
+        multiple = ratio(cell, row) if relative else None
+        bars.append([row["name"], _rounded(row["ms"]), ", ".join([f"{times(multiple)}×"] * bool(multiple) + cost)])
+    bars += [[row["name"], 0.0, "wrong, not timed"] for row in cell["providers"] if row["status"] == "wrong"]
+    mark = cell["limit"]["ms"] if relative and cell["limit"] else None
+    base = f", × {limit(cell)} (the line)" if mark else f", × {limit(cell)}" if relative else ""
+    return {"title": title + base, "bars": bars, "mark": mark and _rounded(mark)}
+
+
+def _curves(record: Record) -> list[Record]:
+    """Time and memory by what the suite varies, for each dtype."""
+    field, what = SWEEPS[record["suite"]]
+    panels = []
+    for cells in by_dtype(sorted(record["cells"], key=lambda cell: cell[field])):
+        title = f"{DTYPES[cells[0]['dtype']]}, {fixed(cells[0], field)}: "
+        for key, axis in (("ms", "time, ms"), ("extra_mb", "extra memory, MB")):
+            curves: dict[str, list[list[float]]] = {}
+            for cell, row in ((one, row) for one in cells for row in timed(one) if row.get(key)):
+                x, y = curves.setdefault(row["name"], [[], []])
+                x.append(cell[field])
+                y.append(_rounded(row[key]))
+            panels.append({"title": title + axis, "x": what, "log": "xy" * (field == "rows"), "curves": curves})
+    return panels
+
+
+def of_suite(record: Record) -> Picture:
+    """Bars of the first shape, a panel per dtype, or curves of time and memory over what the suite varies."""
+    swept = record["suite"] in SWEEPS
+    cells = record["cells"] if swept else headline(record)[0]
+    panels = _curves(record) if swept else [_bars(f"{DTYPES[cell['dtype']]}, {size(cell)}", cell, True) for cell in cells]
+    what = SWEEPS[record["suite"]][0] if swept else "dtype"
+    notes = [f"{why}: {names}" for why, names in untimed(cells, what).items() if swept or not why.startswith("wrong")]
+    return {"title": f"{record['title']} · {processor(record)}", "panels": panels, "notes": notes}
+
+
+def of_front(folder: Path, machine: str) -> Picture | None:
+    """The cells that a user asks for first, at the most rows that were measured."""
+    found = {words: standings[-1] for words, standings in asked(folder, machine).items() if standings and "cells" not in words}
+    if not found:
+        return None
+    panels = [_bars(f"{words}, {size(x.cell)}", x.cell, False) for words, x in found.items()]
+    title = f"Loss and gradient of DAPO · {processor(next(iter(found.values())).record)}"
+    return {
+        "title": title,
+        "panels": panels,
+        "notes": ["Time, and memory beyond the inputs. Every contender was checked against float64 first."],
+    }
+
+
+# ---- how it is drawn
+
+
+def draw(shown: Picture, size: tuple[float, float] | None = None) -> Figure:
+    """Panels in two columns; bars stand below each other where their names are long."""
+    panels = shown["panels"]
+    columns = 1 if "bars" in panels[0] else min(2, len(panels))
+    names = dict.fromkeys(
+        name for panel in panels for name in panel.get("curves", ()) if not name.startswith((OURS, "products"))
+    )
     rows = [panels[i : i + columns] for i in range(0, len(panels), columns)]
-    heights = [0.24 * len(_bar_names(row)) + 0.85 for row in rows]
-    page, bottom, _ = _page(shown, sum(heights))
-    for i, (row, height) in enumerate(zip(rows, heights, strict=True)):
-        below = bottom + sum(heights[i + 1 :])
-        _draw_row(page, row, below, below + height)
+    heights = [max(0.6 + 0.21 * len(panel["bars"]) if "bars" in panel else 2.6 for panel in row) for row in rows]
+    notes = [line for note in shown["notes"] for line in textwrap.wrap(note, 140, subsequent_indent="    ")]
+    with matplotlib.rc_context(STYLE):
+        page = Figure(figsize=(WIDTH, 0.6 + sum(heights) + 0.15 * len(notes) + 0.4 * (columns == 2)), layout="constrained")
+        FigureCanvasAgg(page)
+        page.patch.set_alpha(0)
+        page.suptitle(shown["title"], x=0.01, ha="left", fontsize=10.5, fontweight="bold")
+        grid = page.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
+        for axes, panel in zip(grid.flat, panels, strict=False):
+            axes.patch.set_alpha(0)
+            axes.set_title(panel["title"])
+            _draw_bars(axes, panel) if "bars" in panel else _draw_curves(axes, panel, [*names])
+        named = {text: line for axes in grid.flat for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+        if named:
+            page.legend(named.values(), named, loc="outside lower center", ncols=3, frameon=False, labelcolor=TEXT)
+        if notes:
+            page.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=7.5)
     return page
 
 
-def _bar_names(panels: list[Bars]) -> list[str]:
-    """The names of the bars: the fastest of the first panel first, those that were not timed last."""
-    first = sorted(panels[0].bars, key=lambda bar: bar.value)
-    names = list(dict.fromkeys([bar.name for bar in first] + [bar.name for panel in panels for bar in panel.bars]))
-    return names + [name for name in dict.fromkeys(n for panel in panels for n in panel.wrong) if name not in names]
+def _draw_bars(axes: Axes, panel: Record) -> None:
+    names, values, labels = zip(*panel["bars"], strict=True)
+    colours = [HIGHLIGHT if name.startswith(OURS) else MUTED for name in names]
+    bars = axes.barh(range(len(names)), values, height=0.62, color=colours)
+    axes.bar_label(bars, labels, padding=4, fontsize=8)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.xaxis.set_visible(False)
+    axes.spines.bottom.set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    for tick, colour in zip(axes.get_yticklabels(), colours, strict=True):
+        tick.set_color(colour)
+    if panel.get("mark"):
+        axes.axvline(panel["mark"], color=TEXT, linewidth=1, linestyle=(0, (1, 2)))
 
 
-def _draw_row(page: Figure, panels: list[Bars], bottom: float, top: float) -> None:
-    """Panels side by side between two heights, with the names at the left."""
-    names = _bar_names(panels)
-    column = 0.25 + max((_width(name, 8.5, bold=_ours(name)) for name in names), default=1.0)
-    step = (WIDTH - column - 0.1) / len(panels)
-    for i, panel in enumerate(panels):
-        axes = _panel(page, column + i * step, bottom + 0.5, column + (i + 1) * step - 0.25, top - 0.3)
-        axes.set_title(panel.title)
-        axes.set_xlabel(panel.axis)
-        axes.set_ylim(len(names) - 0.45, -0.55)
-        axes.xaxis.set_major_locator(MaxNLocator(4))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
-        axes.tick_params(axis="y", length=0)
-        axes.set_yticks(range(len(names)), names if i == 0 else [""] * len(names))
-        for label, name in zip(axes.get_yticklabels(), names, strict=True):
-            if _ours(name):
-                label.set(color=HIGHLIGHT, fontweight="bold")
-        longest = max((bar.value for bar in panel.bars), default=1.0)
-        room = 0.12 + max((_width(bar.label, 8) for bar in panel.bars), default=0)
-        axes.set_xlim(0, longest / (1 - room / (step - 0.25)))
-        for bar in panel.bars:
-            y, colour = names.index(bar.name), HIGHLIGHT if _ours(bar.name) else MUTED
-            axes.barh(y, bar.value, height=0.62, color=colour, linewidth=0)
-            axes.annotate(bar.label, (bar.value, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
-        timed = {bar.name for bar in panel.bars}
-        for y, name in enumerate(names):
-            if name not in timed:
-                text = "wrong, not timed" if name in panel.wrong else "skipped"
-                axes.annotate(text, (0, y), (4, 0), textcoords="offset points", va="center", fontsize=8, style="italic")
-        if panel.mark is not None:  # between the bars, where there is no text
-            gaps = [i - 0.5 for i in range(len(names) + 1)]
-            axes.vlines([panel.mark] * len(gaps), [y - 0.15 for y in gaps], [y + 0.15 for y in gaps], color=TEXT, linewidth=1)
-
-
-def _draw_curves(shown: Picture, panels: list[Curves]) -> Figure:
-    """Time and memory side by side, a row of panels per dtype; each curve is named where it ends."""
-    names = {curve.name for panel in panels for curve in panel.curves}
-    margin = 0.25 + max((_width(line, 8, bold=_ours(name)) for name in names for line in _wrapped(name)), default=1.0)
-    rows = len(panels) // 2
-    page, _, top = _page(shown, 3.1 * rows)
-    step = WIDTH / 2
-    for i, panel in enumerate(panels):
-        row, column = divmod(i, 2)
-        high = top - 3.1 * row
-        axes = _panel(page, column * step + 0.65, high - 3.1 + 0.5, (column + 1) * step - margin, high - 0.3)
-        axes.set_title(panel.title if column == 0 else "")
-        axes.set_xlabel(panel.x_axis)
-        axes.set_ylabel(panel.y_axis)
-        axes.grid(color=TEXT, alpha=0.2, linewidth=0.5)
-        for curve in panel.curves:
-            bare = curve.name.startswith("products")
-            axes.plot(
-                curve.x, curve.y, color=_colour(curve.name), linewidth=2.2 if curve.name == OURS else 1.3,
-                linestyle=(0, (4, 2)) if bare else "-", marker="" if bare else "o", markersize=3.5,
-                zorder=3 if _ours(curve.name) else 2,
-            )  # fmt: skip
-        _scale(axes, panel)
-        _name_ends(page, axes, panel)
-    return page
-
-
-def _scale(axes: Axes, panel: Curves) -> None:
-    """Ticks at the measured sizes, and plain numbers on the vertical axis."""
-    plain = FuncFormatter(lambda y, _: f"{y:,.10g}")
-    heights = [y for curve in panel.curves for y in curve.y] or [1.0]
-    if panel.log:
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.yaxis.set_minor_locator(NullLocator())
-        wide = max(heights) / min(heights) > 100
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
-    else:
-        axes.set_ylim(0, 1.08 * max(heights))
-    axes.yaxis.set_major_formatter(plain)
-    axes.xaxis.set_minor_locator(NullLocator())
-    ticks = sorted({x for curve in panel.curves for x in curve.x})
-    axes.set_xticks(ticks, [_short(x) for x in ticks])
-    places = [(axes.transScale + axes.transLimits).transform((x, heights[0]))[0] for x in ticks]
-    labels = axes.get_xticklabels()
-    for i in range(len(ticks) - 1):
-        room = (places[i + 1] - places[i]) * axes.get_position().width * WIDTH
-        if room < 0.06 + sum(_width(_short(x), 8) for x in ticks[i : i + 2]) / 2:  # they move apart
-            labels[i].set_horizontalalignment("right")
-            labels[i + 1].set_horizontalalignment("left")
+def _draw_curves(axes: Axes, panel: Record, names: list[str]) -> None:
+    """A mean line of each, thin ones of what it is the mean of. Each is thinner than those before, so that equal ones are
+    seen."""
+    axes.set_xlabel(panel["x"])
+    axes.grid(color=TEXT, alpha=0.2, linewidth=0.5)
+    for i, (name, (x, y, *thin)) in enumerate(panel["curves"].items()):
+        style: dict[str, Any] = {"color": HIGHLIGHT if name == OURS else VARIANT, "linestyle": "-"}
+        if name.startswith("products"):
+            style = {"color": TEXT, "linestyle": "--"}
+        elif name in names:
+            again, place = divmod(names.index(name), len(COLOURS))
+            style = {"color": COLOURS[place], "linestyle": ":" if again else "-"}
+        axes.plot(x, y, linewidth=max(1.0, 2.6 - 0.5 * i), marker="o" if len(x) < 12 else "", markersize=3, label=name, **style)
+        for curve in thin:
+            axes.plot(x, curve, linewidth=0.5, alpha=0.5, **style)
+    log = panel.get("log", "")
+    axes.set_xscale("log" if "x" in log else "linear")
+    axes.set_yscale("log" if "y" in log else "linear")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
+    ticks = sorted({x for curve in panel["curves"].values() for x in curve[0]})
+    if len(ticks) < 12:
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(ticks, [_short(x) for x in ticks])
 
 
 def _short(x: float) -> str:
@@ -197,92 +200,36 @@ def _short(x: float) -> str:
     return f"{x / 1024:,.0f}k" if x % 1024 == 0 else f"{x / 1000:,.0f}k"
 
 
-def _name_ends(page: Figure, axes: Axes, panel: Curves) -> None:
-    """Writes the name of each curve at the right, as near to its end as the other names allow, with a line from the end to
-    the name. If a curve ends early, its name says where."""
-    to_axes = axes.transScale + axes.transLimits
-    inches = axes.get_position().height * page.get_figheight()
-    last = max((curve.x[-1] for curve in panel.curves), default=0)
-    ends = []
-    for curve in panel.curves:
-        x, y = to_axes.transform((curve.x[-1], curve.y[-1]))
-        lines = [*_wrapped(curve.name), *([f"(up to {_short(curve.x[-1])})"] if curve.x[-1] < last else [])]
-        ends.append((y, x, (0.135 * len(lines) + 0.04) / 2 / inches, "\n".join(lines), curve))
-    ends.sort(key=lambda end: end[0])
-    centres: list[float] = []
-    floor = 0.0
-    for y, _, half, _, _ in ends:
-        centres.append(max(y, floor + half))
-        floor = centres[-1] + half
-    ceiling = 1 + 0.1 / inches
-    for i in reversed(range(len(ends))):
-        half = ends[i][2]
-        centres[i] = min(centres[i], ceiling - half)
-        ceiling = centres[i] - half
-    for centre, (y, x, _, text, curve) in zip(centres, ends, strict=True):
-        colour = _colour(curve.name)
-        if curve.x[-1] == last:
-            axes.plot([x, 1.04], [y, centre], transform=axes.transAxes, color=colour, linewidth=0.6, clip_on=False)
-        axes.text(
-            1.055, centre, text, transform=axes.transAxes, color=colour, fontsize=8, va="center", linespacing=1.1,
-            fontweight="bold" if _ours(curve.name) else "normal",
-        )  # fmt: skip
-
-
-def _wrapped(name: str) -> list[str]:
-    return textwrap.wrap(name.replace("+ ", "+\u00a0"), 17)
-
-
-def _ours(name: str) -> bool:
-    return name.startswith(OURS)
-
-
-def _colour(name: str) -> str:
-    return next((colour for start, colour in COLOURS.items() if name.startswith(start)), MUTED)
-
-
-def _width(text: str, points: float, bold: bool = False) -> float:
-    font = FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal")
-    return TextPath((0, 0), text, size=points, prop=font).get_extents().width / 72
-
-
 # ---- files
 
 
 def described(shown: Picture) -> str:
-    """The field Description of a picture's file."""
-    return json.dumps(asdict(shown), separators=(",", ":"))
+    """The field Description of a picture's file; without the single lines that a mean is drawn over."""
+    panels = [
+        panel | {"curves": {name: of[:2] for name, of in panel["curves"].items()}} if "curves" in panel else panel
+        for panel in shown["panels"]
+    ]
+    return json.dumps(shown | {"panels": panels}, separators=(",", ":"))
 
 
-def save(shown: Picture, path: Path, columns: int | None = None) -> list[Path]:
-    """`path` with .svg and with .png."""
+def save(shown: Picture, path: Path, *others: str) -> list[Path]:
+    """`path` with .svg, and with other endings."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = draw(shown, columns)
-    paths = [path.with_suffix(".svg"), path.with_suffix(".png")]
+    page, about = draw(shown), {"Title": shown["title"], "Description": described(shown)}
     with matplotlib.rc_context(STYLE):
-        made.savefig(paths[0], metadata={"Date": None, "Title": shown.title, "Description": described(shown)})
-        made.savefig(paths[1], dpi=160, metadata={"Title": shown.title, "Description": described(shown)})
-    return paths
+        page.savefig(path.with_suffix(".svg"), metadata={"Date": None, **about})
+        for other in others:
+            page.savefig(path.with_suffix(other), dpi=160, metadata=about)
+    return [path.with_suffix(end) for end in (".svg", *others)]
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
-    parser.add_argument("--out", type=Path, help="folder to write to (default: beside the result files)")
-    args = parser.parse_args(argv)
+def write(folder: Path) -> list[Path]:
+    """<machine>/plots/<suite>.svg and .png of every result file, and the front's."""
     written = []
-    for machine in machines(args.results):
-        folder = args.results / machine / "plots" if args.out is None else args.out / machine
-        for path in sorted((args.results / machine).glob("*.json")):
-            record = results.load(path)
-            if record["cells"]:
-                written += save(picture(record), folder / path.stem)
-        if front.extremes(args.results, machine):
-            written += save(front.picture(args.results, machine), folder / front.NAME, front.COLUMNS)
-    if not written:
-        raise SystemExit(f"--results {args.results}: there are no result files; python -m benchmarks makes them.")
-    print("written:", *written, sep="\n")
-
-
-if __name__ == "__main__":
-    main()
+    for machine in machines(folder):
+        records = {path.stem: results.load(path) for path in sorted((folder / machine).glob("*.json"))}
+        shown = {name: of_suite(record) for name, record in records.items() if record["cells"]}
+        first = of_front(folder, machine)
+        for name, one in (shown | ({"front": first} if first else {})).items():
+            written += save(one, folder / machine / "plots" / name, ".png")
+    return written

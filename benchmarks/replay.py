@@ -9,98 +9,67 @@ ratio should be 1. --write: benchmarks/results/replay.json, and in docs the tabl
 
 from __future__ import annotations
 
-import argparse
-import copy
-import json
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-import matplotlib
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from benchmarks import results
-from benchmarks.harness import RESULTS
-from benchmarks.machine import machine
-from benchmarks.plots import HIGHLIGHT, MUTED, STYLE, TEXT, WIDTH
-from benchmarks.tables import replace_block
+from benchmarks import experiments
+from benchmarks.experiments import Experiment, curve, last, mean, problems, short
+from benchmarks.results import ROOT
+from benchmarks.tables import Record, Table
 from examples import arithmetic
 from grpo_kernels.training.report import read_metrics
 from grpo_kernels.training.rewards import exact
-from grpo_kernels.training.trainer import TrainConfig, Trainer
+from grpo_kernels.training.trainer import Trainer
 
-FILE = RESULTS / "replay.json"
-COMMAND = "python -m benchmarks.replay --write"
-PAGE = results.ROOT / "docs" / "kept_sets.md"
-PICTURE = results.ROOT / "docs" / "replay.svg"
 SEEDS = (0, 1, 2)
-WIDTH_OF_MODEL, LAYERS, WARM_UP = 64, 2, 300
-#: Problems have numbers up to LARGEST, which such a small model can learn; HELD_OUT of them are held out.
-LARGEST, HELD_OUT = 9, 100
 #: The settings of all runs.
-SETTINGS: dict[str, Any] = {
+SETTINGS: Record = {
     "steps": 60, "prompts_per_step": 32, "group_size": 8, "max_new_tokens": 4, "lr": 2e-4, "warmup_steps": 5, "top_p": 0.6
 }  # fmt: skip
 #: The changes of each run, by its name.
-ARMS: dict[str, dict[str, Any]] = {
+ARMS: dict[str, Record] = {
     "over the sets": {"ratio_to": "sampler", "entropy_over": "vocabulary"},
     "over the vocabulary, ratio to the sampler": {"replay": False, "ratio_to": "sampler"},
     "over the vocabulary, ratio to the trainer's own": {"replay": False},
 }
-COLOURS = dict(zip(ARMS, (HIGHLIGHT, "#bb6f2c", "#3f9470"), strict=True))
-#: The fields of a step that are recorded, and the titles of their panels.
-FIELDS = (
-    ("ratio", "mean ratio, before any step on the batch"),
-    ("outside", "share of tokens with a ratio outside the clip range"),
-    ("reward", "reward: share of right answers, sampled"),
-    ("entropy", "entropy over the vocabulary, nats"),
-)
+#: The fields of a step that are recorded, the titles of their panels, and how they are written.
+FIELDS = {
+    "ratio": ("mean ratio, before any step on the batch", ".3f"),
+    "outside": ("share of tokens with a ratio outside the clip range", ".1%"),
+    "reward": ("reward: share of right answers, sampled", ".3f"),
+    "entropy": ("entropy over the vocabulary, nats", ".2f"),
+}
 #: A figure of the table is the mean over so many steps.
 SPAN = 10
 
 
-# ---- the runs
-
-
-def problems(seed: int) -> tuple[list[Any], list[Any]]:
-    """(training problems, problems to evaluate on)"""
-    rows = [row for part in arithmetic.problems(20_000, seed) for row in part]
-    rows = [row for row in rows if all(abs(int(term)) <= LARGEST for term in row["sum"].split())]
-    return rows[HELD_OUT:], rows[:HELD_OUT]
-
-
-def warmed_up(seed: int, tok: Any, steps: int = WARM_UP) -> tuple[Any, list[Any], list[Any]]:
+def warmed_up(seed: int, tok: Any, steps: int = experiments.WARM_UP) -> tuple[Any, list[Any], list[Any]]:
     """(model after the supervised warm-up of the example, training problems, problems to evaluate on)"""
     torch.manual_seed(seed)
-    model = arithmetic.policy(WIDTH_OF_MODEL, LAYERS)
+    model = arithmetic.policy(experiments.WIDTH_OF_MODEL, experiments.LAYERS)
     training, held_out = problems(seed)
     arithmetic.warm_up(model, tok, training, seed, steps, progress=False)
     return model, training, held_out
 
 
-def run(model: Any, tok: Any, rows: tuple[list[Any], list[Any]], seed: int, **changes: Any) -> dict[str, Any]:
+def run(model: Any, tok: Any, rows: tuple[list[Any], list[Any]], seed: int, **changes: Any) -> Record:
     """The record of one run: the fields with a number for each step, and greedy accuracy before and after."""
     with tempfile.TemporaryDirectory() as folder:
-        config = TrainConfig(**{
-            **SETTINGS, "eval_steps": SETTINGS["steps"], "eval_prompts": len(rows[1]), "checkpoint_steps": 0, "out": folder,
-            "seed": seed, "progress": False, "device": "cpu", **changes,
-        })  # fmt: skip
-        trainer = Trainer(config, model=copy.deepcopy(model), tokenizer=tok, rows=rows, rewards=[exact])
+        settings = {**SETTINGS, "eval_steps": SETTINGS["steps"], "seed": seed, **changes}
+        trainer = experiments.trainer(Trainer, model, tok, rows, exact, folder, **settings)
         outside = watched(trainer)
         assert trainer.train()
         lines = read_metrics(trainer.folder.metrics)
     steps = [line for line in lines if "loss" in line]
-    accuracy = [line["accuracy"] for line in lines if "accuracy" in line]
-    made = {
-        "ratio": [line["ratio_mean"] for line in steps],
-        "outside": outside,
-        "reward": [line["reward"] for line in steps],
-        "entropy": [line["entropy"] for line in steps],
+    of_steps = {
+        name: [line[of] for line in steps]
+        for name, of in (("ratio", "ratio_mean"), ("reward", "reward"), ("entropy", "entropy"))
     }
-    return {name: [float(f"{x:.4g}") for x in values] for name, values in made.items()} | {"accuracy": accuracy}
+    return short(of_steps | {"outside": outside}) | {"accuracy": [line["accuracy"] for line in lines if "accuracy" in line]}
 
 
 def watched(trainer: Trainer) -> list[float]:
@@ -120,136 +89,43 @@ def watched(trainer: Trainer) -> list[float]:
     return shares
 
 
-def measure(seeds: tuple[int, ...] = SEEDS, warm_up: int = WARM_UP, **changes: Any) -> list[dict[str, Any]]:
+def measure(seeds: tuple[int, ...] = SEEDS, warm_up: int = experiments.WARM_UP, **changes: Any) -> Record:
     tok, records = arithmetic.tokenizer(), []
     for seed in seeds:
-        model, training, held_out = warmed_up(seed, tok, warm_up)
+        model, *rows = warmed_up(seed, tok, warm_up)
         for arm, options in ARMS.items():
             began = time.perf_counter()
-            made = run(model, tok, (training, held_out), seed, **options, **changes)
-            records.append({"arm": arm, "seed": seed} | made)
-            print(f"seed {seed}, {arm}: {summary(records[-1])}, {time.perf_counter() - began:.0f} s", flush=True)
-    return records
+            records.append({"arm": arm, "seed": seed} | run(model, tok, (rows[0], rows[1]), seed, **options, **changes))
+            print(f"seed {seed}, {arm}: {time.perf_counter() - began:.0f} s", flush=True)
+    return {"settings": SETTINGS, "runs": records}
 
 
-def first(values: list[float]) -> float:
-    return sum(values[:SPAN]) / len(values[:SPAN])
+def tables(record: Record) -> Iterator[Table]:
+    """Of the first steps and of the last, the means over the seeds."""
+
+    def both(arm: str, name: str, form: str, span: int) -> str:
+        of = [run[name] for run in record["runs"] if run["arm"] == arm]
+        return " -> ".join(format(mean(ends), form) for ends in ((mean(x[:span]) for x in of), (last(x, span) for x in of)))
+
+    head = ["loss", "mean ratio", "outside the clip range", "reward", "entropy, nats", "greedy accuracy"]
+    shown = {name: (form, SPAN) for name, (_, form) in FIELDS.items()} | {"accuracy": (".1%", 1)}
+    yield [head, *([arm, *(both(arm, name, *how) for name, how in shown.items())] for arm in ARMS)]
 
 
-def last(values: list[float]) -> float:
-    return sum(values[-SPAN:]) / len(values[-SPAN:])
+def pictures(record: Record) -> Record:
+    """A panel for each field: a line for each seed, thin, and their mean, over the last five steps."""
 
+    def of(arm: str, name: str) -> list[list[float]]:
+        curves = [run[name] for run in record["runs"] if run["arm"] == arm]
+        return curve([float(i + 1) for i in range(len(curves[0]))], curves, 5)
 
-def summary(made: dict[str, Any]) -> str:
-    reward, accuracy = made["reward"], made["accuracy"]
-    return (
-        f"ratio {first(made['ratio']):.3f} -> {last(made['ratio']):.3f}, outside {first(made['outside']):.1%} -> "
-        f"{last(made['outside']):.1%}, reward {first(reward):.3f} -> {last(reward):.3f}, greedy accuracy {accuracy[0]:.1%} -> {accuracy[-1]:.1%}"
-    )
-
-
-# ---- the page
-
-
-def block(record: dict[str, Any]) -> str:
-    if not record:
-        return f"Not measured yet: `{COMMAND}`."
-    m = record["machine"]
-    lines = [
-        f"{m['name']}, {m['threads']} threads, torch {m['torch']}, {record['date']}; `{record['command']}`.",
-        "",
-        "| loss | mean ratio | outside the clip range | reward | entropy, nats | greedy accuracy |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    panels = [
+        {"title": title, "x": "step", "curves": {arm: of(arm, name) for arm in ARMS}} for name, (title, _) in FIELDS.items()
     ]
-    for arm in ARMS:
-        runs = [made for made in record["runs"] if made["arm"] == arm]
-        cells = [
-            f"{_both(runs, 'ratio', '.3f')}", f"{_both(runs, 'outside', '.1%')}", f"{_both(runs, 'reward', '.3f')}",
-            f"{_both(runs, 'entropy', '.2f')}",
-            " -> ".join(f"{sum(made['accuracy'][at] for made in runs) / len(runs):.1%}" for at in (0, -1)),
-        ]  # fmt: skip
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return {"replay.svg": {"title": "Losses over the sets and over the vocabulary", "panels": panels, "notes": []}}
 
 
-def _both(runs: list[dict[str, Any]], field: str, form: str) -> str:
-    """The mean over the seeds, of the first steps and of the last steps."""
-    return " -> ".join(format(sum(of(made[field]) for made in runs) / len(runs), form) for of in (first, last))
-
-
-def insert(text: str, record: dict[str, Any]) -> str:
-    return replace_block(text, PAGE.name, "replay", block(record), COMMAND)
-
-
-# ---- the picture
-
-
-def curves(record: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """field -> arm -> mean over the seeds, each a mean over the last five steps."""
-    by_field: dict[str, dict[str, list[float]]] = {}
-    for field, _ in FIELDS:
-        for arm in ARMS:
-            of_seeds = [made[field] for made in record["runs"] if made["arm"] == arm]
-            mean = [sum(values) / len(values) for values in zip(*of_seeds, strict=True)]
-            by_field.setdefault(field, {})[arm] = smooth(mean)
-    return by_field
-
-
-def smooth(values: list[float], width: int = 5) -> list[float]:
-    parts = [values[max(0, i + 1 - width) : i + 1] for i in range(len(values))]
-    return [float(f"{sum(part) / len(part):.4g}") for part in parts]
-
-
-def draw(record: dict[str, Any]) -> Figure:
-    """A panel for each field: a line for each seed, thin, and their mean."""
-    with matplotlib.rc_context(STYLE):
-        page = Figure(figsize=(WIDTH, 5.6), layout="constrained")
-        FigureCanvasAgg(page)
-        page.patch.set_alpha(0)
-        means = curves(record)
-        for axes, (field, title) in zip(page.subplots(2, 2).flat, FIELDS, strict=True):
-            axes.patch.set_alpha(0)
-            axes.set_title(title)
-            axes.set_xlabel("step")
-            axes.grid(color=TEXT, alpha=0.2, linewidth=0.5)
-            for made in record["runs"]:
-                axes.plot(smooth(made[field]), color=COLOURS[made["arm"]], linewidth=0.5, alpha=0.6)
-            for arm, mean in means[field].items():
-                over = arm == list(ARMS)[-1]  # where the ratio is 1 it is the same as another
-                axes.plot(mean, color=COLOURS[arm], linewidth=1.8, label=arm, linestyle=(0, (3, 3)) if over else "-")
-        handles, labels = axes.get_legend_handles_labels()
-        legend = page.legend(handles, labels, loc="outside lower center", ncols=len(ARMS), frameon=False, labelcolor=TEXT)
-        legend.get_frame().set_edgecolor(MUTED)
-    return page
-
-
-def described(record: dict[str, Any]) -> str:
-    """The field Description of the picture's file: the mean lines."""
-    return json.dumps(curves(record), separators=(",", ":"))
-
-
-def save_picture(record: dict[str, Any], path: Path) -> None:
-    with matplotlib.rc_context(STYLE):
-        draw(record).savefig(path, metadata={"Date": None, "Title": "Replay", "Description": described(record)})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="keep the figures")
-    write = parser.parse_args().write
-    record = {
-        "command": COMMAND,
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine("cpu"),
-        "settings": SETTINGS,
-        "runs": measure(),
-    }
-    print(block(record))
-    if write:
-        results.save(FILE, record)
-        PAGE.write_text(insert(PAGE.read_text(), record))
-        save_picture(record, PICTURE)
-
+EXPERIMENT = Experiment("replay", ROOT / "docs" / "kept_sets.md", tables, measure, pictures)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -2,20 +2,23 @@
 
     python -m benchmarks.sparse_training [--seeds 0 1 ...] [--parts noise ...] [--write]
 
-Experiments on the problems of examples/arithmetic.py over a vocabulary of thousands of ids (`spelled`), in three parts. noise: the
-noise from drawing columns compared with that of the batch, at fixed policies. trainer and trl: runs of the reference trainer and of
-TRL's GRPOTrainer with the dense gradient and with three steps of the grid. Each result is saved in runs/sparse_training as soon
-as it is known, so that an interrupted command can be run again, and several commands may share the seeds. --write: writes the
-results so far to benchmarks/results/sparse_training.json, and from it the tables and the picture of docs/sparse_training.md."""
+Experiments on the problems of examples/arithmetic.py over a vocabulary of thousands of ids with many spellings of each
+character, in three parts. noise: the noise from drawing columns compared with that of the batch, at fixed policies. trainer and
+trl: runs of the reference trainer and of TRL's GRPOTrainer with the dense gradient and with three steps of the grid. Each
+result is saved in runs/sparse_training as soon as it is known, so that an interrupted command can be run again, and several
+commands may share the seeds. --write: writes the results so far to benchmarks/results/sparse_training.json, and from it the
+tables and the picture of docs/sparse_training.md."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import os
+import random
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else TRL calls home
 
 import torch
 
-from benchmarks import experiments, results, sparse_training_page, spelled
-from benchmarks.experiments import Record, Still, Task, moments
+from benchmarks import experiments
+from benchmarks.experiments import WARM_UP, Runs, Task, by, curve, last, mean, problems, still, with_spread
+from benchmarks.results import ROOT
+from benchmarks.tables import Record, Table
 from examples import arithmetic
 from grpo_kernels.integrations import trl
 from grpo_kernels.training import require
@@ -33,7 +38,6 @@ from grpo_kernels.training.rewards import exact
 from grpo_kernels.training.sampling import Completions, completion_logits
 from grpo_kernels.training.trainer import Trainer
 
-FOLDER = results.ROOT / "runs" / "sparse_training"
 SEEDS = (0, 1, 2, 3, 4)
 #: Steps of the grid on which columns are drawn: fine, coarse, and one column per row in addition to the target's.
 STEPS = (1 / 256, 1 / 16, 1.0)
@@ -50,10 +54,75 @@ STOPS, BATCHES = (1, 60), 16
 GROUPS = {"head": "lm_head.", "embedding": "model.embed_tokens.", "layers": "model."}
 
 
-def trainer(kind: type[Trainer], seed: int, spellings: int, folder: str, **changes: Any) -> Any:
-    model, *rows = spelled.warmed_up(seed, spellings, FOLDER)
+# ---- problems over thousands of ids: each character has many, its spellings
+
+VOCABULARY = 4096
+#: Separates a character from the number of its spelling.
+MARK = "·"
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """A tokenizer that encodes each character as its first spelling and decodes all spellings."""
+    tokenizers, transformers = require("tokenizers"), require("transformers")
+    chars, many = arithmetic.CHARS, len(arithmetic.CHARS)
+    names = [chars[i % many] + (f"{MARK}{i // many}" if i >= many else "") for i in range(VOCABULARY)]
+    ids = tokenizers.Tokenizer(tokenizers.models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="?"))
+    ids.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    ids.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace(tokenizers.Regex(f"{MARK}[0-9]+"), ""), tokenizers.decoders.Fuse()]
+    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=ids, eos_token=".", pad_token=".", padding_side="left")
+
+
+class Teacher:
+    """The tokenizer of a teacher that draws each digit of an answer from its first `spellings`."""
+
+    def __init__(self, spellings: int, seed: int) -> None:
+        self.spellings, self.random, self.eos_token_id = spellings, random.Random(seed), tokenizer().eos_token_id
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        ids = tokenizer()(text)["input_ids"]
+        if text.isdigit():
+            ids = [i + len(arithmetic.CHARS) * self.random.randrange(self.spellings) for i in ids]
+        return {"input_ids": ids}
+
+
+def policy(width: int = experiments.WIDTH_OF_MODEL, layers: int = experiments.LAYERS) -> Any:
+    """The example's policy with these ids and an untied head."""
+    transformers = require("transformers")
+    config = arithmetic.policy(width, layers).config.to_dict() | {"vocab_size": VOCABULARY, "tie_word_embeddings": False}
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(config))
+
+
+@functools.cache
+def warmed_up(
+    seed: int, spellings: int, folder: Path | None = ROOT / "runs" / "sparse_training"
+) -> tuple[Any, list[Any], list[Any]]:
+    """The model after supervised steps on the teacher's answers, training problems, held-out problems. A folder keeps the
+    model."""
+    training, held_out = problems(seed)
+    torch.manual_seed(seed)
+    model = policy()
+    kept = None if folder is None else folder / f"warm-up-{seed}-{spellings}-{WARM_UP}.pt"
+    if kept is not None and kept.exists():
+        model.load_state_dict(torch.load(kept))
+        return model, training, held_out
+    arithmetic.warm_up(model, Teacher(spellings, seed), training, seed, WARM_UP, progress=False)
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), kept)
+    return model, training, held_out
+
+
+def trainer(make: Any, seed: int, spellings: int, folder: str, **changes: Any) -> Any:
+    """make: of experiments.py."""
+    model, *rows = warmed_up(seed, spellings)
     settings = {"eval_steps": 0, "seed": seed, **SETTINGS, **changes}
-    return experiments.trainer(kind, model, spelled.tokenizer(), (rows[0], rows[1]), exact, folder, **settings)
+    return make(model, tokenizer(), (rows[0], rows[1]), exact, folder, **settings)
+
+
+of_reference = functools.partial(experiments.trainer, Trainer)
 
 
 # ---- noise at fixed policies
@@ -63,12 +132,12 @@ def noise(seed: int, spellings: int, stops: tuple[int, ...] = STOPS, batches: in
     """The noise that drawing adds to that of a batch, at policies along a run."""
     measurements = []
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
-        run, still = trainer(Trainer, seed, spellings, folder), trainer(Still, seed, spellings, other)
+        run, fixed = trainer(of_reference, seed, spellings, folder), trainer(still, seed, spellings, other)
         for stop in stops:
             while run.step < stop:
                 run.train_step()
-            still.model.load_state_dict(run.model.state_dict())
-            measurements.append({"after": stop} | spread(still, batches))
+            fixed.model.load_state_dict(run.model.state_dict())
+            measurements.append({"after": stop} | spread(fixed, batches))
     return measurements
 
 
@@ -79,7 +148,7 @@ def spread(still: Any, batches: int) -> Record:
     the first batch's rows."""
     config, statistics = still.config, {}
     terms = {"policy": config.objective, "entropy": replace(config, entropy_coef=1.0).objective}
-    sums = {(term, group): [0.0] * (2 + len(STEPS)) for term in terms for group in GROUPS}
+    gradients: dict[Any, list[torch.Tensor]] = {(term, step): [] for term in terms for step in (0.0, *STEPS)}
     for number in range(batches):
         still.step = number  # the columns' seed depends on it
         prompts = prompts_of_step(still.train_rows, number, config.prompts_per_step, config.seed)
@@ -88,34 +157,20 @@ def spread(still: Any, batches: int) -> Record:
         scores = still.score(prompts, completions, config.group_size)
         advantages = still.credit.advantages(prompts, completions, scores)
         statistics = statistics or rows(still.model, completions)
-        for term, objective in terms.items():
-            still.objective = objective
-            dense: dict[str, Any] = {}
-            for i, step in enumerate((0.0, *STEPS)):
-                still.losses.sparse_step = step
-                still.update(completions, advantages if term == "policy" else torch.zeros_like(advantages))
-                gradient = by_group(still)
-                dense = dense or gradient
-                for group, x in gradient.items():
-                    apart = x - dense[group]
-                    total = sums[term, group]
-                    if i:
-                        total[i + 1] += apart @ apart
-                    else:
-                        total[0], total[1] = total[0] + x, total[1] + x @ x
-    for (term, group), (total, squares, *apart) in sums.items():
-        variance = moments(total, squares, batches)[1]
-        statistics.setdefault(term, {})[group] = [float(x) / batches / variance for x in apart]
+        for (term, step), of in gradients.items():
+            still.objective, still.losses.sparse_step = terms[term], step
+            still.update(completions, advantages if term == "policy" else torch.zeros_like(advantages))
+            of.append(still.gradient)
+    sizes = {name: p.numel() for name, p in still.model.named_parameters()}
+    owner = [next(group for group, begin in GROUPS.items() if name.startswith(begin)) for name in sizes]
+    for term in terms:
+        dense = torch.stack(gradients[term, 0.0])
+        squares = [(torch.stack(gradients[term, step]) - dense).square().mean(0) for step in STEPS]
+        parts = [x.split([*sizes.values()]) for x in (dense.var(0), *squares)]
+        for group in GROUPS:
+            variance, *apart = (float(sum(x.sum() for x, of in zip(part, owner, strict=True) if of == group)) for part in parts)
+            statistics.setdefault(term, {})[group] = [x / variance for x in apart]
     return statistics
-
-
-def by_group(still: Any) -> dict[str, torch.Tensor]:
-    """The gradient of each group of parameters, flattened."""
-    names, sizes = zip(*((name, p.numel()) for name, p in still.model.named_parameters()), strict=True)
-    parts: dict[str, list[torch.Tensor]] = {group: [] for group in GROUPS}
-    for name, part in zip(names, still.gradient.split(list(sizes)), strict=True):
-        parts[next(group for group, begin in GROUPS.items() if name.startswith(begin))].append(part)
-    return {group: torch.cat(part) for group, part in parts.items()}
 
 
 @torch.no_grad()
@@ -138,16 +193,16 @@ def expected_columns(p: torch.Tensor, targets: torch.Tensor, step: float) -> tor
 def trained(seed: int, spellings: int, step: float, **changes: Any) -> Record:
     """A run of the reference trainer: the mean reward of each of its steps, and greedy accuracy after it."""
     with tempfile.TemporaryDirectory() as folder:
-        t = trainer(Trainer, seed, spellings, folder, sparse_step=step, **changes)
+        t = trainer(of_reference, seed, spellings, folder, sparse_step=step, **changes)
         reward = [t.train_step()["reward"] for _ in range(t.config.steps)]
-    held_out = spelled.warmed_up(seed, spellings, FOLDER)[2]
-    return {"reward": reward, "accuracy": arithmetic.accuracy(t.model, spelled.tokenizer(), held_out)}
+    held_out = warmed_up(seed, spellings)[2]
+    return {"reward": reward, "accuracy": arithmetic.accuracy(t.model, tokenizer(), held_out)}
 
 
 def trained_by_trl(seed: int, spellings: int, step: float, steps: int = TRL_STEPS, batch: int | None = None) -> Record:
     """The same for TRL's GRPOTrainer with `batch` completions per step (None: as many as the reference trainer has)."""
     transformers, theirs, datasets = require("transformers"), require("trl"), require("datasets")
-    model, training, held_out = spelled.warmed_up(seed, spellings, FOLDER)
+    model, training, held_out = warmed_up(seed, spellings)
     with tempfile.TemporaryDirectory() as folder:
         config = theirs.GRPOConfig(
             output_dir=folder, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1,
@@ -158,14 +213,14 @@ def trained_by_trl(seed: int, spellings: int, step: float, steps: int = TRL_STEP
         )  # fmt: skip
         t = theirs.GRPOTrainer(
             model=copy.deepcopy(model), args=config, reward_funcs=exact, train_dataset=datasets.Dataset.from_list(training),
-            processing_class=spelled.tokenizer(),
+            processing_class=tokenizer(),
         )  # fmt: skip
         t.remove_callback(transformers.PrinterCallback)
         fused = trl.patch(t, sparse_step=step)
         t.train()
         assert fused.counts["fused"] == steps
         reward = [line["reward"] for line in t.state.log_history if "reward" in line]
-        return {"reward": reward, "accuracy": arithmetic.accuracy(t.model, spelled.tokenizer(), held_out)}
+        return {"reward": reward, "accuracy": arithmetic.accuracy(t.model, tokenizer(), held_out)}
 
 
 # ---- all tasks
@@ -180,22 +235,90 @@ def tasks() -> Iterator[Task]:
         yield {"part": "noise", "spellings": spellings}, functools.partial(noise, spellings=spellings)
 
 
-def measure(seeds: tuple[int, ...], parts: tuple[str, ...] = ()) -> None:
-    """Adds the results of the seeds to the folder. Results that are already known are not computed again."""
-    experiments.measure(tasks(), known(), seeds, FOLDER, parts)
+# ---- the page
+
+TRAINERS = {"trainer": "reference", "trl": "TRL"}
+#: The reward of a run is the mean over its last LAST steps; a point of a curve is the mean over SPAN steps.
+LAST, SPAN = 20, 8
 
 
-def known(folder: Path = FOLDER) -> list[Record]:
-    return experiments.known(tasks(), SEEDS, folder, sparse_training_page.FILE, setup())
+def name(step: float) -> str:
+    return f"step {Fraction(step)}" if step else "dense"
 
 
-def setup() -> Record:
-    """The settings that a result depends on."""
+def spelled(count: int) -> str:
+    return f"{count} spelling{'s' * (count > 1)}"
+
+
+def percent(ratio: float) -> str:
+    """To two digits, and whole percents above ten."""
+    return f"{100 * ratio:.0f} %" if ratio > 0.1 else f"{100 * ratio:.2g} %"
+
+
+def policies(record: Record) -> dict[str, list[Record]]:
+    """The measurements of noise at each policy, one per seed."""
+    runs = [run for run in record["runs"] if run["part"] == "noise"]
+    stops = ({"spellings": run["spellings"], **stop} for run in runs for stop in run["found"])
     return {
-        "run": SETTINGS, "trl_steps": TRL_STEPS, "steps": list(STEPS), "stops": list(STOPS), "batches": BATCHES,
-        "vocabulary": spelled.VOCABULARY, "warm_up": spelled.WARM_UP,
-    }  # fmt: skip
+        f"{spelled(n)}, after {after} step{'s' * (after > 1)}": of for (n, after), of in by(stops, "spellings", "after").items()
+    }
 
+
+def tables(record: Record) -> Iterator[Table]:
+    steps = record["settings"]["steps"]
+    lines = [["policy", "seeds", "entropy, nats", *(f"columns a row: {name(step)}" for step in steps)]]
+    for policy, at in policies(record).items():
+        columns = (f"{mean(x['columns'][i] for x in at):.1f}" for i in range(len(steps)))
+        lines.append([policy, str(len(at)), f"{mean(x['nats'] for x in at):.2f}", *columns])
+    yield lines
+    terms = {"policy": "policy term", "entropy": "entropy bonus"}
+    lines = [["policy", "parameters", *(f"{words}: {name(step)}" for words in terms.values() for step in steps)]]
+    for policy, at in policies(record).items():
+        for group in GROUPS:
+            cells = [percent(mean(x[term][group][i] for x in at)) for term in terms for i in range(len(steps))]
+            lines.append([policy, group, *cells])
+    yield lines
+    lines = [
+        ["trainer", "answers in", "gradient of the head", "seeds", "reward at the end", "less that of dense", "greedy accuracy"]
+    ]
+    runs = by((run for run in record["runs"] if run["part"] in TRAINERS), "part", "spellings", "step")
+    for part in TRAINERS:
+        for (_, spellings, step), of in ((key, of) for key, of in runs.items() if key[0] == part):
+            ends, dense = (
+                {x["seed"]: last(x["found"]["reward"], LAST) for x in xs} for xs in (of, runs.get((part, spellings, 0.0), []))
+            )
+            apart = [ends[seed] - dense[seed] for seed in ends if seed in dense and step]
+            cells = [
+                with_spread(ends.values(), ".3f"),
+                with_spread(apart, ".3f"),
+                f"{mean(x['found']['accuracy'] for x in of):.1%}",
+            ]
+            lines.append([TRAINERS[part], spelled(spellings), name(step), str(len(of)), *cells])
+    yield lines
+
+
+def pictures(record: Record) -> Record:
+    """Rewards of each trainer, and the noise in the gradient of the head."""
+    panels: list[Record] = []
+    for (part, spellings), runs in by((run for run in record["runs"] if run["part"] in TRAINERS), "part", "spellings").items():
+        rewards = {name(step): [run["found"]["reward"] for run in of] for (step,), of in by(runs, "step").items()}
+        curves = {arm: curve([float(i + 1) for i in range(len(of[0]))], of, SPAN) for arm, of in rewards.items()}
+        panels.append({"title": f"reward, trainer: {TRAINERS[part]}, {spelled(spellings)}", "x": "step", "curves": curves})
+    steps = record["settings"]["steps"]
+    of_head = {policy: curve(steps, [x["policy"]["head"] for x in at])[:2] for policy, at in policies(record).items()}
+    panels.append(
+        {"title": "head: noise of drawing, by the noise of the batch", "x": "step of the grid", "log": "xy", "curves": of_head}
+    )
+    return {"sparse_training.svg": {"title": "Sparse gradients in training", "panels": panels, "notes": []}}
+
+
+EXPERIMENT = Runs(
+    "sparse_training", ROOT / "docs" / "sparse_training.md", tables, pictures=pictures, tasks=tasks, seeds=SEEDS[:3],
+    settings={
+        "run": SETTINGS, "trl_steps": TRL_STEPS, "steps": list(STEPS), "stops": list(STOPS), "batches": BATCHES,
+        "vocabulary": VOCABULARY, "warm_up": WARM_UP,
+    },
+)  # fmt: skip
 
 if __name__ == "__main__":
-    experiments.main(__doc__, sparse_training_page, ("noise", "trainer", "trl"), SEEDS[:3], measure, known, setup)
+    EXPERIMENT.main()

@@ -1,239 +1,271 @@
-"""Everything in README.md and docs/ that is generated, and benchmarks/RESULTS.md: presets from the code, figures from result files.
-
-    python -m benchmarks.tables [--write] [--results DIR]
-
-Prints the blocks and the report, or writes both. Tests compare them with the code and the files."""
+"""The cells of result files as tables, for pages and for a terminal; and the blocks of pages that are generated."""
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
-from dataclasses import fields
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import front, results
-from benchmarks.cell_tables import SWEEPS, comparison, details, headline, machines, multiples, source, sweep
-from benchmarks.harness import RESULTS
-from benchmarks.printing import render, replace_block
-from benchmarks.roofline import estimate, given
-from benchmarks.suites import SUITES
-from grpo_kernels.formulas.surrogates import PolicyGradient
-from grpo_kernels.presets import NUMERICS, PRESETS
+from benchmarks import results
 
-ROOT = Path(__file__).parent.parent
-README, FIGURES, OBJECTIVES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "objectives.md"
-DIVERGENCES = ROOT / "docs" / "divergences.md"
-REPORT = Path(__file__).parent / "RESULTS.md"
+Table = list[list[str]]  # head and lines
+Record = dict[str, Any]  # a result file, see results.py
+Cell = dict[str, Any]
+Row = dict[str, Any]
 
-#: Pictures that the page of figures shows.
-PICTURES = ("logits", "hidden", "length", "active")
-
-
-# ---- presets
-
-DENOMINATORS = {
-    "token-mean": "trained tokens",
-    "seq-mean-token-mean": "sequences",
-    "seq-mean-token-sum": "sequences",
-    "group-mean": "groups",
-    "token-sum": "1",
-    "constant": "sequences x `max_tokens`",
+EAGER = "eager PyTorch"
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+#: The field of a cell that a suite varies, and its description.
+SWEEPS = {
+    "rows": ("rows", "rows"),
+    "vocab": ("vocab", "vocabulary"),
+    "active": ("active", "share of sequences with an advantage"),
+    "length": ("rows", "tokens in the batch (one sequence from 65,536 on)"),
 }
+LEGEND = """ms: median of n runs, interleaved; p20, p80: quantiles; host ms: of the host in a call, which the GPU need not wait for.
+U: the bytes of the logits, N x V; NHV: tokens x hidden x vocabulary.
+limit: what the hardware needs for the least that the contract asks for, measured in the same run (the fastest of those named so).
+error: the worst of the loss (by the mean |advantage|), gradients and their worst row (relative), log-probs and entropy."""
+#: The note below a table with rows whose gradient is drawn.
+DRAWN = (
+    "Errors of gradients in sparse rows are those of one draw: unbiased noise around the dense gradient, not a wrong result."
+)
 
 
-def presets() -> str:
-    """The published objectives, and which trainers' constants each is known with."""
-    rows = [["preset", "surrogate", "ratio level", "aggregate", "`numerics=`"]]
-    for name, objective in PRESETS.items():
-        policy = ", ".join(f"`{_call(part)}`" for part in (objective.surrogate, *objective.filters))
-        level = "no ratio" if isinstance(objective.surrogate, PolicyGradient) else objective.level
-        aggregate = f"{objective.aggregate} (over {DENOMINATORS[objective.aggregate]})"
-        trainers = ", ".join(trainer for trainer, known in NUMERICS.items() if name in known)
-        rows.append([f"`{name}`", policy, level, aggregate, trainers])
-    return render(rows, markdown=True).replace("---:", "---")
+# ---- text
 
 
-def presets_by_surrogate() -> str:
-    """The presets' names only, grouped by their surrogate."""
-    by_surrogate: dict[str, list[str]] = {}
-    for name, objective in PRESETS.items():
-        by_surrogate.setdefault(type(objective.surrogate).__name__, []).append(f"`{name}`")
-    several = {surrogate: names for surrogate, names in by_surrogate.items() if len(names) > 1}
-    alone = {surrogate: names for surrogate, names in by_surrogate.items() if len(names) == 1}
-    rows = [["policy term", "presets"], *([f"`{surrogate}`", ", ".join(names)] for surrogate, names in several.items())]
-    rows.append(["one each: " + ", ".join(f"`{surrogate}`" for surrogate in alone), ", ".join(n for (n,) in alone.values())])
-    return render(rows, markdown=True).replace("---:", "---")
+def render(table: Table, markdown: bool) -> str:
+    if markdown:
+        lines = [table[0], ["---", *("---:" for _ in table[0][1:])], *table[1:]]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    return "\n".join(
+        "  ".join(x.rjust(w) if i else x.ljust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in table
+    )
 
 
-def _call(part: Any) -> str:
-    """The Python expression of a part of an objective: its class and its numbers, without defaults that switch something off."""
-    shown = []
-    for f in fields(part):
-        value = getattr(part, f.name)
-        if f.name == "kind":
-            shown.append(f'"{value}"')
-        elif isinstance(value, float) and (value != f.default or (value and math.isfinite(value))):
-            shown.append(f"{f.name}={value:g}")
-    return f"{type(part).__name__}({', '.join(shown)})"
+def marked(name: str, command: str) -> tuple[str, str]:
+    return f"<!-- {name}: generated by `{command}` -->", f"<!-- end of {name} -->"
 
 
-# ---- suites
+def replace_block(text: str, page: str, name: str, block: str, command: str) -> str:
+    """The page with what stands between the markers of `name` replaced."""
+    start, end = marked(name, command)
+    head, _, rest = text.partition(start)
+    _, marker, tail = rest.partition(end)
+    if not marker:
+        raise SystemExit(f"{page} lacks the markers of {name}: {start} ... {end}")
+    return f"{head}{start}\n{block}\n{end}{tail}"
 
 
-def picture(folder: Path, machine: str, name: str, page: Path) -> str:
-    """A link from a page to the plot of a suite, or to the front; "" if there is none."""
-    path = folder / machine / "plots" / f"{name}.svg"
-    title = SUITES[name].title if name in SUITES else "Time and memory of every implementation in two cells of the table"
-    return f"![{title}]({Path(os.path.relpath(path, page.parent)).as_posix()})" if path.exists() else ""
+def figure(x: float | None, digits: int = 3) -> str:
+    """`digits` significant digits, and always all digits before the point."""
+    if x is None:
+        return ""
+    places = digits - 1 - math.floor(math.log10(abs(x))) if x else 0
+    return f"{x:,.{max(0, places)}f}"
 
 
-def absent(suite: str, device: str = "") -> str:
-    return f"Not measured yet: `python -m benchmarks --suite {suite}{device}`."
+def milliseconds(row: Row) -> str:
+    """The median; where there are two kinds of runs, the median of each and its share."""
+    if not row.get("modes"):
+        return figure(row["ms"])
+    return " or ".join(f"{figure(ms)} ({share:.0%})" for ms, share in row["modes"])
 
 
-# ---- blocks of pages
+def times(x: float | None) -> str:
+    return "" if x is None else f"{x:.2f}" if x < 100 else f"{x:.0f}"
 
 
-def figures(folder: Path, suite: str, device: str = "cpu") -> str:
-    """The headline tables of a suite, with all machines that were measured side by side."""
-    records = (results.load(folder / name / f"{suite}.json") for name in machines(folder, device))
-    found = [record for record in records if record.get("cells")]
-    return "\n\n".join([*map(source, found), *map(comparison, headline(*found))]) if found else absent(suite)
+def megabytes(row: Row) -> str:
+    return "" if row.get("extra_mb") is None else f"{row['extra_mb']:,.0f}"
 
 
-def divergences(folder: Path) -> str:
-    """Every direction from hidden states, as multiples of the limit, a table for each CPU that was measured."""
-    suites = {"reverse": "divergence", "forward": "divergence-forward", "jsd": "divergence-jsd"}
-    parts = []
-    for name in machines(folder, "cpu"):
-        records = {what: results.load(folder / name / f"{suite}.json") for what, suite in suites.items()}
-        measured = {what: record for what, record in records.items() if record.get("cells")}
-        parts += [source(next(iter(measured.values()))), multiples(measured)] if measured else []
-    return "\n\n".join(parts) or absent(" ".join(suites.values()))
+def worst(row: Row) -> str:
+    """The largest error; for a gradient that is drawn, the relative noise of all rows together."""
+    if not row.get("errors"):
+        return ""
+    if row.get("drawn"):
+        return f"noise {max(x for name, x in row['errors'].items() if 'worst row' not in name):.1%}"
+    return f"{max(row['errors'].values()):.0e}"
 
 
-def pictures(folder: Path, device: str = "cpu", page: Path = FIGURES) -> str:
-    links = [picture(folder, name, suite, page) for suite in PICTURES for name in machines(folder, device)]
-    return "\n\n".join(link for link in links if link) or "No plots yet: `python -m benchmarks.plots`."
+def label(row: Row) -> str:
+    return row["name"] + " (limit)" * bool(row.get("limit"))
 
 
-def gpus(folder: Path, page: Path = FIGURES) -> str:
-    """Both contracts on every GPU that was measured."""
-    if not machines(folder, "cuda"):
-        guide = Path(os.path.relpath(ROOT / "docs" / "gpu.md", page.parent)).as_posix()
-        return (
-            "**No GPU has run this package yet: its compiled kernels run in the tests, in an emulator of their PTX, which shows neither "
-            "the last compile step, nor the order of memory that the hardware keeps, nor any time.** `python3 -m benchmarks.gpu_kit --out "
-            f"DIR` checks, tunes and measures all of this on one, in four calls of ten minutes: [docs/gpu.md]({guide})."
-        )
-    tables = [f"**{SUITES[suite].title}.** {figures(folder, suite, 'cuda')}" for suite in ("logits", "hidden")]
-    return "\n\n".join([*tables, pictures(folder, "cuda", page)])
+# ---- parts of a result file
 
 
-def estimate_h200() -> str:
-    rates = given("", 4.8, 989)
-    columns = [estimate(8192, 4096, 151936, 0.75 * rates.copy, 0.75 * rates.flops["bfloat16"], a) for a in (1.0, 0.5, 0.2)]
-    head = ["estimated ms, by the share a of rows with a gradient", "a = 1", "a = 0.5", "a = 0.2"]
-    return render([head, *([name, *(f"{c[name]:.1f}" for c in columns)] for name in columns[0])], markdown=True)
+def machines(folder: Path, device: str | None = None) -> list[str]:
+    """The folders that hold result files of machines, those of CPUs first. device: only these."""
+    devices = {path.parent.name: results.load(path)["machine"]["device"] for path in folder.glob("*/*.json")}
+    return sorted(
+        (name for name in devices if device in (None, devices[name])), key=lambda name: (devices[name] != "cpu", name)
+    )
 
 
-def front_block(folder: Path) -> str:
-    """Our strongest and our weakest cell on every machine that was measured, GPUs first."""
-    names = [name for name in reversed(machines(folder)) if front.standings(folder, name)]
-    if not names:
-        return "Not measured yet: `python -m benchmarks`."
-    links = [picture(folder, name, front.NAME, README) for name in names]
-    without = [] if machines(folder, "cuda") else [gpus(folder, README)]
-    return "\n\n".join([*filter(None, links), front.table(folder, names), front.sources(folder, names), *without])
+def processor(record: Record) -> str:
+    """What the figures of a result file depend on most."""
+    m = record["machine"]
+    parts = [m["name"]] if m["device"] == "cuda" else [m["name"], f"{m['threads']} threads"]
+    parts += [m["instruction set"]] if "instruction set" in m else []
+    return ", ".join(parts + [f"products by {x}" for x in [m.get("products")] if x not in (None, m.get("instruction set"))])
 
 
-def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
-    """{page: {name: text}} of what stands between a page's markers."""
+def source(record: Record, packages: bool = False) -> str:
+    """The machine and the command of a result file, in a line."""
+    m = record["machine"]
+    versions = m["versions"] if packages else {}
+    parts = [processor(record), f"torch {m['torch']}", *(f"{name} {version}" for name, version in versions.items())]
+    return f"{', '.join(parts)}; {record['date']}; `{record['command']}`."
+
+
+def timed(cell: Cell) -> list[Row]:
+    return [row for row in cell["providers"] if row["status"] == "ok"]
+
+
+def named(cell: Cell, name: str) -> Row | None:
+    """The row of a provider that was timed."""
+    return next((row for row in timed(cell) if row["name"] == name), None)
+
+
+def entropy(cell: Cell) -> str:
+    """The mean entropy of the rows of a cell, if they were made for one."""
+    asked_for = cell.get("entropy")
+    return "" if asked_for is None else f", mean entropy {cell.get('entropy_reached', asked_for):.2f} nats"
+
+
+def size(cell: Cell) -> str:
+    return " x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x]) + entropy(cell)
+
+
+def fixed(cell: Cell, varied: str) -> str:
+    """The shape without what a suite varies."""
+    letters = (("N", "rows"), ("H", "hidden"), ("V", "vocab"))
+    return ", ".join(f"{letter} = {cell[x]:,}" for letter, x in letters if x != varied)
+
+
+def limit(cell: Cell) -> str:
+    """The name of what times are divided by."""
+    return cell["limit"]["name"].split(",")[0] if cell["limit"] else EAGER
+
+
+def ratio(cell: Cell, row: Row) -> float | None:
+    """The time of a row divided by that of the limit, or by that of eager PyTorch where there is no limit."""
+    base = cell["limit"] or named(cell, EAGER)
+    return row["ms"] / base["ms"] if base else None
+
+
+#: Rows of the smallest training batch that is shown on pages.
+BATCH = 256
+
+
+def headline(*records: Record) -> list[list[Cell]]:
+    """The cells of the shapes that are shown: the first and the last that have enough rows for a training batch. records: of
+    one suite, on several machines. Those of one shape differ in their machine or their dtype."""
+    shapes: dict[tuple, list[Cell]] = {}
+    for record in records:
+        for cell in record["cells"]:
+            shape = (cell["rows"], cell["hidden"], cell["vocab"], cell["active"], cell.get("entropy"))
+            shapes.setdefault(shape, []).append(cell | {"kind": record["machine"]["kind"]})
+    enough = [cells for cells in shapes.values() if cells[0]["rows"] >= BATCH] or [*shapes.values()]
+    return [enough[0], enough[-1]] if enough[0][0]["rows"] < enough[-1][0]["rows"] else enough[:1]
+
+
+def marks(cells: list[Cell], what: str = "dtype") -> list[str]:
+    """What tells each cell from the others: the field `what`, and the kind of machine if there are several."""
+    several = len({cell.get("kind") for cell in cells}) > 1
+    of = [DTYPES[cell["dtype"]] if what == "dtype" else f"{cell[what]:,}" for cell in cells]
+    return [f"{cell['kind']} {mark}" if several else mark for cell, mark in zip(cells, of, strict=True)]
+
+
+def untimed(cells: list[Cell], what: str = "dtype") -> dict[str, str]:
+    """{why: the providers that were not timed for it}. Their cells are named by `marks`, unless it is all of them."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for cell, mark in zip(cells, marks(cells, what), strict=True):
+        for row in cell["providers"]:
+            if row["status"] != "ok":
+                found.setdefault(f"{row['status']}, {row['reason']}", {}).setdefault(row["name"], []).append(mark)
     return {
-        README: {"front": front_block(folder), "presets_by_surrogate": presets_by_surrogate()},
-        OBJECTIVES: {"presets": presets()},
-        DIVERGENCES: {
-            "divergences_cpu": divergences(folder),
-            "logits_divergence_cpu": figures(folder, "logits-divergence"),
-        },
-        FIGURES: {
-            "logits_cpu": figures(folder, "logits"),
-            "hidden_cpu": figures(folder, "hidden"),
-            "cross_entropy_cpu": figures(folder, "cross-entropy"),
-            "kept_cpu": figures(folder, "kept"),
-            "plots_cpu": pictures(folder),
-            "gpus": gpus(folder),
-            "estimate_h200": estimate_h200(),
-        },
+        why: "; ".join(name if len(of) == len(cells) else f"{name} [{', '.join(of)}]" for name, of in names.items())
+        for why, names in found.items()
     }
 
 
-COMMAND = "python -m benchmarks.tables --write"
+def reasons(cells: list[Cell], what: str = "dtype") -> list[str]:
+    """A paragraph of a page, if there is anything to say."""
+    lines = [f"- {why}: {names}" for why, names in untimed(cells, what).items()]
+    return ["Not timed:\n\n" + "\n".join(lines)] if lines else []
 
 
-def updated(page: Path, folder: Path = RESULTS) -> str:
-    """The page with every block replaced by what the code and the result files say now."""
-    text = page.read_text()
-    for name, block in blocks(folder)[page].items():
-        text = replace_block(text, page.name, name, block, COMMAND)
-    return text
+# ---- tables
 
 
-# ---- the report
-
-INTRODUCTION = """# Results
-
-Generated by `python -m benchmarks.tables --write` from the files in `results/`; `python -m benchmarks` measures them.
-
-All contenders of a table run interleaved in one process, each checked against float64 first: implementations that fail the
-check are not timed. `ms` is the median of `runs`, `p20` and `p80` are quantiles. The limit is what the hardware needs for
-the least that the contract asks for, measured in the same run: one read and one write of the logits (a copy, or in place),
-or the bare matrix products, each by the fastest way known (torch.mm, oneDNN, ours, ours in chunks). Where the runs of a contender are of two
-kinds, such as with and without page faults, both times are shown with their shares. GB/s count the logits read (1U), read and written once (2U), or read twice
-and written (3U), whatever a contender really moves; TFLOP/s count the products that are due (N rows, H hidden size, V
-vocabulary, a the share of rows with a gradient). `extra MB` is the peak beyond the inputs, results included. The error of
-the loss is relative to the mean absolute advantage, those of log-probs and entropies are the largest, those of gradients
-relative in the Euclidean norm: of all rows, and of the worst row; of a model's gradients that of the worst parameter.
-`compiles` counts compilations at three further row counts after the first, `syncs` waits of the host for a GPU."""
+def comparison(cells: list[Cell]) -> str:
+    """Cells of one shape side by side, of one machine or of several: the providers that were timed, then the reasons of the
+    others."""
+    head = [size(cells[0])]
+    for cell, mark in zip(cells, marks(cells), strict=True):
+        head += [f"{mark} ms", f"x {limit(cell)}", "extra MB"]
+    lines = [[*head, "worst error " + " / ".join(marks(cells))]]
+    for name in dict.fromkeys(row["name"] for cell in cells for row in cell["providers"]):
+        rows = [(cell, row) for cell in cells for row in [named(cell, name)]]
+        found = [row for _, row in rows if row]
+        shown = [[milliseconds(row), times(ratio(cell, row)), megabytes(row)] if row else ["", "", ""] for cell, row in rows]
+        errors = " / ".join(filter(None, map(worst, found)))
+        lines += [[label(found[0]), *(x for three in shown for x in three), errors]] if found else []
+    return "\n\n".join([render(lines, markdown=True), *reasons(cells)])
 
 
-def report(folder: Path = RESULTS) -> str:
-    """benchmarks/RESULTS.md: every suite on every machine."""
-    out = [INTRODUCTION]
-    for machine in machines(folder) or ["cpu"]:
-        out.append(f"## {machine}")
-        for name, suite in SUITES.items():
-            record = results.load(folder / machine / f"{name}.json")
-            out.append(f"### {suite.title}")
-            if not record.get("cells"):
-                out.append(absent(name))
-                continue
-            out += [f"{record['contract'][0].upper()}{record['contract'][1:]}.", source(record, packages=True)]
-            out.append(picture(folder, machine, name, REPORT))
-            out += [sweep(record)] if name in SWEEPS else [details(cell) for cell in record["cells"]]
-    if not machines(folder, "cuda"):
-        out += ["## GPUs", gpus(folder, REPORT)]
-    return "\n\n".join(part for part in out if part) + "\n"
+RATES = {"gbps_1u": "GB/s (1U)", "gbps_2u": "GB/s (2U)", "gbps_3u": "GB/s (3U)", "tflops_dense": "as if dense"}
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="update README.md, docs/ and benchmarks/RESULTS.md")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
-    args = parser.parse_args(argv)
-    folder = args.results.resolve()
-    if args.write:
-        for page, text in {page: updated(page, folder) for page in blocks(folder)}.items():
-            page.write_text(text)
-        REPORT.write_text(report(folder))
-    else:
-        for page, blocks_of_page in blocks(folder).items():
-            for name, block in blocks_of_page.items():
-                print(f"{page.name}: {name}\n{block}\n")
-        print(report(folder))
+def details(cell: Cell, markdown: bool = True) -> str:
+    """A cell with everything that was measured of it. In a terminal the errors are one column."""
+    rows, share = timed(cell), "" if cell["active"] == 1 else f", {cell['active']:.1%} active"
+    convention = next((row["flop_convention"] for row in rows if "flop_convention" in row), "")
+    errors = dict.fromkeys(name for row in rows for name in row.get("errors", {}))
+
+    def of(key: str, show: Callable[[Any], str] = figure) -> Callable[[Row], str]:
+        return lambda row: "" if row.get(key) is None else show(row[key])
+
+    def error(name: str) -> Callable[[Row], str]:
+        return lambda row: f"{row['errors'][name]:.0e}" if name in row.get("errors", {}) else ""
+
+    columns: dict[str, Callable[[Row], str]] = {
+        f"{size(cell)}, {DTYPES[cell['dtype']]}{share}": label, "ms": milliseconds, "p20": of("p20"), "p80": of("p80"),
+        "runs": of("runs", str), "host ms": of("host_ms"), f"x {limit(cell)}": lambda row: times(ratio(cell, row)),
+        "x copy": of("x_copy", times), **{head: of(key) for key, head in RATES.items()}, f"TFLOP/s ({convention})": of("tflops"),
+        "% of limit": lambda row: f"{100 / (ratio(cell, row) or math.inf):.0f}" if cell["limit"] else "", "extra MB": megabytes,
+        **({f"error of {name}": error(name) for name in errors} if markdown else {"error": worst}),
+        "compiles": of("compiles", str), "syncs": of("syncs", str),
+    }  # fmt: skip
+    table = [[*columns], *([show(row) for show in columns.values()] for row in rows)]
+    kept = [i for i in range(len(columns)) if i == 0 or any(line[i] for line in table[1:])]
+    notes = [f"{label(row)}, ms: {ways(row)}." for row in rows if row.get("ways")]
+    notes += [DRAWN] * any(row.get("drawn") for row in rows)
+    notes += [f"CUDA's allocator asked again {n} times while this was timed." for n in [cell.get("alloc_retries")] if n]
+    parts = [render([[line[i] for i in kept] for line in table], markdown), *notes, *reasons([cell])]
+    return "\n\n".join(parts)
 
 
-if __name__ == "__main__":
-    main()
+def ways(row: Row) -> str:
+    """The parts of a limit, and the ways to compute them that took longer, in ms."""
+    parts = []
+    for name in row["of"]:
+        part, _, way = name.partition(", ")
+        others = [(x.partition(", ")[2], ms) for x, ms in row["ways"].items() if x.startswith(f"{part}, ") and x != name]
+        slower = ", ".join(f"{x} {ms:.3g}" for x, ms in others if not isinstance(ms, str))
+        parts.append(f"{part} {row['ways'][name]:.3g} by {way}" + (f" ({slower})" if slower else ""))
+    return "; ".join(parts)
+
+
+def by_dtype(cells: Iterable[Cell]) -> list[list[Cell]]:
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(cell["dtype"], []).append(cell)
+    return [*found.values()]

@@ -1,13 +1,13 @@
 """Finds the fastest launch settings: threads, accesses in flight, programs per multiprocessor, grids, cache hints and tiles in
-registers of the row kernels, of one stream and of two; of the selection of columns and the sparse products; and from hidden states
-the bytes of a chunk of logits and of a block of gradients.
+registers of the row kernels, of one stream and of two; of the selection of columns and the sparse products; and from hidden
+states the bytes of a chunk of logits and of a block of gradients.
 
     python -m benchmarks.tune [--kind fused visit ...] [--seconds 0.05] [--json FILE] [--small]
 
 A candidate is a call of the package with another entry in its table of launches, so a trial changes no code. Each is checked
 against float64 before it is timed, and the runs of one workload are interleaved. The file of --json is written after each
-candidate, and a second run goes on from it: after one that broke CUDA (exit status 75), without that one. Prints a ranking
-for each kind (the geometric mean over its workloads of the time relative to the best), and the table to paste. `--small` uses small
+candidate, and a second run goes on from it: after one that broke CUDA (exit status 75), without that one. Prints a ranking for
+each kind (the geometric mean over its workloads of the time relative to the best), and the table to paste. `--small` uses small
 shapes on the CPU: with TRITON_INTERPRET=1 this script can be tested without a GPU; its figures then mean nothing."""
 
 from __future__ import annotations
@@ -18,21 +18,200 @@ import math
 import multiprocessing
 import os
 import statistics
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
-from benchmarks.inputs import make_case
+import torch
+
+from benchmarks.cases import Cell, make_case
 from benchmarks.measure import DeviceLost, measure
-from benchmarks.providers import Unavailable, first_line, providers
-from benchmarks.results import load
+from benchmarks.providers import Provider, Run, Unavailable, first_line, providers
+from benchmarks.results import load, save
 from benchmarks.suites import LOST_DEVICE
-from benchmarks.tune_settings import Setting, Workload, setting_of, settings, workloads
+from benchmarks.tables import Record, details
+from grpo_kernels.rows import backends
+from grpo_kernels.rows import products as blocks
 from grpo_kernels.rows.backends import triton as backend
-from grpo_kernels.rows.backends.triton.launch import Choice
+from grpo_kernels.rows.backends.triton.launch import FUSED, Choice
+
+#: The kinds of settings, the most valuable first, and the share of the time for each.
+KINDS = {"fused": 3.0, "visit": 2.0, "fused32": 3.0, "chunk": 3.0, "two": 1.5, "mixed": 1.0, "select": 0.7, "slots": 0.7}
+#: A setting replaces that of the package only if it is faster by more than this share: a smaller difference may be noise.
+GAIN = 0.02
+REGISTERS = 65536  # of a multiprocessor
+SHARED = 224 << 10  # bytes, of those that can copy ahead
+MIB = 1 << 20
+#: (threads, accesses, programs per multiprocessor) to try in all combinations: of the kernels of rows, and of others.
+OF_A_ROW = ((256, 512, 1024), (1, 2, 4, 8), (1, 2, 4))
+SHAPES = {"select": ((128, 256, 512, 1024), (1, 2), (1, 2, 4)), "slots": ((64, 128, 256, 512), (1, 2), (2, 4))}
+
+
+# ---- settings, and where the package keeps them
+
+
+class Chunk(NamedTuple):
+    """From hidden states: MiB of a chunk of fp32 logits, and of a block of gradients beside a sum of d_weight."""
+
+    mib: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A choice of launches."""
+
+    kind: str
+    choice: Choice | Chunk
+
+    def __str__(self) -> str:
+        c = self.choice
+        if isinstance(c, Chunk):
+            return f"{c.mib} MiB of logits, {c.block} MiB of gradients"
+        words = [f"{c.threads} threads x {c.accesses} accesses, {c.programs} per SM"]
+        words += [f"{c.stages} stages"] * (c.stages > 1)
+        if self.kind in ("visit", *FUSED):
+            words += [f"ends {c.ends}, kept {c.kept}"]
+            words += ["hints" if c.hints else "no hints", f"grid {c.grid:g}" if c.grid else "a program a row"]
+        return ", ".join(words)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the registers suffice for the tile (8 numbers for each access in flight) and a few other values, and
+        shared memory for the tiles that are copied ahead."""
+        c = self.choice
+        if isinstance(c, Chunk):
+            return True
+        streams = 2 if self.kind in ("two", "mixed") else 1
+        most = min(255, REGISTERS // (c.threads * c.programs))
+        return copied_ahead(c) <= SHARED and most >= 8 * streams * c.accesses + 16
+
+    def places(self) -> list[tuple[dict[Any, Any], Any, Any]]:
+        """(dictionary, key, value) of all that it changes."""
+        if isinstance(self.choice, Chunk):
+            sizes = zip((blocks.CHUNK_BYTES, blocks.BLOCK_BYTES), self.choice, strict=True)
+            return [(where, device, size * MIB) for where, size in sizes for device in where]
+        return [(backend.launch.LAUNCH, self.kind, self.choice)]
+
+    def put(self, but: str = "") -> None:
+        """Changes the package's, except under one key."""
+        for where, key, value in self.places():
+            if key != but:
+                where[key] = value
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        before = [(where, key, where[key]) for where, key, _ in self.places()]
+        try:
+            self.put()
+            with warnings.catch_warnings():
+                # A smaller tile was used, or no kernel at all: this one has failed to compile.
+                warnings.filterwarnings("error", "the Triton kernel|grpo_kernels falls back", RuntimeWarning)
+                yield
+        finally:
+            for where, key, value in before:
+                where[key] = value
+
+
+def copied_ahead(choice: Choice) -> int:
+    """Bytes of shared memory for the tiles that are on their way while another is computed."""
+    return 16 * choice.threads * choice.accesses * (choice.stages - 1) * choice.programs
+
+
+def setting_of(kind: str, choice: dict[str, Any]) -> Setting:
+    return Setting(kind, Chunk(**choice) if kind == "chunk" else Choice(**choice))
+
+
+def settings(kind: str, small: bool) -> list[Setting]:
+    """The current setting of the package first, then the others that fit."""
+    if kind == "chunk":
+        chunk = Chunk(blocks.CHUNK_BYTES["cuda"] // MIB, blocks.BLOCK_BYTES["cuda"] // MIB)
+        # Rows of a large vocabulary: (512, 3072) now. Of one sum of bytes: (768, 2304), (1024, 2048); of more: the others.
+        large = ((450, 700), (600, 600), (300, 1800), (600, 1200), (1200, 1200), (1200, 2400))
+        return [Setting(kind, x) for x in dict.fromkeys((chunk, *(Chunk(*sizes) for sizes in (((1, 1),) if small else large))))]
+    now = backend.launch.LAUNCH[kind]
+    shapes = [
+        now._replace(threads=threads, accesses=accesses, programs=programs)
+        for threads, accesses, programs in product(*SHAPES.get(kind, OF_A_ROW))
+    ]
+    around = [now]
+    if kind in ("visit", *FUSED):
+        around += [now._replace(hints=not now.hints), *(now._replace(stages=stages) for stages in (1, 3, 4))]
+        shapes = [c if copied_ahead(c) <= SHARED else c._replace(stages=1) for c in shapes]
+    if kind in FUSED:
+        around += [now._replace(grid=grid) for grid in (0.5, 1.0)] + [now._replace(kept=kept) for kept in range(now.ends)]
+        around += [now._replace(ends=now.ends + more, kept=now.ends + more) for more in (1, 2)]
+    first, *others = (Setting(kind, choice) for choice in dict.fromkeys([*around, *shapes]))
+    return [first, *(setting for setting in others if setting.fits)][: 2 if small else None]
+
+
+# ---- workloads
+
+
+@contextmanager
+def on_triton() -> Iterator[None]:
+    """Every backend is Triton, for tensors on a CPU too (in its interpreter), whether or not the C++ module is there."""
+    with (
+        mock.patch.object(backends, "_made", lambda name, strict: backend.Kernels(strict)),
+        mock.patch.object(backends, "unavailable", lambda name: None),
+    ):
+        yield
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A provider of the benchmarks whose time depends on this kind of setting."""
+
+    kind: str
+    provider: str
+    cell: Cell
+
+    def __str__(self) -> str:
+        c = self.cell
+        shape = " x ".join(str(x) for x in (c.rows, c.hidden, c.vocab) if x is not None)
+        return f"{c.contract}, {self.provider}: {shape} {str(c.dtype).removeprefix('torch.')}"
+
+    def candidate(self, setting: Setting) -> Provider:
+        ours = next(p for p in providers(self.cell.contract) if p.name == self.provider)
+
+        def make(case: Any) -> Run:
+            with on_triton():
+                run = ours.make(case)
+
+            def call() -> dict[str, Any]:
+                with setting.applied(), on_triton():
+                    return run.call()
+
+            return Run(call, run.restore)
+
+        return replace(ours, name=str(setting), make=make)
+
+
+def workloads(small: bool) -> list[Workload]:
+    # The interpreter truncates to bf16, while a GPU rounds.
+    rows, few, vocab, width, dtype = (16, 16, 272, 8, torch.float32) if small else (8192, 2048, 151936, 4096, torch.bfloat16)
+    narrow = 4 if small else 1024  # so that 8192 rows are several blocks, and d_weight is a sum over them
+    beside = (rows if small else 4096, vocab, dtype)  # two streams take twice the memory
+    return [
+        Workload("fused", "grpo_kernels, in place", Cell("logits", rows, vocab, dtype)),
+        Workload("fused32", "grpo_kernels, in place", Cell("logits", few, vocab, torch.float32)),
+        Workload("visit", "grpo_kernels", Cell("logits-forward", rows, vocab, dtype)),
+        Workload("visit", "grpo_kernels, layer 1 + loss", Cell("logits", rows, vocab, dtype)),
+        Workload("chunk", "grpo_kernels", Cell("hidden", rows, vocab, dtype, width)),
+        Workload("chunk", "grpo_kernels", Cell("hidden", rows, vocab, dtype, narrow)),
+        Workload("two", "grpo_kernels, in place", Cell("logits-divergence", *beside)),
+        Workload("mixed", "grpo_kernels", Cell("divergence-jsd", *beside, narrow)),
+        Workload("select", "grpo_kernels, sparse 1/256", Cell("sparse", few, vocab, dtype, narrow, entropy=0.6)),
+        Workload("slots", "grpo_kernels", Cell("kept", rows, vocab, dtype, narrow)),
+    ]
+
 
 # ---- trials
 
@@ -42,8 +221,7 @@ def compile_once(job: tuple[Workload, Setting, str]) -> str | None:
     of a failure, else None."""
     workload, setting, device = job
     try:
-        run = workload.candidate(setting).make(make_case(replace(workload.cell, rows=16), device))
-        run.call()
+        workload.candidate(setting).make(make_case(replace(workload.cell, rows=16), device)).call()
     except (RuntimeError, ValueError, AssertionError, Unavailable, backend.triton.TritonError) as failure:
         return first_line(failure)
     return None
@@ -61,7 +239,7 @@ def compile_all(jobs: list[tuple[Workload, Setting, str]], workers: int) -> None
             print(f"not compiled beforehand: {first_line(failure)}", flush=True)
 
 
-def ranking(cells: Sequence[dict]) -> list[tuple[str, float]]:
+def ranking(cells: Sequence[Record]) -> list[tuple[str, float]]:
     """[(setting, mean of its times relative to the best of each cell)], best first; only those that were right and timed in
     every cell. A cell that was cut off counts where it is the first: its times are those of a few runs."""
     whole = [cell for cell in cells if not cell.get("unfinished")] or cells[:1]
@@ -70,42 +248,25 @@ def ranking(cells: Sequence[dict]) -> list[tuple[str, float]]:
         for cell in whole
     ]
     everywhere = [name for name in timed[0] if all(name in cell for cell in timed)] if timed else []
-    best = [min(cell[name] for name in everywhere) for cell in timed] if everywhere else []
     relative = {
-        name: math.exp(statistics.fmean(math.log(cell[name] / fastest) for cell, fastest in zip(timed, best, strict=True)))
+        name: math.exp(statistics.fmean(math.log(cell[name] / min(cell[x] for x in everywhere)) for cell in timed))
         for name in everywhere
     }
     return sorted(relative.items(), key=lambda item: item[1])
 
 
-def tune(
-    kinds: Sequence[str], device: str, small: bool, seconds: float, save: Callable[[dict], None] = lambda results: None,
-    before: dict[str, dict] | None = None,
-) -> dict:  # fmt: skip
-    """{kind: {"cells", "ranking", "best", "now", "lost"}}; `save` gets it after each candidate. `before`: what a run that was cut
-    off has saved. A candidate that breaks CUDA is noted in "lost", and DeviceLost ends the run."""
-    results = dict(before or {})
-    for kind in kinds:
-
-        def saved(result: dict, kind: str = kind) -> None:
-            results[kind] = result
-            save(results)
-
-        tune_kind(kind, device, small, seconds, results.get(kind, {}), saved)
-    return results
-
-
-def tune_kind(kind: str, device: str, small: bool, seconds: float, before: dict, save: Callable[[dict], None]) -> None:
-    """`tune` of one kind."""
+def tune(kind: str, device: str, small: bool, seconds: float, before: Record, save: Callable[[Record], None]) -> None:
+    """`save` gets {"cells", "ranking", "best", "now", "lost"} after each candidate. `before`: what a run that was cut off has
+    saved. A candidate that breaks CUDA is noted in "lost", and DeviceLost ends the run."""
     candidates = settings(kind, small)
     chosen = [w for w in workloads(small) if w.kind == kind]
     measured = {cell["workload"]: cell for cell in before.get("cells", []) if not cell.get("unfinished")}
     lost: dict[str, dict[str, str]] = before.get("lost", {})
-    cells: list[dict] = []
+    cells: list[Record] = []
 
-    def saved(found: list[dict]) -> None:
+    def saved(found: list[Record]) -> None:
         order, by_name = ranking(found), {str(s): s for s in candidates}
-        best = by_name[order[0][0]].described() if order else None
+        best = by_name[order[0][0]].choice._asdict() if order else None
         save({"cells": found, "ranking": order, "best": best, "now": str(candidates[0]), "lost": lost})
 
     if kind != "chunk" and not measured:  # its kernels are those that the package compiles
@@ -114,11 +275,12 @@ def tune_kind(kind: str, device: str, small: bool, seconds: float, before: dict,
     for workload in chosen:
         name = {"workload": str(workload)}
         if str(workload) not in measured:
+            limits = [p for p in providers(workload.cell.contract) if p.limit]
             try:
                 cell = measure(
-                    workload.cell, device, seconds=seconds, least=1 if small else 5, most=20, counters=False, memory=kind == "chunk",
+                    workload.cell, device, seconds=seconds, least=1 if small else 5, most=20, memory=kind == "chunk",
                     known=lost.get(str(workload)), save=lambda part, name=name: saved([*cells, name | part]),
-                    candidates=[workload.candidate(s) for s in candidates] + [p for p in providers(workload.cell.contract) if p.limit],
+                    candidates=[workload.candidate(s) for s in candidates] + limits,
                 )  # fmt: skip
             except DeviceLost as failure:
                 lost.setdefault(str(workload), {})[failure.provider] = failure.reason
@@ -127,16 +289,13 @@ def tune_kind(kind: str, device: str, small: bool, seconds: float, before: dict,
             measured[str(workload)] = name | cell
         cells.append(measured[str(workload)])
         saved(cells)
-        show_cell(cells[-1])
+        print(f"\n{workload}\n{details(cells[-1], markdown=False)}", flush=True)
 
 
-# ---- the settings found, for the benchmarks
-
-#: A setting replaces that of the package only if it is faster by more than this share: a smaller difference may be noise.
-GAIN = 0.02
+# ---- the settings found
 
 
-def winners(found: dict[str, dict]) -> dict[str, Any]:
+def winners(found: Record) -> Record:
     """{kind: the best setting} of those kinds where it is faster than that of the package."""
     chosen = {}
     for kind, result in found.items():
@@ -146,53 +305,32 @@ def winners(found: dict[str, dict]) -> dict[str, Any]:
     return chosen
 
 
-def apply(path: Path) -> dict[str, Any]:
+def apply(path: Path) -> Record:
     """Sets the launches of this process to the settings of a file, and returns them. Without a file nothing changes."""
-    chosen: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    chosen = load(path)
     for kind, best in chosen.items():
         setting_of(kind, best).put(but="cpu")
     return chosen
 
 
-# ---- printing
-
-
-def show_cell(cell: dict) -> None:
-    print(f"\n{cell['workload']}")
-    for row in sorted(cell["providers"], key=lambda row: row.get("ms", math.inf)):
-        if row["status"] == "ok":
-            memory = f"  {row['extra_mb']:.0f} MB" if row.get("extra_mb") is not None else ""
-            print(
-                f"  {row['name']:40}{row['ms']:9.3f} ms {row['x_limit']:6.2f} x limit, {row['runs']} runs{memory}", flush=True
-            )
-        else:
-            print(f"  {row['name']:40} {row['status']}: {row['reason']}", flush=True)
-
-
-def summary(found: dict) -> list[str]:
+def summary(found: Record) -> list[str]:
     """The best of each kind, the current setting of the package, and the table to paste."""
-    lines = []
+    lines, launch = [], dict(backend.launch.LAUNCH)
     for kind, result in found.items():
-        places = dict(result["ranking"])
-        if not places:
+        if not result["ranking"]:
             lines.append(f"{kind}: no setting was right in all workloads")
             continue
-        (name, value), now = result["ranking"][0], places.get(result["now"], math.nan)
+        (name, value), now = result["ranking"][0], dict(result["ranking"]).get(result["now"], math.nan)
         rest = "as it is now" if name == result["now"] else f"now {result['now']}, {100 * (now / value - 1):.1f} % slower"
         lines.append(f"{kind}: best {name}, {rest}")
-    launch = dict(backend.launch.LAUNCH)
-    for kind, best in ((kind, result["best"]) for kind, result in found.items() if result["best"] is not None):
-        if kind == "chunk":
-            lines.append(f'CHUNK_BYTES["cuda"] = {best["mib"]} << 20, BLOCK_BYTES["cuda"] = {best["block"]} << 20')
+        best = setting_of(kind, result["best"]).choice
+        if isinstance(best, Chunk):
+            lines.append(f'CHUNK_BYTES["cuda"] = {best.mib} << 20, BLOCK_BYTES["cuda"] = {best.block} << 20')
         else:
-            launch[kind] = Choice(**best["choice"])
+            launch[kind] = best
     if found.keys() & launch.keys():
         lines.append("LAUNCH = {" + ", ".join(f'"{kind}": {choice}' for kind, choice in launch.items()) + "}")
     return lines
-
-
-#: The kinds of settings, the most valuable first, and the share of the time for each.
-KINDS = {"fused": 3.0, "visit": 2.0, "fused32": 3.0, "chunk": 3.0, "two": 1.5, "mixed": 1.0, "select": 0.7, "slots": 0.7}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -203,20 +341,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write all figures there, after each candidate, and go on from it")
     parser.add_argument("--small", action="store_true", help="small shapes on the CPU, to try the script itself")
     args = parser.parse_args(argv)
+    found = load(args.json) if args.json is not None else {}
 
-    def save(results: dict) -> None:
+    def keep(kind: str, result: Record) -> None:
+        found[kind] = json.loads(json.dumps(result))
         if args.json is not None:
-            part = args.json.with_suffix(".part")
-            part.write_text(json.dumps(results, indent=1))
-            part.replace(args.json)
+            save(args.json, found)
 
-    before = load(args.json) if args.json is not None else {}
     try:
-        results = tune(args.kind, "cpu" if args.small else "cuda", args.small, args.seconds, save, before)
+        for kind in args.kind:
+            before = found.get(kind, {})
+            tune(
+                kind,
+                "cpu" if args.small else "cuda",
+                args.small,
+                args.seconds,
+                before,
+                lambda result, kind=kind: keep(kind, result),
+            )
     except DeviceLost as failure:
         print(f"\n{failure}: CUDA is unusable in this process. Run the same command again.", flush=True)
         return LOST_DEVICE
-    print("\n" + "\n".join(summary(results)))
+    print("\n" + "\n".join(summary(found)))
     return 0
 
 

@@ -18,7 +18,6 @@ OUTSIDE = {
     "trainers.md": "grpo_kernels/integrations/README.md",
     "needs.md": "tests/README.md",
     "results.md": "benchmarks/RESULTS.md",
-    "scaling.md": "benchmarks/SCALING.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }

@@ -12,13 +12,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks import results
-from benchmarks.harness import RESULTS
 from benchmarks.plots import HIGHLIGHT, MUTED, STYLE, TEXT, WIDTH
-from benchmarks.printing import Table, render, replace_block
+from benchmarks.tables import Table, render, replace_block
 
 Record = dict[str, Any]
 
-FILE = RESULTS / "demo.json"
+FILE = results.RESULTS / "demo.json"
 COMMAND = "python -m examples.demo --seed 0 1 2 --write"
 PAGE = results.ROOT / "docs" / "training.md"
 PICTURE = results.ROOT / "docs" / "demo.svg"

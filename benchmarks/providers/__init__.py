@@ -1,9 +1,11 @@
-"""The implementations that are measured. Each module registers those of one project. A provider states which contracts,
-devices and dtypes it supports, and makes a callable from a case. One that cannot take part is listed with the reason."""
+"""The implementations that are measured. Each module of this folder registers those of one project. A provider states which
+contracts, devices and dtypes it supports, and makes a callable from a case. One that cannot take part is listed with the
+reason."""
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -11,9 +13,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import Cell
+from benchmarks.cases import Case, Cell, Result, Tensor, policy_loss
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+#: TRL's and Liger's parameter for the divergences from hidden states.
+BETAS = {"divergence-forward": 0.0, "divergence": 1.0, "divergence-jsd": 0.5}
 
 
 class Unavailable(Exception):
@@ -71,6 +77,43 @@ def provider(name: str, *contracts: str, **fields: Any) -> Callable[[Callable[[A
     return register
 
 
+Logps = Callable[..., Any]  # of the inputs of a case (see Case.inputs): log-probs, or (log-probs, entropy)
+
+
+def logps_provider(
+    name: str, *contracts: str, suffix: str = " + loss", **fields: Any
+) -> Callable[[Callable[[Case], Logps]], Any]:
+    """Registers log-probs: by themselves for contracts without a loss, and with the loss in torch for the others. The decorated
+    function takes a case and returns a function of its inputs."""
+
+    def register(make: Callable[[Case], Logps]) -> Callable[[Case], Logps]:
+        alone = [c for c in contracts if c == "cross-entropy" or c.endswith("-forward")]
+        for label, of in ((name, alone), (name + suffix, [c for c in contracts if c not in alone])):
+            provider(label, *of, **fields)(lambda case: with_loss(case, make(case)))
+        return make
+
+    return register
+
+
+def with_loss(case: Case, logps: Logps) -> Callable[[], Result]:
+    """The contract of a case by these log-probs."""
+    batch, contract = case.batch, case.cell.contract
+
+    def of_targets() -> Tensor:
+        found = logps(*case.inputs())
+        return (found[0] if isinstance(found, tuple) else found).view(batch.targets.shape)
+
+    def alone() -> Result:
+        found = logps(*case.inputs())
+        return dict(zip(("logps", "entropy"), found if isinstance(found, tuple) else (found,), strict=False))
+
+    if contract.endswith("forward"):
+        return torch.no_grad()(alone)
+    if contract == "cross-entropy":
+        return lambda: case.gradients(-of_targets().mean())
+    return lambda: case.gradients(policy_loss(of_targets(), batch, case.cell.beta))
+
+
 def peer(module: str, package: str) -> ModuleType:
     """A module of another project. Raises Unavailable; `package` is the project's name for pip."""
     try:
@@ -88,24 +131,9 @@ def first_line(failure: BaseException) -> str:
 
 
 def providers(contract: str) -> list[Provider]:
-    """In the order of the tables: ours, PyTorch, the peers, the limits."""
-    order = (
-        "ours",
-        "kept",
-        "sparse",
-        "divergence",
-        "pytorch",
-        "linear_cross_entropy",
-        "trl",
-        "liger",
-        "cce",
-        "unsloth",
-        "verl",
-        "miles",
-        "quack",
-        "fast_llm",
-        "limits",
-    )
-    for name in order:
-        importlib.import_module(f"{__name__}.{name}")
-    return [p for p in _registry if contract in p.contracts]
+    """In the order of the tables: ours, PyTorch, the peers, the limits. Every module of this folder is asked."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    first = ("grpo_kernels", "eager PyTorch", "torch")
+    place = lambda p: (p.limit, next((i for i, start in enumerate(first) if p.name.startswith(start)), len(first)))  # noqa: E731
+    return sorted((p for p in _registry if contract in p.contracts), key=place)

@@ -1,4 +1,4 @@
-"""Liger Kernel: its two whole GRPO losses, with their defaults."""
+"""Liger Kernel: its whole GRPO losses, with their defaults, and its fused JSD."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.cases import CLIP, HiddenCase, LogitsCase, Result, StepCase
-from benchmarks.providers import Run, peer, provider
+from benchmarks.cases import CLIP, Case, Result
+from benchmarks.providers import BETAS, Run, peer, provider
+
+Call = Callable[[], Result]
 
 
 @provider("Liger GRPO loss", "logits", devices=("cuda",))
-def triton_loss(case: LogitsCase) -> Run:
+def triton_loss(case: Case) -> Run:
     loss_of = peer("liger_kernel.transformers.grpo_loss", "liger-kernel").triton_grpo_loss
     cell, batch = case.cell, case.batch
     shape = (cell.sequences, cell.length)
     # It takes logits of one more position per sequence and does not read it. They are made here, untimed.
     longer = torch.zeros(shape[0], shape[1] + 1, cell.vocab, dtype=cell.dtype, device=case.logits.device, requires_grad=True)
-    targets, advantages = batch.targets.view(shape), batch.advantages.view(shape)[:, 0].contiguous()
     assert batch.old_logps is not None and batch.ref_logps is not None
-    old_logps, ref_logps = batch.old_logps.view(shape), batch.ref_logps.view(shape)
+    old_logps, ref_logps, targets = (x.view(shape) for x in (batch.old_logps, batch.ref_logps, batch.targets))
+    advantages = batch.advantages.view(shape)[:, 0].contiguous()
 
     def restore() -> None:
         with torch.no_grad():
@@ -36,31 +38,31 @@ def triton_loss(case: LogitsCase) -> Run:
     return Run(run, restore)
 
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def _fused_linear(case: HiddenCase | StepCase) -> Loss:
-    """The loss of hidden states [B, T, H] and a weight [V, H]. It takes one advantage per sequence only."""
+@provider("Liger fused linear GRPO", "hidden", "hidden-frozen", "step")
+def fused_linear(case: Case) -> Call:
+    """It takes one advantage per sequence only."""
     module = peer("liger_kernel.chunked_loss", "liger-kernel")
     loss_of = module.LigerFusedLinearGRPOLoss(
         beta=0.0, use_ref_model=False, epsilon_low=CLIP[0], epsilon_high=CLIP[1], loss_type="dapo"
     )
-    shape = (case.cell.sequences, case.cell.length)
-    batch = case.batch
+    shape, batch = (case.cell.sequences, case.cell.length), case.batch
     assert batch.old_logps is not None
     targets, advantages = batch.targets.view(shape), batch.advantages.view(shape)[:, 0].contiguous()
-    old_logps, mask = batch.old_logps.view(shape), torch.ones(shape, device=targets.device)
-    given = {"old_per_token_logps": old_logps, "num_items_in_batch": case.cell.rows}
-    return lambda hidden, weight: loss_of(hidden.view(*shape, -1), weight, targets, mask, advantages, **given)[0]
+    mask = torch.ones(shape, device=targets.device)
+    given = {"old_per_token_logps": batch.old_logps.view(shape), "num_items_in_batch": case.cell.rows}
+
+    def run() -> Result:
+        hidden, weight = case.inputs()
+        return case.gradients(loss_of(hidden.view(*shape, -1), weight, targets, mask, advantages, **given)[0])
+
+    return run
 
 
-@provider("Liger fused linear GRPO", "hidden", "hidden-frozen")
-def fused_linear(case: HiddenCase) -> Callable[[], Result]:
-    loss = _fused_linear(case)
-    return lambda: case.gradients(loss(case.hidden, case.weight))
-
-
-@provider("Liger fused linear GRPO", "step")
-def step(case: StepCase) -> Callable[[], Result]:
-    loss = _fused_linear(case)
-    return lambda: case.step(loss(case.hidden(), case.model.lm_head.weight))
+@provider("Liger fused linear JSD", *BETAS)
+def divergence(case: Case) -> Call:
+    """Without its cross-entropy."""
+    loss_of = peer("liger_kernel.chunked_loss", "liger-kernel").LigerFusedLinearJSDLoss(
+        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=BETAS[case.cell.contract], compiled=False
+    )
+    teacher, targets = (case.ref_hidden, case.ref_weight), case.batch.targets
+    return lambda: case.gradients(loss_of(case.hidden, case.weight, *teacher, targets))

@@ -11,35 +11,51 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import Cell, HiddenCase, LogitsCase
-from benchmarks.divergence_cases import TeacherCase
-from benchmarks.providers import Run, Unavailable, provider
+from benchmarks.cases import Case
+from benchmarks.providers import BETAS, Run, Unavailable, provider
+from benchmarks.providers.ours import loss_of, native, objective
+from grpo_kernels import Options
 from grpo_kernels.rows.products import Products, Work, products_for
 
 Tensor = torch.Tensor
 Call = Callable[[], Any]
 
 
-@provider("copy", "logits", limit=True)
-def copy(case: LogitsCase) -> Call:
-    return lambda: case.buffer.copy_(case.pristine)
+def limit(name: str, contract: str) -> Callable[[Callable[[Case], Any]], Any]:
+    return provider(name, contract, limit=True)
 
 
-@provider("in-place pass", "logits", limit=True)
-def in_place(case: LogitsCase) -> Call:
-    """On a CPU this moves fewer bytes than a copy, which reads its destination from memory before it writes it."""
-    return lambda: case.buffer.neg_()
+limit("copy", "logits")(lambda case: lambda: case.buffer.copy_(case.pristine))
+#: On a CPU this moves fewer bytes than a copy, which reads its destination from memory before it writes it.
+limit("in-place pass", "logits")(lambda case: lambda: case.buffer.neg_())
+limit("read", "logits-forward")(lambda case: lambda: case.pristine.sum())
+#: In place: the logits are read and written, the teacher's read.
+limit("two reads and a write", "logits-divergence")(lambda case: lambda: case.buffer.add_(case.ref_logits))
 
 
-@provider("read", "logits-forward", limit=True)
-def read(case: LogitsCase) -> Call:
-    return lambda: case.pristine.sum()
+@limit("whole vocabulary, loss without sets", "kept")
+def whole_vocabulary(case: Case) -> Call:
+    """Another loss, over the whole vocabulary: the cost for a trainer that does not use the sets."""
+    spec, options = objective(case), Options(backend=native(case))  # type: ignore[arg-type]
+    return lambda: torch.autograd.grad(loss_of(case, case.inputs(), spec, case.plain_batch, options=options), case.inputs())
+
+
+@limit("one gather, rows of the weight", "kept")
+def gathered(case: Case) -> Call:
+    """Each row of the weight in a set of more than one id is read once, in random order, and written to contiguous memory."""
+    ids = case.sets.ids[(case.sets.counts > 1)[case.sets.row_of]].long()
+    out = torch.empty(ids.numel(), case.weight.shape[1], dtype=case.weight.dtype, device=case.weight.device)
+    weight = case.weight.detach()
+    return lambda: torch.index_select(weight, 0, ids, out=out)
+
+
+# ---- products
 
 
 class _Untimed:
-    """A product of a tensor of the size of the logits. That tensor is made before each run, and a run returns it with the product,
-    so that it is freed after the run: neither is timed (to free it takes a seventh of a small product), and other contenders can
-    use the memory."""
+    """A product of a tensor of the size of the logits. That tensor is made before each run, and a run returns it with the
+    product, so that it is freed after the run: neither is timed (to free it takes a seventh of a small product), and other
+    contenders can use the memory."""
 
     def __init__(self, made: Callable[[], Tensor], product: Callable[[Tensor], Tensor]) -> None:
         self.made, self.product = made, product
@@ -133,27 +149,18 @@ class _OursInChunks(_Ours):
             raise Unavailable("the engine takes all rows at once")
 
 
-def _logits(case: HiddenCase, way: type[_Torch]) -> Run:
-    return Run(way(case.weight, case.hidden).logits)
-
-
-def _backward(case: HiddenCase, way: type[_Torch], of_weight: bool) -> Run:
+def _backward(case: Case, way: type[_Torch], of_weight: bool) -> Run:
     product = way(case.weight, case.hidden.detach()[case.active])
     run = _Untimed(product.gradient, product.d_weight if of_weight else product.d_hidden)
     return Run(run, run.make)
 
 
-def _teacher(case: TeacherCase, way: type[_Torch]) -> Run:
-    return Run(way(case.ref_weight, case.ref_hidden).logits)
-
-
-DIVERGENCES = ("divergence", "divergence-forward", "divergence-jsd")
-BACKWARD = ("hidden", "hidden-frozen", "sparse", "cross-entropy", *DIVERGENCES)
-PARTS: dict[str, tuple[tuple[str, ...], Callable[[Any, type[_Torch]], Run]]] = {
-    "teacher logits": (DIVERGENCES, _teacher),
-    "logits": ((*BACKWARD, "hidden-forward"), _logits),
+BACKWARD = ("hidden", "hidden-frozen", "sparse", "cross-entropy", *BETAS)
+PARTS: dict[str, tuple[tuple[str, ...], Callable[[Case, type[_Torch]], Run]]] = {
+    "teacher logits": (tuple(BETAS), lambda case, way: Run(way(case.ref_weight, case.ref_hidden).logits)),
+    "logits": ((*BACKWARD, "hidden-forward"), lambda case, way: Run(way(case.weight, case.hidden).logits)),
     "d_hidden": (BACKWARD, lambda case, way: _backward(case, way, of_weight=False)),
-    "d_weight": (("hidden", "sparse", "cross-entropy", *DIVERGENCES), lambda case, way: _backward(case, way, of_weight=True)),
+    "d_weight": (tuple(x for x in BACKWARD if x != "hidden-frozen"), lambda case, way: _backward(case, way, of_weight=True)),
 }
 WAYS: dict[str, tuple[type[_Torch], tuple[str, ...]]] = {
     "torch.mm": (_Torch, ("cpu", "cuda")),
@@ -163,17 +170,11 @@ WAYS: dict[str, tuple[type[_Torch], tuple[str, ...]]] = {
 }
 
 
-def _memory(cell: Cell) -> float:
-    """Bytes of the logits in fp32, of their gradient, and of the copy of it that oneDNN makes."""
-    return 12.0 * cell.rows * cell.vocab
-
-
 def _register(part: str, name: str) -> None:
-    contracts, make = PARTS[part]
-    way, devices = WAYS[name]
-    memory = None if way is _OursInChunks else _memory
-    decorate = provider(f"{part}, {name}", *contracts, devices=devices, limit=True, part=part, memory=memory)
-    decorate(lambda case: make(case, way))
+    """Beside the inputs there are the logits in fp32, their gradient, and the copy of it that oneDNN makes."""
+    (contracts, make), (way, devices) = PARTS[part], WAYS[name]
+    memory = None if way is _OursInChunks else lambda cell: 12.0 * cell.rows * cell.vocab
+    provider(f"{part}, {name}", *contracts, devices=devices, limit=True, part=part, memory=memory)(lambda case: make(case, way))
 
 
 for _part in PARTS:

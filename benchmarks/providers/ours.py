@@ -1,24 +1,37 @@
-"""grpo_kernels: layer 2 (the whole loss, gradient in the forward), layer 1 (differentiable log-probs) with the loss in
-torch, and the same on the eager backend."""
+"""grpo_kernels: layer 2 (the whole loss, gradient in the forward), layer 1 (differentiable log-probs and divergences) with the
+loss in torch, and the same on the eager backend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import torch
 
-from benchmarks.cases import Case, Cell, HiddenCase, LogitsCase, Result, StepCase, policy_loss
-from benchmarks.kept_cases import KeptCase
+from benchmarks.cases import DIRECTIONS, Case, Result, Tensor
 from benchmarks.machine import NATIVE
-from benchmarks.providers import Unavailable, provider
-from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from benchmarks.providers import BETAS, Logps, Unavailable, logps_provider, provider
+from grpo_kernels import (
+    Exact,
+    Objective,
+    Options,
+    Sparse,
+    TokenBatch,
+    grpo_loss,
+    linear_divergence,
+    linear_grpo_loss,
+    linear_logprobs,
+    token_logprobs,
+)
 from grpo_kernels.rows import backends
 
 Call = Callable[[], Result]
+OURS = "grpo_kernels"
 
 
-def native(case: Case | KeptCase) -> str:
+def native(case: Case) -> str:
     """The backend of the kernels, by name: with "auto" a fallback to eager PyTorch would be timed as if it were the
     kernels."""
     name = NATIVE[case.batch.targets.device.type]
@@ -28,178 +41,132 @@ def native(case: Case | KeptCase) -> str:
     return name
 
 
-def objective(cell: Cell) -> Objective:
-    return Objective.preset("dapo", beta=cell.beta)
+def objective(case: Case) -> Objective:
+    if case.cell.contract in DIRECTIONS:
+        return Objective.preset("distillation", kl=Exact(DIRECTIONS[case.cell.contract]))  # type: ignore[arg-type]
+    return Objective.preset("reinforce" if case.cell.contract == "cross-entropy" else "dapo", beta=case.cell.beta)
 
 
-def _fused(case: LogitsCase, backend: str, inplace: bool = False, upstream: float = 1.0) -> Call:
-    """The batch is made in the timed run, as a trainer makes one per step, so that counting its rows is timed as well. An
-    `upstream` gradient other than 1 costs a scaling of the gradient; the normalizer is multiplied by it too, so that the
-    result is the same."""
-    spec = objective(case.cell)
-    normalizer = None if upstream == 1 else upstream * case.cell.rows
-
-    def run() -> Result:
-        batch = replace(case.batch)
-        logits = case.output() if inplace else case.logits
-        loss = grpo_loss(logits, batch, spec, normalizer=normalizer, inplace=inplace, backend=backend).loss
-        return case.gradients(loss if upstream == 1 else upstream * loss)
-
-    return run
+def batch_of(case: Case) -> TokenBatch:
+    """A batch is made in the timed run, as a trainer makes one per step, so that counting its rows is timed as well. With
+    advantages of 1 and no ratio a policy's loss is the cross-entropy."""
+    if case.cell.contract == "cross-entropy":
+        return TokenBatch(case.batch.targets, torch.ones_like(case.batch.advantages))
+    return replace(case.batch)
 
 
-@provider("grpo_kernels, in place", "logits")
-def in_place(case: LogitsCase) -> Call:
-    return _fused(case, native(case), inplace=True)
+def loss_of(case: Case, inputs: tuple[Tensor, ...], spec: Objective, batch: TokenBatch, **how: Any) -> Tensor:
+    if len(inputs) == 1:
+        ref = {"ref_logits": case.ref_logits} if case.ref_logits is not None else {}
+        return grpo_loss(*inputs, batch, spec, **ref, **how).loss
+    reference = {"reference": (case.ref_hidden, case.ref_weight)} if case.ref_hidden is not None else {}
+    return linear_grpo_loss(*inputs, batch, spec, **reference, **how).loss
 
 
-@provider("grpo_kernels, new gradient", "logits")
-def new_gradient(case: LogitsCase) -> Call:
-    return _fused(case, native(case))
+def loss(
+    name: str, *contracts: str, upstream: float = 1.0, inplace: bool = False, backend: str | None = None, **fields: Any
+) -> None:
+    """Registers a way to call the whole loss. An `upstream` gradient other than 1 costs a scaling of the gradient; the
+    normalizer is multiplied by it too, so that the result is the same."""
+
+    def make(case: Case) -> Call:
+        spec = objective(case)
+        how: dict[str, Any] = {"options": Options(backend=backend or native(case))}
+        how |= {"normalizer": upstream * case.cell.rows} if upstream != 1 else {}
+        how |= {"inplace": True} if inplace else {}
+
+        def run() -> Result:
+            of_model = case.model is not None and (case.states(), case.model.lm_head.weight)
+            inputs = of_model or ((case.output(),) if inplace else case.inputs())
+            value = loss_of(case, inputs, spec, batch_of(case), **how)
+            return case.gradients(value if upstream == 1 else upstream * value)
+
+        return run
+
+    provider(f"{OURS}{name}", *contracts, **fields)(make)
 
 
-@provider("grpo_kernels, in place, upstream 0.5", "logits")
-def in_place_scaled(case: LogitsCase) -> Call:
-    return _fused(case, native(case), inplace=True, upstream=0.5)
+loss(", in place", "logits", "logits-divergence", inplace=True)
+loss(", new gradient", "logits")
+loss(", in place, upstream 0.5", "logits", inplace=True, upstream=0.5)
+loss(", new gradient, upstream 0.5", "logits", upstream=0.5)
 
 
-@provider("grpo_kernels, new gradient, upstream 0.5", "logits")
-def new_gradient_scaled(case: LogitsCase) -> Call:
-    return _fused(case, native(case), upstream=0.5)
+@provider(f"{OURS}, into weight_grad", "kept")
+def into(case: Case) -> Call:
+    return _into(case, native(case))
 
 
-@provider("grpo_kernels, layer 1 + loss", "logits")
-def layer_one(case: LogitsCase) -> Call:
-    backend = native(case)
-
-    def run() -> Result:
-        logps, _ = token_logprobs(case.logits, case.batch.targets, backend=backend)
-        return case.gradients(policy_loss(logps, case.batch, case.cell.beta))
-
-    return run
+def _into(case: Case, backend: str) -> Call:
+    """The gradient of the weight is added to existing memory, as trainers do that sum it over micro-batches."""
+    spec = objective(case)
+    how: dict[str, Any] = {"weight_grad": case.weight_grad, "options": Options(backend=backend)}  # type: ignore[arg-type]
+    return lambda: case.added(loss_of(case, case.inputs(), spec, replace(case.batch), **how))
 
 
-@provider("grpo_kernels, eager backend", "logits")
-def eager_backend(case: LogitsCase) -> Call:
-    return _fused(case, "eager")
+loss("", "hidden", "hidden-frozen", "sparse", "kept", "cross-entropy", *BETAS)
+loss(", upstream 0.5", "hidden", "hidden-frozen", upstream=0.5)
 
 
-def _forward(case: LogitsCase, backend: str) -> Call:
-    @torch.no_grad()
-    def run() -> Result:
-        logps, entropy = token_logprobs(case.logits, case.batch.targets, entropy=True, backend=backend)
-        return {"logps": logps, "entropy": entropy}
-
-    return run
-
-
-@provider("grpo_kernels", "logits-forward")
-def forward(case: LogitsCase) -> Call:
-    return _forward(case, native(case))
+def _logps(case: Case, backend: str) -> Logps:
+    function, targets = (
+        (token_logprobs if case.hidden is None and case.model is None else linear_logprobs),
+        case.batch.targets.view(-1),
+    )
+    if case.cell.contract == "logits-forward":
+        return lambda logits: tuple(function(logits, targets, entropy=True, backend=backend))
+    return lambda *inputs: function(*inputs, targets, backend=backend)[0]
 
 
-@provider("grpo_kernels, eager backend", "logits-forward")
-def eager_forward(case: LogitsCase) -> Call:
-    return _forward(case, "eager")
+@logps_provider(f"{OURS}, layer 1", "logits", "hidden", "hidden-frozen", "cross-entropy")
+@logps_provider(OURS, "logits-forward", "hidden-forward")
+@logps_provider(f"{OURS}, linear log-probs", "step")
+def layer_one(case: Case) -> Logps:
+    return _logps(case, native(case))
 
 
-def _linear(case: HiddenCase, backend: str, upstream: float = 1.0) -> Call:
-    spec = objective(case.cell)
-    normalizer = None if upstream == 1 else upstream * case.cell.rows
-
-    def run() -> Result:
-        batch = replace(case.batch)
-        loss = linear_grpo_loss(case.hidden, case.weight, batch, spec, normalizer=normalizer, backend=backend).loss
-        return case.gradients(loss if upstream == 1 else upstream * loss)
-
-    return run
+@provider(f"{OURS}, layer 1 + mean", *BETAS)
+def layer_one_divergence(case: Case) -> Call:
+    options, exact, reference = (
+        Options(backend=native(case)),
+        Exact(DIRECTIONS[case.cell.contract]),
+        (case.ref_hidden, case.ref_weight),
+    )  # type: ignore[arg-type]
+    return lambda: case.gradients(linear_divergence(case.hidden, case.weight, reference, exact, options=options).mean())
 
 
-@provider("grpo_kernels", "hidden", "hidden-frozen", "sparse")
-def linear(case: HiddenCase) -> Call:
-    return _linear(case, native(case))
+loss(", eager backend", "logits", "hidden", "hidden-frozen", backend="eager")
+logps_provider(f"{OURS}, eager backend", "logits-forward", "hidden-forward")(lambda case: _logps(case, "eager"))
+provider(f"{OURS}, eager backend, into weight_grad", "kept")(lambda case: _into(case, "eager"))
 
 
-@provider("grpo_kernels, upstream 0.5", "hidden", "hidden-frozen")
-def linear_scaled(case: HiddenCase) -> Call:
-    return _linear(case, native(case), upstream=0.5)
+@provider(f"{OURS}, the whole DAPO loss", "cross-entropy", beside=True)
+def whole_loss(case: Case) -> Call:
+    spec, options = Objective.preset("dapo"), Options(backend=native(case))  # type: ignore[arg-type]
+    return lambda: case.gradients(loss_of(case, case.inputs(), spec, replace(case.batch), options=options))
 
 
-@provider("grpo_kernels, layer 1 + loss", "hidden", "hidden-frozen")
-def linear_layer_one(case: HiddenCase) -> Call:
-    backend = native(case)
-
-    def run() -> Result:
-        logps, _ = linear_logprobs(case.hidden, case.weight, case.batch.targets, backend=backend)
-        return case.gradients(policy_loss(logps, case.batch, case.cell.beta))
-
-    return run
+loss(", linear loss", "step")
 
 
-@provider("grpo_kernels, eager backend", "hidden", "hidden-frozen")
-def linear_eager_backend(case: HiddenCase) -> Call:
-    return _linear(case, "eager")
+@provider(f"{OURS}, logits loss", "step")
+def step_logits(case: Case) -> Call:
+    spec, how = objective(case), {"inplace": True, "options": Options(backend=native(case))}  # type: ignore[arg-type]
+    return lambda: case.step(grpo_loss(case.outputs(), replace(case.batch), spec, **how).loss)
 
 
-def _linear_forward(case: HiddenCase, backend: str) -> Call:
-    @torch.no_grad()
-    def run() -> Result:
-        return {"logps": linear_logprobs(case.hidden, case.weight, case.batch.targets, backend=backend)[0]}
+def _sparse(fraction: int) -> None:
+    @provider(f"{OURS}, sparse 1/{fraction}", "sparse", drawn=True)
+    def sparse(case: Case) -> Call:
+        """The gradient of the head from columns drawn in each row. Each run draws other columns."""
+        spec, backend, seeds = objective(case), native(case), count()
 
-    return run
+        def run() -> Result:
+            options = Options(sparse=Sparse(1 / fraction, next(seeds)), backend=backend)  # type: ignore[arg-type]
+            return case.gradients(loss_of(case, case.inputs(), spec, replace(case.batch), options=options))
 
-
-@provider("grpo_kernels", "hidden-forward")
-def linear_forward(case: HiddenCase) -> Call:
-    return _linear_forward(case, native(case))
-
-
-@provider("grpo_kernels, eager backend", "hidden-forward")
-def linear_eager_forward(case: HiddenCase) -> Call:
-    return _linear_forward(case, "eager")
+        return run
 
 
-@provider("grpo_kernels", "cross-entropy")
-def cross_entropy(case: HiddenCase) -> Call:
-    """The gradient is made in the forward: with advantages of 1 and no ratio a policy's loss is the cross-entropy."""
-    spec, backend = Objective.preset("reinforce"), native(case)
-
-    def run() -> Result:
-        batch = TokenBatch(case.batch.targets, torch.ones_like(case.batch.advantages))
-        return case.gradients(linear_grpo_loss(case.hidden, case.weight, batch, spec, backend=backend).loss)
-
-    return run
-
-
-@provider("grpo_kernels, layer 1", "cross-entropy")
-def cross_entropy_of_logps(case: HiddenCase) -> Call:
-    backend = native(case)
-    return lambda: case.gradients(-linear_logprobs(case.hidden, case.weight, case.batch.targets, backend=backend)[0].mean())
-
-
-@provider("grpo_kernels, the whole DAPO loss", "cross-entropy", beside=True)
-def whole_loss(case: HiddenCase) -> Call:
-    return _linear(case, native(case))
-
-
-@provider("grpo_kernels, linear loss", "step")
-def step_linear(case: StepCase) -> Call:
-    spec, head, backend = objective(case.cell), case.model.lm_head.weight, native(case)
-    return lambda: case.step(linear_grpo_loss(case.hidden(), head, replace(case.batch), spec, backend=backend).loss)
-
-
-@provider("grpo_kernels, linear log-probs + loss", "step")
-def step_layer_one(case: StepCase) -> Call:
-    backend = native(case)
-
-    def run() -> Result:
-        logps, _ = linear_logprobs(case.hidden(), case.model.lm_head.weight, case.batch.targets, backend=backend)
-        return case.step(policy_loss(logps, case.batch, case.cell.beta))
-
-    return run
-
-
-@provider("grpo_kernels, logits loss", "step")
-def step_logits(case: StepCase) -> Call:
-    spec, backend = objective(case.cell), native(case)
-    return lambda: case.step(grpo_loss(case.logits(), replace(case.batch), spec, inplace=True, backend=backend).loss)
+for _fraction in (64, 256, 1024):
+    _sparse(_fraction)

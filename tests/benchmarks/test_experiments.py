@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 pytest.importorskip("matplotlib")
 
-from benchmarks import exact_kl, exact_kl_page, replay, results, sparse_training, sparse_training_page, spelled
+from benchmarks import exact_kl, experiments, replay, results, sparse_training
 from examples import arithmetic
 from support.runs import evens
 
@@ -27,11 +26,11 @@ SETTINGS = {"steps": 2, "group_size": 4, "lr": 3e-2}
 def small() -> Any:
     """Tiny untrained models, and few problems."""
     torch.manual_seed(0)
-    model, spells = arithmetic.policy(16, 1), spelled.policy(16, 1)
+    model, spells = arithmetic.policy(16, 1), sparse_training.policy(16, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact_kl, "warmed_up", lambda seed: (model, ROWS, ROWS[:2]))
         patch.setattr(exact_kl, "pair", lambda seed, steps: (arithmetic.policy(24, 1), model, ROWS, ROWS[:2]))
-        patch.setattr(spelled, "warmed_up", lambda seed, spellings, folder: (spells, ROWS, ROWS[:2]))
+        patch.setattr(sparse_training, "warmed_up", lambda seed, spellings: (spells, ROWS, ROWS[:2]))
         patch.setattr(exact_kl, "EVERY", 1)
         for module, prompts in ((exact_kl, 4), (sparse_training, 2)):
             patch.setattr(module, "SETTINGS", module.SETTINGS | SETTINGS | {"prompts_per_step": prompts, "warmup_steps": 0})
@@ -46,7 +45,7 @@ def test_moments_are_those_of_the_vectors_without_bias() -> None:
     """The means over all pairs of three vectors are the squared length and the variance of the three."""
     three = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0]], dtype=torch.float64)
     pairs = [three[[i, j]] for i in range(3) for j in range(3)]
-    found = torch.tensor([exact_kl.moments(two.sum(0), (two * two).sum(), 2) for two in pairs], dtype=torch.float64)
+    found = torch.tensor([experiments.moments(two) for two in pairs], dtype=torch.float64)
     mean = three.mean(0)
     expected = torch.stack([mean @ mean, ((three - mean) ** 2).sum(1).mean()])
     torch.testing.assert_close(found.mean(0), expected)
@@ -68,16 +67,17 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest
     """Nor what the result file has, if it has the same settings."""
     calls: list[int] = []
     name = {"part": "rewards", "arm": "k3"}
-    monkeypatch.setattr(exact_kl, "tasks", lambda: iter([(name, lambda seed: calls.append(seed) or [seed + 0.123456])]))
-    monkeypatch.setattr(exact_kl_page, "FILE", tmp_path / "kept" / "exact_kl.json")
+    task = (name, lambda seed: calls.append(seed) or [seed + 0.123456])
+    one = experiments.Runs("some", tmp_path, tables=lambda record: (), tasks=lambda: iter([task]), settings={"steps": 2})
+    monkeypatch.setattr(experiments, "RESULTS", tmp_path / "kept")
     made = [{"seed": seed, **name, "found": [found]} for seed, found in ((0, 0.1235), (1, 1.123), (2, 2.123))]
     for seeds, *parts in (((1, 0),), ((4,), ("gradients",)), ((2, 1),)):
-        exact_kl.measure(seeds, tmp_path, *parts)
-    assert exact_kl.known(tmp_path) == made and calls == [1, 0, 2]
-    for changes, known in (({}, made), ({"batches": 1}, [])):
-        results.save(exact_kl_page.FILE, {"settings": exact_kl.setup() | changes, "runs": made})
-        assert exact_kl.known(tmp_path / "new") == known
-    exact_kl.measure((0,), tmp_path / "new")
+        one.run(seeds, *parts, folder=tmp_path / "runs")
+    assert one.known(tmp_path / "runs") == made and calls == [1, 0, 2]
+    for changes, known in (({}, made), ({"steps": 3}, [])):
+        results.save(one.file, {"settings": one.settings | changes, "runs": made})
+        assert one.known(tmp_path / "new") == known
+    one.run((0,), folder=tmp_path / "new")
     assert calls == [1, 0, 2, 0]
 
 
@@ -85,7 +85,7 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest
 
 
 def test_ratios_are_1_over_the_sets_and_below_it_over_the_vocabulary() -> None:
-    over_sets, to_sampler, to_own = replay.measure((0,), 2, steps=2, eval_steps=2, prompts_per_step=4)
+    over_sets, to_sampler, to_own = replay.measure((0,), 2, steps=2, eval_steps=2, prompts_per_step=4)["runs"]
     assert [made["arm"] for made in (over_sets, to_sampler, to_own)] == list(replay.ARMS)
     for exact in (over_sets, to_own):
         assert exact["ratio"] == [1.0, 1.0] and exact["outside"] == [0.0, 0.0]
@@ -122,13 +122,3 @@ def test_noise_is_the_squared_distance_by_the_variance_over_batches(monkeypatch:
         for group, part in (("embedding", slice(2)), ("layers", slice(2, 3)), ("head", slice(3, 7))):
             want = error[at, :, :, part].square().sum(-1).mean(0) / dense[at, :, part].var(0).sum()
             assert found[term][group] == pytest.approx(want.tolist()), (term, group)
-
-
-def test_pictures_are_drawn_from_the_result_files() -> None:
-    """Their descriptions hold the means over seeds of these."""
-    pictures = [
-        (path, exact_kl_page.described(results.load(exact_kl_page.FILE), name)) for name, path in exact_kl_page.PICTURES.items()
-    ]
-    pictures += [(page.PICTURE, page.described(results.load(page.FILE))) for page in (replay, sparse_training_page)]
-    for path, described in pictures:
-        assert html.unescape(path.read_text()).count(described) == 1, path

@@ -4,7 +4,6 @@ conclusions, the tuner, the lines that only run on CUDA (with stand-ins), and a 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import subprocess
@@ -24,28 +23,16 @@ from support.processes import for_its_own_pytest
 
 pytest.importorskip("triton")
 
-from triton.runtime import JITFunction
 
-from benchmarks import (
-    gpu_correctness,
-    gpu_counters,
-    gpu_kit,
-    gpu_plan,
-    gpu_running,
-    gpu_stages,
-    measure,
-    suites,
-    tune,
-    tune_settings,
-)
-from benchmarks.gpu_kit import Kit
+from benchmarks import gpu_counters, gpu_kit, gpu_plan, gpu_stages, suites, tune
 from benchmarks.gpu_plan import CALLS, CASES, Stage
 from benchmarks.launches import compiling
+from benchmarks.measure import DeviceLost
 from benchmarks.providers import Provider, Unavailable, providers
 from grpo_kernels import TokenBatch, TokenSets, use
 
 ROOT = Path(__file__).parents[2]
-backend, blocks, Choice = tune_settings.backend, tune_settings.blocks, tune_settings.Choice
+Choice = tune.Choice
 
 
 def python(code: str) -> list[str]:
@@ -58,31 +45,32 @@ def in_archive(path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def kit(tmp_path: Path) -> Kit:
-    return Kit(tmp_path / "out", tmp_path / "work")
+def kit(tmp_path: Path) -> gpu_kit.Kit:
+    return gpu_kit.Kit(tmp_path / "out", tmp_path / "work")
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Callable[..., gpu_running.Kit]:
+def stage(tmp_path: Path) -> Callable[..., Any]:
     """Makes a running stage of 60 seconds."""
     (tmp_path / "json").mkdir()
-    return lambda name, **options: gpu_running.Kit(name, tmp_path, 60, **options)
+    return lambda name, **options: gpu_stages.Kit(name, tmp_path, 60, **options)
 
 
 # ---- the runner
 
 
 @pytest.mark.parametrize(
-    ("code", "outcome"),
+    ("end", "outcome"),
     [
-        ("print('said')", "ok"),
-        ("print('said'); raise SystemExit(3)", "exit status 3"),
-        ("raise ValueError('said')", "exit status 1"),
-        ("import os, signal; print('said', flush=True); os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
+        ("", "ok"),
+        ("raise SystemExit(3)", "exit status 3"),
+        ("raise ValueError", "exit status 1"),
+        ("os.abort()", "ended by SIGABRT"),
     ],
 )
-def test_a_stage_that_ends(code: str, outcome: str, tmp_path: Path) -> None:
-    assert gpu_kit.run_stage(python(code), tmp_path / "log", 30, dict(os.environ)) == outcome
+def test_a_stage_that_ends(end: str, outcome: str, tmp_path: Path) -> None:
+    code = python(f"import os; print('said', flush=True); {end}")
+    assert gpu_kit.run_stage(code, tmp_path / "log", 30, dict(os.environ)) == outcome
     assert "said" in (tmp_path / "log").read_text()
 
 
@@ -91,9 +79,8 @@ def test_a_stage_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypat
     child = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
     log = tmp_path / "log"
     monkeypatch.setattr(gpu_kit, "PACK_EVERY", 0.1)
-    monkeypatch.setattr(
-        gpu_kit, "time", SimpleNamespace(monotonic=lambda: 2.0 * log.read_text().endswith("\n") if log.exists() else 0.0)
-    )
+    now = lambda: 2.0 * log.read_text().endswith("\n") if log.exists() else 0.0  # noqa: E731
+    monkeypatch.setattr(gpu_kit, "time", SimpleNamespace(monotonic=now))
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     assert gpu_kit.run_stage(python(code), log, 2, dict(os.environ)) == "out of time after 2 s"
     status = Path(f"/proc/{int(log.read_text())}/stat")
@@ -104,31 +91,30 @@ def test_a_stage_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypat
     pytest.fail("the stage's child is still running")
 
 
-def write_json(work: Path, name: str, **found: Any) -> str:
-    return f"import pathlib; pathlib.Path({str(work / 'json' / name)!r} + '.json').write_text({json.dumps(found)!r}); "
+def saying(work: Path, name: str) -> str:
+    """Code of a stage that writes its results."""
+    found = json.dumps({"lines": [f"found by {name}"]})
+    return f"import pathlib, os, time; pathlib.Path({str(work / 'json' / name)!r} + '.json').write_text({found!r}); "
 
 
-def test_stages_go_on_after_a_crash_and_a_hang_and_time_is_kept_for_them(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_go_on_after_a_crash_and_a_hang_and_time_is_kept_for_them(
+    kit: gpu_kit.Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a stage had written before is kept. Of 10 seconds the first two may not use the 8 that are the last one's, so that
     nothing is left for the third."""
-    codes = {
-        "crashes": "import os; os.abort()",
-        "hangs": "import time; time.sleep(100)",
-        "late": "",
-        "kept": "print('log of kept')",
-    }
+    codes = {"crashes": "os.abort()", "hangs": "time.sleep(100)", "late": "", "kept": "print('log of kept')"}
     seconds, now = {}, [0.0]
 
-    def command(self: Kit, stage: str, limit: float) -> list[str]:
+    def command(self: Any, stage: str, limit: float) -> list[str]:
         seconds[stage] = limit
-        return python(write_json(kit.work, stage, lines=[f"found by {stage}"]) + codes[stage])
+        return python(saying(kit.work, stage) + codes[stage])
 
     def clock() -> float:
         """Moves on while the second stage, which has written its results, hangs."""
         now[0] += 0.1 if (kit.work / "json" / "hangs.json").exists() and "kept" not in seconds else 0.0
         return now[0]
 
-    monkeypatch.setattr(Kit, "command", command)
+    monkeypatch.setattr(gpu_kit.Kit, "command", command)
     monkeypatch.setattr(gpu_kit, "time", SimpleNamespace(monotonic=clock, time=time.time))
     monkeypatch.setattr(gpu_kit, "PACK_EVERY", 0.1)
     gpu_kit.run(kit, [*(Stage(name, 600, 0) for name in ("crashes", "hangs", "late")), Stage("kept", 300, 240)], minutes=1 / 6)
@@ -156,56 +142,48 @@ def test_the_plan_fits_its_calls_and_names_what_there_is() -> None:
     assert {str(file.relative_to(folder)) for file in folder.glob("*/*triton_cases.py")} <= files
 
 
-def test_a_call_goes_on_where_an_earlier_one_was(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its folder or from its results. A stage that failed, or that is named, is run again; so is what each machine needs."""
+def test_a_call_goes_on_where_an_earlier_one_was(kit: gpu_kit.Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its folder or from its results. A stage that failed, or that is named, is run again; so is what each machine
+    needs."""
     ran: list[str] = []
 
-    def command(self: Kit, stage: str, seconds: float) -> list[str]:
+    def command(self: Any, stage: str, seconds: float) -> list[str]:
         ran.append(stage)
-        return python(
-            write_json(self.work, stage, lines=[f"from {stage}"]) + ("raise ValueError" if stage == "counters" else "")
-        )
+        return python(saying(self.work, stage) + "raise ValueError" * (stage == "counters"))
 
-    def call(*options: str) -> list[str]:
+    def call(options: str) -> list[str]:
         ran.clear()
-        assert gpu_kit.main(["--out", str(kit.out), "--minutes", "1", *options]) == ("counters" in ran)
+        assert gpu_kit.main(["--out", str(kit.out), "--minutes", "1", *options.split()]) == ("counters" in ran)
         return [*ran]
 
-    monkeypatch.setattr(Kit, "command", command)
-    assert call("--call", "1") == [stage.name for stage in CALLS[1]]
-    home, work = tmp_path / "home.tar.gz", ("--work", str(tmp_path / "again"))
+    monkeypatch.setattr(gpu_kit.Kit, "command", command)
+    assert call("--call 1") == [stage.name for stage in CALLS[1]]
+    home, work = tmp_path / "home.tar.gz", f"--work {tmp_path / 'again'}"
     (kit.out / "results.tar.gz").rename(home)
-    assert call("--call", "1", "--resume", str(home), *work) == ["install", "counters", "plots"]
-    assert "from env" in (kit.out / "summary.md").read_text() and (tmp_path / "again" / "json" / "env.json").exists()
-    assert call("--call", "1", *work, "--stages", "env") == ["env"]
-    assert call("--call", "2", *work) == [stage.name for stage in CALLS[2]]
-    assert call(*work, "--suites", "logits", "sparse") == ["install", "suites", "plots"]
-    assert "comparison" in call("--call", "3", *work)  # a call still has its own to make
+    assert call(f"--call 1 --resume {home} {work}") == ["install", "counters", "plots"]
+    assert "found by env" in (kit.out / "summary.md").read_text() and (tmp_path / "again" / "json" / "env.json").exists()
+    assert call(f"--call 1 {work} --stages env") == ["env"]
+    assert call(f"{work} --suites logits sparse") == ["install", "suites", "plots"]
+    assert "comparison" in call(f"--call 3 {work}")  # a call still has its own to make
     for wrong in ("--resume none.tar.gz", "--wheels /no/such", "--suites logit", "--suites logits --stages env"):
         with pytest.raises(SystemExit):
-            call("--call", "1", *wrong.split())
+            call(f"--call 1 {wrong}")
 
 
-def test_results_are_few_files_with_plain_names(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_few_files_with_plain_names(kit: gpu_kit.Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages may be writing meanwhile: of two files one is half written, another disappears between listing and reading."""
     (kit.work / "results" / "a-gpu" / "plots").mkdir(parents=True)
     inside = [*(f"results/a-gpu/plots/{name}.png" for name in suites.SUITES), "json/kit.json", "json/whole.json", "tables.md"]
     for name in (*inside, "json/half.part", "json/gone.json"):
         (kit.work / name).write_text("{}")
     read = Path.read_bytes
-
-    def vanishing(path: Path) -> bytes:
-        if path.name == "gone.json":
-            path.unlink()
-        return read(path)
-
-    monkeypatch.setattr(Path, "read_bytes", vanishing)
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda path: path.unlink() or read(path) if path.name == "gone.json" else read(path)
+    )
     gpu_kit.pack(kit)
     found = {path.name for path in kit.out.iterdir()}
-    assert (
-        found == {*(f"{name}.png" for name in gpu_kit.PICTURES), "logs.tar.gz", "results.tar.gz", "summary.md"}
-        and len(found) <= 8
-    )
+    pictures = {f"{name}.png" for name in gpu_kit.PICTURES}
+    assert found == {*pictures, "logs.tar.gz", "results.tar.gz", "summary.md"} and len(found) <= 8
     assert (kit.out / "summary.md").read_text().endswith("{}") and in_archive(kit.out / "results.tar.gz").keys() == {*inside}
 
 
@@ -222,12 +200,8 @@ def cell(limit: float, *rows: dict, **shape: Any) -> dict[str, Any]:
 
 
 def test_targets_are_read_off_the_results_and_what_is_missing_is_not_met() -> None:
-    logits = [
-        row("grpo_kernels, in place", 1.0),
-        row("Liger GRPO loss", 3.3),
-        row("TRL kernel + loss", 9.0, status="wrong"),
-        row("copy", 1.0),
-    ]
+    wrong = row("TRL kernel + loss", 9.0, status="wrong")
+    logits = [row("grpo_kernels, in place", 1.0), row("Liger GRPO loss", 3.3), wrong, row("copy", 1.0)]
     found = {
         "logits": {"cells": [cell(9.0, vocab=128256), cell(1.0, *logits)]},
         "hidden": {"cells": [cell(40.0, row("grpo_kernels", 60.0, extra_mb=3500.0))]},
@@ -236,10 +210,8 @@ def test_targets_are_read_off_the_results_and_what_is_missing_is_not_met() -> No
     }
     waits = {"a": None, "b": "batch.py:3", "c": "batch.py:3"}
     counters = {"recompilations": 0, "waits": waits, "documented": {"c": "it has to"}, "graphs": {"a": None, "b": "refused"}}
-    seen = {
-        t.what: t.met
-        for t in gpu_kit.targets(found, counters, {"groups": {"x": {"largest": {"logps": 2e-6, "d_hidden": 1e-3}}}})
-    }
+    tests = {"groups": {"x": {"largest": {"logps": 2e-6, "d_hidden": 1e-3}}}}
+    seen = {t.what: t.met for t in gpu_kit.targets(found, counters, tests)}
     for words, met in (
         ("in place / copy", True), ("same, Liger GRPO", True), ("TRL kernel", None), ("/ three products", False), ("extra memory", True),
         ("half of the rows", True), ("recompilations", True), ("make the host wait", False), ("documented", True), ("CUDA graph", False),
@@ -249,18 +221,17 @@ def test_targets_are_read_off_the_results_and_what_is_missing_is_not_met() -> No
     assert all(t.met is None for t in gpu_kit.targets({}, {}, {}))
 
 
-def test_targets_speak_of_providers_that_there_are() -> None:
+def test_targets_and_workloads_speak_of_providers_that_there_are() -> None:
     """If a provider is renamed, its target must not silently become "not measured"."""
     found: dict[str, dict] = {}
-    for suite, contract in (("logits", "logits"), ("hidden", "hidden"), ("active", "hidden")):
+    for suite, contract, hidden in (("logits", "logits", None), ("hidden", "hidden", 4096), ("active", "hidden", 4096)):
         rows = [row(one.name, 1.0, extra_mb=1.0) for one in providers(contract)]
-        hidden = 4096 if contract == "hidden" else None
         found[suite] = {"cells": [cell(1.0, *rows, active=share, hidden=hidden) for share in (1.0, 0.5)]}
     counters = {"recompilations": 0, "waits": {}, "graphs": {}}
     missing = [t.what for t in gpu_kit.targets(found, counters, {}) if t.met is None]
     assert missing == ["log-probs from hidden states, error"]
-    for workload in tune_settings.workloads(small=False):
-        assert workload.candidate(tune_settings.settings(workload.kind, True)[0]).contracts
+    for workload in tune.workloads(small=False):
+        assert workload.candidate(tune.settings(workload.kind, True)[0]).contracts
 
 
 @pytest.mark.parametrize(
@@ -283,16 +254,13 @@ def test_no_time_for_all_combinations_is_no_failure(
         limits.append(seconds)
         files = [part for part in command if part.startswith("tests/")]
         lines: list[dict] = [{"collected": dict.fromkeys(files, 5), "first": dict.fromkeys(files, 3)}]
-        for i in range(ran):
-            lines += [
-                {"test": f"{x}::test_it[{i}]", "outcome": outcome, "message": "so wrong", "properties": {"off": i}}
-                for x in files
-            ]
+        each = {"outcome": outcome, "message": "so wrong"}
+        lines += [each | {"test": f"{x}::test_it[{i}]", "properties": {"off": i}} for i in range(ran) for x in files]
         Path(GRPO_KERNELS_TEST_REPORT).write_text("\n".join(map(json.dumps, lines)))
         return status
 
     monkeypatch.setattr(found, "python", run)
-    gpu_correctness.correctness(found)
+    gpu_stages.correctness(found)
     assert found.well is well and limits == sorted(limits) and 0.9 * 60 < limits[-1] < 60
     for (name, cases), line in zip(CASES.items(), (x for x in found.found["lines"] if " ran, " in x), strict=True):
         n, group = len(cases.files), found.found["groups"][name]
@@ -309,18 +277,12 @@ def test_a_run_that_is_cut_off_has_seen_every_value_of_every_parameter() -> None
         vars(one).update(nodeid=f"{test}{[*params.values()]}", path=test, callspec=SimpleNamespace(params=params))
         return one
 
-    letters, numbers = ["a", "b", "c"], [1, 2, 3, 4]
-    items = [item("product", x=x, n=n) for x in letters for n in numbers] + [
-        item("losses", name=x) for x in ("gspo", "dapo", "cispo")
-    ]
-    found = on_device.in_waves(items)
-    assert {*found} == {*items}
+    items = [item("product", x=x, n=n) for x in "abc" for n in range(4)]
+    found = on_device.in_waves(items + [item("losses", name=x) for x in ("gspo", "dapo", "cispo")])
     first = [one.callspec.params for one in found[:7]]
-    assert [{p[key] for p in first[:4]} for key in "xn"] == [{*letters}, {*numbers}]
+    assert [{p[key] for p in first[:4]} for key in "xn"] == [{*"abc"}, {*range(4)}] and len({*found}) == 15
     assert [p["name"] for p in first[4:]] == ["dapo", "cispo", "gspo"]
-    assert on_device.FIRST.issuperset(one.nodeid for one in found[:7]) and on_device.FIRST.isdisjoint(
-        one.nodeid for one in found[7:]
-    )
+    assert on_device.FIRST.issuperset(x.nodeid for x in found[:7]) and on_device.FIRST.isdisjoint(x.nodeid for x in found[7:])
 
 
 # ---- tuning
@@ -328,40 +290,38 @@ def test_a_run_that_is_cut_off_has_seen_every_value_of_every_parameter() -> None
 
 def test_every_choice_of_a_launch_is_tuned_and_put_back() -> None:
     """Each entry of the package's tables has candidates that fit, its own first, and a workload that runs its kernel."""
-    kinds = {*backend.launch.LAUNCH, "chunk"}
-    assert kinds == {*tune.KINDS} == {w.kind for w in tune_settings.workloads(small=False)}
+    kinds = {*tune.backend.launch.LAUNCH, "chunk"}
+    assert kinds == {*tune.KINDS} == {w.kind for w in tune.workloads(small=False)}
     for kind in kinds:
-        now, *others = every = tune_settings.settings(kind, small=False)
-        assert others and len({*map(str, every)}) == len(every) and tune_settings.setting_of(kind, now.described()) == now
+        now, *others = every = tune.settings(kind, small=False)
+        assert others and len({*map(str, every)}) == len(every) and tune.setting_of(kind, now.choice._asdict()) == now
         for other in others:
             with other.applied():
-                assert str(tune_settings.settings(kind, small=False)[0]) == str(other)
-            assert kind == "chunk" or other.fits  # type: ignore[attr-defined]
-        assert tune_settings.settings(kind, small=False)[0] == now
+                assert other.fits and tune.settings(kind, small=False)[0] == other
+        assert tune.settings(kind, small=False)[0] == now
     for fits, choice in ((False, Choice(1024, 8)), (True, Choice(512, 4, stages=4)), (False, Choice(512, 8, stages=5))):
-        assert tune_settings.Launched("fused", choice).fits is fits  # registers; 256 KiB of shared memory
+        assert tune.Setting("fused", choice).fits is fits  # registers; 256 KiB of shared memory
 
 
 def test_tuning_goes_on_after_a_candidate_that_breaks_cuda_and_after_a_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only settings that were right everywhere are ranked. The last candidate of this measurement is the fastest."""
-    names, tried = [str(s) for s in tune_settings.settings("visit", small=False)], []
+    names, tried = [str(s) for s in tune.settings("visit", small=False)], []
     monkeypatch.setattr(tune, "compile_all", lambda jobs, workers: None)
+    monkeypatch.setattr(tune, "details", lambda cell, markdown: "")
 
-    def tuned(file: str, failure: type[Exception] | None = None, at: int = 99) -> dict[str, Any]:
+    def tuned(file: str, failure: type[Any] | None = None, at: int = 99, of: str = "logits-forward") -> dict[str, Any]:
         tried.clear()
 
         def measured(cell: Any, device: str, *, candidates: list[Any], known: dict | None, save: Any, **_: Any) -> dict:
             rows: list[dict] = []
             for i, name in enumerate(c.name for c in candidates if not c.limit):
                 wrong = name in (known or {})
-                if i == at and failure is not None and not wrong:
+                if i == at and failure is not None and cell.contract == of and not wrong:
                     raise failure(name, "broke CUDA")
                 tried.append(name)
-                rows.append(
-                    row(name, 1000.0 - i, x_limit=1.0, runs=5) | ({"status": "failed", "reason": "it did"} if wrong else {})
-                )
+                rows.append(row(name, 1000.0 - i) | ({"status": "failed"} if wrong else {}))
                 save({"providers": rows, "unfinished": True})
             return {"providers": rows}
 
@@ -369,12 +329,12 @@ def test_tuning_goes_on_after_a_candidate_that_breaks_cuda_and_after_a_cut(
         assert tune.main(["--kind", "visit", "--json", str(tmp_path / file)]) == (suites.LOST_DEVICE if failure else 0)
         return json.loads((tmp_path / file).read_text())["visit"]
 
-    for at in (3, 5):
-        tuned("a", measure.DeviceLost, at)
+    for at, of in ((3, "logits-forward"), (5, "logits")):  # of either cell
+        tuned("a", DeviceLost, at, of)
     ranked = [name for name, _ in tuned("a")["ranking"]]
     assert ranked == [name for name in reversed(names) if name not in (names[3], names[5])]
     with pytest.raises(KeyboardInterrupt):
-        tuned("b", KeyboardInterrupt, 5)  # type: ignore[arg-type]
+        tuned("b", KeyboardInterrupt, 5)
     cut = json.loads((tmp_path / "b").read_text())["visit"]
     assert [name for name, _ in cut["ranking"]] == names[4::-1] and cut["best"] is not None
     assert tuned("b") and len(tried) == 2 * len(names)  # nothing of the first cell was whole
@@ -382,23 +342,19 @@ def test_tuning_goes_on_after_a_candidate_that_breaks_cuda_and_after_a_cut(
 
 
 def test_later_stages_run_with_what_was_clearly_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    choice, before = Choice(256, 8, programs=2, grid=1.0), dict(backend.launch.LAUNCH)
-    best = {
-        "fused": {"choice": choice._asdict()},
-        "visit": {"choice": Choice(32, 1)._asdict()},
-        "chunk": {"mib": 7, "block": 9},
-    }
-    by = {"fused": 0.1, "visit": 0.01, "chunk": 0.5}
-    found = {kind: {"ranking": [("x", 1.0), ("now", 1 + by[kind])], "best": one, "now": "now"} for kind, one in best.items()}
+    choice, visit, before = Choice(256, 8, programs=2, grid=1.0), Choice(32, 1), dict(tune.backend.launch.LAUNCH)
+    best = {"fused": (choice._asdict(), 0.1), "visit": (visit._asdict(), 0.01), "chunk": ({"mib": 7, "block": 9}, 0.5)}
+    found = {kind: {"ranking": [("x", 1.0), ("now", 1 + by)], "best": one, "now": "now"} for kind, (one, by) in best.items()}
     *lines, table = tune.summary(found | {"fused32": {"ranking": [], "best": None, "now": "now"}})
-    assert "10.0 % slower" in lines[0] and "no setting was right" in lines[3]
-    assert eval(table.removeprefix("LAUNCH = "), {"Choice": Choice}) == before | {"fused": choice, "visit": Choice(32, 1)}
-    for module, name in ((backend, "LAUNCH"), (blocks, "CHUNK_BYTES"), (blocks, "BLOCK_BYTES")):
+    assert "10.0 % slower" in lines[0] and "no setting was right" in lines[-1]
+    assert eval(table.removeprefix("LAUNCH = "), {"Choice": Choice}) == before | {"fused": choice, "visit": visit}
+    for module, name in ((tune.backend.launch, "LAUNCH"), (tune.blocks, "CHUNK_BYTES"), (tune.blocks, "BLOCK_BYTES")):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
-    host, path = blocks.CHUNK_BYTES["cpu"], tmp_path / "choices.json"
+    chunk, path = tune.blocks.CHUNK_BYTES, tmp_path / "choices.json"
+    expected = chunk | {"cuda": 7 << 20}
     path.write_text(json.dumps(tune.winners(found)))
-    assert tune.apply(path).keys() == {"fused", "chunk"} and before | {"fused": choice} == backend.launch.LAUNCH
-    assert blocks.CHUNK_BYTES == {"cuda": 7 << 20, "cpu": host} and blocks.BLOCK_BYTES["cuda"] == 9 << 20
+    assert tune.apply(path).keys() == {"fused", "chunk"} and before | {"fused": choice} == tune.backend.launch.LAUNCH
+    assert chunk == expected and tune.blocks.BLOCK_BYTES["cuda"] == 9 << 20
 
 
 # ---- code that only runs on CUDA
@@ -408,19 +364,13 @@ def test_later_stages_run_with_what_was_clearly_faster(tmp_path: Path, monkeypat
 def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stand-ins for the parts of torch.cuda that the stages use; the list receives the sync debug modes that were set."""
     modes: list[str] = []
-
-    class Event:
-        def __init__(self, over: bool) -> None:
-            self.query = lambda: over
-
-        def synchronize(self) -> None:
-            pass
-
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    event = type(
+        "Event", (), {"synchronize": lambda self: None, "__init__": lambda self, over: setattr(self, "query", lambda: over)}
+    )
+    stream, none = SimpleNamespace(wait_stream=lambda other: None), lambda: None
     for name, value in {
-        "synchronize": lambda: None, "set_sync_debug_mode": modes.append, "Stream": lambda: stream, "current_stream": lambda: stream,
-        "stream": contextlib.nullcontext, "graph": contextlib.nullcontext, "Event": Event,
-        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None), "get_device_capability": lambda: (9, 0),
+        "synchronize": none, "set_sync_debug_mode": modes.append, "Stream": lambda: stream, "current_stream": lambda: stream,
+        "stream": contextlib.nullcontext, "graph": contextlib.nullcontext, "Event": event,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     return modes
@@ -429,7 +379,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_first_wait_is_found_and_the_mode_taken_back(cuda: list[str]) -> None:
     """An event that is over costs nothing, one that is not is a wait that torch's mode does not see."""
 
-    def raises(text: str) -> None:
+    def raises(text: str) -> Any:
         raise RuntimeError(text)
 
     event: Any = torch.cuda.Event
@@ -480,31 +430,22 @@ def test_counters_on_a_gpu(
 ) -> None:
     """The whole stage except CUDA itself, with the CPU's backend."""
     found, event = stage("counters"), torch.cuda.Event(not wait)  # type: ignore[call-arg]
-    found.device = "cpu"
-    stand_ins = {
-        "recompilations": 0,
-        "losses": {name: lambda: event.synchronize()},
-        "graphed": {name: None},
-        "replay_differs": differs,
-    }
+    found.device, call = "cpu", lambda: event.synchronize()
+    stand_ins = {"recompilations": 0, "losses": {name: call}, "graphed": {name: None}, "replay_differs": differs}
     for function, value in stand_ins.items():
         monkeypatch.setattr(gpu_stages, function, lambda *_, value=value: value)
     gpu_stages.counters(found)
     assert found.found["graphs"] == {name: differs} and found.well is well
-    assert {x: bool(at) for x, at in found.found["waits"].items()} == {
-        name: wait,
-        "TokenBatch, masked": False,
-        "TokenBatch": False,
-    }
+    waits = {name: wait, "TokenBatch, masked": False, "TokenBatch": False}
+    assert {x: bool(at) for x, at in found.found["waits"].items()} == waits
     assert any(name in line and "documented" in line for line in found.found["lines"]) is (name in gpu_counters.WAITS)
 
 
 def test_what_is_documented_to_wait_waits_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device whose tensors have no values. Row counts, whatever they are, are on its host."""
     module = torch.get_device_module
-    monkeypatch.setattr(
-        torch, "get_device_module", lambda kind: SimpleNamespace() if torch.device(kind).type == "meta" else module(kind)
-    )
+    on_meta = lambda kind: SimpleNamespace() if torch.device(kind).type == "meta" else module(kind)  # noqa: E731
+    monkeypatch.setattr(torch, "get_device_module", on_meta)
 
     def sets_of(ids: torch.Tensor, offsets: torch.Tensor) -> TokenSets:
         rows = offsets.numel() - 1
@@ -513,7 +454,7 @@ def test_what_is_documented_to_wait_waits_and_nothing_else(monkeypatch: pytest.M
 
     monkeypatch.setattr(gpu_counters, "TokenSets", sets_of)
     monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: batch.rows // 2)
-    calls = gpu_counters.calls("meta", 8, 131, 8, torch.float32)
+    calls = gpu_counters.calls(gpu_counters.Given.of("meta", (4, 2), 131, 8, torch.float32))
     meta_device.make_device(monkeypatch)
     waiting = gpu_counters.WAITS.keys() - {"TokenBatch and linear_grpo_loss"}  # which waits for those counts
     assert waiting < calls.keys()
@@ -522,18 +463,20 @@ def test_what_is_documented_to_wait_waits_and_nothing_else(monkeypatch: pytest.M
             call()
 
 
-def test_all_kernels_are_looked_at() -> None:
-    """Those that Triton compiles by themselves, of every module of the backend."""
-    folder = Path(backend.__file__).parent
-    modules = [importlib.import_module(f"{backend.__package__}.{path.stem}") for path in folder.glob("triton*.py")]
-    kernels = {x.__name__ for module in modules for x in vars(module).values() if isinstance(x, JITFunction)}
-    assert {name for name in kernels if name.endswith("_kernel")} == {x.__name__ for x in gpu_counters.KERNELS}
-
-
-def test_what_is_captured_gives_gradients() -> None:
+def test_what_is_captured_gives_gradients_and_kernels_that_ran_are_found() -> None:
     for name, one in gpu_counters.graphed("cpu", 8, 131, 8, torch.float32).items():
         found = one.step()
         assert len(found) > 1 and all(x.isfinite().all() and x.any() for x in found) and one.given.is_leaf, name
+    kernel, compiled = (
+        tune.backend._stats_kernel,
+        SimpleNamespace(n_regs=7, n_spills=1, module=1, metadata=SimpleNamespace(shared=2, num_warps=4)),
+    )
+    kernel.device_caches["test"] = [{0: compiled, 1: SimpleNamespace(module=None)}]  # the second was compiled for another GPU
+    try:
+        (found,) = [x for x in gpu_counters.loaded_kernels() if x["registers"] == 7]
+    finally:
+        del kernel.device_caches["test"]
+    assert found == {"kernel": "_stats_kernel", "registers": 7, "spills": 1, "shared": 2, "warps": 4}
 
 
 # ---- suites, peers, processes
@@ -542,27 +485,24 @@ def test_what_is_captured_gives_gradients() -> None:
 def test_a_suite_that_breaks_costs_only_itself(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each suite is a process. If a provider breaks it, it is run again without that provider; if it hangs, the others keep
     their time. The headline takes first cells only."""
-    found, commands, limits = stage("comparison"), [], []
+    found, asked, limits = stage("comparison"), [], []
     lost = {"logits": [gpu_stages.LOST_DEVICE, gpu_stages.LOST_DEVICE, 0], "hidden": [1], "active": [None]}
 
-    def run(kit: gpu_running.Kit, *command: str, seconds: float, **_: Any) -> int | None:
-        commands.append(command)
+    def run(kit: Any, *command: str, seconds: float, **_: Any) -> int | None:
+        asked.append(command[command.index("--suite") + 1])
         limits.append(seconds)
-        return lost.get(command[command.index("--suite") + 1], [0]).pop(0) if kit is found else 0
+        assert command[command.index("--choices") + 1].endswith("choices.json") and ("--first" in command) is (kit is not found)
+        return lost.get(asked[-1], [0]).pop(0) if kit is found else 0
 
-    def asked() -> list[str]:
-        return [command[command.index("--suite") + 1] for command in commands]
-
-    monkeypatch.setattr(gpu_running.Kit, "python", run)
+    monkeypatch.setattr(gpu_stages.Kit, "python", run)
     gpu_stages.comparison(found)
-    assert asked() == ["logits", "logits", *gpu_plan.COMPARED] and not found.well
+    assert asked == ["logits", "logits", *gpu_plan.COMPARED] and not found.well
     assert all(limit < 0.41 * 60 for limit in limits[:-2]) and limits[-1] > 50
-    assert all(command[command.index("--choices") + 1].endswith("choices.json") for command in commands)
     outcomes = {line.split(":")[0]: line.rsplit(", ", 1)[1] for line in found.found["lines"]}
     assert outcomes == dict.fromkeys(gpu_plan.COMPARED, "ok") | {"hidden": "exit status 1", "active": "took too long"}
-    commands.clear()
+    asked.clear()
     gpu_stages.headline(stage("headline"))
-    assert asked() == [*gpu_plan.HEADLINE] and all("--first" in command for command in commands)
+    assert asked == [*gpu_plan.HEADLINE]
 
 
 def test_a_contender_or_a_wheel_that_does_not_install_costs_only_itself(
@@ -572,18 +512,13 @@ def test_a_contender_or_a_wheel_that_does_not_install_costs_only_itself(
         raise Unavailable("not installed: pip install that")
 
     fine: Any = lambda case: None  # noqa: E731
-    found = [
-        Provider("here", ("logits",), fine),
-        Provider("gone", ("logits",), missing),
-        Provider("far", ("logits",), fine, ("cuda",)),
-    ]
+    every = {"here": (fine,), "gone": (missing,), "far": (fine, ("cuda",))}
+    found = [Provider(name, ("logits",), *how) for name, how in every.items()]
     monkeypatch.setattr(gpu_stages, "providers", lambda contract: found)
     kit = stage("peers", rehearse=True)
     gpu_stages.peers(kit)
-    assert (
-        kit.found["reasons"] == {"here": None, "gone": "not installed: pip install that", "far": "runs on cuda only"}
-        and kit.well
-    )
+    reasons = {"here": None, "gone": "not installed: pip install that", "far": "runs on cuda only"}
+    assert kit.found["reasons"] == reasons and kit.well
     for name in ("bad.whl", "good.whl"):
         (tmp_path / name).touch()
     kit = stage("install", wheels=tmp_path)
@@ -624,13 +559,12 @@ def test_ncu_counts_the_bytes_of_the_fused_kernel(
     monkeypatch.setattr(found, "child", child)
     gpu_stages.traffic(found)
     said = (
-        ["1.00 x of them read, 2.00 x written", "1.50 x of them read, 1.00 x written"]
-        if counts
-        else ["ncu: ok, 0 of 2 kernels counted"]
+        ["1.00 x of them read, 2.00 x written", "1.50 x of them read, 1.00 x written"] if counts else ["0 of 2 kernels counted"]
     )
-    assert [line.split(": ", 1 if counts else 2)[-1] for line in found.found["lines"]] == said and found.well
+    assert len(found.found["lines"]) == len(said) and found.well
+    assert all(line.endswith(end) for line, end in zip(found.found["lines"], said, strict=True))
     monkeypatch.setattr(gpu_stages, "ROWS", {torch.bfloat16: 2, torch.float32: 2})
-    with tune_settings.on_triton(), compiling("sm_90") as launches:
+    with tune.on_triton(), compiling("sm_90") as launches:
         gpu_stages.long_rows(stage("long_rows", rehearse=True))
     assert [name for name, _ in launches] == ["_fused_kernel"] * 2
 
@@ -640,14 +574,15 @@ def test_ncu_counts_the_bytes_of_the_fused_kernel(
 #: What cannot run without a GPU.
 WITHOUT_A_GPU = {
     "waits of the host", "host time of a call", "CUDA graphs", "registers of the kernels as loaded",
-    "compute-sanitizer, which is not installed", "bytes of device memory, which ncu counts on a GPU", *(f"suite {name}" for name in suites.SUITES if name not in gpu_plan.REHEARSED_SUITES),
+    "compute-sanitizer, which is not installed", "bytes of device memory, which ncu counts on a GPU",
+    *(f"suite {name}" for name in suites.SUITES if name not in gpu_plan.REHEARSED_SUITES),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 def test_rehearsal_of_everything(tmp_path: Path) -> None:
-    """The calls of docs/gpu.md in turn, each from the results of the one before and with an empty work folder, as on a machine that
-    keeps nothing. With the versions of such a machine: in an environment that has them."""
+    """The calls of docs/gpu.md in turn, each from the results of the one before and with an empty work folder, as on a machine
+    that keeps nothing. With the versions of such a machine: in an environment that has them."""
     home: list[str] = []
     for call, stages in CALLS.items():
         out = tmp_path / str(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,24 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from benchmarks import assembly, host_time, instructions, resources, sass
+from benchmarks import assembly, host_time, resources
 from benchmarks.assembly import code, loops
-from benchmarks.launches import OBJECTIVES, QUICK, SHORT, TARGETS, TRANSFORMS, Case, backend, cases, compiling
-from benchmarks.other_launches import OF_TWO, OTHER_QUICK, PRODUCTS, SELECTIONS, other_cases
+from benchmarks.launches import (
+    OBJECTIVES,
+    OF_TWO,
+    OTHER_QUICK,
+    PRODUCTS,
+    QUICK,
+    SELECTIONS,
+    SHORT,
+    TARGETS,
+    TRANSFORMS,
+    Case,
+    backend,
+    cases,
+    compiling,
+    other_cases,
+)
 from benchmarks.resources import Report, broken, report
 
 pytestmark = pytest.mark.skipif(
@@ -31,7 +46,6 @@ def test_budgets(target: str) -> None:
     program 48 KiB and more."""
     for case in [*QUICK, *OTHER_QUICK[1::2]] if target == "sm_90" else QUICK:
         found = report(target, case)
-        print(resources.line(found))
         assert not broken(case, found), (target, str(case), broken(case, found))
         assert target not in ("sm_80", "gfx942") or found.shared <= 1024
 
@@ -39,7 +53,7 @@ def test_budgets(target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_budgets_of_every_kernel(target: str) -> None:
-    results = list(resources.measure_all([target], [*cases(), *other_cases()]))
+    results = list(resources.judge_all([target], [*cases(), *other_cases()]))
     assert not [(found.target, found.kernel, found.case, failures) for found, failures in results if failures]
 
 
@@ -63,20 +77,25 @@ def fused() -> Report:
     return report("sm_90", Case("fused"))
 
 
+def loop(loads: int = 4, width: int = 128, store: int = 128, in_flight: int = 4, local: int = 0) -> Any:
+    """Stands for a loop of the machine code."""
+    return SimpleNamespace(loads=[width] * loads, stores=[store] * bool(store), in_flight=in_flight, local=local)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"spilled": 8}, "bytes spilled 8"),
         ({"stack": 16}, "bytes spilled 16"),
-        ({"reloads": 1}, "reloads in loops 1, at most 0"),
+        ({"loops": (loop(in_flight=8, local=1),)}, "reloads in loops 1, at most 0"),
         ({"registers": 136}, "registers 136, at most 128"),
         ({"programs": 0}, "resident threads 0, at least 512"),
         ({"fp64": True}, "fp64"),
-        ({"loads": [64, 128]}, "bits per load 64"),
-        ({"stores": [64]}, "bits per store 64"),
-        ({"stores": []}, "bits per store 0"),
-        ({"together": [(8, 4, 128), (1, 4, 128)]}, "loads before the first wait 1, at least 8"),
-        ({"together": [(2, 4, 128), (4, 4, 128)], "stages": 1}, "loads before the first wait 2, at least 4"),
+        ({"loops": (loop(width=64),)}, "bits per load 64"),
+        ({"loops": (loop(in_flight=8, store=64),)}, "bits per store 64"),
+        ({"loops": (loop(in_flight=8, store=0),)}, "bits per store 0"),
+        ({"loops": (loop(in_flight=8), loop(in_flight=1))}, "loads before the first wait 1, at least 8"),
+        ({"loops": (loop(in_flight=2), loop()), "stages": 1}, "loads before the first wait 2, at least 4"),
     ],
 )
 def test_a_broken_budget_is_named(fused: Report, change: dict, words: str) -> None:
@@ -86,10 +105,11 @@ def test_a_broken_budget_is_named(fused: Report, change: dict, words: str) -> No
 
 
 def test_budgets_know_the_kernel_and_its_dtypes(fused: Report) -> None:
-    """All loads of a tile of both streams are in flight, half of them for a mixture. A narrowed gradient has narrower stores."""
-    narrow, of_jsd = replace(fused, stores=[64]), OTHER_QUICK[4]
+    """All loads of a tile of both streams are in flight, half of them for a mixture. A narrowed gradient has narrower
+    stores."""
+    narrow, of_jsd = replace(fused, loops=(loop(in_flight=8, store=64),)), OTHER_QUICK[4]
     assert not broken(Case("fused", FP32, BF16), narrow) and broken(Case("fused", FP32, FP32), narrow)
-    half = replace(report("sm_90", of_jsd), together=[(2, 4, 128)])
+    half = replace(report("sm_90", of_jsd), loops=(loop(in_flight=2),))
     reverse: Any = replace(of_jsd, divergence="reverse")
     assert not broken(of_jsd, half) and broken(reverse, half) == ["loads before the first wait 2, at least 4"]
 
@@ -122,28 +142,30 @@ def test_bytes_and_instructions_per_logit(target: str, case: Case, read: int, wr
     """One exponential per logit and pass, two more for tanh, and one or so per tile for the running maximum. On Hopper the most
     instructions, so that the cost of a change is noticed."""
     found = report(target, case)
-    assert (found.read, found.written, found.counted) == (read, written, True)
-    passes = (read / case.logits.itemsize) * (3 if case.transform == "softcap" else 1)
-    assert passes <= found.special <= passes + 0.25 and passes <= found.fp32 < found.instructions - found.special
-    assert found.instructions <= most
+    assert (found.size * len(found.loops), found.written) == (read, written)
+    passes = len(found.loops) * (3 if case.transform == "softcap" else 1)
+    special, fp32, every = found.issued("special"), found.issued("fp32"), found.issued(*assembly.PIPES)
+    assert passes <= special <= passes + 0.25 and passes <= fp32 < every - special
+    assert every <= most
 
 
-def test_instructions_of_a_way_are_those_of_its_kernels(fused: Report) -> None:
-    """Ours: two visits, the second of which writes. TRL's, whose programs of 4 warps have no loop: 8 of 1024 logits a thread."""
-    ways = {way.name: way for way in instructions.WAYS}
-    works = instructions.count("sm_90", ways["grpo_kernels, in place"])
-    assert [work.writes for work in works] == [False, True]
-    assert sum(sum(work.issued.values()) for work in works) == pytest.approx(fused.instructions, abs=0.02)
-    assert [(work.together, work.loads) for work in works] == [(some, every) for some, every, _ in fused.together]
-    pytest.importorskip("trl")
-    forward, backward = instructions.count("sm_90", ways["TRL kernel + loss"])
-    assert (forward.writes, backward.writes) == (False, True) and 10 < sum(backward.issued.values()) < 60
-    assert all(1 <= work.issued["special"] < 1.5 for work in (forward, backward))
+def test_what_is_kept_of_a_kernel(fused: Report) -> None:
+    """Two visits, the second of which writes; the outcome of the budgets, and the table of the command."""
+    first, second = resources.visits("sm_90", (Case("fused"),))
+    assert (first["writes"], second["writes"], first["registers"]) == (False, True, fused.registers)
+    issued = sum(first["issued"].values()) + sum(second["issued"].values())
+    assert issued == pytest.approx(fused.issued(*assembly.PIPES), abs=0.02)
+    assert [(x["together"], x["loads"]) for x in (first, second)] == [(x.in_flight, len(x.loads)) for x in fused.loops]
+    found = resources.outcome([(fused, []), (replace(fused, spilled=8), ["bytes spilled 8, at most 0"])])
+    assert (found["kernels"], found["spilled"], len(found["beyond"])) == (2, 8, 1) and found["in flight"] == fused.in_flight > 8
+    head, line = resources.shown([(fused, [])])
+    assert len(head) == len(line) and line[1] == str(fused.registers)
 
 
 @pytest.mark.parametrize(("what", "most"), [("with a mask", 26), ("without", 18)])
 def test_operations_of_the_host_in_a_loss_in_place(what: str, most: int) -> None:
-    """One kernel, and a microsecond or two of the host for each operation: views, weights, vectors that a mask cuts, the sum."""
+    """One kernel, and a microsecond or two of the host for each operation: views, weights, vectors that a mask cuts, the
+    sum."""
     with host_time.as_on_a_gpu() as launched:
         call = host_time.losses()[what]
         call()
@@ -184,8 +206,8 @@ ret @@ 7 0
 def test_loads_in_flight_are_read_from_the_barriers() -> None:
     """Copies into shared memory until their group is waited for. An AMD wait leaves a number of accesses outstanding."""
 
-    def nvidia(lines: Sequence[str]) -> sass.Loop:
-        return sass.Loop(tuple(sass._nvidia(lines)))
+    def nvidia(lines: Sequence[str]) -> assembly.Loop:
+        return assembly.Loop(tuple(assembly._nvidia(lines)))
 
     (lines,) = loops(ISSUED)
     loop = nvidia(lines)
@@ -207,7 +229,7 @@ def test_loads_in_flight_are_read_from_the_barriers() -> None:
         "v_exp_f32_e32 v8, v0",
     )
     for amd, in_flight in (([load, load, one, use, none, use], 2), ([load, none, load, none, use], 1)):
-        assert sass.Loop(tuple(sass._amd(amd))).in_flight == in_flight
+        assert assembly.Loop(tuple(assembly._amd(amd))).in_flight == in_flight
 
 
 def test_occupancy_agrees_with_the_compiler() -> None:

@@ -18,8 +18,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from benchmarks.printing import render, replace_block  # noqa: E402
 from benchmarks.results import load, save  # noqa: E402
+from benchmarks.tables import render, replace_block  # noqa: E402
 from support.ptx.runs import ORDERS, TARGETS, all_cases  # noqa: E402
 
 FILE, PAGE = ROOT / "benchmarks" / "results" / "compiled.json", ROOT / "docs" / "gpu.md"

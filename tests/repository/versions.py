@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
-from benchmarks.printing import render, replace_block  # noqa: E402
+from benchmarks.tables import render, replace_block  # noqa: E402
 from grpo_kernels.integrations import adapters  # noqa: E402
 
 FILE, PAGE = ROOT / "benchmarks" / "results" / "versions.json", ROOT / "docs" / "versions.md"

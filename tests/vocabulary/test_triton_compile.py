@@ -22,8 +22,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from benchmarks.assembly import LOAD, STORE, accesses, bits, blocks, code, loops, taken
-from benchmarks.launches import KERNELS, TARGETS, Case, compiling, device_name, token_rows
-from benchmarks.other_launches import Beside
+from benchmarks.launches import KERNELS, TARGETS, Beside, Case, compiling, device_name, token_rows
 from grpo_kernels.rows.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(

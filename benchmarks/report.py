@@ -1,0 +1,391 @@
+"""The report: everything in README.md and docs/ that is made from result files or from the code, RESULTS.md, and the pictures.
+
+    python -m benchmarks.report [--write] [--results DIR]
+
+Prints RESULTS.md, or writes all pages and pictures. Tests compare them with the code and the files."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import results
+from benchmarks.results import RESULTS, ROOT
+from benchmarks.suites import EAGER, OURS, SUITES
+from benchmarks.tables import (
+    BATCH,
+    DTYPES,
+    Cell,
+    Record,
+    Row,
+    Table,
+    comparison,
+    details,
+    figure,
+    headline,
+    machines,
+    megabytes,
+    named,
+    processor,
+    render,
+    replace_block,
+    size,
+    source,
+    timed,
+)
+from grpo_kernels.diagnosis import numbers
+from grpo_kernels.diagnosis.step import MOST_TIMES
+from grpo_kernels.formulas.surrogates import PolicyGradient
+from grpo_kernels.presets import NUMERICS, PRESETS
+
+README, DOCS, REPORT = ROOT / "README.md", ROOT / "docs", Path(__file__).parent / "RESULTS.md"
+FIGURES = DOCS / "benchmarks.md"
+COMMAND = "python -m benchmarks.report --write"
+#: Pictures that the page of figures shows.
+PICTURES = ("logits", "hidden", "length", "active")
+#: Modules of experiments, each with the page that its tables stand on.
+EXPERIMENTS = ("swaps", "crossover", "vocab_parallel", "host_time", "replay", "exact_kl", "sparse_training")
+#: Files of what `benchmarks.resources` has counted in machine code, by version of Triton and by target.
+BUDGETS, INSTRUCTIONS = RESULTS / "budgets.json", RESULTS / "instructions.json"
+
+
+# ---- presets
+
+DENOMINATORS = {
+    "token-mean": "trained tokens",
+    "seq-mean-token-mean": "sequences",
+    "seq-mean-token-sum": "sequences",
+    "group-mean": "groups",
+    "token-sum": "1",
+    "constant": "sequences x `max_tokens`",
+}
+
+
+def presets() -> str:
+    """The published objectives, and which trainers' constants each is known with."""
+    rows = [["preset", "surrogate", "ratio level", "aggregate", "`numerics=`"]]
+    for name, objective in PRESETS.items():
+        policy = ", ".join(f"`{_call(part)}`" for part in (objective.surrogate, *objective.filters))
+        level = "no ratio" if isinstance(objective.surrogate, PolicyGradient) else objective.level
+        aggregate = f"{objective.aggregate} (over {DENOMINATORS[objective.aggregate]})"
+        trainers = ", ".join(trainer for trainer, known in NUMERICS.items() if name in known)
+        rows.append([f"`{name}`", policy, level, aggregate, trainers])
+    return render(rows, markdown=True).replace("---:", "---")
+
+
+def presets_by_surrogate() -> str:
+    """The presets' names only, grouped by their surrogate."""
+    names: dict[str, list[str]] = {}
+    for name, objective in PRESETS.items():
+        names.setdefault(type(objective.surrogate).__name__, []).append(f"`{name}`")
+    alone = {surrogate: of for surrogate, of in names.items() if len(of) == 1}
+    rows = [["policy term", "presets"], *([f"`{x}`", ", ".join(of)] for x, of in names.items() if x not in alone)]
+    rows.append(["one each: " + ", ".join(f"`{surrogate}`" for surrogate in alone), ", ".join(of for (of,) in alone.values())])
+    return render(rows, markdown=True).replace("---:", "---")
+
+
+def _call(part: Any) -> str:
+    """The Python expression of a part of an objective: its class and its numbers, without defaults that switch something
+    off."""
+    shown = []
+    for f in fields(part):
+        value = getattr(part, f.name)
+        if f.name == "kind":
+            shown.append(f'"{value}"')
+        elif isinstance(value, float) and (value != f.default or (value and math.isfinite(value))):
+            shown.append(f"{f.name}={value:g}")
+    return f"{type(part).__name__}({', '.join(shown)})"
+
+
+# ---- ours beside the fastest other
+
+SCALED = "upstream 0.5"  # a variant of ours that only the tables show
+WITHOUT_PEERS = ("kept", "sparse")  # no other project has these operations
+PROMISED = 64  # rows
+#: How the names of plain PyTorch begin: a user who has it needs nothing else.
+PLAIN = (EAGER, "pairs in PyTorch", "torch.compile", "torch linear_cross_entropy")
+#: What a user asks first: the suites, and the numbers of rows, or the nearest that were measured.
+ASKED, ASKED_ROWS = {"logits": "from logits", "hidden": "from hidden states"}, (BATCH, 4096)
+
+
+class Standing(NamedTuple):
+    """One cell: the fastest of ours, and the fastest correct other implementation."""
+
+    record: Record
+    cell: Cell
+    ours: Row
+    peer: Row
+
+    @property
+    def ratio(self) -> float:
+        """Above 1: ours is faster."""
+        return float(self.peer["ms"] / self.ours["ms"])
+
+    @property
+    def title(self) -> str:
+        return f"{self.record['title']}, {DTYPES[self.cell['dtype']]}, {size(self.cell)}"
+
+
+def right(cell: Cell) -> list[Row]:
+    """Those that were timed and right: without errors are limits, and another contract that stands beside this one."""
+    return [row for row in timed(cell) if "errors" in row]
+
+
+def standings(folder: Path, machine: str, plain: bool = False) -> list[Standing]:
+    """The standings of all cells of a training batch that have both, the strongest first. plain: against plain PyTorch alone,
+    of all cells that the promise is about."""
+    found = []
+    for suite in SUITES:
+        record = results.load(folder / machine / f"{suite}.json")
+        for cell in record.get("cells", ()) if plain or suite not in WITHOUT_PEERS else ():
+            ours = [row for row in right(cell) if row["name"].startswith(OURS) and "eager backend" not in row["name"]]
+            peers = [row for row in right(cell) if not row["name"].startswith(OURS)]
+            peers = [row for row in peers if row["name"].startswith(PLAIN) or not plain]
+            if ours and peers and cell["rows"] >= (PROMISED if plain else BATCH):
+                fastest = (min(rows, key=lambda row: row["ms"]) for rows in (ours, peers))
+                found.append(Standing(record, cell, *fastest))
+    return sorted(found, key=lambda standing: -standing.ratio)
+
+
+def promise(folder: Path, machine: str) -> tuple[bool, str]:
+    """Whether nothing is slower than plain PyTorch on this machine; and the cells where it is, or the line that none is."""
+    compared = standings(folder, machine, plain=True)
+    broken = [standing for standing in reversed(compared) if standing.ratio * MOST_TIMES < 1]
+    what = f"of {len(compared)} cells of {PROMISED} rows or more on {machine}"
+    if not broken:
+        return True, f"Slower than plain PyTorch (eager, torch.compile, linear_cross_entropy) by more than 5 %: none {what}."
+    lines = [f"  {one.title}: {_span(one.ours)}, {_span(one.peer)}: {1 / one.ratio:.2f} times as long" for one in broken]
+    remedy = "`python -m grpo_kernels doctor` compares the products that can run here; GRPO_KERNELS_PRODUCTS chooses others."
+    return False, "\n".join([f"Slower than plain PyTorch by more than 5 %: {len(broken)} {what}:", *lines, remedy])
+
+
+def _span(row: Row) -> str:
+    return f"{row['name']} {figure(row['ms'])} ms ({figure(row['p20'])} to {figure(row['p80'])})"
+
+
+# ---- the front: what a user asks first, then the strongest and the weakest cell
+
+
+def asked(folder: Path, machine: str) -> dict[str, list[Standing]]:
+    """DAPO from logits and from hidden states, in fp32 and bf16, at few and at many rows; then both ends of all cells."""
+    every, found = standings(folder, machine), {}
+    for suite, words in ASKED.items():
+        for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16")):
+            of = [x for x in every if x.record["suite"] == suite and x.cell["dtype"] == dtype]
+            nearest = [min(of, key=lambda x, rows=rows: abs(x.cell["rows"] - rows)) for rows in ASKED_ROWS if of]
+            found[f"{words}, {short}"] = nearest[: len({x.cell["rows"] for x in nearest})]
+    return found | {"strongest of all cells": every[:1], "weakest of all cells": every[-1:]}
+
+
+def front(folder: Path) -> str:
+    """Every machine that was measured, side by side."""
+    of_machines = {machine: asked(folder, machine) for machine in reversed(machines(folder)) if standings(folder, machine)}
+    if not of_machines:
+        return "Not measured yet: `python -m benchmarks`."
+    alone = len(of_machines) == 1
+    lines, sources = [], [f"Rows: {' and '.join(f'{n:,}' for n in ASKED_ROWS)}, or the nearest that were measured."]
+    for words in next(iter(of_machines.values())):
+        for x in (x for found in of_machines.values() for x in found[words]):
+            eager, way = named(x.cell, EAGER), x.ours["name"].removeprefix(OURS).removeprefix(", ")
+            what = f"{words}: {x.title if 'cells' in words else size(x.cell)}" + f"; {processor(x.record)}" * (not alone)
+            costs = [
+                f"{way}: " * bool(way) + _cost(x.ours),
+                f"{x.peer['name']}: {_cost(x.peer)}",
+                _cost(eager) if eager else "",
+            ]
+            lines.append([what, *costs, f"x {x.ratio:.2f}"])
+            sources.append(f"- {source(x.record)}")
+    on = f"; {processor(next(iter(of_machines[machines(folder)[-1]].values()))[0].record)}" if alone else ""
+    head = [f"loss and gradient of DAPO{on}", "ours", "fastest other that passes the check", EAGER, "ours is faster by"]
+    links = [picture(folder, machine, "front", README) for machine in of_machines]
+    without = [] if machines(folder, "cuda") else [gpus(folder, README)]
+    table, origin = render([head, *lines], markdown=True), "\n".join(dict.fromkeys(sources))
+    return "\n\n".join([table, origin, *filter(None, links), *without])
+
+
+def _cost(row: Row) -> str:
+    return f"{figure(row['ms'])} ms, {megabytes(row) or '0'} MB"
+
+
+# ---- blocks of pages
+
+
+def picture(folder: Path, machine: str, name: str, page: Path) -> str:
+    """A link from a page to the plot of a suite, or to the front; "" if there is none."""
+    path = folder / machine / "plots" / f"{name}.svg"
+    title = (
+        SUITES[name].title if name in SUITES else "Time and memory of every implementation, from logits and from hidden states"
+    )
+    return f"![{title}]({Path(os.path.relpath(path, page.parent)).as_posix()})" if path.exists() else ""
+
+
+def absent(*suites: str) -> str:
+    return f"Not measured yet: `python -m benchmarks --suite {' '.join(suites)}`."
+
+
+def figures(folder: Path, suite: str, device: str = "cpu") -> str:
+    """The headline tables of a suite, with all machines that were measured side by side."""
+    records = (results.load(folder / name / f"{suite}.json") for name in machines(folder, device))
+    found = [record for record in records if record.get("cells")]
+    return "\n\n".join([*map(source, found), *map(comparison, headline(*found))]) if found else absent(suite)
+
+
+def pictures(folder: Path, device: str = "cpu", page: Path = FIGURES) -> str:
+    links = [picture(folder, name, suite, page) for suite in PICTURES for name in machines(folder, device)]
+    return "\n\n".join(filter(None, links)) or f"No plots yet: `{COMMAND}`."
+
+
+def gpus(folder: Path, page: Path = FIGURES) -> str:
+    """Both contracts on every GPU that was measured."""
+    if not machines(folder, "cuda"):
+        guide = Path(os.path.relpath(DOCS / "gpu.md", page.parent)).as_posix()
+        return (
+            "**No GPU has run this package yet: its compiled kernels run in the tests, in an emulator of their PTX, which shows neither "
+            "the last compile step, nor the order of memory that the hardware keeps, nor any time.** `python3 -m benchmarks.gpu_kit --out "
+            f"DIR` checks, tunes and measures all of this on one, in four calls of ten minutes: [docs/gpu.md]({guide})."
+        )
+    tables = [f"**{SUITES[suite].title}.** {figures(folder, suite, 'cuda')}" for suite in ASKED]
+    return "\n\n".join([*tables, pictures(folder, "cuda", page)])
+
+
+# ---- what was counted in machine code
+
+
+def instructions() -> Table:
+    """Of Triton's newest version on Hopper: what a thread issues for a logit in each visit of a row, and its loads before the
+    first wait, of all in a round of the loop."""
+    record = results.load(INSTRUCTIONS)
+    head = "of a thread for a logit", "visit", "instructions", "exponentials", "fp32", "memory", "registers x threads"
+    lines = [[*head, "loads before the first wait"]]
+    ways = record[max(record, key=numbers)]["targets"]["sm_90"]
+    for name, visit in ((name, visit) for name, way in ways.items() if name.startswith(OURS) for visit in way["visits"]):
+        issued = [sum(visit["issued"].values()), *(visit["issued"][pipe] for pipe in ("special", "fp32", "memory"))]
+        held = f"{visit['registers']} x {visit['threads']}" + f", {visit['spilled']} B spilled" * bool(visit["spilled"])
+        what = f"{visit['kernel']}, {'read and write' if visit['writes'] else 'read'}"
+        lines.append([name, what, *(f"{x:.2f}" for x in issued), held, f"{visit['together']} of {visit['loads']}"])
+    return lines
+
+
+def budgets() -> Table:
+    record = results.load(BUDGETS)
+    lines = [["Triton", "target", "kernels", "beyond their budgets", "most bytes spilled", "least KiB in flight"]]
+    for version, target in ((x, target) for x in sorted(record, key=numbers) for target in record[x]):
+        of = record[version][target]
+        counts = str(of["kernels"]), "; ".join(of["beyond"]) or "0", str(of["spilled"]), f"{of['in flight']:.0f}"
+        lines.append([version, target, *counts])
+    return lines
+
+
+# ---- pages
+
+
+def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
+    """{page: {name: text}} of what stands between a page's markers."""
+    divergences = {"Reverse": "divergence", "Forward": "divergence-forward", "Jensen-Shannon": "divergence-jsd"}
+    counted = {"counts": instructions, "budgets": budgets}
+    return {
+        README: {"front": front(folder), "presets_by_surrogate": presets_by_surrogate()},
+        DOCS / "objectives.md": {"presets": presets()},
+        DOCS / "divergences.md": {
+            "divergences_cpu": "\n\n".join(f"**{kind}.** {figures(folder, suite)}" for kind, suite in divergences.items()),
+            "logits_divergence_cpu": figures(folder, "logits-divergence"),
+        },
+        FIGURES: {
+            **{
+                f"{suite.replace('-', '_')}_cpu": figures(folder, suite)
+                for suite in ("logits", "hidden", "cross-entropy", "kept")
+            },
+            "plots_cpu": pictures(folder),
+            "gpus": gpus(folder),
+        },
+        DOCS / "gpu.md": {name: render(table(), markdown=True) for name, table in counted.items()},
+    }
+
+
+INTRODUCTION = f"""# Results
+
+Generated by `{COMMAND}` from the files in `results/`; `python -m benchmarks` measures them.
+
+All contenders of a table run interleaved in one process, each checked against float64 first: implementations that fail the
+check are not timed. `ms` is the median of `runs`, `p20` and `p80` are quantiles. The limit is what the hardware needs for the
+least that the contract asks for, measured in the same run: one read and one write of the logits (a copy, or in place), or the
+bare matrix products, each by the fastest way known (torch.mm, oneDNN, ours, ours in chunks). Where the runs of a contender are
+of two kinds, such as with and without page faults, both times are shown with their shares. GB/s count the logits read (1U),
+read and written once (2U), or read twice and written (3U), whatever a contender really moves; TFLOP/s count the products that
+are due (N rows, H hidden size, V vocabulary, a the share of rows with a gradient). `extra MB` is the peak beyond the inputs,
+results included. The error of the loss is relative to the mean absolute advantage, those of log-probs and entropies are the
+largest, those of gradients relative in the Euclidean norm: of all rows, and of the worst row; of a model's gradients that of
+the worst parameter. `compiles` counts compilations at three further row counts after the first, `syncs` waits of the host for a
+GPU."""
+
+
+def report(folder: Path = RESULTS) -> str:
+    """benchmarks/RESULTS.md: every suite on every machine."""
+    out = [INTRODUCTION]
+    for machine in machines(folder) or ["cpu"]:
+        out.append(f"## {machine}")
+        for name, suite in SUITES.items():
+            record = results.load(folder / machine / f"{name}.json")
+            out.append(f"### {suite.title}")
+            if not record.get("cells"):
+                out.append(absent(name))
+                continue
+            out += [f"{record['contract'][0].upper()}{record['contract'][1:]}.", source(record, packages=True)]
+            out.append(picture(folder, machine, name, REPORT))
+            out += [details(cell) for cell in record["cells"]]
+    if not machines(folder, "cuda"):
+        out += ["## GPUs", gpus(folder, REPORT)]
+    return "\n\n".join(part for part in out if part) + "\n"
+
+
+def pages(folder: Path = RESULTS) -> Iterator[tuple[Path, Callable[[], str]]]:
+    """(page, what it should be now) of all that is generated."""
+    yield REPORT, lambda: report(folder)
+    for page, parts in blocks(folder).items():
+        yield page, lambda page=page, parts=parts: updated(page, parts)
+    for experiment in experiments():
+        yield experiment.page, experiment.updated
+
+
+def experiments() -> list[Any]:
+    return [importlib.import_module(f"benchmarks.{name}").EXPERIMENT for name in EXPERIMENTS]
+
+
+def updated(page: Path, parts: dict[str, str]) -> str:
+    text = page.read_text()
+    for name, block in parts.items():
+        text = replace_block(text, page.name, name, block, COMMAND)
+    return text
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="update pictures, README.md, docs/ and benchmarks/RESULTS.md")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder of result files; of others, --write makes pictures alone"
+    )
+    args = parser.parse_args(argv)
+    folder = args.results.resolve()
+    if not args.write:
+        print(report(folder))
+        return
+    from benchmarks import plots
+
+    written = plots.write(folder)
+    if folder == RESULTS:
+        for experiment in experiments():
+            experiment.draw()
+        for page, made in pages():
+            page.write_text(made())
+            written.append(page)
+    print("written:", *dict.fromkeys(written), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
