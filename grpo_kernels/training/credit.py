@@ -26,13 +26,19 @@ class Credit:
 
     def advantages(self, rows: list[Row], completions: Completions, scores: Scores) -> Tensor:
         """Advantages of this rank's completions on the CPU, [B] or [B, T], estimated from the scores of all ranks."""
-        needs, size, known = self.config.needs, self.config.group_size, dict[str, Tensor]()
+        needs, size, known = (
+            self.config.estimator(self.config.advantages).func.needs,
+            self.config.group_size,
+            dict[str, Tensor](),
+        )
         if "greedy_rewards" in needs:
             known["greedy_rewards"] = self.rollouts.greedy_rewards(rows)
         for name, function in (("old_logps", self.losses.logps), ("sum_squares", self.losses.sum_squares)):
             if name in needs:
                 known[name] = self.ranks.rows(self._of_policy(function, completions), max(scores.lengths))
-        of_all = advantages(scores, self.config.estimate, self.config.estimate_steps, group_size=size, **known)
+        of_all = advantages(
+            scores, self.config.estimator(self.config.advantages), self.config.estimator("process"), group_size=size, **known
+        )
         prompts = self.ranks.share(self.config.prompts_per_step)
         own = of_all[prompts.start * size : prompts.stop * size]
         return own if own.dim() == 1 else own[:, : completions.targets.shape[1]]
@@ -46,8 +52,7 @@ class Credit:
         old = self._of_policy(self.losses.logps, completions)
         batch = dataclasses.replace(batch, old_logps=old, sampler_logps=completions.logps)
         group = torch.distributed.group.WORLD if self.ranks.world > 1 else None
-        for correct in self.config.corrected_by:
-            batch = correct(batch, finished=completions.finished, process_group=group)
+        batch = self.config.corrected(batch, finished=completions.finished, process_group=group)
         return dataclasses.replace(batch, old_logps=None, sampler_logps=None)
 
     def _of_policy(self, function: Any, completions: Completions) -> Tensor:

@@ -6,17 +6,16 @@ import os
 import sys
 
 from . import randomness
-from .command_line import parse_args
-from .config import TrainConfig
+from .config import parse
 from .trainer import Trainer
 
 
 def main(argv: list[str]) -> int:
     """Exit status 0: done; 128 + the signal's number (130, 143): stopped by it after a step, with a checkpoint to resume from; 2:
     something in the arguments is wrong."""
-    config = parse_args(argv, TrainConfig)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
+        config = parse(argv)
         randomness.seed(config.seed * 1_000_003 + int(os.environ.get("RANK", "0")))
         trainer = Trainer(config)
     except (ValueError, ModuleNotFoundError, OSError) as error:  # OSError: a name or path that transformers cannot load

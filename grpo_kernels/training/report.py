@@ -15,8 +15,8 @@ import torch
 
 from ..formulas.filters import EntropyQuantile
 from ..objective import Objective
-from . import config_file, require
-from .config import TrainConfig
+from . import require
+from .config import TrainConfig, write
 from .jsonl import JsonLines, read_metrics
 from .losses import LossParts
 from .output import OutputFolder
@@ -92,7 +92,7 @@ class RunLog:
 
     def _open(self, at: int, trackers: Sequence[Tracker]) -> None:
         config, folder = self.config, self.folder
-        config_file.write(config, folder.config)
+        write(config, folder.config)
         self.metrics, self.sampled = JsonLines(folder.metrics, at), JsonLines(folder.samples, at)
         own = [TRACKERS[name](folder.path, asdict(config), at) for name in config.log_to if name in TRACKERS]
         self.dashboards = Dashboards([*own, *trackers])
