@@ -11,8 +11,7 @@ from ..batch import TokenBatch
 from .config import TrainConfig
 from .data import Row
 from .losses import Losses
-from .parallel import ParallelModel
-from .ranks import Ranks
+from .ranks import ParallelModel, Ranks
 from .rewards import Scores, advantages
 from .rollouts import Rollouts
 from .sampling import Completions
@@ -35,7 +34,9 @@ class Credit:
             known["greedy_rewards"] = self.rollouts.greedy_rewards(rows)
         for name, function in (("old_logps", self.losses.logps), ("sum_squares", self.losses.sum_squares)):
             if name in needs:
-                known[name] = self.ranks.rows(self._of_policy(function, completions), max(scores.lengths))
+                part = self._of_policy(function, completions).cpu()
+                padded = torch.nn.functional.pad(part, (0, max(scores.lengths) - part.shape[1]))
+                known[name] = torch.cat(self.ranks.gather(padded))
         of_all = advantages(
             scores, self.config.estimator(self.config.advantages), self.config.estimator("process"), group_size=size, **known
         )

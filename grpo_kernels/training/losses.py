@@ -17,7 +17,7 @@ from ..sparsity import Sparse
 from ..transform import LogitTransform
 from .config import TrainConfig
 from .head import check_projection, completion_hidden, head_parameters, logit_transform
-from .parallel import ParallelModel
+from .ranks import ParallelModel
 from .sampling import Completions, autocast, completion_logits
 
 Tensor = torch.Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from . import randomness
+from . import require
 from .config import parse
 from .trainer import Trainer
 
@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         config = parse(argv)
-        randomness.seed(config.seed * 1_000_003 + int(os.environ.get("RANK", "0")))
+        require("transformers").set_seed((config.seed * 1_000_003 + int(os.environ.get("RANK", "0"))) % 2**32)
         trainer = Trainer(config)
     except (ValueError, ModuleNotFoundError, OSError) as error:  # OSError: a name or path that transformers cannot load
         print(f"error: {error}", file=sys.stderr)

@@ -17,9 +17,8 @@ from ..formulas.filters import EntropyQuantile
 from ..objective import Objective
 from . import require
 from .config import TrainConfig, write
-from .jsonl import JsonLines, read_metrics
 from .losses import LossParts
-from .output import OutputFolder
+from .output import JsonLines, OutputFolder, read_metrics
 from .ranks import Ranks
 from .samples import Samples, as_text
 from .trackers import TRACKERS, Dashboards, Tracker

@@ -11,8 +11,7 @@ import torch
 
 from .config import TrainConfig
 from .data import Row
-from .parallel import ParallelModel
-from .ranks import Ranks
+from .ranks import ParallelModel, Ranks
 from .reward_calls import RewardFunction, Rewards, call, name_of
 from .rewards import Scores, score
 from .sampling import Completions, autocast, end_ids, sample

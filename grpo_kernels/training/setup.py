@@ -14,7 +14,6 @@ from . import require, trackers
 from .config import TrainConfig
 from .data import EVAL_PROMPTS, Row, encode, load_rows
 from .loading import check_backend, check_liger, check_names, load_model, load_policy, pick_device, prepare_policy
-from .parallel import same_on_all_ranks
 from .ranks import Ranks
 from .reward_calls import RewardFunction
 from .rewards import RewardModel, resolve
@@ -115,7 +114,7 @@ def load(
         # fsdp2 moves a layer at a time, and keeps a shard of it.
         if each is not None and (ranks.world == 1 or config.parallel != "fsdp2"):
             each.to(ranks.device)
-    same_on_all_ranks(model, ranks)
+    ranks.make_same(model)
     reference = None
     if config.objective.beta:
         reference = copy.deepcopy(model) if teacher is None else teacher

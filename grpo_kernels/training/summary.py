@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .jsonl import read_metrics
-from .output import OutputFolder
+from .output import OutputFolder, read_metrics
 
 #: Part of a step -> how it is called.
 PARTS = {

@@ -26,23 +26,21 @@ import torch
 
 from ..distributed import global_normalizer
 from ..rewards.entropy import AdaptiveEntropyCoef
-from . import randomness, setup, summary
+from . import setup, summary
 from .batches import micro_batches
 from .config import TrainConfig
 from .credit import Credit
 from .data import Row, prompts_of_step
 from .losses import Losses, LossParts
 from .output import OutputFolder
-from .parallel import ParallelModel
-from .ranks import Ranks
+from .ranks import ParallelModel, Ranks
 from .recompute import check_recomputing, recomputing
 from .report import RunLog, Stopwatch, of_update
 from .reward_calls import RewardFunction
 from .rollouts import Rollouts
 from .samples import Samples
 from .sampling import Completions
-from .saving import Saved
-from .stopping import stop_after_step
+from .saving import Saved, random_state, stop_after_step
 from .trackers import Tracker
 
 __all__ = ["LossParts", "TrainConfig", "Trainer"]
@@ -80,7 +78,7 @@ class Trainer:
             self.folder.release()
             raise
         self.step, self.stopped_by, self.mid_update = 0, 0, False  # steps done; the signal that stopped the run, if one did
-        self.rng = randomness.state(self.device)
+        self.rng = random_state(self.device)
 
     def start(self, loaded: setup.Loaded) -> None:
         config, ranks = self.config, self.ranks
@@ -169,7 +167,7 @@ class Trainer:
         self.step += 1
         if self.reference is not None and config.ref_refresh_steps and self.step % config.ref_refresh_steps == 0:
             self.reference.model.load_state_dict(self.model.state_dict())  # in shards of the same cut
-        self.rng = randomness.state(self.device)
+        self.rng = random_state(self.device)
         return scores.summary(config.group_size) | metrics | self.watch.metrics(sum(scores.lengths), self.device)
 
     def update(self, completions: Completions, advantages: Tensor) -> dict[str, float]:

@@ -195,7 +195,7 @@ def test_killed_at_random_moments_and_resumed_it_is_the_same_run(
     assert_same(killed, straight)
     assert len(lines(straight)) == steps + 1 and all(line["grad_norm"] > 0 for line in lines(straight)[:-1])
     want, got = (torch.load(saved_steps(out)[-1] / "state.pt", weights_only=True) for out in (straight, killed))
-    for part in ("step", "model", "optimizer", "reference", "entropy_coef", "rng"):
+    for part in ("step", "policy", "reference", "entropy_coef", "rng"):
         assert want[part] is not None and same(got[part], want[part]), part
 
 
@@ -311,7 +311,7 @@ def test_other_options_are_told(tok: Any, three: Path, capsys: Any) -> None:
     assert resumed(tok, three, keep_checkpoints=3, sample_every=1).train()
     assert "other values" not in capsys.readouterr().err
     assert resumed(tok, three, steps=5, lr=1e-4, top_k=7).train()
-    assert "resuming with other values of top_k, lr: not the run that was interrupted" in capsys.readouterr().err
+    assert "resuming with other values of lr, top_k: not the run that was interrupted" in capsys.readouterr().err
 
 
 # ---- what a user keeps beside checkpoints
