@@ -28,7 +28,7 @@ from benchmarks.machine import machine
 from benchmarks.plots import HIGHLIGHT, MUTED, STYLE, TEXT, WIDTH
 from benchmarks.tables import replace_block
 from examples import arithmetic
-from grpo_kernels.training.report import read_metrics
+from grpo_kernels.training.output import read_metrics
 from grpo_kernels.training.rewards import exact
 from grpo_kernels.training.trainer import TrainConfig, Trainer
 

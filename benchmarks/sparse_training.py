@@ -30,7 +30,7 @@ from grpo_kernels.integrations import trl
 from grpo_kernels.training import require
 from grpo_kernels.training.data import prompts_of_step
 from grpo_kernels.training.rewards import exact
-from grpo_kernels.training.sampling import Completions, completion_logits
+from grpo_kernels.training.rollouts import Completions, completion_logits
 from grpo_kernels.training.trainer import Trainer
 
 FOLDER = results.ROOT / "runs" / "sparse_training"

@@ -9,7 +9,7 @@ import argparse
 import ast
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -410,6 +410,11 @@ class TrainConfig(
         return self.truncates if self.replay is None else self.replay
 
     @property
+    def most_held_out(self) -> int:
+        """How many held-out prompts an evaluation takes at most."""
+        return self.eval_prompts or 256
+
+    @property
     def objective(self) -> Objective:
         changes = {"entropy_coef": self.entropy_coef, "beta": self.beta, "kl": EXACT.get(self.kl or "", self.kl)}
         if PRESETS[self.preset].aggregate == "constant":
@@ -417,7 +422,11 @@ class TrainConfig(
         given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
         objective = Objective.preset(self.preset, numerics=self.numerics, **given)
         if self.entropy_share < 1:
-            objective = replace(objective, filters=(*objective.filters, EntropyQuantile(self.entropy_share)))
+            # Over the tokens of all ranks, as that of one process is over its whole batch.
+            group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+            objective = replace(
+                objective, filters=(*objective.filters, EntropyQuantile(self.entropy_share, process_group=group))
+            )
         return objective
 
     def estimator(self, text: str) -> Any:
@@ -476,7 +485,7 @@ ELSEWHERE = {
 
 def parse(argv: list[str]) -> TrainConfig:
     """The config of a command line and of the YAML file that its --config names, over which the command line wins. Raises
-    ValueError for what is wrong, of a file with its line."""
+    ValueError for what is wrong."""
     parser = require("transformers").HfArgumentParser(
         TrainConfig.__bases__,
         formatter_class=argparse.HelpFormatter,
@@ -497,8 +506,8 @@ def parse(argv: list[str]) -> TrainConfig:
         action.nargs = "*" if action.nargs == "+" else action.nargs  # a list may be empty
     found = argparse.Namespace()
     path = _read(parser, argv, argparse.Namespace()).config
-    for where, arguments in _of_file(path) if path else ():
-        _read(parser, arguments, found, where)
+    if path:
+        _read(parser, _of_file(path), found, f"config={path!r}: ")
     _read(parser, argv, found)
     return TrainConfig(**{f.name: getattr(found, f.name) for f in fields(TrainConfig)})
 
@@ -508,44 +517,33 @@ def _read(parser: argparse.ArgumentParser, argv: list[str], into: argparse.Names
         _, unknown = parser.parse_known_args(argv, into)
     except argparse.ArgumentError as error:
         raise ValueError(f"{where}{error}.") from error
-    if not unknown:
-        return into
-    name = unknown[0].partition("=")[0].lstrip("-")
-    plain = name.replace("-", "_")
-    meant = ELSEWHERE.get(plain) or near_name(plain, [f.name for f in fields(TrainConfig)])
-    remedy = f"did you mean {meant}?" if meant else "`python -m grpo_kernels train --help` lists all."
-    raise ValueError(f"{where}there is no option {name!r}: {remedy}")
+    if unknown:
+        name = unknown[0].partition("=")[0].lstrip("-").replace("-", "_")
+        meant = ELSEWHERE.get(name) or near_name(name, [f.name for f in fields(TrainConfig)])
+        remedy = f"did you mean {meant}?" if meant else "`python -m grpo_kernels train --help` lists all."
+        raise ValueError(f"{where}there is no option {name!r}: {remedy}")
+    return into
 
 
-def _of_file(path: str) -> Iterator[tuple[str, list[str]]]:
-    """Of each line of a file where it stands, and what it says as arguments of the command line; null is the default."""
+def _of_file(path: str) -> list[str]:
+    """What a YAML file says as arguments of the command line; null is the default."""
     yaml = require("yaml")
     try:
-        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
-        node = loader.get_single_node()
-        pairs = [] if node is None else [(key, loader.construct_object(value, deep=True)) for key, value in node.value]
-    except (OSError, UnicodeDecodeError) as error:
+        options = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"config={path!r} cannot be read: {error}.") from error
-    except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"config={path!r} is no YAML of lines `option: value`: {error}") from error
-    seen = set[str]()
-    for key, value in pairs:
-        name, where = key.value.replace("-", "_"), f"config={path!r}, line {key.start_mark.line + 1}: "
-        if name in seen:
-            raise ValueError(f"{where}{key.value!r} is there twice: keep one.")
-        seen.add(name)
+    if not isinstance(options, dict):
+        raise ValueError(f"config={path!r}: it must be lines of `option: value`.")
+    argv: list[str] = []
+    for name, value in options.items():
         if value is not None:
-            yield where, [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
+            argv += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
+    return argv
 
 
 def write(config: TrainConfig, path: Path) -> None:
-    """All options of a run, in their groups."""
-    text, values = (
-        "# All options of this run. Another one like it: python -m grpo_kernels train --config THIS_FILE --out FOLDER\n",
-        asdict(config),
-    )
-    for group in TrainConfig.__bases__:
-        some = {f.name: values[f.name] for f in fields(group)}
-        text += f"\n# {group._argument_group_name}\n"  # type: ignore[attr-defined]
-        text += require("yaml").safe_dump(some, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
+    """All options of a run, group by group."""
+    text = "# All options of this run. Another one like it: python -m grpo_kernels train --config THIS_FILE --out FOLDER\n"
+    values = {f.name: getattr(config, f.name) for group in TrainConfig.__bases__ for f in fields(group)}
+    text += require("yaml").safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
     path.write_text(text, encoding="utf-8")

@@ -1,5 +1,5 @@
-"""The folder of a run on disk, where a crash at any moment costs nothing that was complete: its lock, its checkpoints, and its files
-of one JSON object per line.
+"""The folder of a run on disk, where a crash at any moment costs nothing that was complete: its lock, its checkpoints, its files of
+one JSON object per line.
 
 A checkpoint is a folder `step-00000120` with `state.pt` and `manifest.json`, which holds the SHA-256 of the former. It is written
 under another name and renamed, so a folder with the right name was complete when it appeared. It is on the disk, with its name,
@@ -42,9 +42,6 @@ class OutputFolder:
         writes there, or that it holds a run which this one does not continue."""
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            probe = self.checkpoints / ".probe"
-            probe.write_text("")
-            probe.unlink()
             self.hold()
         except OSError as error:
             raise ValueError(f"out={str(self.path)!r} cannot be written ({error}): choose another folder.") from error
@@ -101,13 +98,11 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
         return  # the same step is the same state
     for left in _named("draft", folder):  # of a write that failed
         _drop(left)
-    _make_way(draft)
-    draft.mkdir(parents=True)
+    draft.mkdir()
     _write(draft / "state.pt", lambda file: torch.save(state, file))
     manifest = json.dumps({"step": step, "sha256": _digest(draft / "state.pt")})
     _write(draft / "manifest.json", lambda file: file.write(manifest.encode()))
     _drop(final)
-    _make_way(final)
     _sync(draft)
     draft.rename(final)
     _sync(folder)  # before the older ones go: a crash of the machine must not leave neither
@@ -117,21 +112,18 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
         _drop(path)
 
 
-def load_newest(folder: Path, until: int | None = None) -> tuple[dict[str, Any] | None, list[str]]:
-    """The newest intact checkpoint (None if there is none), and what was wrong with those passed over. until: the newest up to
-    this step, from which on the metrics are damaged; a later one where there is none."""
-    problems: list[str] = []
-    late: list[tuple[Path, dict[str, Any]]] = []
-    for path in reversed(listed(folder)):
+def load_newest(folder: Path) -> dict[str, Any]:
+    """The newest intact checkpoint, {} if there is none at all. Those passed over are told; where they are all that there is,
+    ValueError: a fresh start would drop them."""
+    paths = listed(folder)
+    for path in reversed(paths):
         try:
-            state = read(path)
+            return read(path)
         except Exception as error:  # whatever the bytes of a file may lead to
-            problems.append(f"{path}: {error}")
-            continue
-        if until is None or state["step"] <= until:
-            return state, [*problems, *(f"{path}: the metrics are damaged from step {until} on" for path, _ in late)]
-        late = late or [(path, state)]
-    return (late[0][1] if late else None), problems
+            print(f"checkpoint passed over: {path}: {error}", file=sys.stderr)
+    if paths:
+        raise ValueError(f"{str(folder)!r} holds damaged checkpoints only: mend or remove them, or choose another folder.")
+    return {}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -190,16 +182,6 @@ def _drop(path: Path) -> None:
         print(f"old checkpoint not removed: {error}", file=sys.stderr)
 
 
-def _make_way(path: Path) -> None:
-    """Give what has the name of a new checkpoint another name: a file, a link, a folder with things that are not ours."""
-    aside = path
-    while os.path.lexists(aside):
-        aside = aside.with_name(aside.name + "-aside")
-    if aside != path:
-        path.rename(aside)
-        print(f"{path} is not a checkpoint of this run, and is now {aside.name}", file=sys.stderr)
-
-
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -218,7 +200,7 @@ class JsonLines:
         """Lines of steps from `resume_at` on, which a resumed run writes again, are dropped."""
         if path.exists():
             draft = path.with_suffix(".draft")
-            kept = [line for line in read_metrics(path) if line["step"] < resume_at]
+            kept = [line for line in read_metrics(path, tell=True) if line["step"] < resume_at]
             draft.write_text("".join(map(_dump, kept)))
             draft.replace(path)
         self.file = open(path, "a")
@@ -232,34 +214,25 @@ class JsonLines:
         self.file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete lines, without what a crash while writing leaves: a partial last line, or NUL bytes."""
-    return [line for line in _parsed(path) if line is not None]
-
-
-def damaged_from(path: Path) -> int | None:
-    """The first step whose line a crash has damaged; None where all lines are whole, or there is no file."""
-    step = 0
-    for line in _parsed(path) if path.exists() else ():
-        if line is None:
-            return step
-        step = line["step"] + 1
-    return None
+def read_metrics(path: Path, tell: bool = False) -> list[dict[str, Any]]:
+    """All complete lines, without what a crash while writing leaves: a partial last line, or NUL bytes. tell: say how many others
+    are damaged."""
+    found, damaged = [], 0
+    for text in path.read_text(errors="replace").splitlines(keepends=True):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if isinstance(line, dict) and isinstance(line.get("step"), int) and text.endswith("\n"):
+            found.append(line)
+        else:
+            damaged += text.endswith("\n")
+    if damaged and tell:
+        print(f"{path}: {damaged} damaged lines are left out", file=sys.stderr)
+    return found
 
 
 def _dump(line: dict[str, Any]) -> str:
     """A line of JSON; NaN and infinity, which JSON lacks, become null."""
     known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
     return json.dumps(known, allow_nan=False) + "\n"
-
-
-def _parsed(path: Path) -> list[dict[str, Any] | None]:
-    """The objects of a file, None for what is none."""
-    found: list[dict[str, Any] | None] = []
-    for text in path.read_text(errors="replace").splitlines(keepends=True):
-        try:
-            line = json.loads(text) if text.endswith("\n") else None
-        except ValueError:
-            line = None
-        found.append(line if isinstance(line, dict) and isinstance(line.get("step"), int) else None)
-    return found

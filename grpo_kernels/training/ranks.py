@@ -177,14 +177,14 @@ class ParallelModel:
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def state(self, *optimizers: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The states of model and optimizers, whole whatever the layout, on the CPU and on rank 0; empty on the others, which have to
+        """The states of model and optimizers, whole whatever the layout, on the CPU of rank 0; empty on the others, which have to
         call it too."""
         options = checkpoint.StateDictOptions(full_state_dict=True, cpu_offload=True)
         return checkpoint.get_state_dict(self.model, optimizers, options=options)
 
     def load_state(self, state: tuple[dict[str, Any], dict[str, Any]], *optimizers: torch.optim.Optimizer) -> None:
         """Load what `state` returned, which only rank 0 needs to have."""
-        how: dict[str, bool] = {"full_state_dict": True, "broadcast_from_rank0": self.ranks.world > 1}
+        how: dict[str, Any] = {"full_state_dict": True, "broadcast_from_rank0": self.ranks.world > 1}
         checkpoint.set_model_state_dict(self.model, state[0], options=checkpoint.StateDictOptions(**how))
         options = checkpoint.StateDictOptions(**how, strict=False)  # rank 0 alone has the optimizer's names
         for optimizer in optimizers:

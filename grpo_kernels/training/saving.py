@@ -59,10 +59,10 @@ class Saved:
         whole: dict[str, Any] = {}  # on rank 0, which alone reads
 
         def read() -> dict[str, Any]:
-            whole.update(self.read_checkpoint())
-            return {name: whole.get(name) for name in ("step", "entropy_coef", "rng")} | {
-                "refers": bool(whole.get("reference"))
-            }
+            whole.update(output.load_newest(self.folder.checkpoints))
+            self.tell_changes(whole.get("config", {}))
+            small = {name: whole.get(name) for name in ("step", "entropy_coef", "rng")}
+            return small | {"refers": bool(whole.get("reference"))}
 
         small, rng = self.ranks.on_main(read), random_state(self.ranks.device)
         if small["step"] is None:
@@ -77,38 +77,24 @@ class Saved:
             set_random_state(rng, self.ranks.device)
         return small["step"], rng
 
-    def read_checkpoint(self) -> dict[str, Any]:
-        """{} where there is none."""
-        damaged = output.damaged_from(self.folder.metrics)
-        state, problems = output.load_newest(self.folder.checkpoints, until=damaged)
-        for problem in problems:
-            print(f"checkpoint passed over: {problem}", file=sys.stderr)
-        if state is None:
-            if problems:  # to start afresh here would drop the metrics and the damaged checkpoints
-                raise ValueError(
-                    f"out={str(self.folder.path)!r} holds damaged checkpoints only: mend or remove them, or choose another folder."
-                )
-            return {}
-        if damaged is not None and state["step"] > damaged:
-            print(f"{self.folder.metrics} is damaged: lines from step {damaged} on are lost", file=sys.stderr)
-        fixed = set() if self.config.lr_schedule == "constant" else {"steps"}
+    def tell_changes(self, before: dict[str, Any]) -> None:
+        """Say which options are others than those of the run that goes on, unless they change no step."""
+        free = set(FREE_TO_CHANGE)
+        if self.config.lr_schedule != "constant":
+            free -= {"steps"}
         if os.path.isfile(self.config.dataset):  # which gives up rows for evaluation
-            fixed |= {"eval_steps", "eval_prompts"}
-        now, free = asdict(self.config), FREE_TO_CHANGE - fixed
-        changed = [name for name in now if name not in free and state["config"].get(name) != now[name]]
+            free -= {"eval_steps", "eval_prompts"}
+        now = asdict(self.config)
+        changed = [name for name in before if name not in free and before[name] != now.get(name)]
         if changed:
             print(f"resuming with other values of {', '.join(changed)}: not the run that was interrupted", file=sys.stderr)
-        return state
 
     def check_space(self) -> None:
         """Room for one checkpoint more than are kept (a new one is whole before an old one goes) and for the model."""
-
-        def size(model: ParallelModel | None, trained: bool = False) -> int:  # of shards: the whole
-            parameters = [] if model is None else list(model.model.parameters())
-            return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad or not trained)
-
-        model = size(self.policy)
-        each = model + size(self.reference) + 2 * size(self.policy, trained=True)
+        size = {p: p.numel() * p.element_size() for p in self.policy.model.parameters()}  # of shards: the whole
+        model, moments = sum(size.values()), 2 * sum(size[p] for p in size if p.requires_grad)
+        frozen = [] if self.reference is None else self.reference.model.parameters()
+        each = model + moments + sum(p.numel() * p.element_size() for p in frozen)
         there = len(output.listed(self.folder.checkpoints))
         self.folder.check_space(model + each * max(self.config.keep_checkpoints + 1 - there, 1))
 
