@@ -7,7 +7,7 @@ import re
 import shlex
 import signal
 import sys
-from dataclasses import asdict, fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ import yaml
 
 from examples.arithmetic import tokenizer
 from grpo_kernels.__main__ import main as command_line
-from grpo_kernels.training.config import parse
+from grpo_kernels.training.config import parse, write
 from grpo_kernels.training.data import encode, load_rows
+from grpo_kernels.training.setup import pick_device
 from grpo_kernels.training.trainer import TrainConfig, Trainer
 from support.runs import PROMPTS, config, flags, lines, on_disk, tiny, trainer
 
@@ -51,8 +52,8 @@ def test_the_help_has_every_option_with_default_and_unit(capsys: Any, monkeypatc
     assert " --max-new-tokens TOKENS budget of a completion (default: 256)\n" in text
 
 
-def test_a_run_writes_its_options_and_runs_again_from_them(tok: Any, tmp_path: Path) -> None:
-    """Every text and number comes back; what the command line says wins, default values too."""
+def test_options_are_written_and_read_again(tmp_path: Path) -> None:
+    """Every text and number comes back; what the command line says wins, default values and empty lists too."""
     strange = [
         "--prompt-template",
         "  a: 'b' #\n\t{prompt}\u2028é\x07 ",
@@ -65,17 +66,14 @@ def test_a_run_writes_its_options_and_runs_again_from_them(tok: Any, tmp_path: P
     strange += shlex.split(
         "--lr 1e-6 --max-grad-norm inf --weight-decay 1e-300 --rewards exact number --reward-weights 0.1 1e22"
     )
-    strange += shlex.split("--corrections tis:high=3 --sample-every 0 --eval-prompts 3 --no-progress --chat false")
-    named = [*on_disk(tok, tmp_path), *SMALL]
-    first = parse([*named, *strange, "--out", str(tmp_path / "first")])
-    assert Trainer(first).train() and first.replay is False and first.max_grad_norm == float("inf")
-    written = tmp_path / "first" / "config.yaml"
-    assert yaml.safe_load(written.read_text(encoding="utf-8")) == asdict(first)
-    again = ["--out", f"{tmp_path}/again", *shlex.split("--lr 1e-5 --weight_decay 0.0 --corrections --progress true")]
-    assert command_line(["train", "--config", str(written), *again]) == 0
-    changed = {"out": f"{tmp_path}/again", "lr": 1e-5, "weight_decay": 0.0, "corrections": [], "progress": True}
-    assert yaml.safe_load((tmp_path / "again" / "config.yaml").read_text(encoding="utf-8")) == asdict(first) | changed
-    assert len(lines(tmp_path / "again")) == 2
+    first = parse([*strange, *shlex.split("--corrections tis:high=3 --sample-every 0 --no-progress --chat --out run")])
+    assert first.replay is False and first.chat and not first.progress and first.max_grad_norm == float("inf")
+    write(first, tmp_path / "config.yaml")
+    assert parse(["--config", f"{tmp_path}/config.yaml"]) == first
+    again = parse(
+        ["--config", f"{tmp_path}/config.yaml", *shlex.split("--lr 1e-5 --weight_decay 0.0 --corrections --progress true")]
+    )
+    assert again == replace(first, lr=1e-5, weight_decay=0.0, corrections=[], progress=True)
 
 
 def test_the_example_of_the_documentation_runs(tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -224,14 +222,16 @@ def test_what_is_wrong_is_refused_at_once(
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    ["preset=pppo", "preset=a2po", "numerics=nobody", "numerics=prime-rl", "loss=fused", "dtype=int8", "parallel=fsdp"],
-)
-def test_a_value_that_is_none_of_the_choices_names_them(changes: str) -> None:
-    name, _, value = changes.partition("=")
-    with pytest.raises(ValueError, match=f"{name}='{value}': it must be one of "):
-        TrainConfig(**{name: value})
+def test_a_value_that_is_none_of_the_choices_names_them() -> None:
+    for name, value in (
+        ("preset", "a2po"),
+        ("numerics", "prime-rl"),
+        ("loss", "fused"),
+        ("dtype", "int8"),
+        ("log_to", ["paper"]),
+    ):
+        with pytest.raises(ValueError, match=f"{name}=.*: it must be one of "):
+            TrainConfig(**{name: value})
 
 
 def test_a_run_from_the_command_line_says_how_it_ended(
@@ -259,29 +259,34 @@ def test_a_run_from_the_command_line_says_how_it_ended(
 # ---- what is passed from Python
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"teacher": 1, "beta": 0.1}, "the teacher has a vocabulary of 31, the model of 30"),
-        ({"teacher": "itself", "beta": 0.1}, r"teacher shares parameters with model.*copy.deepcopy"),
-        ({"rows": ([], [])}, "there are no training rows: name a data set"),
-        ({"rows": (PROMPTS, []), "eval_steps": 5}, "there are no held-out rows: name an eval_split"),
-        ({"rewards": ["nothing"]}, "it must be one of exact, number, or module:function"),
-        ({"rewards": ["json:nothing"]}, "rewards='json:nothing' cannot be imported"),
-        ({"rewards": ["json:__name__"]}, "rewards='json:__name__' is a str: name a function"),
-        ({"tokenizer": None}, "model and tokenizer go together"),
-    ],
-    ids=str,
-)  # fmt: skip
+PASSED: list[tuple[dict[str, Any], str]] = [
+    ({"rows": ([], [])}, "there are no training rows: name a data set"),
+    ({"rows": (PROMPTS, []), "eval_steps": 5}, "there are no held-out rows: name an eval_split"),
+    ({"rewards": ["nothing"]}, "it must be one of exact, number, or module:function"),
+    ({"rewards": ["json:nothing"]}, "rewards='json:nothing' cannot be imported"),
+    ({"rewards": ["json:__name__"]}, "rewards='json:__name__' is a str: name a function"),
+    ({"tokenizer": None}, "model and tokenizer go together"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), PASSED, ids=[message for _, message in PASSED])
 def test_what_is_passed_and_does_not_go_together_is_refused(
     tok: Any, tmp_path: Path, given: dict[str, Any], message: str
 ) -> None:
-    model, passed = tiny(tok), {"tokenizer": tok, "rows": (PROMPTS, []), **given}
-    if "teacher" in given:
-        passed["teacher"] = model if given["teacher"] == "itself" else tiny(tok, vocab_size=len(tok) + given["teacher"])
-    changes = {name: passed.pop(name) for name in given if name not in ("tokenizer", "rows", "teacher")}
+    passed = {"tokenizer": tok, "rows": (PROMPTS, []), **given}
+    settings = config(tmp_path, **{name: passed.pop(name) for name in given if name in ("rewards", "eval_steps")})
     with pytest.raises(ValueError, match=message):
-        Trainer(config(tmp_path, **changes), model=model, **passed)
+        Trainer(settings, model=tiny(tok), **passed)
+
+
+def test_a_teacher_is_another_model_of_the_same_tokenizer(tok: Any, tmp_path: Path) -> None:
+    model = tiny(tok)
+    for teacher, message in (
+        (model, "pass a copy of it, copy.deepcopy"),
+        (tiny(tok, vocab_size=31), "a vocabulary of 31, the model of 30"),
+    ):
+        with pytest.raises(ValueError, match=f"teacher.*{message}"):
+            trainer(tok, tmp_path, model=model, teacher=teacher, beta=0.1)
     assert all(p.requires_grad for p in model.parameters())
 
 
@@ -291,61 +296,43 @@ def test_a_missing_package_is_noticed_before_training(tok: Any, tmp_path: Path, 
         trainer(tok, tmp_path / "run")
 
 
-def test_beta_and_its_defaults(tok: Any, tmp_path: Path) -> None:
+def test_beta_and_its_defaults() -> None:
     """0 in the papers, and where a trainer's numerics have one, that; a top-k that leaves one token may go without replay."""
-    runs: list[dict[str, Any]] = [{"numerics": "liger"}, {}, {"numerics": "liger", "beta": 0.0}, {"kl": "k3", "beta": 0.0}]
-    runs.append({"top_k": 1, "replay": False})
-    found = ["kl" in trainer(tok, tmp_path / str(i), **changes).train_step() for i, changes in enumerate(runs)]
-    assert found == [True, False, False, False, False]
+    assert TrainConfig().objective.beta == 0 == TrainConfig(numerics="liger", beta=0.0).objective.beta
+    assert TrainConfig(numerics="liger").objective.beta > 0 and TrainConfig(kl="k3", beta=0.0).objective.beta == 0
+    assert not TrainConfig(top_k=1, replay=False).replays and TrainConfig(top_k=2).replays
 
 
-def test_each_process_of_a_machine_has_a_device_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As seen from what it makes the current one."""
-
-    def device(name: str, **environment: str) -> str:
-        for key in ("LOCAL_RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(key, raising=False)
-        for key, value in environment.items():
-            monkeypatch.setenv(key, value)
-        with pytest.raises((LookupError, ValueError)) as caught:
-            Trainer(config(tmp_path, model="no/such", dataset="no/such", device=name))
-        return str(caught.value)
-
-    def picked(device: torch.device) -> None:
-        raise LookupError(str(device))
-
+def test_each_process_of_a_machine_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("is_available", True), ("device_count", 4), ("current_device", 3)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(torch.cuda, "set_device", picked)
-    assert device("auto") == device("cuda") == "cuda:3" and device("cuda:1") == "cuda:1"
-    ranks = {"LOCAL_RANK": "2", "WORLD_SIZE": "8"}
-    assert device("auto", **ranks) == device("cuda", **ranks) == "cuda:2"
-    assert "device='cuda:1': of several processes each has a device of its own" in device("cuda:1", **ranks)
-    assert "device='cuda:4': torch sees 4 CUDA devices here, of which the last is cuda:3" in device("cuda:4")
+    assert [str(pick_device(name)) for name in ("auto", "cuda", "cuda:1", "cpu")] == ["cuda:3", "cuda:3", "cuda:1", "cpu"]
+    with pytest.raises(ValueError, match="device='cuda:4': torch sees 4 CUDA devices here, of which the last is cuda:3"):
+        pick_device("cuda:4")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert str(pick_device("auto")) == str(pick_device("cuda")) == "cuda:2"
+    with pytest.raises(ValueError, match="device='cuda:1': of several processes each has a device of its own"):
+        pick_device("cuda:1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a launcher that hides the devices of the others
-    assert device("cuda", **ranks) == "cuda:0"
+    assert str(pick_device("cuda")) == "cuda:0"
 
 
-def test_linear_loss_refuses_a_head_it_does_not_know(tok: Any, tmp_path: Path) -> None:
+def test_a_model_whose_logits_are_not_known_is_refused(tok: Any, tmp_path: Path) -> None:
     class Doubled(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
 
-    model = tiny(tok)
-    for i, (kind, message) in enumerate(((Doubled, ".*Doubled"), (torch.nn.Linear, ".*log-probs differ by up to"))):
-        model.lm_head = kind(32, len(tok), bias=False)
-        if kind is torch.nn.Linear:
-            model.lm_head.register_forward_hook(lambda module, args, out: 2 * out)
-        with pytest.raises(ValueError, match=f"loss='linear' does not know {message}.*use loss='logits'"):
-            trainer(tok, tmp_path / str(i), model=model)
-
-
-def test_a_model_that_ignores_logits_to_keep_is_refused(tok: Any, tmp_path: Path) -> None:
-    model = tiny(tok)
-    forward = model.forward
-    model.forward = lambda *args, logits_to_keep=0, **options: forward(*args, **options)
-    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM gives \d+ logits for logits_to_keep=4: it ignores that"):
-        trainer(tok, tmp_path, model=model, loss="logits").train_step()
+    doubled, hooked, whole = (tiny(tok) for _ in range(3))
+    doubled.lm_head = Doubled(32, len(tok), bias=False)
+    hooked.lm_head.register_forward_hook(lambda module, args, out: 2 * out)
+    for model, message in ((doubled, "the head is a Doubled"), (hooked, "log-probs differ by up to")):
+        with pytest.raises(ValueError, match=f"loss='linear' does not know .*{message}.*use loss='logits'"):
+            trainer(tok, tmp_path / "a", model=model)
+    forward = whole.forward
+    whole.forward = lambda *args, logits_to_keep=0, **options: forward(*args, **options)
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM gives \d+ logits for logits_to_keep=1: it ignores that"):
+        trainer(tok, tmp_path / "b", model=whole, loss="logits", max_new_tokens=1).train_step()
 
 
 # ---- prompts and data sets
@@ -375,7 +362,7 @@ def chat_tokenizer(template: str | None = TEMPLATE) -> Any:
     return tok
 
 
-def write(path: Path, rows: list[Any]) -> str:
+def in_lines(path: Path, rows: list[Any]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -386,7 +373,7 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
     talk = [{"role": "system", "content": "1"}, user, answer]
     rows, tok = [{"prompt": [user], "answer": "8"}, {"prompt": talk, "answer": "9"}], chat_tokenizer()
     expected = [("=2+", "8"), ("-1=2?3", "9")]  # the assistant's last message goes on
-    assert seen(tok, (rows, []))[0] == seen(tok, dataset=write(tmp_path / "p.jsonl", rows), eval_steps=0)[0] == expected
+    assert seen(tok, (rows, []))[0] == seen(tok, dataset=in_lines(tmp_path / "p.jsonl", rows), eval_steps=0)[0] == expected
     texts = [{"prompt": "1"}, {"prompt": "2"}]
     assert seen(tok, (texts, []), chat=True, prompt_template="0+{prompt}")[0] == [("=0+1+", None), ("=0+2+", None)]
 
@@ -397,27 +384,24 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
         (None, r"prompt=None: it must be a text"),
         ("  \n", r"it must be a text that is not empty"),
         ([], r"prompt=\[\]: it must be"),
-        (7, r"prompt=7: it must be a text"),
         (["a"], r"prompt=\['a'\]: it must be a text that is not empty, or a list of messages"),
         ([{"role": "user"}, {"content": "x"}], "a list of messages with their roles"),
         ([{"role": "tool", "content": "x"}], "the tokenizer's chat template refuses the messages"),
+        ([{"role": "user", "content": "x"}], r"prompt_template='a \{prompt\}' goes around a text"),
     ],
 )
 def test_a_row_that_is_no_prompt_is_named(prompt: Any, message: str) -> None:
     rows, good = [{"prompt": "1+1="}, {"prompt": prompt}], [{"prompt": "1+1="}]
+    changes = {"prompt_template": "a {prompt}"} if "template=" in message else {}
     for which, given in (("training", (rows, good)), ("held-out", (good, rows))):
         with pytest.raises(ValueError, match=f"row 1 of the {which} rows: .*{message}"):
-            seen(chat_tokenizer(), given)
+            seen(chat_tokenizer(), given, **changes)
 
 
-def test_a_template_that_does_not_fit_a_prompt_is_refused() -> None:
-    rows = ([{"prompt": [{"role": "user", "content": "1+1"}]}], [])
-    with pytest.raises(ValueError, match=r"prompt_template='a \{prompt\}' goes around a text"):
-        seen(chat_tokenizer(), rows, prompt_template="a {prompt}")
-    with pytest.raises(ValueError, match="the prompt is a list of messages, but the tokenizer has no chat template"):
-        seen(chat_tokenizer(None), rows)
-    with pytest.raises(ValueError, match="chat=True, but the tokenizer has no chat template"):
-        seen(chat_tokenizer(None), (PROMPTS, []), chat=True)
+def test_chat_needs_a_template(tok: Any) -> None:
+    for prompt, chat, why in (("1", True, "chat=True"), ([{"role": "user", "content": "1"}], False, "the prompt is a list")):
+        with pytest.raises(ValueError, match=f"{why}.*, but the tokenizer has no chat template"):
+            seen(tok, ([{"prompt": prompt}], []), chat=chat)
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE], ids=["without a template", "with one"])
@@ -440,7 +424,7 @@ def test_data_laid_out_as_gsm8k(tok: Any, tmp_path: Path, configuration: str | N
         card += f"- config_name: {name}\n  data_files:\n"
         for split, count in (("train", 5), ("test", 3)):
             path, numbers = f"{name}-{split}.jsonl", range(first, first + count)
-            write(tmp_path / path, [{"question": f"{i}+1=", "answer": f"{i} and 1.\n#### {i + 1}"} for i in numbers])
+            in_lines(tmp_path / path, [{"question": f"{i}+1=", "answer": f"{i} and 1.\n#### {i + 1}"} for i in numbers])
             card += f"  - split: {split}\n    path: {path}\n"
     (tmp_path / "README.md").write_text(card + "---\n")
     options = {"dataset": str(tmp_path), "dataset_config": configuration, "prompt_template": "-{prompt}"}
@@ -486,7 +470,7 @@ def test_rows_splits_and_answers_that_are_not_needed(tok: Any, tmp_path: Path, c
     """Without evaluations no row is held out, and no split for them has to be there; a row may lack its answer. Long prompts are
     left out with a count."""
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": None}, {"prompt": "1+2+3+4=", "answer": "10"}]
-    path = write(tmp_path / "train.jsonl", rows)
+    path = in_lines(tmp_path / "train.jsonl", rows)
     for name in (path, str(tmp_path)):
         assert seen(tok, dataset=name, eval_steps=0, max_prompt_tokens=5) == ([("1+1=", "2"), ("1+2=", None)], [])
     assert capsys.readouterr().out.count("left out 1 of 3 training prompts: longer than max_prompt_tokens=5") == 2
