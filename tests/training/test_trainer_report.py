@@ -7,15 +7,16 @@ import statistics
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from grpo_kernels.training.report import combine
+from grpo_kernels.training.output import OutputFolder
+from grpo_kernels.training.report import write_summary
 from support.advantage_oracle import group_advantages, process_advantages
 from support.plain_trainer import Watch
 from support.runs import lines, read, tiny, trainer, varied
@@ -24,10 +25,10 @@ from support.runs import lines, read, tiny, trainer, varied
 
 
 class Recorder:
-    """A tracker that fails in a step, or at its end."""
+    """A tracker that fails in a step, or (9) at its end."""
 
     def __init__(self, fail_at: int = -1) -> None:
-        self.fail_at, self.found, self.closed = fail_at, list[Any](), 0
+        self.fail_at, self.found = fail_at, list[Any]()
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         if step == self.fail_at:
@@ -35,21 +36,17 @@ class Recorder:
         self.found.append({"step": step, **metrics})
 
     def close(self) -> None:
-        self.closed += 1
-        if self.fail_at == 9:
-            raise ConnectionError("no route")
+        self.log(9, {})
 
 
 def test_a_tracker_gets_what_the_file_gets_and_one_that_fails_ends_no_run(tok: Any, tmp_path: Path, capsys: Any) -> None:
-    good, bad, late = Recorder(), Recorder(fail_at=1), Recorder(fail_at=9)
-    settings: dict[str, Any] = {"steps": 3, "eval_steps": 2, "eval_prompts": 4}
-    assert trainer(tok, tmp_path / "a", trackers=[bad, late, good], **settings).train() and good.closed == 1
-    assert good.found == late.found == read(tmp_path / "a" / "metrics.jsonl") and len(good.found) == 4
-    assert [line["step"] for line in bad.found] == [0] and bad.closed == 0
+    trackers = [Recorder(fail_at=1), Recorder(fail_at=9), Recorder()]
+    assert trainer(tok, tmp_path, trackers=trackers, steps=3, eval_steps=2, eval_prompts=4).train()
+    written, (bad, late, good) = read(tmp_path / "metrics.jsonl"), trackers
+    assert len(written) == 4 and late.found == written and good.found == [*written, {"step": 9}] and bad.found == written[:1]
     told = capsys.readouterr().err
     for what in ("gets no more metrics", "is not closed"):
         assert told.count(f"Recorder {what}: ConnectionError: no route") == 1
-    assert trainer(tok, tmp_path / "b", **settings).train() and lines(tmp_path / "b") == lines(tmp_path / "a")
 
 
 def test_the_names_of_metrics_are_those_of_the_field(tok: Any, tmp_path: Path) -> None:
@@ -72,27 +69,6 @@ def test_the_names_of_metrics_are_those_of_the_field(tok: Any, tmp_path: Path) -
     assert 0.05 < found["peak_memory_gb"] < 1000  # of this process: torch alone is more, and it is no machine's whole memory
 
 
-def test_metrics_of_pieces_are_those_of_the_batch() -> None:
-    """Losses add up, extremes stay extremes wherever they stand, means weigh by tokens; a piece of nothing says nothing."""
-    ratios, sizes = torch.tensor([0.5, 1.0, 2.0, 4.0, 1.5, 1.0]), (3, 0, 2, 1)
-    parts = []
-    for some in ratios.split(sizes):
-        ess = some.sum().square() / (len(some) * some.square().sum()) if len(some) else torch.ones(())
-        values = {"ratio_mean": some.mean(), "ratio_max": some.max(), "ratio_min": some.min()} if len(some) else {}
-        part = {"ratio_mean": 1.0, "ratio_max": 9.0, "ratio_min": -9.0} | {k: v.item() for k, v in values.items()}
-        parts.append({"loss": 0.5, "tokens": float(len(some)), "ess": ess.item(), **part})
-    ess = ratios.sum().square() / (6 * ratios.square().sum())
-    expected = {
-        "loss": 2.0,
-        "tokens": 6.0,
-        "ratio_mean": ratios.mean().item(),
-        "ratio_max": 4.0,
-        "ratio_min": 0.5,
-        "ess": ess.item(),
-    }
-    assert combine(parts) == pytest.approx(expected)
-
-
 def test_accuracy_says_what_it_counts(tok: Any, tmp_path: Path) -> None:
     """The share of held-out prompts with a first reward of at least 1, and beside it the mean of all rewards."""
 
@@ -100,11 +76,9 @@ def test_accuracy_says_what_it_counts(tok: Any, tmp_path: Path) -> None:
         return [3.0 if p.startswith("5") else 1.0 if p == "4+0=" else 0.5 for p in prompts]
 
     assert trainer(tok, tmp_path, rewards=[three], eval_steps=2, eval_prompts=8, steps=1).train()
-    evaluations = [line for line in lines(tmp_path) if "accuracy" in line]
-    assert [line["step"] for line in evaluations] == [0, 1]
-    for line in evaluations:
-        assert (line["accuracy"], line["accuracy_counts"]) == (5 / 8, "three >= 1, 8 prompts")
-        assert line["eval_reward"] == pytest.approx((4 * 3.0 + 1.0 + 3 * 0.5) / 8)
+    names = ("step", "accuracy", "accuracy_counts", "eval_reward")
+    found = [[line.get(name) for name in names] for line in lines(tmp_path)]
+    assert found == [[step, 5 / 8, "three >= 1, 8 prompts", pytest.approx((4 * 3.0 + 1.0 + 3 * 0.5) / 8)] for step in (0, 1)]
 
 
 def test_metrics_are_json_whatever_is_in_them(tok: Any, tmp_path: Path, drawn: None) -> None:
@@ -144,45 +118,23 @@ def test_tensorboard_has_the_curves_of_the_run(tok: Any, tmp_path: Path) -> None
         assert points == [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in written if name in line]
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("wandb", [("grpo_kernels",), {"name": "my-run"}]), ("trackio", [("grpo_kernels",), {"name": "my-run"}]),
-        ("mlflow", [("grpo_kernels",), {"run_name": "my-run"}]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "named"), [("wandb", "name"), ("trackio", "name"), ("mlflow", "run_name")])
 def test_trackers_of_accelerate_get_the_numbers_in_groups(
-    tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, arguments: list[Any]
+    tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, named: str
 ) -> None:
-    tracking = pytest.importorskip("accelerate.tracking")
-    calls: list[Any] = []
-
-    class StandIn(tracking.GeneralTracker):  # type: ignore[misc, name-defined]
-        name, requires_logging_directory = "stand-in", False
-
-        def __init__(self, *given: Any, **options: Any) -> None:
-            calls.extend([given, options])
-
-        def store_init_configuration(self, values: dict[str, Any]) -> None:
-            calls.append(values)
-
-        def log(self, values: dict[str, Any], step: int) -> None:
-            calls.append((step, values))
-
-        def finish(self) -> None:
-            calls.append("finished")
-
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, name, StandIn)
+    tracking, made = pytest.importorskip("accelerate.tracking"), MagicMock()
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, name, made)
     monkeypatch.setattr("importlib.util.find_spec", lambda package: package)
     assert trainer(tok, tmp_path / "my-run", log_to=[name], steps=1, eval_steps=1, eval_prompts=2).train()
+    made.assert_called_once_with("grpo_kernels", **{named: "my-run"})
+    settings = made().store_init_configuration.call_args.args[0]
+    assert settings["lr"] == 1e-3 and settings["rewards"] == "['exact']"
     names = {"accuracy": "eval/accuracy", "eval_reward": "eval/reward", "eval_seconds": "time/eval", "seconds": "time/step"}
     names |= {f"{part}_seconds": f"time/{part}" for part in ("sampling", "reward", "gradient", "optimizer")}
-    expected = [
-        (line.pop("step"), {names.get(k, f"train/{k}"): v for k, v in line.items() if k != "accuracy_counts"})
-        for line in read(tmp_path / "my-run" / "metrics.jsonl")
-    ]
-    assert calls[:2] == arguments and calls[2]["lr"] == 1e-3 and calls[2]["rewards"] == "['exact']"
-    assert calls[3:] == [*expected, "finished"]
+    for line, called in zip(read(tmp_path / "my-run" / "metrics.jsonl"), made().log.call_args_list, strict=True):
+        del line["accuracy_counts"]
+        assert called == call({names.get(k, f"train/{k}"): v for k, v in line.items() if k != "step"}, step=line["step"])
+    assert [each[0] for each in made().method_calls][-1] == "finish"
 
 
 # ---- samples
@@ -195,33 +147,27 @@ def test_samples_are_the_first_completions_with_rewards_and_advantage(tok: Any, 
     def ends(prompts: list[str], completions: list[str], *, completion_ids: list[list[int]], **_: Any) -> list[list[Any]]:
         return [[1.0, *[None] * (len(ids) - 2), 3.0][: len(ids)] for ids in completion_ids]
 
-    watch = Watch(None)
-    options: dict[str, Any] = {
-        "rewards": [watch.told(varied), watch.told(ends)],
-        "sample_every": 2,
-        "sample_count": 6,
-        "progress": True,
-    }
-    samples = tmp_path / "run" / "samples.jsonl"
-    assert trainer(tok, tmp_path / "run", steps=2, **options).train()
+    watch, samples = Watch(None), tmp_path / "run" / "samples.jsonl"
+    rewards, options = [watch.told(varied), watch.told(ends)], {"sample_every": 2, "sample_count": 6, "progress": True}
+    assert trainer(tok, tmp_path / "run", rewards=rewards, steps=2, **options).train()
     samples.write_text(samples.read_text() + '{"step": 2, "prompt": "of a step that was lost"}\n')
-    assert trainer(tok, tmp_path / "run", steps=3, resume=True, **options).train()
+    assert trainer(tok, tmp_path / "run", rewards=rewards, steps=3, resume=True, **options).train()
     found, told = read(samples), capsys.readouterr().err
-    assert [s["step"] for s in found] == [0] * 6 + [2] * 6
-    for sample, i in zip(found, [*range(6)] * 2, strict=True):
-        first, second = watch.calls[2 * sample["step"] : 2 * sample["step"] + 2]
+    for number, sample in enumerate(found):
+        step, i = 2 * (number // 6), number % 6
+        first, second = watch.calls[2 * step : 2 * step + 2]
         groups = [k // 4 for k in range(12)]
         steps = process_advantages(second.rewards, [[True] * len(ids) for ids in first.ids], groups)
         advantage = group_advantages(first.rewards, groups)[i] + statistics.mean(steps[i])
         own, other = first.rewards[i], sum(r for r in second.rewards[i] if r is not None)
         assert sample == {
-            "step": sample["step"], "prompt": first.prompts[i], "completion": first.completions[i], "tokens": len(first.ids[i]),
+            "step": step, "prompt": first.prompts[i], "completion": first.completions[i], "tokens": len(first.ids[i]),
             "reward": own + other, "rewards": {"varied": own, "ends": other}, "advantage": pytest.approx(advantage, abs=1e-5),
         }  # fmt: skip
         numbers = f"reward {own + other:.3g} (varied {own:.3g}, ends {other:.3g}), advantage {sample['advantage']:+.3g}"
-        texts = f"  prompt     {first.prompts[i]!r}\n  completion {first.completions[i]!r}\n"
-        assert f"step {sample['step']}: {numbers}, {sample['tokens']} tokens\n{texts}" in told
-    assert trainer(tok, tmp_path / "without", steps=3, **options | {"sample_every": 0}).train()
+        said = f"step {step}: {numbers}, {sample['tokens']} tokens\n  prompt     {first.prompts[i]!r}\n"
+        assert said + f"  completion {first.completions[i]!r}\n" in told
+    assert len(found) == 12 and trainer(tok, tmp_path / "without", rewards=rewards, steps=3, sample_every=0).train()
     assert not read(tmp_path / "without" / "samples.jsonl") and lines(tmp_path / "without") == lines(tmp_path / "run")
 
 
@@ -252,23 +198,20 @@ def test_the_parts_of_a_step_are_measured_where_they_end(tok: Any, tmp_path: Pat
     assert metrics["tokens_per_second"] == pytest.approx(sum(lengths) / sum(parts))
 
 
-def test_the_summary_of_a_run(tok: Any, tmp_path: Path) -> None:
+def test_the_summary_of_a_run(tmp_path: Path) -> None:
     """Of figures by hand: 20 steps of 2 s with 30 tokens a second, rewards 0.0, 0.1, ... 1.5, then 0.2."""
-    options: dict[str, Any] = {"steps": 20, "eval_prompts": 2, "eval_steps": 1, "lr": 0.0, "prompts_per_step": 1}
-    assert trainer(tok, tmp_path, **options).train()
-    times = {"sampling_seconds": 1.0, "reward_seconds": 0.2, "gradient_seconds": 0.5, "optimizer_seconds": 0.2, "seconds": 2.0}
-    told: list[dict[str, Any]] = [
-        {"step": i, "loss": 0.1, "reward": i / 10 if i < 16 else 0.2, "tokens_per_second": 30.0, "peak_memory_gb": 1.0 + (i == 7), **times}
-        for i in range(20)
-    ] + [{"step": 20}]  # fmt: skip
+    step = {"sampling_seconds": 1.0, "reward_seconds": 0.2, "gradient_seconds": 0.5, "optimizer_seconds": 0.2, "seconds": 2.0}
+    step |= {"tokens_per_second": 30.0, "peak_memory_gb": 1.5}
+    told: list[dict[str, Any]] = [{"step": i, "reward": i / 10 if i < 16 else 0.2} | step for i in range(20)] + [{"step": 20}]
     for i, accuracy in ((0, 0.25), (10, 0.75), (20, 0.5)):
-        counts = {"accuracy_counts": "exact >= 1, 4 prompts", "eval_reward": 2 * accuracy, "eval_seconds": 1.5}
-        told[i] |= counts | {"accuracy": accuracy}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
-    assert trainer(tok, tmp_path, **options, resume=True).train()
-    assert (tmp_path / "summary.txt").read_text().splitlines() == [
+        told[i] |= {"accuracy": accuracy, "accuracy_counts": "exact >= 1", "eval_reward": 2 * accuracy, "eval_seconds": 1.5}
+    told[7]["peak_memory_gb"] = 2.0
+    folder = OutputFolder(tmp_path)
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in told))
+    write_summary(folder)
+    assert folder.summary.read_text().splitlines() == [
         "steps               20",
-        "held-out accuracy   0.250 -> 0.500 (exact >= 1, 4 prompts)",
+        "held-out accuracy   0.250 -> 0.500 (exact >= 1)",
         "held-out reward     0.5 -> 1",
         "best evaluation     0.750 after 10 steps",
         "reward              0.05 -> 0.2 (means of 2), best 1.5 in step 15",
@@ -276,5 +219,5 @@ def test_the_summary_of_a_run(tok: Any, tmp_path: Path) -> None:
         "evaluations         4.5 s",
         "speed               30 sampled tokens a second, of whole steps",
         "peak memory         2.00 GB",
-        f"files               {tmp_path}: metrics.jsonl, samples.jsonl, curves.png, config.yaml, checkpoints, model",
+        f"files               {tmp_path}: metrics.jsonl",
     ]
