@@ -458,13 +458,13 @@ class TrainConfig(
 def with_options(text: str) -> tuple[str, dict[str, Any]]:
     """A name, and the options that follow it as in "name:key=value,key=value"."""
     name, _, rest = text.partition(":")
-    options = {}
+    options: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
-        key, equals, value = (part.strip() for part in pair.partition("="))
-        if not equals:
+        if "=" not in pair:
             raise ValueError(f"{text!r}: options are written as name:key=value,key=value.")
+        key, value = map(str.strip, pair.split("=", 1))
         try:
-            options[key] = float("inf") if value == "inf" else ast.literal_eval(value)
+            options[key] = math.inf if value == "inf" else ast.literal_eval(value)
         except (ValueError, SyntaxError):
             options[key] = value
     return name.strip(), options

@@ -72,9 +72,9 @@ class Losses:
             if self.linear:
                 hidden, head = rows
                 out = linear_grpo_loss(hidden, head, batch, objective, reference=second, **options)
-                return LossParts(out.loss, out.logps, out.metrics)
-        transform = LogitTransform(self.config.temperature)
-        out = grpo_loss(rows, batch, objective, transform=transform, ref_logits=second, inplace=self.inplace, **options)
+        if not self.linear:
+            options |= {"transform": LogitTransform(self.config.temperature), "inplace": self.inplace}
+            out = grpo_loss(rows, batch, objective, ref_logits=second, **options)
         return LossParts(out.loss, out.logps, out.metrics)
 
     def rows(self, model: Any, completions: Completions) -> Any:

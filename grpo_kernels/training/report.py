@@ -209,7 +209,7 @@ class RunLog:
 
 # ---- what a run came to
 
-#: Title of a panel, field of a metrics line; panels whose field never appears are left out.
+#: Title of a panel, field of a metrics line.
 PANELS = {
     "reward": "reward",
     "held-out accuracy": "accuracy",
@@ -220,19 +220,15 @@ PANELS = {
 
 def plot(lines: list[Line], picture: Path) -> None:
     """Reward, accuracy, KL and entropy over the steps."""
-    require("matplotlib")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    told = {title: [(x["step"], x[name]) for x in lines if x.get(name) is not None] for title, name in PANELS.items()}
-    told = {title: points for title, points in told.items() if points}
-    for i, (title, points) in enumerate(told.items()):
-        axes = figure.add_subplot(-(-len(told) // 2), 2, i + 1)
-        axes.plot(*zip(*points, strict=True), marker="o" if len(points) < 30 else "", markersize=4)
-        axes.set(title=title, xlabel="step")
-        axes.grid(alpha=0.25)
+    for at, (title, name) in enumerate(PANELS.items(), start=1):
+        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+        if points:
+            axes = figure.add_subplot(2, 2, at, title=title, xlabel="step")
+            axes.plot(*zip(*points, strict=True), marker=".")
+            axes.grid(alpha=0.25)
     draft = picture.with_suffix(".draft.png")
     figure.savefig(draft, dpi=150)
     draft.replace(picture)
@@ -244,17 +240,13 @@ def write_summary(folder: OutputFolder) -> None:
     steps, evaluations = [line for line in lines if "seconds" in line], [line for line in lines if "accuracy" in line]
     told = {"steps": str(len(steps))}
     if evaluations:
-        first, last, best = evaluations[0], evaluations[-1], max(evaluations, key=lambda line: line["accuracy"])
+        first, last = evaluations[0], evaluations[-1]
         told["held-out accuracy"] = f"{first['accuracy']:.3f} -> {last['accuracy']:.3f} ({last['accuracy_counts']})"
         told["held-out reward"] = f"{first['eval_reward']:.4g} -> {last['eval_reward']:.4g}"
-        told["best evaluation"] = (
-            f"{best['accuracy']:.3f} after {best['step']} steps"  # which stands before the step of its line
-        )
     if steps:
         tenth = max(1, len(steps) // 10)
         begin, end = (_sum(some, "reward") / tenth for some in (steps[:tenth], steps[-tenth:]))
-        best = max(steps, key=lambda line: line["reward"])
-        told["reward"] = f"{begin:.4g} -> {end:.4g} (means of {tenth}), best {best['reward']:.4g} in step {best['step']}"
+        told["reward"] = f"{begin:.4g} -> {end:.4g} (means of {tenth})"
         whole, parts = _sum(steps, "seconds"), ("sampling", "reward", "gradient", "optimizer")
         shares = ", ".join(f"{name} {_sum(steps, f'{name}_seconds') / whole:.0%}" for name in parts)
         told["time of the steps"] = f"{whole:.1f} s: {shares}"

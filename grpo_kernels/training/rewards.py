@@ -85,29 +85,20 @@ def resolve(name: str) -> RewardFunction:
 class RewardModel:
     """An outcome reward function around a sequence classifier with one output."""
 
-    def __init__(self, path: str, device: torch.device, batch_size: int = 32) -> None:
-        transformers = require("transformers")
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        self.model = transformers.AutoModelForSequenceClassification.from_pretrained(path).to(device).eval()
-        if self.model.config.num_labels != 1:
-            raise ValueError(
-                f"reward_model={path!r} has {self.model.config.num_labels} outputs: use a classifier with num_labels=1."
-            )
-        if self.tokenizer.pad_token_id is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        # The classifier finds the last real token by this id.
-        self.model.config.pad_token_id = self.tokenizer.pad_token_id
-        self.device, self.batch_size = device, batch_size
+    def __init__(self, path: str, device: torch.device) -> None:
+        self.pipeline = require("transformers").pipeline(
+            "text-classification", model=path, device=device, batch_size=32, function_to_apply="none"
+        )
+        config, tokenizer = self.pipeline.model.config, self.pipeline.tokenizer
+        if config.num_labels != 1:
+            raise ValueError(f"reward_model={path!r} has {config.num_labels} outputs: use a classifier with num_labels=1.")
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        config.pad_token_id = tokenizer.pad_token_id  # by which the classifier finds the last real token
 
-    @torch.no_grad()
     def __call__(self, prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        scores: list[float] = []
         texts = [p + c for p, c in zip(prompts, completions, strict=True)]
-        for start in range(0, len(texts), self.batch_size):
-            inputs = self.tokenizer(texts[start : start + self.batch_size], return_tensors="pt", padding=True).to(self.device)
-            logits = self.model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-            scores += logits[:, 0].float().tolist()
-        return scores
+        return [found["score"] for found in self.pipeline(texts)]
 
 
 # ---- calls, and what may not come of them
