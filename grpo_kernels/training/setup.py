@@ -80,7 +80,7 @@ def check_name(field: str, name: str | None) -> None:
     """Raise ValueError for a path that is not there. What looks like a path is never asked of the Hub, which without a network
     would take minutes to say no."""
     if name == "":
-        raise ValueError(f"{field}='': name one, or pass it to Trainer.")
+        raise ValueError(f"{field}='': name one with --{field}, in the config or its file, or pass it to Trainer.")
     if name is None or os.path.exists(name):
         return
     owner, slash, _ = name.partition("/")

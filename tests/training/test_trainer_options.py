@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -234,26 +235,29 @@ def test_a_value_that_is_none_of_the_choices_names_them() -> None:
             TrainConfig(**{name: value})
 
 
+#: Signals that `stop` sends to its process.
+SENT: list[int] = []
+
+
+def stop(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    for number in SENT:
+        os.kill(os.getpid(), number)
+    return [0.0] * len(prompts)
+
+
 def test_a_run_from_the_command_line_says_how_it_ended(
     tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """0: done. 2: an argument is wrong. 128 + signal: interrupted, to be resumed."""
-    (tmp_path / "stopping_reward.py").write_text(
-        "import os, signal\nwhich = []\ndef stop(prompts, completions, **_):\n"
-        "    [os.kill(os.getpid(), n) for n in which]\n    return [0.0] * len(prompts)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    options = flags(steps=3, rewards="stopping_reward:stop", out=tmp_path / "run", dtype="bfloat16")
-    argv = ["train", *on_disk(tok, tmp_path), *SMALL, *options, "--no-progress", "--gradient-checkpointing"]
-    import stopping_reward
-
+    options = flags(steps=3, rewards=f"{__name__}:stop", out=tmp_path / "run", dtype="bfloat16")
+    argv = [*on_disk(tok, tmp_path), *SMALL, *options, "--no-progress", "--gradient-checkpointing"]
     for received, steps in ((signal.SIGTERM, 1), (signal.SIGINT, 2)):
-        stopping_reward.which[:] = [received]
-        assert command_line([*argv, "--resume"]) == 128 + received
+        monkeypatch.setattr(sys.modules[__name__], "SENT", [received])
+        assert command_line(["train", *argv, "--resume"]) == 128 + received
         assert len(lines(tmp_path / "run")) == steps
-    stopping_reward.which.clear()
-    assert "holds a run: continue it with resume" in refusal(capsys, *argv[1:])
-    assert command_line([*argv, "--resume"]) == 0 and capsys.readouterr().out == ""
+    monkeypatch.undo()
+    assert "holds a run: continue it with resume" in refusal(capsys, *argv)
+    assert command_line(["train", *argv, "--resume"]) == 0 and capsys.readouterr().out == ""
 
 
 # ---- what is passed from Python

@@ -264,13 +264,11 @@ def test_the_runs_hold_the_cases_that_they_are_about(alone: Path) -> None:
     assert all(line["kept_mass"] < 0.95 and line["ratio_max"] > 1 + 1e-3 for line in lines(alone / "sets"))
 
 
-def test_half_precision(folder: Path, alone: Path) -> None:
-    """The two layouts compute the same. One process multiplies matrices of other shapes, and rounds them in its own way."""
+def test_half_precision(folder: Path) -> None:
+    """The two layouts compute the same, and another thing than single precision."""
     assert_same_run(folder / "bf16 ddp", folder / "bf16 fsdp2")
-    half, full = (lines(path)[0] for path in (folder / "bf16 ddp", alone / "uneven"))
-    for name in ("reward", "entropy", "grad_norm"):
-        assert half[name] == pytest.approx(full[name], rel=3e-2), name
-    assert half["grad_norm"] != full["grad_norm"]
+    half, full = (lines(path)[0] for path in (folder / "bf16 ddp", folder / "uneven"))
+    assert half["grad_norm"] != full["grad_norm"] == pytest.approx(half["grad_norm"], rel=3e-2)
 
 
 @pytest.mark.parametrize("name", ["half ddp", "half fsdp2", "ddp then fsdp2", "one then fsdp2"])
