@@ -75,42 +75,43 @@ def test_numbers_of_numpy_and_torch_are_rewards() -> None:
     assert call(exact, Asked([], [], [], {"answer": []})) == [] != graded([(torch.tensor(1),), [None, 1], [0] * 3, [2]])
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_an_error_in_a_reward_function_shows_the_completion_that_caused_it(lazy: bool) -> None:
-    """The function is asked about each completion alone until it fails in the same way."""
-    calls: list[int] = []
-
-    def values(ids: Lists) -> Any:
-        calls.append(len(ids))
-        if ids == [[1]]:
-            raise KeyError("another error, of a lone completion")
-        return (1 / (len(each) != 3) for each in ids) if lazy else [1 / (len(each) != 3) for each in ids]
-
-    with pytest.raises(RuntimeError) as caught:
-        graded(values)
-    said = "reward graded raised ZeroDivisionError: division by zero\nWith completion 2 of 4 alone it fails alike:"
-    assert str(caught.value) == said + shown(2) and calls == [4, 1, 1, 1]
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+def dividing(ids: Lists) -> list[float]:
+    if ids == [[1]]:
+        raise KeyError("another error, of a lone completion")
+    return [1 / (len(each) != 3) for each in ids]
 
 
-@pytest.mark.parametrize(("seconds", "calls"), [(0.0, 4), (11.0, 1)])
-def test_an_error_of_no_single_completion_says_so_and_is_not_looked_for_long(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, calls: int
+def together(ids: Lists) -> list[float]:
+    if len(ids) > 1:
+        raise OSError("too many")
+    return [0.0]
+
+
+NONE = "OSError: too many\nWith none of the 4 completions alone it was seen to fail alike. The first of them:"
+
+
+@pytest.mark.parametrize(
+    ("function", "seconds", "calls", "said", "which"),
+    [
+        (dividing, 0.0, 4, "ZeroDivisionError: division by zero\nWith completion 2 of 4 alone it fails alike:", 2),
+        (together, 0.0, 5, NONE, 0), (together, 11.0, 2, NONE, 0),
+    ],
+    ids=["of one", "of none", "slow"],
+)  # fmt: skip
+def test_an_error_in_a_reward_function_shows_the_completion_that_caused_it(
+    monkeypatch: pytest.MonkeyPatch, function: Any, seconds: float, calls: int, said: str, which: int
 ) -> None:
-    now, found = [0.0], []
+    """The function is asked about each completion alone until it fails in the same way, or for ten seconds."""
+    found: list[Lists] = []
 
-    def together(ids: Lists) -> list[float]:
-        now[0] += seconds
-        found.append(len(ids))
-        if len(ids) > 1:
-            raise OSError("too many")
-        return [0.0]
+    def timed(ids: Lists) -> Any:
+        found.append(ids)
+        yield from function(ids)  # when it is read
 
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: seconds * len(found))
     with pytest.raises(RuntimeError) as caught:
-        graded(together)
-    said = "reward graded raised OSError: too many\nWith none of the 4 completions alone it was seen to fail alike. The first of them:"
-    assert str(caught.value) == said + shown(0) and found == [4] + [1] * calls
+        graded(timed)
+    assert str(caught.value) == f"reward graded raised {said}{shown(which)}" and len(found) == calls
 
 
 def test_reward_functions_get_the_columns_of_their_prompt(tok: Any, tmp_path: Path) -> None:
