@@ -198,7 +198,7 @@ class Trainer:
         parts = [completions[at : at + size] for at in range(0, count, size)]
         parts += [completions[:1]] * (max(self.ranks.gather(len(parts))) - len(parts))  # every rank makes as many passes
         passes = [self.policy.without_gradients(function, part) for part in parts]
-        return torch.cat(passes)[:count] * completions.mask
+        return torch.cat(passes)[:count]
 
     def move(self, lr: float) -> dict[str, float]:
         """The optimizer step."""
